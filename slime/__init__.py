@@ -1,0 +1,3 @@
+"""slime: reinforcement-learning post-training for large language models."""
+
+__version__ = "0.4.0"

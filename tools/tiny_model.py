@@ -1,0 +1,118 @@
+"""Make a tiny, randomly initialised Hugging Face checkpoint with a byte-level tokenizer, from nothing.
+
+Nothing is downloaded: the architecture is the family's real one (``qwen2``, ``qwen3`` or ``llama``), only small, and
+the tokenizer knows the 256 bytes plus the chat markers, so any text round-trips. The
+quickstart and the tests use it.
+
+    python -m tools.tiny_model --family qwen3 --out /tmp/tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def make_tokenizer(out: Path) -> int:
+    """Write a byte-level tokenizer (no merges) with a ChatML template to ``out``; return its vocabulary size (259)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=IM_END)
+    fast.add_special_tokens({"additional_special_tokens": [IM_START]})
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(out)
+    return len(fast)
+
+
+def make_tiny_checkpoint(
+    out: str | Path, family: str = "qwen3", *, seed: int = 0, tie_word_embeddings: bool = True, **sizes: Any
+) -> Path:
+    """Write config, fp32 safetensors weights and tokenizer of a random tiny ``family`` model to ``out``; return it.
+
+    ``sizes`` overrides entries of ``SIZES`` (and any other field of the family's Hugging Face config). The vocabulary
+    is the tokenizer's, rounded up to a multiple of 128 as Megatron does, unless ``vocab_size`` is given.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    vocab = make_tokenizer(out)
+    fields = {**SIZES, "vocab_size": -(-vocab // 128) * 128, "tie_word_embeddings": tie_word_embeddings, **sizes}
+    config_class = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    if family == "qwen3":
+        fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    config = config_class(
+        **fields, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(out)
+    return out
+
+
+def megatron_flags(checkpoint: str | Path) -> list[str]:
+    """Return the Megatron command-line flags that describe the dense model in ``checkpoint``."""
+    import json
+
+    c = json.loads((Path(checkpoint) / "config.json").read_text())
+    rope = c.get("rope_parameters") or {}
+    heads, hidden = c["num_attention_heads"], c["hidden_size"]
+    flags = [
+        "--num-layers", c["num_hidden_layers"], "--hidden-size", hidden, "--ffn-hidden-size", c["intermediate_size"],
+        "--num-attention-heads", heads, "--group-query-attention", "--num-query-groups", c["num_key_value_heads"],
+        "--kv-channels", c.get("head_dim") or hidden // heads, "--vocab-size", c["vocab_size"],
+        "--normalization", "RMSNorm", "--norm-epsilon", c["rms_norm_eps"], "--swiglu", "--disable-bias-linear",
+        "--use-rotary-position-embeddings", "--position-embedding-type", "rope",
+        "--rotary-base", int(rope.get("rope_theta", c.get("rope_theta", 10000))),
+        "--max-position-embeddings", c["max_position_embeddings"], "--attention-dropout", "0", "--hidden-dropout", "0",
+    ]  # fmt: skip
+    if not c.get("tie_word_embeddings"):
+        flags.append("--untie-embeddings-and-output-weights")
+    if c["model_type"] == "qwen3":
+        flags.append("--qk-layernorm")
+    if c["model_type"] == "qwen2":
+        flags.append("--add-qkv-bias")
+    return [str(f) for f in flags]
+
+
+def main() -> None:
+    """Command line: write a tiny checkpoint and print its Megatron flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=["qwen2", "qwen3", "llama"], default="qwen3")
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, value in SIZES.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
+    options = vars(parser.parse_args())
+    path = make_tiny_checkpoint(options.pop("out"), options.pop("family"), seed=options.pop("seed"), **options)
+    print(" ".join(megatron_flags(path)))
+
+
+if __name__ == "__main__":
+    main()
