@@ -1,0 +1,134 @@
+"""Small helpers that plugins import by name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import subprocess
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from slime.utils.meta_arrays import decode_int32_meta_array
+from slime.utils.network import get_current_node_ip, get_free_port
+
+__all__ = [
+    "Box",
+    "SingletonMeta",
+    "chunk_named_params_by_size",
+    "decode_int32_meta_array",
+    "exec_command",
+    "get_current_node_ip",
+    "get_free_port",
+    "group_by",
+    "load_function",
+    "should_run_periodic_action",
+]
+
+T = TypeVar("T")
+
+
+@functools.cache
+def load_function(path: str, flag: str | None = None) -> Any:
+    """Import ``package.module.attr`` and return the attribute; the result is cached for the life of the process.
+
+    ``flag`` is the command-line flag the path came from, for the message. Raises ValueError for a path without a dot,
+    ImportError when the module cannot be imported, AttributeError when it has no such attribute.
+    """
+    origin = f"{flag} {path!r}" if flag else f"dotted path {path!r}"
+    if not isinstance(path, str) or "." not in path or ":" in path or "/" in path:
+        raise ValueError(f"{origin} must be a dotted path like package.module.function")
+    module_path, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_path)
+    except ImportError as e:
+        raise ImportError(
+            f"{origin}: cannot import module {module_path!r}: {e}. Is its folder on PYTHONPATH of this process?"
+        ) from e
+    try:
+        return getattr(module, name)
+    except AttributeError as e:
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        hint = f"; did you mean {module_path}.{near[0]}?" if near else ""
+        where = getattr(module, "__file__", None) or "a namespace package"
+        raise AttributeError(f"{origin}: module {module_path!r} ({where}) has no attribute {name!r}{hint}") from e
+
+
+class SingletonMeta(type):
+    """Metaclass of classes that have one instance per process."""
+
+    _instances: dict[type, Any] = {}  # noqa: RUF012  (shared by all singletons on purpose)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._instances:
+            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._instances[cls]
+
+    @staticmethod
+    def clear_instances() -> None:
+        """Forget every singleton, so that the next call builds a new one."""
+        SingletonMeta._instances.clear()
+
+
+class Box:
+    """Wraps a value so that Ray passes a reference to it on, instead of the value."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Any:
+        return self._inner
+
+
+def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) -> dict[Any, list[T]]:
+    """Return ``{key(item): [items in order]}``, keys in first-seen order; ``key`` defaults to the item itself."""
+    groups: dict[Any, list[T]] = {}
+    for item in iterable:
+        groups.setdefault(item if key is None else key(item), []).append(item)
+    return groups
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run a bash command line; return its stdout when captured. Raises RuntimeError with its output on failure."""
+    print(f"EXEC: {cmd}", flush=True)
+    done = subprocess.run(
+        ["bash", "-c", cmd], check=False, text=True, stdout=subprocess.PIPE if capture_output else None
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"command exited with {done.returncode}: {cmd}\n{done.stdout or ''}")
+    return done.stdout if capture_output else None
+
+
+def should_run_periodic_action(
+    rollout_id: int,
+    interval: int | None,
+    num_rollout_per_epoch: int | None = None,
+    num_rollout: int | None = None,
+) -> bool:
+    """True after every ``interval`` rollouts, at epoch ends and, when ``num_rollout`` is given, after the last rollout.
+
+    Never true when ``interval`` is None.
+    """
+    if interval is None:
+        return False
+    step = rollout_id + 1
+    at_epoch_end = bool(num_rollout_per_epoch) and step % num_rollout_per_epoch == 0  # type: ignore[operator]
+    return step % interval == 0 or at_epoch_end or (num_rollout is not None and step == num_rollout)
+
+
+def chunk_named_params_by_size(
+    named_params: Iterable[tuple[str, Any]], chunk_size: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Yield consecutive ``(name, tensor)`` lists of at most ``chunk_size`` bytes (a larger tensor comes alone)."""
+    chunk: list[tuple[str, Any]] = []
+    held = 0
+    for name, tensor in named_params:
+        size = tensor.numel() * tensor.element_size()
+        if chunk and held + size > chunk_size:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append((name, tensor))
+        held += size
+    if chunk:
+        yield chunk

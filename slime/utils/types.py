@@ -1,0 +1,368 @@
+"""The sample that travels from prompt to training batch, and the few types that travel with it.
+
+Importable without torch; tensors are accepted wherever a sequence of numbers is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+from slime.utils.meta_arrays import decode_int32_meta_array, first_present, to_int32_tensor
+
+RolloutBatch = dict[str, Any]
+"""Training data of one rollout: column name -> list (one entry per sample) or whole-batch value."""
+
+
+@dataclass
+class Sample:
+    """One prompt with (part of) one response.
+
+    ``tokens`` are prompt + response ids; ``response_length`` counts everything after the first prompt, tool text
+    included. ``loss_mask``, ``rollout_log_probs`` and ``teacher_log_probs`` have ``response_length`` entries, a
+    ``loss_mask`` of None means all ones. Plugins may set further attributes; they survive ``to_dict``/``from_dict``.
+    """
+
+    class Status(Enum):
+        """Where a sample stands. FAILED is a recoverable problem with possibly valid content; only plugins set it."""
+
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    @dataclass
+    class SpecInfo:
+        """Speculative-decoding counters summed over the engine calls of one sample."""
+
+        spec_accept_token_num: int = 0
+        spec_draft_token_num: int = 0
+        spec_verify_ct: int = 0
+        completion_token_num: int = 0
+
+        @property
+        def spec_accept_rate(self) -> float:
+            """Accepted draft tokens / proposed draft tokens; 0.0 before any draft."""
+            return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+        @property
+        def spec_accept_length(self) -> float:
+            """Completion tokens / verification steps; 0.0 before any verification."""
+            return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+        def add(self, meta_info: Mapping[str, Any]) -> None:
+            """Add the counters of one engine reply (missing ones count 0)."""
+            self.spec_accept_token_num += meta_info.get("spec_accept_token_num") or 0
+            self.spec_draft_token_num += meta_info.get("spec_draft_token_num") or 0
+            self.spec_verify_ct += meta_info.get("spec_verify_ct") or 0
+            self.completion_token_num += meta_info.get("completion_tokens") or 0
+
+        def to_dict(self) -> dict[str, int]:
+            return dict(self.__dict__)
+
+        @staticmethod
+        def from_dict(data: Mapping[str, int]) -> Sample.SpecInfo:
+            return Sample.SpecInfo(**{name: data.get(name, 0) for name in Sample.SpecInfo.__dataclass_fields__})
+
+    @dataclass
+    class PrefixCacheInfo:
+        """Prefix-cache counters summed over the engine calls of one sample."""
+
+        cached_tokens: int = 0
+        total_prompt_tokens: int = 0
+
+        @property
+        def prefix_cache_hit_rate(self) -> float:
+            """Prompt tokens served from the cache / prompt tokens; 0.0 before any call."""
+            return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+        def add(self, meta_info: Mapping[str, Any]) -> None:
+            """Add the counters of one engine reply (missing ones count 0)."""
+            self.cached_tokens += meta_info.get("cached_tokens") or 0
+            self.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
+
+        def to_dict(self) -> dict[str, int]:
+            return dict(self.__dict__)
+
+        @staticmethod
+        def from_dict(data: Mapping[str, int]) -> Sample.PrefixCacheInfo:
+            return Sample.PrefixCacheInfo(
+                **{name: data.get(name, 0) for name in Sample.PrefixCacheInfo.__dataclass_fields__}
+            )
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    teacher_log_probs: Any = None
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a shallow copy of all attributes, with the status as its string and the counters as dicts."""
+        return {
+            **self.__dict__,
+            "status": self.status.value,
+            "spec_info": self.spec_info.to_dict(),
+            "prefix_cache_info": self.prefix_cache_info.to_dict(),
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Sample:
+        """Rebuild a sample from ``to_dict``'s result, which is left as it is.
+
+        Unknown keys become attributes. Raises KeyError without a ``status`` and ValueError for an unknown one.
+        """
+        values = dict(data)
+        values["status"] = Sample.Status(values["status"])
+        values["spec_info"] = Sample.SpecInfo.from_dict(values.get("spec_info") or {})
+        values["prefix_cache_info"] = Sample.PrefixCacheInfo.from_dict(values.get("prefix_cache_info") or {})
+        known = Sample.__dataclass_fields__
+        sample = Sample(**{name: value for name, value in values.items() if name in known})
+        for name, value in values.items():
+            if name not in known:
+                setattr(sample, name, value)
+        return sample
+
+    def get_reward_value(self, args: Any) -> Any:
+        """Return the reward, or its ``args.reward_key`` entry when that flag is set."""
+        if not getattr(args, "reward_key", None):
+            return self.reward
+        if not isinstance(self.reward, Mapping) or args.reward_key not in self.reward:
+            raise KeyError(
+                f"--reward-key {args.reward_key!r} expects a dict reward with that key, but sample index={self.index} "
+                f"has reward {self.reward!r}. Return a dict from the reward function or drop --reward-key."
+            )
+        return self.reward[args.reward_key]
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of response tokens that are trained on: sum of the loss mask, or ``response_length`` without one."""
+        return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Iterable[int] | None = None,
+        log_probs: Iterable[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append response tokens and everything that is kept per token, and fold in one engine reply's metadata.
+
+        ``tokens`` [n] and ``log_probs`` [n] may be lists or tensors. Trainable tokens get loss mask 1 and need
+        log-probs; the others (tool output, templates) get mask 0 and log-prob 0.0 and must not pass any.
+        ``meta_info`` is the engine's: top-p nuclei and routed experts are merged; unless ``update_terminal_info`` is
+        off, a ``finish_reason`` in it updates status, counters and weight versions.
+
+        Raises ValueError when lengths disagree; the sample is then as it was before the call.
+        """
+        before = dict(self.__dict__)
+        try:
+            if text is not None:
+                self.response += text
+            added = 0
+            if tokens is not None:
+                added = self._append_tokens(_as_list(tokens), log_probs, trainable)
+            elif log_probs is not None:
+                raise ValueError(f"{self._name()}: log_probs were passed without tokens")
+            self._append_top_p(added, trainable, meta_info or {})
+            if meta_info is not None:
+                self._merge_routed_experts(args, meta_info)
+            self._check_lengths()
+        except ValueError:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+        if update_terminal_info and meta_info is not None and meta_info.get("finish_reason"):
+            self.update_from_meta_info(args, meta_info)
+
+    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+        """Fold a finished engine call into the counters, weight versions and status."""
+        if getattr(args, "sglang_speculative_algorithm", None):
+            self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
+        if meta_info.get("weight_version") is not None:
+            self.weight_versions.append(meta_info["weight_version"])
+        reason = meta_info["finish_reason"]
+        kind = reason["type"] if isinstance(reason, Mapping) else reason
+        self.status = _STATUS_OF_FINISH.get(kind, self.status)
+
+    def _name(self) -> str:
+        return f"sample index={self.index} group_index={self.group_index}"
+
+    def _append_tokens(self, tokens: list[int], log_probs: Iterable[float] | None, trainable: bool) -> int:
+        count, earlier = len(tokens), self.response_length
+        new_log_probs = None if log_probs is None else _as_list(log_probs)
+        if new_log_probs is not None and not trainable:
+            raise ValueError(
+                f"{self._name()}: non-trainable tokens must not carry log_probs (got {len(new_log_probs)})"
+            )
+        if trainable and new_log_probs is None and count:
+            raise ValueError(f"{self._name()}: {count} trainable tokens need log_probs, none were given")
+        if new_log_probs is not None and len(new_log_probs) != count:
+            raise ValueError(f"{self._name()}: {count} tokens but {len(new_log_probs)} log_probs")
+        old_log_probs = None if self.rollout_log_probs is None else _as_list(self.rollout_log_probs)
+        if old_log_probs is None and earlier:
+            if trainable and count:
+                raise ValueError(
+                    f"{self._name()}: {earlier} earlier response tokens have no rollout_log_probs, so trainable tokens "
+                    "with log_probs cannot be appended. Set rollout_log_probs for the earlier tokens first."
+                )
+            old_log_probs = None if trainable else [0.0] * earlier
+        if old_log_probs is not None or not earlier:
+            self.rollout_log_probs = (old_log_probs or []) + (new_log_probs or [0.0] * count)
+        old_mask = [1] * earlier if self.loss_mask is None else _as_list(self.loss_mask)
+        self.loss_mask = old_mask + [int(trainable)] * count
+        self.tokens = _as_list(self.tokens) + tokens
+        self.response_length = earlier + count
+        return count
+
+    def _append_top_p(self, added: int, trainable: bool, meta_info: Mapping[str, Any]) -> None:
+        raw_ids = first_present(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
+        raw_offsets = first_present(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
+        if (raw_ids is None) != (raw_offsets is None):
+            raise ValueError(f"{self._name()}: the engine sent only one of top-p token ids and offsets")
+        if raw_ids is None:
+            if trainable or not added or self.rollout_top_p_token_offsets is None:
+                return
+            ids, offsets = [], [0] * (added + 1)
+        else:
+            ids = decode_int32_meta_array(raw_ids).tolist()
+            offsets = decode_int32_meta_array(raw_offsets).tolist()
+            if len(offsets) != added + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
+                raise ValueError(
+                    f"{self._name()}: top-p offsets must have {added + 1} entries from 0 to {len(ids)}, "
+                    f"got {len(offsets)} entries {offsets[:1]}..{offsets[-1:]}"
+                )
+        old_ids = [] if self.rollout_top_p_token_ids is None else _as_list(self.rollout_top_p_token_ids)
+        if self.rollout_top_p_token_offsets is not None:
+            old_offsets = _as_list(self.rollout_top_p_token_offsets)
+        else:
+            earlier = self.response_length - added
+            mask = self.loss_mask or []
+            # tokens the engine did not sample have an empty nucleus; sampled ones without one are an error (below)
+            old_offsets = [0] * (1 if any(mask[:earlier]) else earlier + 1)
+        self.rollout_top_p_token_ids = to_int32_tensor(old_ids + ids)
+        self.rollout_top_p_token_offsets = to_int32_tensor(old_offsets + [old_offsets[-1] + o for o in offsets[1:]])
+
+    def _merge_routed_experts(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+        raw = meta_info.get("routed_experts")
+        if raw is None:
+            return
+        if args is None:
+            raise ValueError(
+                f"{self._name()}: routed_experts need args.num_layers and args.moe_router_topk, args is None"
+            )
+        start = meta_info.get("routed_experts_start_len") or 0
+        layers, topk = args.num_layers, args.moe_router_topk
+        rows = len(self.tokens) - 1 - start
+        flat = decode_int32_meta_array(raw)
+        if start < 0 or rows < 0 or flat.size != rows * layers * topk:
+            raise ValueError(
+                f"{self._name()}: routed_experts has {flat.size} entries for start {start}; {len(self.tokens)} tokens, "
+                f"{layers} layers and top-{topk} need {max(rows, 0) * layers * topk}"
+            )
+        new = to_int32_tensor(flat).reshape(rows, layers, topk)
+        if start == 0:
+            self.rollout_routed_experts = new
+            return
+        held = 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
+        if held < start:
+            raise ValueError(f"{self._name()}: routed_experts start at token {start}, but only {held} rows are held")
+        import torch
+
+        prefix = torch.as_tensor(self.rollout_routed_experts)[:start].to(torch.int32)
+        self.rollout_routed_experts = torch.cat([prefix, new])
+
+    def _check_lengths(self) -> None:
+        expected = {
+            "loss_mask": self.response_length,
+            "rollout_log_probs": self.response_length,
+            "rollout_top_p_token_offsets": self.response_length + 1,
+        }
+        for name, length in expected.items():
+            value = getattr(self, name)
+            if value is not None and len(value) != length:
+                raise ValueError(
+                    f"{self._name()}: {name} has {len(value)} entries, expected {length} "
+                    f"for response_length {self.response_length}"
+                )
+
+
+_STATUS_OF_FINISH = {
+    "length": Sample.Status.TRUNCATED,
+    "abort": Sample.Status.ABORTED,
+    "stop": Sample.Status.COMPLETED,
+}
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """Name, shape and owner of one model parameter, as exchanged between training ranks."""
+
+    name: str
+    dtype: Any
+    shape: Any
+    attrs: dict[str, Any]
+    size: int
+    src_rank: int
+
+
+@dataclass(frozen=True)
+class MultimodalType:
+    """A kind of non-text prompt content and the placeholder that stands for it in a prompt string."""
+
+    name: str
+    placeholder: str
+
+
+class MultimodalTypes:
+    """The kinds of non-text content a prompt may hold."""
+
+    IMAGE: ClassVar[MultimodalType] = MultimodalType("image", "<image>")
+    VIDEO: ClassVar[MultimodalType] = MultimodalType("video", "<video>")
+    AUDIO: ClassVar[MultimodalType] = MultimodalType("audio", "<audio>")
+
+    @classmethod
+    def all(cls) -> list[MultimodalType]:
+        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType | None:
+        """Return the type called ``name``, or None."""
+        return next((kind for kind in cls.all() if kind.name == name), None)
+
+
+def _as_list(values: Any) -> list[Any]:
+    """Return a new list of plain Python numbers from a list, tuple, array or tensor."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
