@@ -1,0 +1,92 @@
+"""Logging set-up and the one call through which every metric goes: ``log(args, metrics, step_key)``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.observability.tracking import Writer, get_tracker, tensorboard_dir, to_records
+from slime.observability.writers import JsonlWriter, TensorBoardWriter, WandbWriter
+
+FORMAT = "[%(asctime)s%(prefix)s] %(levelname)s %(name)s:%(lineno)d - %(message)s"
+_OWN = "_slime_handler"
+
+
+class _Prefix(logging.Filter):
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = f" {prefix}" if prefix else ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.prefix = self.prefix
+        return True
+
+
+def configure_logger(prefix: str = "", *, log_file: str | Path | None = None, level: int = logging.INFO) -> None:
+    """Send log records of this process to stderr and, when given, to ``log_file`` (appended).
+
+    ``prefix`` names the process (``actor rank 0``). Calling again replaces what an earlier call set up and leaves
+    handlers of others (pytest's, a notebook's) alone.
+    """
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if getattr(h, _OWN, False)]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if log_file is not None:
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+    for handler in handlers:
+        setattr(handler, _OWN, True)
+        handler.addFilter(_Prefix(prefix))
+        handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
+        root.addHandler(handler)
+    root.setLevel(level)
+    # httpx and friends log every request at INFO: thousands of lines per rollout
+    for noisy in ("httpx", "httpcore", "urllib3", "asyncio", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
+    """Open the trackers that ``args`` asks for.
+
+    With ``primary`` (the driver) metrics go to ``<run_dir>/metrics.jsonl`` (when ``args.run_dir`` is set),
+    TensorBoard (``--use-tensorboard``) and W&B (``--use-wandb``). Otherwise they are buffered until the owner of this
+    process drains them (:func:`slime.observability.tracking.drain`).
+    """
+    if not primary:
+        return
+    tracker = get_tracker()
+    if tracker.is_primary:
+        raise RuntimeError("init_tracking was called twice in this process; call finish_tracking in between")
+    writers: list[Writer] = []
+    try:
+        if getattr(args, "run_dir", None):
+            writers.append(JsonlWriter(Path(args.run_dir) / "metrics.jsonl"))
+        if getattr(args, "use_tensorboard", False):
+            writers.append(TensorBoardWriter(tensorboard_dir(args)))
+        if getattr(args, "use_wandb", False):
+            writers.append(WandbWriter(args))
+    except BaseException:
+        for writer in writers:
+            writer.close()
+        raise
+    tracker.open(writers)
+
+
+def finish_tracking() -> None:
+    """Flush and close the trackers of this process. Safe to call without ``init_tracking``."""
+    get_tracker().close()
+
+
+def log(args: argparse.Namespace | None, metrics: Mapping[str, Any], step_key: str) -> None:
+    """Log ``metrics``, which hold their own step under ``step_key`` (``train/step``, ``rollout/step``, ``eval/step``).
+
+    Values are numbers (0-d tensors and arrays are converted); other values reach W&B only. ``args`` is part of the
+    public signature; destinations are chosen by :func:`init_tracking`.
+    """
+    get_tracker().add(to_records(metrics, step_key))

@@ -1,0 +1,129 @@
+"""The run directory: what a run leaves behind, on every machine, with or without a tracker.
+
+::
+
+    <run_dir>/config.yaml      every argument as resolved            command.txt   the command line
+             versions.json     Python, packages, machine, commit     metrics.jsonl one line per metric and step
+             logs/             one file per component                samples/      a few samples per rollout
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.observability.writers import SECRET_SUFFIXES, without_secrets
+
+PACKAGES = (
+    "slime", "torch", "ray", "megatron-core", "sglang", "sglang-router", "smg", "transformers", "tokenizers",
+    "safetensors", "numpy", "aiohttp", "pydantic", "flash-attn", "transformer-engine", "wandb", "tensorboard",
+)  # fmt: skip
+
+
+def prepare(args: argparse.Namespace) -> Path:
+    """Create the run directory, write configuration and versions into it, set ``args.run_dir`` and return it.
+
+    ``--run-dir`` names it; without one it is ``runs/<date>-<time>-<pid>``. An existing directory is continued: metrics
+    are appended, the configuration of an earlier start is kept beside the new one (``config.<n>.yaml``).
+    """
+    path = Path(getattr(args, "run_dir", None) or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    for directory in (path, path / "logs", path / "samples"):
+        directory.mkdir(parents=True, exist_ok=True)
+    args.run_dir = str(path)
+    for name, text in (
+        ("config.yaml", yaml.safe_dump(plain_config(args), sort_keys=True, allow_unicode=True)),
+        ("versions.json", json.dumps(versions(), indent=2) + "\n"),
+        ("command.txt", command_line() + "\n"),
+    ):
+        _write_keeping_old(path / name, text)
+    return path
+
+
+def log_path(args: argparse.Namespace, component: str) -> Path:
+    """Return ``<run_dir>/logs/<component>.log``; the directory exists afterwards."""
+    path = Path(args.run_dir) / "logs" / f"{component}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def plain_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all arguments as YAML-able values, without secrets; what YAML cannot hold is written as its ``str``."""
+    return {k: _plain(v) for k, v in sorted(without_secrets(vars(args)).items())}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in without_secrets({str(k): v for k, v in value.items()}).items()}
+    if isinstance(value, argparse.Namespace):
+        return plain_config(value)
+    return str(value)
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of Python and of the packages a result depends on, the machine and the commit."""
+    found: dict[str, Any] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "packages": found,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "commit": _commit(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git, or a directory that git refuses: the versions page simply has no commit
+    return result.stdout.strip()
+
+
+def command_line(argv: list[str] | None = None) -> str:
+    """Return the command line of this process in shell syntax, with the values of secret flags blotted out."""
+    words = list(sys.argv if argv is None else argv)
+    for i, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_").lower().endswith(SECRET_SUFFIXES):
+            if equals:
+                words[i] = f"{flag}=***"
+            elif i + 1 < len(words):
+                words[i + 1] = "***"
+    return shlex.join(words)
+
+
+def _write_keeping_old(path: Path, text: str) -> None:
+    if path.exists() and path.read_text() != text:
+        n = 1
+        while (old := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists():
+            n += 1
+        path.rename(old)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,107 @@
+"""A few samples of every rollout, kept for people: ``<run_dir>/samples/<rollout_id>.jsonl``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+LIMIT = 24
+"""Samples kept per rollout (and per evaluation data set)."""
+
+MAX_CHARS = 20_000
+"""Longest prompt or response kept; the middle of a longer one is cut out."""
+
+
+def write(
+    args: argparse.Namespace,
+    rollout_id: int,
+    samples: Any,
+    evaluation: bool = False,
+    *,
+    limit: int = LIMIT,
+) -> Path | None:
+    """Keep up to ``limit`` of ``samples``, evenly spread, and return the file.
+
+    ``samples`` is a (nested) list of :class:`slime.utils.types.Sample`, or, for an evaluation, a mapping
+    ``{data set: {"samples": [...]}}`` or ``{data set: [...]}``. Does nothing (returns None) without a run directory.
+    Evaluations go to ``eval-<rollout_id>.jsonl``. The file appears whole or not at all.
+    """
+    if not getattr(args, "run_dir", None):
+        return None
+    rows = []
+    for dataset, group in _datasets(samples):
+        flat = list(flatten(group))
+        step = max(1, len(flat) / limit)
+        for i in range(min(limit, len(flat))):
+            rows.append(to_row(flat[int(i * step)], dataset))
+    path = Path(args.run_dir) / "samples" / f"{'eval-' if evaluation else ''}{rollout_id}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def _datasets(samples: Any) -> Iterator[tuple[str | None, Any]]:
+    if not isinstance(samples, Mapping):
+        yield None, samples
+        return
+    for name, value in samples.items():
+        yield str(name), value.get("samples") or [] if isinstance(value, Mapping) else value
+
+
+def flatten(samples: Any) -> Iterator[Any]:
+    """Yield the samples of an arbitrarily nested list, in order."""
+    if isinstance(samples, (list, tuple)):
+        for item in samples:
+            yield from flatten(item)
+    else:
+        yield samples
+
+
+def to_row(sample: Any, dataset: str | None = None) -> dict[str, Any]:
+    """Return what the report shows of one sample."""
+    status = getattr(sample, "status", None)
+    row = {
+        "dataset": dataset,
+        "index": getattr(sample, "index", None),
+        "group_index": getattr(sample, "group_index", None),
+        "prompt": _text(getattr(sample, "prompt", None)),
+        "response": _text(getattr(sample, "response", None)),
+        "label": _text(getattr(sample, "label", None)),
+        "reward": _jsonable(getattr(sample, "reward", None)),
+        "status": status.value if isinstance(status, Enum) else status,
+        "response_length": getattr(sample, "response_length", None),
+    }
+    if metadata := getattr(sample, "metadata", None):
+        row["metadata"] = _text(_jsonable(metadata))
+    return {k: v for k, v in row.items() if v is not None}
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(_jsonable(value), ensure_ascii=False)
+    if len(text) > MAX_CHARS:
+        half = MAX_CHARS // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return text
+
+
+def _jsonable(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)) and not hasattr(value, "shape"):
+        return [_jsonable(v) for v in value]
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        return _jsonable(item())
+    return repr(value)

@@ -1,0 +1,79 @@
+"""Named wall-clock timers of one process, reported as ``perf/<name>_time``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Timers:
+    """Adds up seconds by name. Thread-safe; a name may be timed again, also nested, and its times add up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._started: dict[str, float] = {}
+
+    def start(self, name: str) -> None:
+        """Start ``name``; raises RuntimeError when it runs already."""
+        with self._lock:
+            if name in self._started:
+                raise RuntimeError(f"timer {name!r} was started twice without a stop in between")
+            self._started[name] = time.monotonic()
+
+    def stop(self, name: str) -> float:
+        """Stop ``name`` and return the seconds since its start; raises RuntimeError when it does not run."""
+        with self._lock:
+            if name not in self._started:
+                raise RuntimeError(f"timer {name!r} was stopped without a start")
+            elapsed = time.monotonic() - self._started.pop(name)
+            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+            return elapsed
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add ``seconds`` measured elsewhere."""
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Time the body, also when it raises."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - begin)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds by name since the last :meth:`drain`."""
+        with self._lock:
+            return dict(self._seconds)
+
+    def drain(self, prefix: str = "perf/") -> dict[str, float]:
+        """Return ``{<prefix><name>_time: seconds}`` and set all sums to zero; running timers go on."""
+        with self._lock:
+            metrics = {f"{prefix}{name}_time": value for name, value in self._seconds.items()}
+            self._seconds.clear()
+            return metrics
+
+
+_timers = Timers()
+
+
+def get_timers() -> Timers:
+    """Return the timers of this process."""
+    return _timers
+
+
+@contextmanager
+def timer(name: str) -> Iterator[None]:
+    """Time a block, or a function when used as a decorator, under ``name``."""
+    with _timers.measure(name):
+        yield
+
+
+def drain_metrics(prefix: str = "perf/") -> dict[str, float]:
+    """Return and reset this process's timers as metrics, e.g. ``{"perf/log_probs_time": 1.3}``."""
+    return _timers.drain(prefix)

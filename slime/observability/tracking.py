@@ -1,0 +1,185 @@
+"""Where metrics go: one writer per run, any number of processes that measure.
+
+Invariant: only the primary process (the driver) touches files and trackers. Every other process buffers its records;
+its owner fetches them with :func:`drain` and the driver hands them to :func:`ingest`. A metric is therefore written
+once, by one process, in the order in which the driver saw it, and a run needs no shared tracker session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import numbers
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypedDict
+
+logger = logging.getLogger(__name__)
+
+BUFFER_LIMIT = 200_000
+"""Records a process without a writer keeps until somebody drains it; the oldest are dropped beyond this."""
+
+STEP_AXES: dict[str, tuple[str, ...]] = {
+    "train/step": ("train/",),
+    "rollout/step": ("rollout/", "multi_turn/", "passrate/", "perf/"),
+    "eval/step": ("eval/",),
+}
+"""Step key of a plot -> prefixes of the metrics drawn over it."""
+
+
+class Record(TypedDict):
+    """One measurement: metric ``name`` had ``value`` at ``step`` of the axis ``step_key``; ``time`` is a Unix time."""
+
+    step_key: str
+    step: int
+    name: str
+    value: Any
+    time: float
+
+
+class Writer(Protocol):
+    """A destination of metrics."""
+
+    def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
+        """Store ``metrics`` (the step key is not among them) at ``step``."""
+
+    def close(self) -> None:
+        """Flush and release the destination."""
+
+
+class Tracker:
+    """Fans records out to writers, or buffers them where there is no writer. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._writers: list[Writer] | None = None
+        self._buffer: deque[Record] = deque(maxlen=BUFFER_LIMIT)
+        self._dropped = 0
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this process writes."""
+        return self._writers is not None
+
+    def open(self, writers: list[Writer]) -> None:
+        """Become the primary; whatever was buffered before is written now."""
+        with self._lock:
+            self._writers = writers
+            self.ingest(self.drain())
+
+    def close(self) -> None:
+        """Close all writers; the process buffers again afterwards."""
+        with self._lock:
+            writers, self._writers = self._writers or [], None
+            errors = []
+            for writer in writers:
+                try:
+                    writer.close()
+                except Exception as error:
+                    logger.exception("closing %s failed", type(writer).__name__)
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Write ``records``, or keep them for :meth:`drain` when this process has no writer."""
+        with self._lock:
+            if self._writers is not None:
+                self._write(records)
+                return
+            for record in records:
+                if len(self._buffer) == self._buffer.maxlen:
+                    if self._dropped == 0:
+                        logger.warning("more than %d metrics wait in this process: the oldest are lost", BUFFER_LIMIT)
+                    self._dropped += 1
+                self._buffer.append(record)
+
+    def drain(self) -> list[Record]:
+        """Return the buffered records and forget them."""
+        with self._lock:
+            records = list(self._buffer)
+            self._buffer.clear()
+            return records
+
+    def ingest(self, records: Iterable[Record]) -> None:
+        """Take over the records that another process drained."""
+        self.add(records)
+
+    def _write(self, records: Iterable[Record]) -> None:
+        groups: dict[tuple[str, int], tuple[dict[str, Any], float]] = {}
+        for record in records:
+            metrics, _ = groups.setdefault((record["step_key"], record["step"]), ({}, record["time"]))
+            metrics[record["name"]] = record["value"]
+        for (step_key, step), (metrics, timestamp) in groups.items():
+            for writer in self._writers or ():
+                writer.write(step_key, step, metrics, timestamp)
+
+
+_tracker = Tracker()
+
+
+def get_tracker() -> Tracker:
+    """Return the tracker of this process."""
+    return _tracker
+
+
+def drain() -> list[Record]:
+    """Return the metrics logged in this process since the last call (empty in the primary process)."""
+    return _tracker.drain()
+
+
+def ingest(records: Iterable[Record]) -> None:
+    """Write metrics that another process drained. In a process that is not the primary they are buffered again."""
+    _tracker.ingest(records)
+
+
+def to_records(metrics: Mapping[str, Any], step_key: str) -> list[Record]:
+    """Split ``metrics`` into records at the step that they hold under ``step_key``.
+
+    Scalars of torch and numpy become plain numbers. Raises KeyError when the step is missing.
+    """
+    if step_key not in metrics:
+        raise KeyError(
+            f"metrics logged over {step_key!r} must contain that key (the step); they hold: {', '.join(metrics)}"
+        )
+    step, now = int(metrics[step_key]), time.time()
+    return [
+        {"step_key": step_key, "step": step, "name": name, "value": plain(value), "time": now}
+        for name, value in metrics.items()
+        if name != step_key
+    ]
+
+
+def plain(value: Any) -> Any:
+    """Turn a 0-d tensor or array into a Python number; leave anything else as it is."""
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", None) is not None:
+        size = value.size() if callable(value.size) else value.size
+        if (math.prod(size) if isinstance(size, Iterable) else size) == 1:
+            return item()
+    return value
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether ``value`` is a number that can be drawn as a curve."""
+    return isinstance(value, numbers.Real)
+
+
+def tensorboard_dir(args: argparse.Namespace) -> str:
+    """Return ``$TENSORBOARD_DIR`` or ``tensorboard_log/<project>/<experiment>`` (default: a timestamp)."""
+    if directory := os.environ.get("TENSORBOARD_DIR"):
+        return directory
+    project = getattr(args, "tb_project_name", None)
+    if not project:
+        raise ValueError(
+            "--use-tensorboard needs to know where to write: give --tb-project-name NAME (writes to "
+            "tensorboard_log/NAME/...) or set the environment variable TENSORBOARD_DIR"
+        )
+    experiment = getattr(args, "tb_experiment_name", None) or time.strftime("%Y%m%d-%H%M%S")
+    return os.path.join("tensorboard_log", project, experiment)

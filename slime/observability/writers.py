@@ -1,0 +1,138 @@
+"""The destinations of metrics: a JSON-lines file in the run directory, TensorBoard event files, Weights & Biases."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.observability.tracking import STEP_AXES, is_scalar
+
+logger = logging.getLogger(__name__)
+
+SECRET_SUFFIXES = ("api_key", "wandb_key", "secret", "password", "admin_key", "auth_token", "hf_token")
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy ``config`` with the values of keys, tokens and passwords blotted out."""
+    return {k: "***" if v and k.lower().endswith(SECRET_SUFFIXES) else v for k, v in config.items()}
+
+
+class JsonlWriter:
+    """Appends one line per metric to ``path``: ``{"step_key", "step", "name", "value", "time"}``.
+
+    Values that JSON cannot hold (NaN and the infinities) are written as strings that ``float()`` reads.
+    Each batch is flushed, so that a killed run loses nothing that it reported.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._end_torn_line()
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
+        """Append ``metrics``; those that are no numbers are left to the trackers that can show them."""
+        for name, value in metrics.items():
+            if not is_scalar(value):
+                continue
+            value = value if isinstance(value, (bool, int)) else float(value)
+            if isinstance(value, float) and not math.isfinite(value):
+                value = str(value)
+            line = {"step_key": step_key, "step": step, "name": name, "value": value, "time": round(timestamp, 3)}
+            self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _end_torn_line(self) -> None:
+        """A run killed in the middle of a write leaves half a line: keep it from swallowing the next one."""
+        if self.path.exists() and self.path.stat().st_size:
+            with self.path.open("rb+") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+
+
+class TensorBoardWriter:
+    """Writes scalars to TensorBoard event files in ``log_dir`` (without importing torch)."""
+
+    def __init__(self, log_dir: str) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        os.makedirs(log_dir, exist_ok=True)
+        self._events = EventFileWriter(log_dir)
+
+    def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
+        """Add one event that holds all numbers of ``metrics``."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items() if is_scalar(v)]
+        self._events.add_event(Event(wall_time=timestamp, step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._events.flush()
+        self._events.close()
+
+
+class WandbWriter:
+    """Logs to Weights & Biases; ``--wandb-mode offline`` (or ``WANDB_MODE``) needs neither account nor network."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import wandb
+
+        mode: Any = getattr(args, "wandb_mode", None) or os.environ.get("WANDB_MODE") or "online"
+        if mode != "offline" and getattr(args, "wandb_key", None):
+            wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
+        group = getattr(args, "wandb_group", None)
+        name = group
+        if group and getattr(args, "wandb_random_suffix", True):
+            group = f"{group}_{uuid.uuid4().hex[:8]}"
+            name = f"{group}-RANK_{getattr(args, 'rank', 0) or 0}"
+        directory = getattr(args, "wandb_dir", None)
+        if directory:
+            os.makedirs(directory, exist_ok=True)
+        self._run = wandb.init(
+            entity=getattr(args, "wandb_team", None),
+            project=getattr(args, "wandb_project", None) or "slime",
+            group=group,
+            name=name,
+            id=getattr(args, "wandb_run_id", None),
+            resume="allow" if getattr(args, "wandb_run_id", None) else None,
+            dir=directory,
+            mode=mode,
+            config=wandb_config(args),
+        )
+        for step_key, prefixes in STEP_AXES.items():
+            self._run.define_metric(step_key)
+            for prefix in prefixes:
+                self._run.define_metric(f"{prefix}*", step_metric=step_key)
+
+    def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
+        """Log ``metrics`` together with their step; W&B draws each prefix over its own axis."""
+        self._run.log({step_key: step, **metrics})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def wandb_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the W&B page shows as the configuration: all arguments (no secrets), the Slurm job, the critic's."""
+    config: dict[str, Any] = without_secrets(vars(args))
+    config["env_vars"] = {"SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID")}
+    for role, role_args in (getattr(args, "role_args", None) or {}).items():
+        config.update({f"{role}/{k}": v for k, v in without_secrets(vars(role_args)).items()})
+    return {
+        k: v if isinstance(v, (bool, int, float, str, list, dict, type(None))) else str(v) for k, v in config.items()
+    }

@@ -1,0 +1,143 @@
+"""What a run leaves behind: configuration without secrets, versions, samples, timers, progress lines."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+import logging
+import types
+
+import pytest
+import yaml
+
+from slime.observability import logging_utils, run_dir, samples
+from slime.observability.progress import progress_bar
+from slime.observability.timer import Timers
+
+
+class Status(enum.Enum):
+    COMPLETED = "completed"
+
+
+def make_sample(i, **fields):
+    return types.SimpleNamespace(
+        index=i, group_index=i // 2, prompt=f"p{i}", response=f"r{i}", reward=float(i), status=Status.COMPLETED,
+        response_length=i, metadata={}, **fields,
+    )  # fmt: skip
+
+
+def test_prepare_writes_what_one_needs_to_know(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--wandb-key", "abc", "--sglang-api-key=def", "--lr", "1"])
+    args = argparse.Namespace(
+        run_dir=str(tmp_path / "r"), lr=1e-3, wandb_key="abc", hook=print, nested={"api_key": "x"}
+    )
+    path = run_dir.prepare(args)
+    assert args.run_dir == str(path)
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    assert config["lr"] == 1e-3
+    assert config["wandb_key"] == config["nested"]["api_key"] == "***"
+    assert (path / "command.txt").read_text() == "train.py --wandb-key '***' '--sglang-api-key=***' --lr 1\n"
+    versions = json.loads((path / "versions.json").read_text())
+    assert versions["packages"]["pydantic"]
+    assert run_dir.log_path(args, "engine_0") == path / "logs" / "engine_0.log"
+
+
+def test_prepare_again_keeps_the_earlier_configuration(tmp_path):
+    for lr in (1, 2, 3):
+        run_dir.prepare(argparse.Namespace(run_dir=str(tmp_path), lr=lr))
+    found = {p.name: yaml.safe_load(p.read_text())["lr"] for p in tmp_path.glob("config*.yaml")}
+    assert found == {"config.1.yaml": 1, "config.2.yaml": 2, "config.yaml": 3}
+
+
+def test_default_run_dir_is_below_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = run_dir.prepare(argparse.Namespace(run_dir=None))
+    assert path.parent == tmp_path / "runs"
+    assert path.is_absolute()
+
+
+def test_samples_are_spread_over_the_rollout(tmp_path):
+    args = types.SimpleNamespace(run_dir=str(tmp_path))
+    groups = [[make_sample(2 * i), make_sample(2 * i + 1)] for i in range(50)]
+    path = samples.write(args, 3, groups, limit=4)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.name == "3.jsonl"
+    assert [r["index"] for r in rows] == [0, 25, 50, 75]
+    assert rows[1] == {
+        "index": 25, "group_index": 12, "prompt": "p25", "response": "r25", "reward": 25.0, "status": "completed",
+        "response_length": 25,
+    }  # fmt: skip
+
+
+def test_evaluations_name_their_data_set(tmp_path):
+    args = types.SimpleNamespace(run_dir=str(tmp_path))
+    data = {"gsm": {"rewards": [1.0], "samples": [make_sample(0, label="4")]}, "aime": [make_sample(1)]}
+    path = samples.write(args, 0, data, evaluation=True)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.name == "eval-0.jsonl"
+    assert [(r["dataset"], r["index"]) for r in rows] == [("gsm", 0), ("aime", 1)]
+    assert rows[0]["label"] == "4"
+
+
+def test_samples_hold_chats_odd_values_and_long_texts(tmp_path):
+    odd = types.SimpleNamespace(
+        prompt=[{"role": "user", "content": "hi"}], response="x" * 50_000, reward={"acc": float("nan")},
+        metadata={"object": object()},
+    )  # fmt: skip
+    path = samples.write(types.SimpleNamespace(run_dir=str(tmp_path)), 0, [odd])
+    (row,) = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert json.loads(row["prompt"])[0]["content"] == "hi"
+    assert len(row["response"]) < 21_000
+    assert "30000 characters left out" in row["response"]
+    assert row["reward"] == {"acc": "nan"}
+
+
+def test_no_run_directory_no_samples():
+    assert samples.write(types.SimpleNamespace(run_dir=None), 0, [make_sample(0)]) is None
+
+
+def test_timers_add_up(monkeypatch):
+    clock = iter([0.0, 1.5, 10.0, 10.25, 20.0, 21.0])
+    monkeypatch.setattr("slime.observability.timer.time.monotonic", lambda: next(clock))
+    timers = Timers()
+    with timers.measure("train"):
+        pass
+    with timers.measure("train"):
+        pass
+    timers.start("wait")
+    assert timers.stop("wait") == 1.0
+    assert timers.drain() == {"perf/train_time": 1.75, "perf/wait_time": 1.0}
+    assert timers.drain() == {}
+    with pytest.raises(RuntimeError, match="without a start"):
+        timers.stop("wait")
+
+
+def test_progress_logs_where_there_is_no_terminal(caplog, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    caplog.set_level(logging.INFO)
+    with progress_bar("rollout 3", total=4, unit="groups", interval_s=0.0) as bar:
+        bar.update(2, reward=0.25)
+    assert "rollout 3: 2/4 groups" in caplog.text
+    assert "reward 0.25" in caplog.text
+    assert "left" in caplog.messages[0]
+    caplog.clear()
+    with progress_bar("quick", total=1, interval_s=60.0) as bar:
+        bar.update()
+    assert caplog.text == ""
+
+
+def test_configure_logger_writes_to_a_file_and_replaces_itself(tmp_path):
+    before = list(logging.getLogger().handlers)
+    level = logging.getLogger().level
+    try:
+        logging_utils.configure_logger("old", log_file=tmp_path / "old.log")
+        logging_utils.configure_logger("actor rank 0", log_file=tmp_path / "logs" / "a.log")
+        logging.getLogger("x").info("hello")
+        assert "actor rank 0] INFO x:" in (tmp_path / "logs" / "a.log").read_text()
+        assert "hello" not in (tmp_path / "old.log").read_text()
+    finally:
+        for handler in [h for h in logging.getLogger().handlers if h not in before]:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+        logging.getLogger().setLevel(level)
