@@ -1,0 +1,294 @@
+"""The asynchronous HTTP client of the rollout side: pooled connections, deadlines, retries and real cancellation.
+
+A request to ``/generate`` carries a request id. When it is cancelled or its deadline expires the id is aborted on the
+engines: on those the router lists, because routers do not forward ``/abort_request``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+logger = logging.getLogger(__name__)
+
+RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+"""Replies that say "later" or "elsewhere". Every other status from 400 up is final."""
+
+BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
+ABORT_DEADLINE_S = 10.0
+WORKER_LIST_AGE_S = 1.0
+_BODY_SHOWN = 2000
+
+
+class HttpRequestError(RuntimeError):
+    """A request that failed for good: ``method``, ``url``, ``status`` (None without a reply), ``body``, ``attempts``,
+    ``elapsed`` seconds."""
+
+    def __init__(
+        self, method: str, url: str, reason: str, *, status: int | None, body: str, attempts: int, elapsed: float
+    ) -> None:
+        self.method, self.url, self.status, self.body = method, url, status, body
+        self.attempts, self.elapsed = attempts, elapsed
+        shown = body if len(body) <= _BODY_SHOWN else body[:_BODY_SHOWN] + f"... ({len(body)} characters)"
+        super().__init__(
+            f"{method} {url} {reason} (status {status}, {attempts} attempt{'s' if attempts != 1 else ''}, "
+            f"{elapsed:.1f} s){': ' + shown if shown else ''}"
+        )
+
+
+class HttpTimeoutError(HttpRequestError, TimeoutError):
+    """A request that was not answered before its deadline."""
+
+
+class _Retry(Exception):
+    """One attempt failed in a way that another attempt may mend."""
+
+    def __init__(self, reason: str, status: int | None = None, body: str = "", retry_after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.reason, self.status, self.body, self.retry_after = reason, status, body, retry_after
+
+
+class HttpClient:
+    """Connection pool of at most ``concurrency`` connections per event loop.
+
+    ``request_timeout`` (s) is the deadline of a whole request, its retries included. ``api_key`` is sent as a bearer
+    token to the hosts registered with ``trust`` and to no other. Proxy settings of the environment are ignored.
+    """
+
+    def __init__(self, concurrency: int, request_timeout: float = 1800.0, api_key: str | None = None) -> None:
+        self.concurrency = max(1, concurrency)
+        self.request_timeout = request_timeout
+        self.api_key = api_key
+        self._trusted: set[str] = set()
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._workers: dict[str, tuple[float, list[str]]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    def trust(self, url: str) -> None:
+        """Send the API key to the host and port of ``url`` from now on."""
+        self._trusted.add(urlsplit(url).netloc)
+
+    async def post(
+        self,
+        url: str,
+        payload: Any,
+        *,
+        max_retries: int = 60,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """POST ``payload`` as JSON; return the reply parsed as JSON, or as text when it is not JSON.
+
+        Transport errors and the statuses 429, 502, 503 and 504 are retried with jittered exponential back-off, at most
+        ``max_retries`` attempts in all. Raises HttpRequestError for any other status from 400 up (at once, with the
+        reply's text) and when attempts run out, HttpTimeoutError after ``timeout`` s (default ``request_timeout``).
+        """
+        payload = payload or {}
+        base, _, endpoint = url.rpartition("/")
+        rid = _AttemptId(payload) if endpoint == "generate" and _is_single_request(payload) else None
+        try:
+            return await self._request("POST", url, payload, max_retries, headers, timeout, rid)
+        except (asyncio.CancelledError, HttpTimeoutError):
+            if rid is not None:
+                self._abort_later(base, rid.current)
+            raise
+
+    async def get(self, url: str, *, timeout: float = 60.0, headers: Mapping[str, str] | None = None) -> Any:
+        """GET ``url`` once; return the reply parsed as JSON, or as text. Raises HttpRequestError as ``post`` does."""
+        return await self._request("GET", url, None, 1, headers, timeout, None)
+
+    async def list_workers(self, router_url: str) -> list[str]:
+        """Return the engine URLs that the router at ``router_url`` lists (cached for a second).
+
+        An engine, which has no ``/workers``, is its own only worker.
+        """
+        cached = self._workers.get(router_url)
+        if cached is not None and time.monotonic() - cached[0] < WORKER_LIST_AGE_S:
+            return cached[1]
+        try:
+            reply = await self.get(f"{router_url}/workers", timeout=ABORT_DEADLINE_S)
+            urls = [worker["url"] for worker in reply["workers"]]
+        except HttpRequestError as e:
+            if e.status not in (404, 405):
+                raise
+            urls = [router_url]
+        if urlsplit(router_url).netloc in self._trusted:
+            for url in urls:
+                self.trust(url)
+        self._workers[router_url] = (time.monotonic(), urls)
+        return urls
+
+    async def drain_aborts(self) -> None:
+        """Wait until the aborts of cancelled requests have been sent (each has a deadline of its own)."""
+        while self._aborts:
+            await asyncio.wait(set(self._aborts))
+
+    async def close(self) -> None:
+        """Send what aborts are left and close the running loop's connections."""
+        await self.drain_aborts()
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None or session.closed:
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.concurrency),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+                trust_env=False,
+            )
+            self._sessions[loop] = session
+        return session
+
+    def _headers(self, url: str, extra: Mapping[str, str] | None) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key and urlsplit(url).netloc in self._trusted:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        return {**headers, **(extra or {})}
+
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        payload: Any,
+        max_attempts: int,
+        headers: Mapping[str, str] | None,
+        timeout: float | None,
+        rid: _AttemptId | None,
+    ) -> Any:
+        limit = self.request_timeout if timeout is None else timeout
+        started = time.monotonic()
+        last: _Retry | None = None
+        attempt = 0
+        try:
+            async with asyncio.timeout(limit):
+                while True:
+                    attempt += 1
+                    body = _encode(payload if rid is None else {**payload, "rid": rid.of_attempt(attempt)})
+                    try:
+                        return await self._attempt(method, url, body, self._headers(url, headers), attempt, started)
+                    except _Retry as e:
+                        last = e
+                    if attempt >= max(1, max_attempts):
+                        break
+                    delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(attempt - 1, 10)) * random.uniform(0.5, 1.0)
+                    (logger.warning if attempt in (1, 5, 20) else logger.debug)(
+                        "%s %s: %s (attempt %d of %d), again in %.1f s", method, url, last.reason, attempt,
+                        max_attempts, delay,
+                    )  # fmt: skip
+                    await asyncio.sleep(max(delay, last.retry_after))
+        except TimeoutError as e:
+            reason = f"was not answered within its deadline of {limit:g} s"
+            if last is not None:
+                reason += f"; the last failed attempt: {last.reason}"
+            raise HttpTimeoutError(
+                method, url, reason, status=last.status if last else None, body=last.body if last else "",
+                attempts=attempt, elapsed=time.monotonic() - started,
+            ) from e  # fmt: skip
+        raise HttpRequestError(
+            method, url, f"failed: {last.reason}", status=last.status, body=last.body, attempts=attempt,
+            elapsed=time.monotonic() - started,
+        )  # fmt: skip
+
+    async def _attempt(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
+    ) -> Any:
+        try:
+            async with self._session().request(method, url, data=body, headers=headers) as reply:
+                raw = await reply.read()
+                status, kind = reply.status, reply.content_type
+                retry_after = reply.headers.get("Retry-After", "")
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
+            raise HttpRequestError(
+                method, url, "is not a valid HTTP URL", status=None, body=str(e), attempts=attempt, elapsed=0.0
+            ) from e
+        except (aiohttp.ClientError, OSError) as e:
+            if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
+                raise
+            raise _Retry(f"{type(e).__name__}: {e}" if str(e) else type(e).__name__) from e
+        if status >= 400:
+            text = raw.decode("utf-8", "replace")
+            if status in RETRIED_STATUSES or is_lost_upstream(status, text):
+                seconds = min(BACKOFF_CAP_S, float(retry_after)) if retry_after.isdigit() else 0.0
+                raise _Retry(f"answered {status}", status, text, seconds)
+            raise HttpRequestError(
+                method, url, "was refused", status=status, body=text, attempts=attempt,
+                elapsed=time.monotonic() - started,
+            )  # fmt: skip
+        try:
+            return orjson.loads(raw)
+        except orjson.JSONDecodeError as e:
+            text = raw.decode("utf-8", "replace")
+            if kind == "application/json" and text:
+                raise _Retry(f"answered {status} with broken JSON ({e})", status, text) from e
+            return text
+
+    def _abort_later(self, base: str, rid: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._abort(base, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, base: str, rid: str) -> None:
+        """Abort request ``rid`` on every engine behind ``base``."""
+        try:
+            urls = await self.list_workers(base)
+        except HttpRequestError as e:
+            logger.warning("cannot list the engines to abort request %s on: %s", rid, e)
+            return
+        posts = [
+            self.post(f"{url}/abort_request", {"rid": rid}, max_retries=1, timeout=ABORT_DEADLINE_S) for url in urls
+        ]
+        for url, result in zip(urls, await asyncio.gather(*posts, return_exceptions=True), strict=True):
+            if isinstance(result, BaseException):
+                logger.warning("could not abort request %s on %s: %s", rid, url, result)
+
+
+def is_lost_upstream(status: int, text: str) -> bool:
+    """True when a router's 500 says that its connection to the engine broke: the engine died, others may serve.
+
+    The codes are sglang-router's (``call_upstream_request_error``, ``read_response_body_failed``, ...).
+    """
+    return status == 500 and ("call_upstream_" in text or "read_response_" in text)
+
+
+class _AttemptId:
+    """The id of the attempt in progress: an engine refuses an id it still holds, so each attempt has its own."""
+
+    def __init__(self, payload: Mapping[str, Any]) -> None:
+        self.first = payload.get("rid") or uuid.uuid4().hex
+        self.current: str = self.first
+
+    def of_attempt(self, attempt: int) -> str:
+        self.current = self.first if attempt == 1 else f"{self.first}-{attempt}"
+        return self.current
+
+
+def _is_single_request(payload: Any) -> bool:
+    """True for one prompt with one answer; the ids of a batch are left to its sender."""
+    if not isinstance(payload, Mapping):
+        return False
+    if payload.get("rid") is not None:
+        return isinstance(payload["rid"], str)
+    ids, text, params = payload.get("input_ids"), payload.get("text"), payload.get("sampling_params")
+    one_prompt = isinstance(text, str) or (bool(ids) and not isinstance(ids[0], (list, tuple)))
+    return one_prompt and not isinstance(params, list) and ((params or {}).get("n") or 1) == 1
+
+
+def _encode(payload: Any) -> bytes | None:
+    if payload is None:
+        return None
+    return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
