@@ -1,0 +1,204 @@
+"""Log-probabilities and entropy from (vocabulary-parallel) logits, in chunks of rows.
+
+For logits ``z`` divided by the temperature: ``log p_t = z_t - lse(z)`` and ``H = lse(z) - sum_j p_j z_j``, with gradients
+``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
+are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself no tensor larger than
+``chunk_size x V_local`` exists in either direction. The collective is one all-gather of four numbers per row and chunk,
+and none in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CHUNK_ELEMENTS_CPU = 2**20  # 4 MiB of float32: a chunk stays in the cache between the passes over it
+_CHUNK_ELEMENTS_DEVICE = 2**26  # 256 MiB of float32: large enough that launches do not matter
+
+
+def log_probs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    chunk_size: int = -1,
+    with_entropy: bool = False,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    rows: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``(log_probs [T], entropy [T] or None)`` of ``targets`` [T] (global token ids) under ``logits``.
+
+    logits: [T, V_local], any floating dtype; this rank's columns ``[vocab_start, vocab_start + V_local)``.
+    rows: int64 [T], distinct; logits are then [N, V_local] and row ``rows[i]`` belongs to ``targets[i]``. Selecting here
+        instead of indexing the logits before spares a copy of them.
+    tp_group: the group that shares the vocabulary; None when this process holds all of it.
+    vocab_start: first column's token id; default ``tp_rank * V_local``.
+    vocab_size: real vocabulary; columns at and past it are padding and count as ``-inf`` (None: no padding).
+    chunk_size: rows per chunk; <= 0 chooses one from V_local.
+    temperature: logits are divided by it.
+    entropy_grad: without it the entropy is detached.
+
+    Results are float32 (float64 for float64 logits), the same on all ranks of the group. A target outside of the
+    vocabulary gives ``-inf``. Raises ValueError for shapes that do not fit and a temperature that is not positive.
+    """
+    count = logits.size(0) if rows is None else rows.size(0)
+    if logits.dim() != 2 or targets.shape != (count,):
+        raise ValueError(
+            f"expected logits [T, V_local] and {'as many' if rows is None else 'one per row:'} targets [T], "
+            f"got {tuple(logits.shape)} and {tuple(targets.shape)}" + (f" for {count} rows" if rows is not None else "")
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    width = logits.size(1)
+    if vocab_start is None:
+        vocab_start = 0 if tp_group is None else tp_group.rank() * width
+    plan = _Plan(
+        chunk_size=chunk_size if chunk_size > 0 else default_chunk_size(width, logits.device),
+        vocab_start=vocab_start,
+        columns=width if vocab_size is None else min(max(vocab_size - vocab_start, 0), width),
+        temperature=temperature,
+        with_entropy=with_entropy,
+        entropy_grad=with_entropy and entropy_grad,
+        tp_group=tp_group,
+    )
+    log_probs, entropy = _LogProbsAndEntropy.apply(logits, targets, rows, plan)
+    return log_probs, (entropy if with_entropy else None)
+
+
+def default_chunk_size(vocab_local: int, device: torch.device) -> int:
+    """Return the rows per chunk that keep a chunk at 4 MiB (CPU) or 256 MiB (other devices) of float32."""
+    elements = _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS_DEVICE
+    return max(1, elements // max(vocab_local, 1))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What does not change from chunk to chunk."""
+
+    chunk_size: int
+    vocab_start: int
+    columns: int
+    temperature: float
+    with_entropy: bool
+    entropy_grad: bool
+    tp_group: dist.ProcessGroup | None
+
+    def spans(self, count: int) -> list[slice]:
+        return [slice(start, min(start + self.chunk_size, count)) for start in range(0, count, self.chunk_size)]
+
+    def scaled(self, logits: Tensor, rows: Tensor | None, span: slice, out: Tensor) -> Tensor:
+        """Write the chunk's logits / temperature, real columns only, into ``out`` and return it [n, columns]."""
+        chunk = out[: span.stop - span.start]
+        source = logits[span] if rows is None else logits[rows[span]]
+        chunk.copy_(source[:, : self.columns])
+        return chunk if self.temperature == 1.0 else chunk.div_(self.temperature)
+
+    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each target (0 where another rank has it) and whether this rank has it."""
+        column = targets - self.vocab_start
+        mine = (column >= 0) & (column < self.columns)
+        return column.masked_fill(~mine, 0), mine
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, rows: Tensor | None, plan: _Plan) -> tuple[Tensor, Tensor]:
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        count = targets.size(0)
+        log_probs = torch.empty(count, dtype=dtype, device=logits.device)
+        lse, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
+        buffer = torch.empty(min(plan.chunk_size, count), plan.columns, dtype=dtype, device=logits.device)
+        for span in plan.spans(count):
+            z = plan.scaled(logits, rows, span, buffer)
+            stats = _gather(_row_statistics(z, targets[span], plan), plan.tp_group)  # [4, tp, n]
+            lse[span], log_probs[span], mean = _combine(stats)
+            if plan.with_entropy:
+                entropy[span] = lse[span] - mean
+        ctx.plan = plan
+        ctx.has_rows = rows is not None
+        ctx.save_for_backward(logits, targets, lse, entropy, *([rows] if rows is not None else []))
+        if not plan.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
+        plan: _Plan = ctx.plan
+        logits, targets, lse, entropy, *rest = ctx.saved_tensors
+        rows = rest[0] if ctx.has_rows else None
+        # without rows every real column is overwritten below; what is left to zero is the padding
+        grad = torch.zeros_like(logits) if rows is not None else torch.empty_like(logits)
+        grad[:, plan.columns :] = 0
+        count = targets.size(0)
+        buffer = torch.empty(min(plan.chunk_size, count), plan.columns, dtype=lse.dtype, device=lse.device)
+        for span in plan.spans(count):
+            z = plan.scaled(logits, rows, span, buffer)
+            g = grad_log_probs[span].unsqueeze(1) / plan.temperature
+            z.sub_(lse[span].unsqueeze(1))  # log p
+            if plan.entropy_grad:
+                # dlogp + dH: -p * (g + h * (log p + H))
+                h = grad_entropy[span].unsqueeze(1) / plan.temperature
+                p = z.exp()
+                z.add_(entropy[span].unsqueeze(1)).mul_(h).add_(g).mul_(p).neg_()
+                z.masked_fill_(p == 0, 0)  # 0 * log 0 = 0
+            else:
+                z.exp_().mul_(-g)
+            column, mine = plan.local_targets(targets[span])
+            if plan.columns:
+                z.scatter_add_(1, column.unsqueeze(1), g * mine.unsqueeze(1))
+            if rows is None:
+                grad[span, : plan.columns] = z.to(grad.dtype)
+            else:
+                grad[rows[span], : plan.columns] = z.to(grad.dtype)
+        return grad, None, None, None
+
+
+def _row_statistics(z: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
+    """[4, n]: this rank's maximum, sum exp(z - max), sum exp(z - max) * z, target logit (-inf if not here).
+
+    Overwrites ``z``.
+    """
+    n = z.size(0)
+    stats = z.new_zeros(4, n)
+    if plan.columns == 0:  # nothing but padding on this rank
+        stats[0] = stats[3] = -torch.inf
+        return stats
+    column, mine = plan.local_targets(targets)
+    stats[3] = z.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~mine, -torch.inf)
+    peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)  # finite even where every logit is -inf, or -inf - -inf = nan
+    stats[0] = peak
+    if plan.with_entropy:
+        p = z.sub(peak.unsqueeze(1)).exp_()
+        stats[1] = p.sum(1)
+        # a logit of -inf has probability 0 and adds nothing to the mean
+        stats[2] = p.mul_(z.masked_fill_(z == -torch.inf, 0)).sum(1)
+    else:
+        stats[1] = z.sub_(peak.unsqueeze(1)).exp_().sum(1)
+    return stats
+
+
+def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Collect every rank's [4, n] into [4, tp, n]."""
+    if group is None or group.size() == 1:
+        return stats.unsqueeze(1)
+    parts = [torch.empty_like(stats) for _ in range(group.size())]
+    dist.all_gather(parts, stats, group=group)
+    return torch.stack(parts, dim=1)
+
+
+def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[4, tp, n] -> global lse [n], log-prob of the target [n], probability-weighted mean logit [n]."""
+    peaks, sums, weighted, target = stats
+    peak = peaks.amax(0)
+    scale = (peaks - peak).exp()
+    total = (sums * scale).sum(0)
+    lse = peak + total.log()
+    return lse, target.amax(0) - lse, (weighted * scale).sum(0) / total

@@ -1,0 +1,222 @@
+"""Log-probs and entropy against a dense log-softmax in float64, whole and cut over two simulated ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.algorithms import log_probs as module
+from slime.algorithms.log_probs import default_chunk_size, log_probs_and_entropy
+from tests.unit.algorithms.thread_group import ThreadGroup, run_ranks
+
+
+def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = torch.log_softmax(logits.double() / temperature, dim=-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+@pytest.fixture
+def thread_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(stats: torch.Tensor, group: ThreadGroup | None) -> torch.Tensor:
+        return stats.unsqueeze(1) if group is None else torch.stack(group.exchange(stats), dim=1)
+
+    monkeypatch.setattr(module, "_gather", gather)
+
+
+def random_case(rows: int = 13, vocab: int = 22, scale: float = 4.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + vocab)
+    logits = torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * scale
+    return logits, torch.randint(vocab, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 13, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_equals_dense_log_softmax_and_its_gradients(chunk_size: int, temperature: float) -> None:
+    logits, targets = random_case()
+    expected_in, actual_in = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = dense(expected_in, targets, temperature)
+    actual = log_probs_and_entropy(
+        actual_in, targets, chunk_size=chunk_size, with_entropy=True, temperature=temperature, entropy_grad=True
+    )
+    weights = torch.randn(2, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    for pair in (expected, actual):
+        (pair[0] * weights[0] + pair[1] * weights[1]).sum().backward()
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e.detach(), rtol=0, atol=1e-12, check_dtype=True)
+    torch.testing.assert_close(actual_in.grad, expected_in.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_logits_give_float32_results_and_gradients_in_their_own_dtype(dtype: torch.dtype) -> None:
+    logits, targets = random_case(40, 300)
+    actual_in = logits.to(dtype).requires_grad_()
+    expected_in = logits.to(dtype).double().requires_grad_()  # the same rounded numbers
+    log_probs, entropy = log_probs_and_entropy(actual_in, targets, chunk_size=16, with_entropy=True, entropy_grad=True)
+    expected = dense(expected_in, targets)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(log_probs.double(), expected[0].detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1].detach(), rtol=0, atol=1e-5)
+    (log_probs.sum() + entropy.sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    assert actual_in.grad.dtype == dtype
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual_in.grad.double(), expected_in.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_gradcheck() -> None:
+    logits, targets = random_case(4, 5, scale=1.0)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return log_probs_and_entropy(
+            x, targets, chunk_size=3, with_entropy=True, temperature=0.8, entropy_grad=True, vocab_size=5
+        )
+
+    assert torch.autograd.gradcheck(function, logits.requires_grad_())
+
+
+def test_entropy_is_detached_unless_asked_for() -> None:
+    logits, targets = random_case()
+    logits.requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(logits, targets, with_entropy=True)
+    assert log_probs.requires_grad
+    assert not entropy.requires_grad
+    assert log_probs_and_entropy(logits, targets)[1] is None
+
+
+def test_rows_select_without_indexing_before_and_leave_zero_gradient_elsewhere() -> None:
+    logits, _ = random_case(9, 6)
+    rows, targets = torch.tensor([7, 2, 3]), torch.tensor([5, 0, 1])
+    expected_in, actual_in = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = dense(expected_in[rows], targets)[0]
+    actual, _ = log_probs_and_entropy(actual_in, targets, rows=rows, chunk_size=2)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    expected.sum().backward()
+    actual.sum().backward()
+    torch.testing.assert_close(actual_in.grad, expected_in.grad, rtol=0, atol=1e-12)
+
+
+def test_vocabulary_padding_counts_for_nothing() -> None:
+    logits, targets = random_case(5, 8)
+    targets = targets % 6
+    padded = logits.clone()
+    padded[:, 6:] = 50.0  # would swallow all probability
+    padded.requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(padded, targets, vocab_size=6, with_entropy=True, entropy_grad=True)
+    expected = dense(logits[:, :6], targets)
+    torch.testing.assert_close(log_probs, expected[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-12)
+    (log_probs + entropy).sum().backward()
+    assert (padded.grad[:, 6:] == 0).all()
+
+
+@pytest.mark.usefixtures("thread_gather")
+@pytest.mark.parametrize("size", [2, 4])
+def test_vocabulary_parallel_ranks_agree_with_the_whole(size: int) -> None:
+    vocab, width = 22, 8 if size == 4 else 12  # real vocabulary, columns per rank: the last ranks hold padding
+    logits, targets = random_case(13, vocab)
+    expected_in = logits.clone().requires_grad_()
+    expected = dense(expected_in, targets, 1.3)
+    weights = torch.randn(2, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    (expected[0] * weights[0] + expected[1] * weights[1]).sum().backward()
+    padded = torch.nn.functional.pad(logits, (0, size * width - vocab), value=9.0)
+
+    def rank(group: ThreadGroup) -> tuple[torch.Tensor, ...]:
+        part = padded[:, group.rank() * width :][:, :width].clone().requires_grad_()
+        log_probs, entropy = log_probs_and_entropy(
+            part, targets, tp_group=group, vocab_size=vocab, chunk_size=5, with_entropy=True, temperature=1.3,
+            entropy_grad=True,
+        )  # fmt: skip
+        (log_probs * weights[0] + entropy * weights[1]).sum().backward()
+        return log_probs.detach(), entropy.detach(), part.grad
+
+    results = run_ranks(size, rank)
+    for log_probs, entropy, _ in results:
+        torch.testing.assert_close(log_probs, expected[0].detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(entropy, expected[1].detach(), rtol=0, atol=1e-12)
+    grad = torch.cat([result[2] for result in results], dim=1)
+    torch.testing.assert_close(grad[:, :vocab], expected_in.grad, rtol=0, atol=1e-12)
+    assert (grad[:, vocab:] == 0).all()
+
+
+def test_masked_logits_have_probability_zero() -> None:
+    logits, targets = random_case(4, 6)
+    logits[:, 3] = -torch.inf
+    targets = targets % 3
+    expected_in, actual_in = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = dense(expected_in, targets)
+    actual = log_probs_and_entropy(actual_in, targets, with_entropy=True, entropy_grad=True)
+    torch.testing.assert_close(actual, tuple(e.detach() for e in expected), rtol=0, atol=1e-12)
+    (actual[0] + actual[1]).sum().backward()
+    assert torch.isfinite(actual_in.grad).all()
+    assert (actual_in.grad[:, 3] == 0).all()
+
+
+def test_extreme_logits_stay_finite() -> None:
+    logits = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]], requires_grad=True)
+    log_probs, entropy = log_probs_and_entropy(logits, torch.tensor([1, 2]), with_entropy=True, entropy_grad=True)
+    torch.testing.assert_close(log_probs, torch.tensor([-1e4, -1.0986123]))
+    torch.testing.assert_close(entropy, torch.tensor([0.0, 1.0986123]))
+    (log_probs + entropy).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[-1.0, 1.0, 0.0], [-1 / 3, -1 / 3, 2 / 3]]))
+
+
+def test_no_rows_keeps_the_graph() -> None:
+    logits = torch.randn(0, 7, requires_grad=True)
+    log_probs, entropy = log_probs_and_entropy(logits, torch.empty(0, dtype=torch.long), with_entropy=True)
+    assert log_probs.shape == entropy.shape == (0,)
+    log_probs.sum().backward()
+    assert logits.grad.shape == (0, 7)
+
+
+def test_target_outside_of_the_vocabulary_is_minus_infinity() -> None:
+    log_probs, _ = log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([4]))
+    assert log_probs.item() == -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"logits": torch.zeros(3, 4), "targets": torch.zeros(2, dtype=torch.long)}, r"got \(3, 4\) and \(2,\)"),
+        ({"logits": torch.zeros(2, 1, 4), "targets": torch.zeros(2, dtype=torch.long)}, "expected logits"),
+        ({"logits": torch.zeros(2, 4), "targets": torch.zeros(2, dtype=torch.long), "temperature": 0.0}, "positive"),
+    ],
+)
+def test_refuses_what_does_not_fit(kwargs: dict, match: str) -> None:
+    logits, targets = kwargs.pop("logits"), kwargs.pop("targets")
+    with pytest.raises(ValueError, match=match):
+        log_probs_and_entropy(logits, targets, **kwargs)
+
+
+class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """Largest number of elements any single result had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.sizes += [t.numel() for t in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(t)]
+        return result
+
+
+def test_no_tensor_is_larger_than_a_chunk_but_the_gradient() -> None:
+    rows, vocab, chunk = 64, 50, 4
+    logits, targets = torch.randn(rows, vocab, requires_grad=True), torch.randint(vocab, (rows,))
+    with _Peak() as forward:
+        log_probs, entropy = log_probs_and_entropy(
+            logits, targets, chunk_size=chunk, with_entropy=True, entropy_grad=True
+        )
+    owned = [size for size in forward.sizes if size > rows * 2]
+    assert owned
+    assert max(owned) <= chunk * vocab
+    with _Peak() as backward:
+        torch.autograd.grad((log_probs + entropy).sum(), logits)
+    whole = [size for size in backward.sizes if size > chunk * vocab and size > rows]
+    assert set(whole) <= {rows * vocab}  # the gradient itself (and views of it)
+
+
+def test_default_chunk_keeps_to_its_budget() -> None:
+    assert default_chunk_size(151_936, torch.device("cpu")) * 151_936 <= 2**20
+    assert default_chunk_size(2**30, torch.device("cpu")) == 1
