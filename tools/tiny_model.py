@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 
 
 def make_tokenizer(out: Path) -> int:
-    """Write a byte-level tokenizer (no merges) with a ChatML template to ``out``; return its vocabulary size (259)."""
+    """Write a byte-level tokenizer (no merges) with a ChatML template to ``out``; return its vocabulary size (262)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -40,6 +40,8 @@ def make_tokenizer(out: Path) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=IM_END)
     fast.add_special_tokens({"additional_special_tokens": [IM_START]})
+    # The roles are one token each: on a CPU a prompt of 14 tokens instead of 26 is felt.
+    fast.add_tokens(["system", "user", "assistant"])
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(out)
     return len(fast)
