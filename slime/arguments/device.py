@@ -1,0 +1,90 @@
+"""Defaults that depend on the device: decided once the cluster is known, not while parsing."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from typing import Any, Literal
+
+from slime.arguments.errors import ArgumentError
+
+# Attribute -> (value without a GPU, option that asks for the opposite, or None where both values are fine).
+CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
+    "bf16": (False, "--bf16"),
+    "fp16": (False, "--fp16"),
+    "distributed_backend": ("gloo", "--distributed-backend nccl"),
+    "gradient_accumulation_fusion": (False, None),
+    "masked_softmax_fusion": (False, None),
+    "apply_rope_fusion": (False, None),
+    "bias_gelu_fusion": (False, None),
+    "bias_swiglu_fusion": (False, None),
+    "bias_dropout_fusion": (False, None),
+    "persist_layer_norm": (False, None),
+    "moe_grouped_gemm": (False, "--moe-grouped-gemm"),
+    "moe_permute_fusion": (False, "--moe-permute-fusion"),
+    "tp_comm_overlap": (False, "--tp-comm-overlap"),
+    "use_nccl_ub": (False, "--use-nccl-ub"),
+    "optimizer_cpu_offload": (False, "--optimizer-cpu-offload"),
+}
+# Engine settings of a machine without a GPU; a value that is given holds, except for the first two.
+CPU_ENGINE: dict[str, Any] = {
+    "sglang_device": "cpu",
+    "sglang_attention_backend": "torch_native",
+    "sglang_dtype": "float32",
+    "sglang_disable_overlap_schedule": True,
+    "sglang_sleep_on_idle": True,
+    "sglang_max_total_tokens": 65536,
+    "sglang_mem_fraction_static": 0.3,
+    "sglang_chunked_prefill_size": 2048,
+    "sglang_max_running_requests": 64,
+}
+
+
+def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) -> None:
+    """Set what depends on the device, in place; ``args.device_type`` is set too.
+
+    What was given on the command line holds; what cannot work on the device raises ``ArgumentError``.
+    """
+    args.device_type = device_type
+    args.variable_seq_lengths = True
+    given: frozenset[str] = getattr(args, "explicit_flags", frozenset())
+    if device_type == "cpu":
+        _finalize_for_cpu(args, given)
+    else:
+        _finalize_for_cuda(args, given)
+    if importlib.util.find_spec("transformer_engine") is None:
+        _require_default(args, given, "transformer_impl", ("transformer_engine",), "TransformerEngine is not installed")
+        args.transformer_impl = "local"
+    args.bias_activation_fusion = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
+    args.nccl_ub = args.use_nccl_ub
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not args.grad_reduce_in_bf16
+    args.grad_reduce_in_fp32 = args.accumulate_allreduce_grads_in_fp32
+
+
+def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:
+    for name, (value, impossible) in CPU_TRAINER.items():
+        if impossible is not None and name in given and getattr(args, name) != value:
+            raise ArgumentError(f"{impossible} needs a GPU and there is none; leave it out")
+        setattr(args, name, value)
+    _require_default(args, given, "sglang_device", ("cuda", "xpu", "hpu", "npu", "musa"), "there is no GPU")
+    for name, value in CPU_ENGINE.items():
+        if name not in given and hasattr(args, name):
+            setattr(args, name, value)
+
+
+def _finalize_for_cuda(args: Namespace, given: frozenset[str]) -> None:
+    args.bf16 = not (args.fp16 or args.fp32)
+    if importlib.util.find_spec("transformer_engine") is None:
+        # Without TransformerEngine and Apex these fused kernels do not exist.
+        for name, module in (
+            ("gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"),
+            ("persist_layer_norm", "apex"),
+            ("apply_rope_fusion", "apex"),
+        ):
+            if importlib.util.find_spec(module) is None:
+                setattr(args, name, False)
+
+
+def _require_default(args: Namespace, given: frozenset[str], name: str, refused: tuple[str, ...], why: str) -> None:
+    if name in given and getattr(args, name) in refused:
+        raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: {why}; leave it out")

@@ -1,0 +1,1 @@
+"""The YAML files that flags name."""

@@ -1,0 +1,92 @@
+"""Declaring flags: a group is a pydantic model, a field is a flag.
+
+    class Cluster(ArgumentGroup):
+        title = "cluster"
+        actor_num_nodes: int = flag(1, "training nodes", ge=1)
+
+The field name is the namespace attribute. The spelling, the switch or value form and the choices follow from the
+annotation: ``bool`` is a switch, ``bool | None`` the pair ``--x`` / ``--no-x``, ``Literal`` a choice, ``list[T]`` takes
+several values, ``dict`` takes JSON.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from slime.arguments.flag import Flag
+
+
+class ArgumentGroup(BaseModel):
+    """Base of every group. Values are checked against the annotations; assignment of unknown names is an error."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=(), strict=False)
+    title: ClassVar[str] = ""
+
+
+def flag(
+    default: Any,
+    description: str,
+    *,
+    option: str | None = None,
+    repeat: bool = False,
+    nargs: str | None = None,
+    required: bool = False,
+    **constraints: Any,
+) -> Any:
+    """Declare one flag. ``option`` overrides the spelling (needed for switches that are on by default); ``repeat``
+    collects repeated uses of a list flag; ``required`` flags have no default; ``constraints`` (``gt``, ``ge``, ...)
+    are pydantic's."""
+    extra: dict[str, Any] = {"option": option, "repeat": repeat, "nargs": nargs, "required": required}
+    if isinstance(default, list | dict):
+        kept = default
+        return Field(
+            default_factory=lambda: type(kept)(kept), description=description, json_schema_extra=extra, **constraints
+        )
+    return Field(default=default, description=description, json_schema_extra=extra, **constraints)
+
+
+def _without_none(annotation: Any) -> tuple[Any, bool]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [a for a in typing.get_args(annotation) if a is not type(None)]
+        if len(members) != 1:
+            raise TypeError(f"a flag's annotation may have one type and None, not {annotation}")
+        return members[0], True
+    return annotation, False
+
+
+def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
+    extra: Any = info.json_schema_extra
+    spelled = extra["option"] or "--" + name.replace("_", "-")
+    annotation, optional = _without_none(info.annotation)
+    default = info.get_default(call_default_factory=True)
+    common: dict[str, Any] = {
+        "dest": name, "default": default, "help": info.description or "", "group": title, "required": extra["required"],
+    }  # fmt: skip
+    if annotation is bool:
+        if optional:
+            return Flag(options=(spelled, "--no-" + spelled[2:]), action="tristate", **common)
+        return Flag(options=(spelled,), action="false" if default else "true", **common)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return Flag(options=(spelled,), choices=args, **common)
+    if annotation is dict or origin is dict:
+        return Flag(options=(spelled,), kind="json", **common)
+    if origin is list:
+        item, choices = args[0], None
+        if typing.get_origin(item) is typing.Literal:
+            item, choices = str, typing.get_args(item)
+        common.update(kind=item.__name__, choices=choices)
+        if extra["repeat"]:
+            return Flag(options=(spelled,), action="append", **common)
+        return Flag(options=(spelled,), nargs=extra["nargs"] or "+", **common)
+    return Flag(options=(spelled,), kind=annotation.__name__, **common)
+
+
+def flags_of(group: type[ArgumentGroup]) -> list[Flag]:
+    """The flags a group declares, in order of declaration."""
+    return [_flag_of(name, info, group.title) for name, info in group.model_fields.items()]

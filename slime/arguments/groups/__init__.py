@@ -1,0 +1,30 @@
+"""slime's own flags, one pydantic model per subject, in the order of ``--help``."""
+
+from __future__ import annotations
+
+from slime.arguments.flag import Flag
+from slime.arguments.group import ArgumentGroup, flags_of
+from slime.arguments.groups.algorithm import Algorithm, Distillation, MultiTokenPrediction, OffPolicy
+from slime.arguments.groups.checkpoint import Checkpoint, Optimizer
+from slime.arguments.groups.cluster import Cluster, ExternalEngines
+from slime.arguments.groups.data import Batch, Data
+from slime.arguments.groups.debug import ContinuousIntegration, Debug, Profiling
+from slime.arguments.groups.eval import Eval
+from slime.arguments.groups.fault_tolerance import FaultTolerance
+from slime.arguments.groups.logging import Logging
+from slime.arguments.groups.reward import Reward
+from slime.arguments.groups.rollout import Rollout
+from slime.arguments.groups.teacher_server import TeacherServer
+from slime.arguments.groups.train import MegatronHooks, Train
+from slime.arguments.groups.weight_sync import WeightSync
+
+ALL_GROUPS: tuple[type[ArgumentGroup], ...] = (
+    Cluster, Train, Rollout, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint, WeightSync,
+    Logging, Debug, MegatronHooks, FaultTolerance, ExternalEngines, Distillation, MultiTokenPrediction, Profiling,
+    ContinuousIntegration, TeacherServer,
+)  # fmt: skip
+
+
+def slime_flags() -> list[Flag]:
+    """Every flag slime declares itself."""
+    return [flag for group in ALL_GROUPS for flag in flags_of(group)]

@@ -1,0 +1,55 @@
+"""Where training and inference run, and how long the pieces wait for each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from slime.arguments.group import ArgumentGroup, flag
+
+
+class Cluster(ArgumentGroup):
+    """Nodes, slots and placement. A slot is a GPU; on a machine without GPUs it is one process."""
+
+    title = "cluster and placement"
+
+    actor_num_nodes: int = flag(1, "nodes used for training", ge=0)
+    actor_num_gpus_per_node: int = flag(8, "training slots per node", ge=0)
+    rollout_num_gpus: int | None = flag(
+        None,
+        "inference slots in total; 0 starts routers only. Needed unless training and inference share slots "
+        "(--colocate) or there is no inference (--debug-train-only)",
+        ge=0,
+    )
+    rollout_num_gpus_per_engine: int = flag(
+        1, "slots of one engine (tensor x pipeline parallel size); may span nodes", ge=1
+    )
+    num_gpus_per_node: int = flag(8, "slots per node as seen by the placement of engines", ge=1)
+    colocate: bool = flag(False, "training and inference share the same slots; implies both offloads")
+    offload: bool = flag(False, "shorthand for --offload-train --offload-rollout")
+    offload_train: bool | None = flag(
+        None, "put the trainer to sleep while engines generate; default: only with --colocate"
+    )
+    offload_rollout: bool | None = flag(None, "release engine memory while training; default: only with --colocate")
+    distributed_backend: Literal["nccl", "gloo"] = flag(
+        "nccl", "torch.distributed backend; gloo is chosen by itself on machines without GPUs"
+    )
+    distributed_timeout_minutes: int = flag(10, "timeout of collective operations, in minutes", gt=0)
+    ray_address: str | None = flag(
+        None, "Ray cluster to join; default: $RAY_ADDRESS, else a cluster of this process's own"
+    )
+    placement_timeout: float = flag(300.0, "seconds to wait for the slots to be placed before giving up", gt=0)
+    engine_ready_timeout: float = flag(600.0, "seconds an engine or router may take until it answers", gt=0)
+    http_proxy: str | None = flag(
+        None, "accepted by slime <= 0.3.1 and unused there; set the environment variable instead"
+    )
+    use_distributed_post: bool = flag(False, "send requests from helper actors spread over the nodes")
+
+
+class ExternalEngines(ArgumentGroup):
+    """Engines started elsewhere."""
+
+    title = "external engines"
+
+    rollout_external_engine_addrs: list[str] | None = flag(
+        None, "addresses (host:port or http://host:port) of engines started elsewhere"
+    )

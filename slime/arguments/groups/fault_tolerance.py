@@ -1,0 +1,16 @@
+"""Health checks of engines."""
+
+from __future__ import annotations
+
+from slime.arguments.group import ArgumentGroup, flag
+
+
+class FaultTolerance(ArgumentGroup):
+    """Health checks and restarts."""
+
+    title = "fault tolerance"
+
+    use_fault_tolerance: bool = flag(False, "check engines and restart those that fail")
+    rollout_health_check_interval: float = flag(30.0, "seconds between two checks", gt=0)
+    rollout_health_check_timeout: float = flag(30.0, "seconds one check may take", gt=0)
+    rollout_health_check_first_wait: float = flag(0.0, "seconds of grace after a resume", ge=0)

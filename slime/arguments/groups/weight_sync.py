@@ -1,0 +1,32 @@
+"""From trained weights to the engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from slime.arguments.group import ArgumentGroup, flag
+
+
+class WeightSync(ArgumentGroup):
+    """Weight synchronisation."""
+
+    title = "weight synchronisation"
+
+    update_weight_mode: Literal["full", "delta"] = flag("full", "send everything, or only the bytes that changed")
+    update_weight_transport: Literal["nccl", "disk"] = flag(
+        "nccl", "nccl: a process group to the engines (gloo without GPUs), shared memory with --colocate; disk: files"
+    )
+    update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", gt=0)
+    update_weights_interval: int = flag(1, "asynchronous loop: rollouts between two syncs", ge=1)
+    update_weight_disk_dir: str | None = flag(None, "shared directory of the disk transport")
+    update_weight_disk_keep_files: bool = flag(False, "keep the files after engines have read them")
+    update_weight_local_checkpoint_dir: str | None = flag(None, "checkpoint kept on each engine host")
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", "encoding of changed bytes")
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag("xxh3-128", "digest per tensor")
+    custom_update_weight_post_write_path: str | None = flag(None, "dotted path of a hook after files are written")
+    check_weight_update_equal: bool = flag(False, "prove every sync: snapshot, reset, sync, compare and checksums")
+    weight_sync_timeout: float = flag(600.0, "seconds one weight sync may take", gt=0)
+    weight_sync_pause_mode: Literal["auto", "abort", "retract", "in_place"] = flag(
+        "auto",
+        "what happens to requests in flight; auto: abort in the synchronous loop, survive in the asynchronous one",
+    )

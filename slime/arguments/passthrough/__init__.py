@@ -1,0 +1,1 @@
+"""Flags of installed packages, read from the packages themselves: Megatron, SGLang and its router."""

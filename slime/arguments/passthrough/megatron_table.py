@@ -1,0 +1,173 @@
+"""Megatron flags that Megatron-LM spells differently from the configuration fields, or handles outside of them.
+
+``field`` names the field of the configuration class that gets the value; both attributes are set on the namespace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.arguments.flag import Flag
+
+MODEL, OPTIMISER, PARALLEL, RUN = "Megatron: model", "Megatron: optimiser", "Megatron: parallelism", "Megatron: run"
+
+
+def _value(option: str, default: Any, kind: Any, group: str, help: str, **more: Any) -> Flag:
+    dest = more.pop("dest", option[2:].replace("-", "_"))
+    return Flag(dest, (option,), default, kind, group=group, help=help, source="megatron", **more)
+
+
+def _on(option: str, group: str, help: str, *, dest: str | None = None, field: str | None = None) -> Flag:
+    dest = dest or option[2:].replace("-", "_")
+    return Flag(dest, (option,), False, action="true", group=group, help=help, source="megatron", field=field)
+
+
+def _off(option: str, dest: str, group: str, help: str, *, field: str | None = None) -> Flag:
+    return Flag(dest, (option,), True, action="false", group=group, help=help, source="megatron", field=field)
+
+
+HAND_TABLE: tuple[Flag, ...] = (
+    # model
+    _value("--norm-epsilon", 1e-5, "float", MODEL, "epsilon of the norms", field="layernorm_epsilon"),
+    _on("--apply-layernorm-1p", MODEL, "norm weights are stored around zero", field="layernorm_zero_centered_gamma"),
+    _on("--swiglu", MODEL, "gated linear units with SiLU", field="gated_linear_unit"),
+    _on("--group-query-attention", MODEL, "grouped-query attention with --num-query-groups groups"),
+    _on("--untie-embeddings-and-output-weights", MODEL, "the output layer has weights of its own"),
+    _value("--vocab-size", None, "int", MODEL, "vocabulary of the checkpoint"),
+    _value(
+        "--make-vocab-size-divisible-by", 128, "int", MODEL, "the padded vocabulary is a multiple of this x TP size"
+    ),
+    _value("--max-position-embeddings", None, "int", MODEL, "longest sequence; default: --seq-length"),
+    _value("--seq-length", None, "int", MODEL, "sequence length of fixed-length batches; default: 4096"),
+    _value(
+        "--position-embedding-type",
+        "learned_absolute",
+        "str",
+        MODEL,
+        "position embedding",
+        choices=("learned_absolute", "rope", "mrope", "yarn", "relative", "none"),
+    ),
+    _on("--use-rotary-position-embeddings", MODEL, "same as --position-embedding-type rope"),
+    _off("--no-position-embedding", "add_position_embedding", MODEL, "no position embedding"),
+    _value("--rotary-base", 10000, "int", MODEL, "base of the rotary embedding"),
+    _value("--rotary-percent", 1.0, "float", MODEL, "part of each head that is rotated"),
+    _value("--rotary-seq-len-interpolation-factor", None, "int", MODEL, "linear interpolation of positions"),
+    _on("--use-rope-scaling", MODEL, "Llama 3 scaling of the rotary embedding"),
+    _value("--rope-scaling-factor", 8.0, "float", MODEL, "factor of --use-rope-scaling"),
+    _value("--rope-type", None, "str", MODEL, "rotary embedding of latent attention", choices=("rope", "yarn")),
+    _value("--q-lora-rank", None, "int", MODEL, "rank of the query projection of latent attention"),
+    _value("--kv-lora-rank", 32, "int", MODEL, "rank of the key and value projection of latent attention"),
+    _value("--rotary-scaling-factor", 1.0, "float", MODEL, "scaling of latent attention's rotary embedding"),
+    _value("--num-experts", None, "int", MODEL, "experts per layer", field="num_moe_experts"),
+    _value("--spec", None, "str", MODEL, "module and function of the layer specification", nargs="*"),
+    _on("--attention-softmax-in-fp32", MODEL, "compute the attention softmax in fp32"),
+    _on("--use-gated-attention", MODEL, "gate on the attention output", field="attention_output_gate"),
+    _on("--post-self-attn-layernorm", MODEL, "norm after attention"),
+    _on("--post-mlp-layernorm", MODEL, "norm after the MLP"),
+    _on("--enable-experimental", MODEL, "allow Megatron's experimental features"),
+    # fusions
+    _off("--no-masked-softmax-fusion", "masked_softmax_fusion", MODEL, "no fused softmax"),
+    _off("--no-bias-gelu-fusion", "bias_gelu_fusion", MODEL, "no fused bias and GELU"),
+    _off("--no-bias-swiglu-fusion", "bias_swiglu_fusion", MODEL, "no fused bias and SwiGLU"),
+    _off("--no-bias-dropout-fusion", "bias_dropout_fusion", MODEL, "no fused bias and dropout"),
+    _off("--no-rope-fusion", "apply_rope_fusion", MODEL, "no fused rotary embedding"),
+    _off("--no-persist-layer-norm", "persist_layer_norm", MODEL, "no persistent layer-norm kernel"),
+    _off("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", PARALLEL, "no fused accumulation"),
+    _on("--recompute-activations", MODEL, "same as --recompute-granularity selective"),
+    # parallelism
+    _value(
+        "--decoder-first-pipeline-num-layers",
+        None,
+        "int",
+        PARALLEL,
+        "layers of the first pipeline stage",
+        field="num_layers_in_first_pipeline_stage",
+    ),
+    _value(
+        "--decoder-last-pipeline-num-layers",
+        None,
+        "int",
+        PARALLEL,
+        "layers of the last pipeline stage",
+        field="num_layers_in_last_pipeline_stage",
+    ),
+    _value("--num-layers-per-virtual-pipeline-stage", None, "int", PARALLEL, "layers per virtual pipeline stage"),
+    _value("--num-virtual-stages-per-pipeline-rank", None, "int", PARALLEL, "virtual stages per pipeline rank"),
+    _off("--no-overlap-p2p-communication", "overlap_p2p_comm", PARALLEL, "no overlap of pipeline communication"),
+    _on(
+        "--accumulate-allreduce-grads-in-fp32",
+        PARALLEL,
+        "accumulate and reduce gradients in fp32",
+        field="grad_reduce_in_fp32",
+    ),
+    _on("--grad-reduce-in-bf16", PARALLEL, "reduce gradients in bf16"),
+    _off(
+        "--no-check-for-nan-in-loss-and-grad",
+        "check_for_nan_in_loss_and_grad",
+        PARALLEL,
+        "let NaN pass",
+        field="check_for_nan_in_grad",
+    ),
+    _off("--no-align-param-gather", "align_param_gather", PARALLEL, "do not align parameter gathers of stages"),
+    _on("--use-nccl-ub", PARALLEL, "NCCL user buffers", field="nccl_ub"),
+    _value("--ddp-bucket-size", None, "int", PARALLEL, "parameters per gradient bucket", field="bucket_size"),
+    _on("--ddp-average-in-collective", PARALLEL, "average gradients in the collective", field="average_in_collective"),
+    # optimiser
+    _value("--min-lr", 0.0, "float", OPTIMISER, "smallest learning rate"),
+    _value(
+        "--lr-decay-style",
+        "linear",
+        "str",
+        OPTIMISER,
+        "shape of the learning rate",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    ),
+    _value("--lr-decay-iters", None, "int", OPTIMISER, "steps of the decay; default: the whole run"),
+    _value("--lr-warmup-fraction", None, "float", OPTIMISER, "part of the decay steps spent on warm-up"),
+    _value("--lr-warmup-iters", 0, "int", OPTIMISER, "steps of warm-up"),
+    _value("--lr-warmup-init", 0.0, "float", OPTIMISER, "learning rate warm-up begins with"),
+    _value(
+        "--lr-wsd-decay-style",
+        "exponential",
+        "str",
+        OPTIMISER,
+        "annealing of WSD",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    ),
+    _value("--lr-wsd-decay-iters", None, "int", OPTIMISER, "steps of WSD's annealing"),
+    _value("--start-weight-decay", None, "float", OPTIMISER, "weight decay at the start; default: --weight-decay"),
+    _value("--end-weight-decay", None, "float", OPTIMISER, "weight decay at the end; default: --weight-decay"),
+    _value(
+        "--weight-decay-incr-style",
+        "constant",
+        "str",
+        OPTIMISER,
+        "shape of the weight decay",
+        choices=("constant", "linear", "cosine"),
+    ),
+    _on("--override-opt_param-scheduler", OPTIMISER, "flags win over the scheduler state of the checkpoint"),
+    _on("--use-checkpoint-opt_param-scheduler", OPTIMISER, "the scheduler state of the checkpoint wins over flags"),
+    _off("--muon-no-split-qkv", "muon_split_qkv", OPTIMISER, "Muon treats the QKV projection as one matrix"),
+    # run
+    _value("--ckpt-step", None, "int", RUN, "step of the checkpoint to load; default: the latest"),
+    _value("--ckpt-format", "torch_dist", "str", RUN, "format of checkpoints", choices=("torch_dist",)),
+    _off("--no-ckpt-fully-parallel-save", "ckpt_fully_parallel_save", RUN, "one data-parallel rank writes"),
+    _on("--no-load-optim", RUN, "leave the optimiser state of the checkpoint"),
+    _on("--no-load-rng", RUN, "leave the random state of the checkpoint"),
+    _on("--no-save-rng", RUN, "leave the random state out of checkpoints"),
+    _on("--finetune", RUN, "take weights only and count from 0"),
+    _value("--tokenizer-type", None, "str", RUN, "tokenizer class; default: HuggingFaceTokenizer"),
+    _value("--tokenizer-model", None, "str", RUN, "tokenizer path; default: --hf-checkpoint"),
+)
+
+# Fields that the trainer sets itself; no flag is made of them.
+NOT_FLAGS = frozenset(
+    {
+        "variable_seq_lengths",  # always on: sequences are packed
+        "bias_activation_fusion",  # from bias_swiglu_fusion or bias_gelu_fusion
+        "deallocate_pipeline_outputs",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "enable_autocast",
+        "test_mode",
+    }
+)

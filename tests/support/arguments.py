@@ -1,0 +1,44 @@
+"""Parse command lines in tests: a tiny checkpoint's ``config.json`` and the flags every run needs are supplied."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}  # fmt: skip
+MODEL_FLAGS = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 16 --vocab-size 384 --norm-epsilon 1e-6 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --use-rotary-position-embeddings --rotary-base 10000 --qk-layernorm"
+).split()
+
+
+@cache
+def _checkpoint_directory() -> tempfile.TemporaryDirectory[str]:
+    directory = tempfile.TemporaryDirectory(prefix="slime-test-config-")
+    (Path(directory.name) / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+def minimal_flags() -> list[str]:
+    """The shortest command line that is accepted, for a config-only checkpoint made on the fly."""
+    return [
+        "--hf-checkpoint", _checkpoint_directory().name, "--rollout-batch-size", "4", "--global-batch-size", "4",
+        "--num-rollout", "1", "--prompt-data", "prompts.jsonl", "--actor-num-gpus-per-node", "1",
+        "--rollout-num-gpus", "1", *MODEL_FLAGS,
+    ]  # fmt: skip
+
+
+def parse(*flags: Any, **keywords: Any) -> argparse.Namespace:
+    """``parse_args`` of ``minimal_flags`` and ``flags``; a flag given again wins over the minimal one."""
+    from slime.arguments import parse_args
+
+    return parse_args([*minimal_flags(), *map(str, flags)], **keywords)
