@@ -1,0 +1,47 @@
+# slime: the two commands are `make quickstart` and `make test`; both set everything up in .venv first.
+PYTHON ?= python3
+SETUP_FLAGS ?=
+QUICKSTART_FLAGS ?=
+PYTEST_FLAGS ?=
+BIN := .venv/bin
+
+# several processes share the cores: one thread each (more lose under load and gain nothing idle)
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test unit soak lint format docs clean
+
+help:  ## show this help
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup:  ## install everything into .venv (returns at once when nothing changed)
+	@$(PYTHON) tools/setup.py $(SETUP_FLAGS)
+
+quickstart: setup  ## train a tiny model from nothing: SFT, then GRPO through the real loop
+	@$(BIN)/python -m examples.quickstart.run $(QUICKSTART_FLAGS)
+
+test: lint docs  ## what CI runs: lint, docs, unit and integration tests
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_FLAGS)
+
+unit: setup  ## the unit tests (under 3 minutes)
+	$(BIN)/python -m pytest tests/unit $(PYTEST_FLAGS)
+
+soak: setup  ## full counts, seeds and timings; GPU tests where there is a GPU
+	$(BIN)/python -m pytest -m "soak or gpu" -rA $(PYTEST_FLAGS)
+
+lint: setup  ## ruff, mypy on the typed packages, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: setup  ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup  ## check the documentation: links, generated pages
+	$(BIN)/python -m tools.check_docs
+
+clean:  ## remove caches and build results (not .venv, not runs)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
