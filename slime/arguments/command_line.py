@@ -39,7 +39,7 @@ def build_parser(
 ) -> argparse.ArgumentParser:
     """A parser that leaves attributes only for flags that were given.
 
-    A user's ``add_custom_arguments`` may add flags and set defaults; their defaults are kept in ``parser.custom_defaults``.
+    A user's ``add_custom_arguments`` may add flags and set defaults; these are kept in ``parser.custom_defaults``.
     Raises ``ArgumentError`` when a user's flag has the name of a known one.
     """
     parser = _Parser(prog="train.py", allow_abbrev=False, add_help=False)

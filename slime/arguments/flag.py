@@ -97,7 +97,7 @@ def layout(text: str) -> int | list[int]:
         result = value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError) as error:
         raise ValueError(f"{text!r} is neither an integer nor a list like [0]*3+[1]*58") from error
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 CONVERTERS: dict[Kind, Callable[[str], Any]] = {
@@ -166,7 +166,7 @@ def add_to_parser(parser: argparse._ActionsContainer, flag: Flag) -> None:
     """Register ``flag``; a flag that is not on the command line leaves no attribute (defaults are filled later)."""
     common: dict[str, Any] = {"dest": flag.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if flag.action in ("true", "false"):
-        parser.add_argument(*flag.options, action="store_" + flag.action, **common)  # type: ignore[arg-type]
+        parser.add_argument(*flag.options, action="store_" + flag.action, **common)
         return
     if flag.action == "tristate":
         parser.add_argument(*flag.options, action=_Tristate, nargs=0, **common)

@@ -6,6 +6,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from slime.arguments.availability import refuse_unavailable
 from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
+from slime.arguments.files import custom_config
 from slime.arguments.flag import Flag
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.passthrough import megatron
@@ -48,6 +50,7 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     given, ignored = read_words(parser, words, ignore_unknown="--ignore-unknown-flags" in words)
     if ignored:
         print(f"slime: ignoring unknown words: {' '.join(ignored)}", file=sys.stderr)
+    given |= custom_config.read(given.get("custom_config_path"), flags)
     refuse_unavailable(given, flags)
     _check_required(given, flags)
     args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
@@ -71,7 +74,7 @@ def _check_required(given: dict[str, Any], flags: Sequence[Flag]) -> None:
 
 def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Let every group's model check and convert what was given; all mistakes are reported at once."""
-    messages = []
+    messages: list[str] = []
     for group in ALL_GROUPS:
         names = [name for name in group.model_fields if name in given or name in args]
         try:
@@ -107,7 +110,9 @@ def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.A
 
 
 def _exit(error: ArgumentError) -> NoReturn:
+    program = Path(sys.argv[0]).name
+    program = "slime.arguments" if program in ("__main__.py", "-c", "") else program
     for line in str(error).splitlines():
-        print(f"train.py: error: {line}", file=sys.stderr)
+        print(f"{program}: error: {line}", file=sys.stderr)
     print("`--help WORD` lists the flags that mention WORD.", file=sys.stderr)
     sys.exit(2)

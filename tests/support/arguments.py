@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,11 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
 }  # fmt: skip
-MODEL_FLAGS = (
+MODEL_FLAGS: list[str] = shlex.split(
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --kv-channels 16 --vocab-size 384 --norm-epsilon 1e-6 --swiglu --normalization RMSNorm "
     "--disable-bias-linear --use-rotary-position-embeddings --rotary-base 10000 --qk-layernorm"
-).split()
+)
 
 
 @cache

@@ -12,8 +12,8 @@ class Reward(ArgumentGroup):
 
     rm_type: str | None = flag(
         None,
-        "remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench or random; with the prefix boxed_ the answer is taken from "
-        '\\boxed{} first; metadata["rm_type"] of a sample wins',
+        "remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench or random; with the prefix boxed_ the answer is "
+        'taken from \\boxed{} first; metadata["rm_type"] of a sample wins',
     )
     reward_key: str | None = flag(None, "key of the reward when the reward is an object")
     eval_reward_key: str | None = flag(None, "the same in evaluation; default: --reward-key")

@@ -6,7 +6,7 @@ from slime.arguments.group import ArgumentGroup, flag
 
 
 class TeacherServer(ArgumentGroup):
-    """A server that answers with log-probs of a Megatron model. Environment variables of the same names are read too."""
+    """A server that answers with log-probs of a Megatron model."""
 
     title = "teacher server"
 

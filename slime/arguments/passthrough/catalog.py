@@ -52,7 +52,7 @@ def records(source: Source) -> list[dict[str, Any]]:
     name = f"{source.package}-{version}.json"
     for path in (HERE / "shipped" / name, cache_directory() / name):
         if path.is_file():
-            return json.loads(path.read_text())  # type: ignore[no-any-return]
+            return json.loads(path.read_text())
     found = read_installed(source)
     write_atomically(cache_directory() / name, json.dumps(found))
     return found
@@ -105,4 +105,4 @@ def read_installed(source: Source) -> list[dict[str, Any]]:
                 f"(exit code {done.returncode}). Its last words:\n{tail}\n"
                 f"Install {source.package}=={source.pinned}, or repair the installation."
             )
-        return json.loads(out.read_text())  # type: ignore[no-any-return]
+        return json.loads(out.read_text())

@@ -19,7 +19,7 @@ MORE_POLICIES = ("consistent_hashing", "prefix_hash", "least_load")
 
 
 def router_flags() -> list[Flag]:
-    """Every flag of the installed router; host and port are slime's (``--sglang-router-ip``, ``--sglang-router-port``)."""
+    """Every flag of the installed router; its address is slime's own (``--sglang-router-ip`` and ``-port``)."""
     return [_adjusted(_flag(record)) for record in catalog.records(catalog.ROUTER)]
 
 

@@ -14,7 +14,7 @@ def check(args: Namespace) -> None:
     """Refuse combinations that contradict each other or lack a part."""
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         raise ArgumentError(
-            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL twice; set one of them to 0"
+            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} count the KL twice; set one of them to 0"
         )
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         raise ArgumentError(f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss; add it")

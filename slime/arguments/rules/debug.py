@@ -32,7 +32,7 @@ def choose_loop(args: Namespace) -> None:
     """Dumps are trained on without engines; generation alone and training alone exclude each other."""
     if args.load_debug_rollout_data is not None and args.debug_rollout_only:
         raise ArgumentError(
-            "--load-debug-rollout-data trains on dumps and --debug-rollout-only starts no trainer; leave one of them out"
+            "--load-debug-rollout-data trains on dumps and --debug-rollout-only starts no trainer; leave one out"
         )
     if args.load_debug_rollout_data is not None:
         args.debug_train_only = True

@@ -68,8 +68,8 @@ def _derive_parallel_sizes(args: Namespace) -> None:
     if args.world_size % (tp * pp * cp) != 0:
         raise ArgumentError(
             f"{args.world_size} training slots (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
-            f"{args.actor_num_gpus_per_node}) cannot be divided by tensor {tp} x pipeline {pp} x context {cp} = {tp * pp * cp} "
-            "parallel slots; change the slots or the parallel sizes"
+            f"{args.actor_num_gpus_per_node}) cannot be divided by tensor {tp} x pipeline {pp} x context {cp} = "
+            f"{tp * pp * cp} parallel slots; change the slots or the parallel sizes"
         )
     args.data_parallel_size = args.world_size // (tp * pp * cp)
     if args.sequence_parallel and tp == 1:
@@ -126,12 +126,14 @@ def _derive_virtual_stages(args: Namespace) -> None:
     per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if per_stage is not None and stages is not None:
         raise ArgumentError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; leave one out"
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; "
+            "leave one out"
         )
     if per_stage is not None:
         if layers // pp % per_stage != 0:
             raise ArgumentError(
-                f"{layers // pp} layers per pipeline stage are no multiple of --num-layers-per-virtual-pipeline-stage {per_stage}"
+                f"{layers // pp} layers per pipeline stage are no multiple of "
+                f"--num-layers-per-virtual-pipeline-stage {per_stage}"
             )
         stages = layers // pp // per_stage
     if stages is not None:

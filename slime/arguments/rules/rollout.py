@@ -48,7 +48,8 @@ def _check_run_length(args: Namespace) -> None:
         raise ArgumentError("how long is the run? Give --num-rollout or --num-epoch")
     if args.num_rollout is None and not args.rollout_global_dataset:
         raise ArgumentError(
-            "--num-epoch counts passes over the prompts and --disable-rollout-global-dataset has none; give --num-rollout"
+            "--num-epoch counts passes over the prompts, of which --disable-rollout-global-dataset has none; "
+            "give --num-rollout"
         )
 
 

@@ -1,1 +1,1 @@
-"""Scripts that read the arguments of an installed package. They run in a helper process, by path, and import no slime."""
+"""Scripts that read the arguments of an installed package. They run in a helper process, by path."""

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import enum
 import inspect
+import itertools
 import json
 import sys
 import textwrap
@@ -22,7 +23,7 @@ def documentation(cls: type) -> dict[str, str]:
         if not dataclasses.is_dataclass(base):
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
-        for field, text in zip(body, body[1:], strict=False):
+        for field, text in itertools.pairwise(body):
             is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
             if isinstance(field, ast.AnnAssign) and is_text and isinstance(text.value.value, str):
                 found.setdefault(field.target.id, " ".join(text.value.value.split()))  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ def main(out: str) -> None:
     """Write the records of ``ServerArgs.add_cli_args`` to ``out``."""
     path = Path(__file__).with_name("parser_records.py")
     spec = importlib.util.spec_from_file_location("parser_records", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None, path
+    assert spec.loader is not None, path
     parser_records = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(parser_records)
 
