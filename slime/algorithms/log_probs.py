@@ -1,6 +1,6 @@
 """Log-probabilities and entropy from (vocabulary-parallel) logits, in chunks of rows.
 
-For logits ``z`` divided by the temperature: ``log p_t = z_t - lse(z)`` and ``H = lse(z) - sum_j p_j z_j``, with gradients
+For logits ``z`` divided by the temperature: ``log p_t = z_t - lse(z)`` and ``H = lse(z) - sum_j p_j z_j``. Gradients:
 ``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
 are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself no tensor larger than
 ``chunk_size x V_local`` exists in either direction. The collective is one all-gather of four numbers per row and chunk,
@@ -36,8 +36,8 @@ def log_probs_and_entropy(
     """Return ``(log_probs [T], entropy [T] or None)`` of ``targets`` [T] (global token ids) under ``logits``.
 
     logits: [T, V_local], any floating dtype; this rank's columns ``[vocab_start, vocab_start + V_local)``.
-    rows: int64 [T], distinct; logits are then [N, V_local] and row ``rows[i]`` belongs to ``targets[i]``. Selecting here
-        instead of indexing the logits before spares a copy of them.
+    rows: int64 [T], distinct; logits are then [N, V_local] and row ``rows[i]`` belongs to ``targets[i]``. Selecting
+        here instead of indexing the logits before spares a copy of them.
     tp_group: the group that shares the vocabulary; None when this process holds all of it.
     vocab_start: first column's token id; default ``tp_rank * V_local``.
     vocab_size: real vocabulary; columns at and past it are padding and count as ``-inf`` (None: no padding).

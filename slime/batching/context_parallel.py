@@ -177,9 +177,7 @@ class _ScatterAndSum(torch.autograd.Function):
         return full
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (index,) = ctx.saved_tensors  # type: ignore[attr-defined]
         grad = grad.clone()  # dist.all_reduce works in place, and grad belongs to autograd
         dist.all_reduce(grad, group=ctx.group)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -58,7 +59,7 @@ def check_pack_and_unpack(shapes: list[tuple[int, int]], cp_size: int, layout: s
     cu = ranks[0].cu_seqlens.tolist()
     assert cu[0] == 0
     assert cu[-1] == local * cp_size
-    lengths = [b - a for a, b in zip(cu, cu[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(cu)]
     assert ranks[0].max_seqlen == max(lengths)
     assert all(length > 0 for length in lengths)
     for length, (total, _) in zip(lengths, shapes, strict=False):

@@ -1,0 +1,204 @@
+"""Rollout data by column: what the rollout manager packs once and every data-parallel rank maps without a copy.
+
+Per-token fields are one contiguous array each plus offsets, numbers per sample one array each. Pickled with protocol 5
+(as Ray does) the arrays travel out of band: the receiver's arrays are read-only views of the shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.batching import validate
+from slime.batching.ragged import Ragged, ragged_from_rows
+from slime.batching.rollout_ids import fill_rollout_ids
+from slime.batching.schedule import DpSchedule
+
+RAGGED_FIELDS: dict[str, str | None] = {
+    "tokens": "int32",
+    "loss_masks": "int8",
+    "rollout_log_probs": "float32",
+    "teacher_log_probs": "float32",
+    "rollout_top_p_token_ids": "int32",
+    "rollout_top_p_token_offsets": "int32",
+    "rollout_routed_experts": None,
+}
+"""Per-token fields and their dtypes in the columns; None keeps the dtype of the data."""
+
+NUMBER_FIELDS: dict[str, str] = {
+    "response_lengths": "int64",
+    "rewards": "float64",
+    "truncated": "int8",
+    "sample_indices": "int64",
+    "rollout_ids": "int64",
+    "rollout_mask_sums": "float32",
+}
+"""Fields with one number per sample."""
+
+WHOLE_FIELDS = ("raw_reward", "total_lengths")
+"""Fields every rank gets for the whole batch."""
+
+_TENSOR_DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32}
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """All samples of one rollout (n of them), in columns.
+
+    ragged: per-token fields of RAGGED_FIELDS. numbers: arrays [n] of NUMBER_FIELDS. objects: any other per-sample
+    field, as lists of n Python objects. raw_reward: what the reward function gave, as it came, or None.
+    """
+
+    ragged: dict[str, Ragged]
+    numbers: dict[str, np.ndarray]
+    objects: dict[str, list[Any]]
+    raw_reward: Any = None
+
+    def __len__(self) -> int:
+        return len(self.ragged["tokens"])
+
+    @property
+    def total_lengths(self) -> np.ndarray:
+        """int64 [n], prompt + response tokens."""
+        return self.ragged["tokens"].lengths
+
+    @property
+    def rollout_ids(self) -> list[int]:
+        """Rollout id of every sample, ready for ``build_dp_schedule(rollout_indices=...)``."""
+        return [int(rollout_id) for rollout_id in self.numbers["rollout_ids"]]
+
+    @classmethod
+    def from_train_data(cls, data: Mapping[str, Any]) -> RolloutBatch:
+        """Pack a dict of per-sample lists: the built-in converter's or a custom one's.
+
+        Required: ``tokens``, ``response_lengths``, ``rewards``, ``loss_masks``. ``rollout_ids`` may be absent or hold
+        None (every such sample is a rollout of its own). Without ``rollout_mask_sums`` every sample weighs by its own
+        mask, also among samples that share a rollout id. Keys this package does not know are carried along when they
+        hold one entry per sample.
+
+        Raises TrainDataError, naming the sample, for lengths that disagree, values that are not finite and ids that do
+        not fit.
+        """
+        validate.required_keys(data)
+        count = len(data["tokens"])
+        name_of = validate.sample_namer(data.get("sample_indices"))
+        fields = {key: value for key, value in data.items() if key not in WHOLE_FIELDS and value is not None}
+        validate.one_entry_per_sample(fields, count)
+
+        ragged = {
+            key: ragged_from_rows(fields.pop(key), dtype, key, name_of)
+            for key, dtype in RAGGED_FIELDS.items()
+            if key in fields
+        }
+        fields["rollout_ids"] = fill_rollout_ids(fields.get("rollout_ids", [None] * count))
+        numbers = {
+            key: validate.number_column(fields.pop(key), dtype, key, name_of)
+            for key, dtype in NUMBER_FIELDS.items()
+            if key in fields and not (key == "sample_indices" and _has_none(fields[key]))
+        }
+        if "rollout_mask_sums" not in numbers:
+            numbers["rollout_mask_sums"] = ragged["loss_masks"].row_sums().astype(np.float32)
+        batch = cls(ragged, numbers, {key: list(value) for key, value in fields.items()}, data.get("raw_reward"))
+        validate.columns(batch.ragged, batch.numbers, name_of)
+        return batch
+
+    def take(self, positions: Sequence[int] | np.ndarray) -> RolloutBatch:
+        """Return the samples at ``positions``, in that order, in new contiguous columns (raw_reward likewise)."""
+        index = np.asarray(positions, dtype=np.int64)
+        raw = self.raw_reward
+        return RolloutBatch(
+            ragged={key: column.take(index) for key, column in self.ragged.items()},
+            numbers={key: column[index] for key, column in self.numbers.items()},
+            objects={key: [column[i] for i in index.tolist()] for key, column in self.objects.items()},
+            raw_reward=[raw[i] for i in index.tolist()] if _per_sample(raw, len(self)) else raw,
+        )
+
+    def shards(self, schedule: DpSchedule) -> list[RolloutShard]:
+        """Return one shard per data-parallel rank: the samples of its partition and the schedule it follows."""
+        return [
+            RolloutShard(
+                batch=self.take(partition),
+                dp_rank=rank,
+                partition=list(partition),
+                micro_batch_indices=schedule.micro_batch_indices[rank],
+                num_microbatches=schedule.num_microbatches,
+                global_batch_sizes=schedule.global_batch_sizes,
+                batch_raw_reward=self.raw_reward,
+                batch_total_lengths=self.total_lengths,
+            )
+            for rank, partition in enumerate(schedule.partitions)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutShard:
+    """What one data-parallel rank trains on.
+
+    batch: the rank's samples, step after step and micro-batch after micro-batch. partition: their positions in the
+    whole batch. micro_batch_indices: per micro-batch the positions *within this shard*, over all steps.
+    num_microbatches, global_batch_sizes: per optimiser step. batch_raw_reward, batch_total_lengths: of all samples of
+    all ranks.
+    """
+
+    batch: RolloutBatch
+    dp_rank: int
+    partition: list[int]
+    micro_batch_indices: list[list[int]]
+    num_microbatches: list[int]
+    global_batch_sizes: list[int]
+    batch_raw_reward: Any
+    batch_total_lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def to_rollout_data(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Return the dict the training stages and hooks work on, with per-sample tensors on ``device``.
+
+        Lists over samples: tokens int64 [total_length], loss_masks int32 [response_length], rollout_log_probs and
+        teacher_log_probs float32 [response_length], top-p ids and offsets int32; views of one writable tensor each.
+        rollout_routed_experts [total_length - 1, layers, topk] stay on the CPU. response_lengths, total_lengths,
+        rewards, truncated, sample_indices, rollout_ids: lists of Python numbers; rollout_mask_sums: float32 tensor [n].
+        raw_reward is that of the whole batch, local_raw_reward that of this shard (absent without raw rewards). The
+        schedule is under partition, micro_batch_indices, num_microbatches and global_batch_sizes.
+        """
+        data: dict[str, Any] = {
+            "partition": self.partition,
+            "micro_batch_indices": self.micro_batch_indices,
+            "num_microbatches": self.num_microbatches,
+            "global_batch_sizes": self.global_batch_sizes,
+            "total_lengths": self.batch.total_lengths.tolist(),
+        }
+        for key, column in self.batch.ragged.items():
+            data[key] = _tensors(column, key, "cpu" if key == "rollout_routed_experts" else device)
+        for key, values in self.batch.numbers.items():
+            data[key] = values.tolist()
+        data["rollout_mask_sums"] = torch.from_numpy(self.batch.numbers["rollout_mask_sums"].copy()).to(device)
+        data.update({key: list(values) for key, values in self.batch.objects.items()})
+        if self.batch_raw_reward is not None:
+            data["raw_reward"] = _plain(self.batch_raw_reward)
+            data["local_raw_reward"] = _plain(self.batch.raw_reward)
+        return data
+
+
+def _tensors(column: Ragged, key: str, device: torch.device | str) -> list[torch.Tensor]:
+    """One copy of the whole column (it may be read-only shared memory), then a view per row."""
+    whole = torch.from_numpy(column.values.copy()).to(device)
+    whole = whole.to(_TENSOR_DTYPES.get(key, whole.dtype))
+    return list(whole.split(column.lengths.tolist()))
+
+
+def _has_none(values: Any) -> bool:
+    return any(value is None for value in values)
+
+
+def _per_sample(values: Any, count: int) -> bool:
+    return hasattr(values, "__len__") and not isinstance(values, (str, dict)) and len(values) == count
+
+
+def _plain(values: Any) -> Any:
+    return values.tolist() if hasattr(values, "tolist") else values

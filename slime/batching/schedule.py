@@ -1,0 +1,152 @@
+"""Which data-parallel rank trains which sample in which micro-batch of which optimiser step.
+
+A step trains ``global_batch_size`` *rollouts* (executions; all samples of a rollout stay in one step). Its samples are
+divided into micro-batches, whose number every rank must share equally, and these over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slime.batching.errors import ScheduleError
+from slime.batching.flops import flops_model
+from slime.batching.seqlen_balancing import (
+    expand_bins_by_splitting,
+    first_fit_pack,
+    get_seqlen_balanced_partitions,
+)
+
+
+class DpSchedule(NamedTuple):
+    """partitions[rank]: positions of samples, in training order. micro_batch_indices[rank][k]: positions *within that
+    partition* of micro-batch k, counted over all steps. num_microbatches[step]: per rank. global_batch_sizes[step]:
+    rollouts."""
+
+    partitions: list[list[int]]
+    micro_batch_indices: list[list[list[int]]]
+    num_microbatches: list[int]
+    global_batch_sizes: list[int]
+
+
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: Mapping[str, Any],
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[Hashable],
+) -> DpSchedule:
+    """Divide samples over steps, ranks and micro-batches.
+
+    args: ``use_dynamic_batch_size`` with ``max_tokens_per_gpu`` (first-fit by tokens, or with ``balance_by_flops``
+    partitions of equal FLOPs), else ``micro_batch_size`` samples per micro-batch; ``balance_data`` evens out the FLOPs
+    of ranks. train_parallel_config: ``dp_size``, ``cp_size``, ``vpp_size``, ``microbatch_group_size_per_vp_stage``.
+    total_lengths: tokens per sample [n]. rollout_indices: rollout id per sample [n]; rollouts form steps in first-seen
+    order. Rollouts past the last whole step are in no partition (see ``leftover_positions``).
+
+    Raises ScheduleError for less than one step of rollouts, a step with fewer samples than ranks, and micro-batches
+    that the ranks (and virtual pipeline groups) cannot share equally.
+    """
+    lengths = [int(length) for length in total_lengths]
+    if len(lengths) != len(rollout_indices):
+        raise ScheduleError(f"{len(lengths)} total lengths but {len(rollout_indices)} rollout ids")
+    dp_size = train_parallel_config["dp_size"]
+    steps = _steps(rollout_indices, global_batch_size)
+    weights = _weights(args, lengths)
+
+    partitions: list[list[int]] = [[] for _ in range(dp_size)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    num_microbatches = []
+    for step, members in enumerate(steps):
+        if len(members) < dp_size:
+            raise ScheduleError(
+                f"step {step} has {len(members)} samples for {dp_size} data-parallel ranks; raise --global-batch-size "
+                f"(now {global_batch_size} rollouts) or use fewer ranks"
+            )
+        micro_batches = _micro_batches(args, train_parallel_config, members, lengths, weights)
+        num_microbatches.append(len(micro_batches) // dp_size)
+        for rank, share in enumerate(_share_out(args, micro_batches, weights, dp_size)):
+            for micro_batch in share:
+                start = len(partitions[rank])
+                partitions[rank] += micro_batch
+                micro_batch_indices[rank].append(list(range(start, start + len(micro_batch))))
+    return DpSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps))
+
+
+def leftover_positions(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[int]:
+    """Return the positions of samples whose rollouts do not fill a whole step, in order; nothing trains them.
+
+    The caller carries these samples over to the next rollout instead of dropping them.
+    """
+    by_rollout = _group(rollout_indices)
+    whole = len(by_rollout) // global_batch_size * global_batch_size
+    return sorted(position for members in list(by_rollout.values())[whole:] for position in members)
+
+
+def _group(rollout_indices: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Positions by rollout id, ids in first-seen order."""
+    groups: dict[Hashable, list[int]] = {}
+    for position, rollout_id in enumerate(rollout_indices):
+        groups.setdefault(rollout_id, []).append(position)
+    return groups
+
+
+def _steps(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[list[int]]:
+    if global_batch_size < 1:
+        raise ScheduleError(f"--global-batch-size must be at least 1, got {global_batch_size}")
+    rollouts = list(_group(rollout_indices).values())
+    num_steps = len(rollouts) // global_batch_size
+    if num_steps < 1:
+        raise ScheduleError(
+            f"{len(rollouts)} rollouts are less than one step of --global-batch-size {global_batch_size}; generate "
+            "more (--rollout-batch-size x --n-samples-per-prompt) or lower it"
+        )
+    return [
+        [position for members in rollouts[step * global_batch_size :][:global_batch_size] for position in members]
+        for step in range(num_steps)
+    ]
+
+
+def _weights(args: Any, lengths: list[int]) -> list[float]:
+    """FLOPs per sample where something is balanced by them, else tokens (not used for decisions then)."""
+    if getattr(args, "balance_data", False) or getattr(args, "balance_by_flops", False):
+        return [float(flops) for flops in flops_model(args).forward(lengths)]
+    return [float(length) for length in lengths]
+
+
+def _micro_batches(
+    args: Any, config: Mapping[str, Any], members: list[int], lengths: list[int], weights: list[float]
+) -> list[list[int]]:
+    """Divide one step's samples into micro-batches (of positions) whose number all ranks can share."""
+    vpp_size = config.get("vpp_size") or 1
+    group = (config.get("microbatch_group_size_per_vp_stage") or 1) if vpp_size > 1 else 1
+    multiple = config["dp_size"] * group
+    sizes = [lengths[position] for position in members]
+    if not getattr(args, "use_dynamic_batch_size", False):
+        size = args.micro_batch_size
+        bins = [list(range(len(members)))[start : start + size] for start in range(0, len(members), size)]
+        if len(bins) % multiple:
+            raise ScheduleError(
+                f"{len(members)} samples in micro-batches of --micro-batch-size {size} make {len(bins)} micro-batches, "
+                f"expected a multiple of {multiple} (data-parallel ranks {config['dp_size']} x virtual pipeline group "
+                f"{group}); change one of them or use --use-dynamic-batch-size"
+            )
+    else:
+        capacity = args.max_tokens_per_gpu * config["cp_size"]
+        if getattr(args, "balance_by_flops", False):
+            count = min(-(-sum(sizes) // capacity), len(members))
+            bins = get_seqlen_balanced_partitions([weights[position] for position in members], count, equal_size=False)
+        else:
+            bins = first_fit_pack(sizes, capacity)
+        bins = expand_bins_by_splitting(bins, sizes, -(-len(bins) // multiple) * multiple)
+    return [[members[i] for i in micro_batch] for micro_batch in bins]
+
+
+def _share_out(args: Any, micro_batches: list[list[int]], weights: list[float], dp_size: int) -> list[list[list[int]]]:
+    """Give every rank the same number of micro-batches: strided, or with balanced FLOPs."""
+    if not getattr(args, "balance_data", False) and not getattr(args, "balance_by_flops", False):
+        return [micro_batches[rank::dp_size] for rank in range(dp_size)]
+    loads = [sum(weights[position] for position in micro_batch) for micro_batch in micro_batches]
+    shares = get_seqlen_balanced_partitions(loads, dp_size, equal_size=True)
+    return [[micro_batches[k] for k in share] for share in shares]

@@ -1,0 +1,257 @@
+"""Columns and shards: what goes in comes out on the right rank, through pickling, and errors name the sample."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.batching.columns import RolloutBatch, RolloutShard
+from slime.batching.errors import TrainDataError
+from slime.batching.ragged import Ragged, ragged_from_rows
+from slime.batching.rollout_ids import fill_rollout_ids, mask_sums_by_rollout
+from slime.batching.schedule import DpSchedule
+
+
+def make_data(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, Any]:
+    """Train data of samples with (total, response) lengths, as plain lists."""
+    rng = np.random.default_rng(seed)
+    return {
+        "tokens": [rng.integers(0, 2**31 - 1, total).tolist() for total, _ in shapes],
+        "response_lengths": [response for _, response in shapes],
+        "rewards": rng.normal(size=len(shapes)).tolist(),
+        "raw_reward": rng.normal(size=len(shapes)).tolist(),
+        "truncated": rng.integers(0, 2, len(shapes)).tolist(),
+        "sample_indices": [100 + i for i in range(len(shapes))],
+        "loss_masks": [rng.integers(0, 2, response).tolist() for _, response in shapes],
+        "rollout_ids": [i // 2 for i in range(len(shapes))],
+        "rollout_mask_sums": [float(1 + i) for i in range(len(shapes))],
+        "rollout_log_probs": [(-rng.random(response)).tolist() for _, response in shapes],
+        "multimodal_train_inputs": [{"pixels": i} if i % 2 else None for i in range(len(shapes))],
+    }
+
+
+def round_robin(count: int, dp_size: int) -> DpSchedule:
+    partitions = [list(range(rank, count, dp_size)) for rank in range(dp_size)]
+    return DpSchedule(partitions, [[[i] for i in range(len(p))] for p in partitions], [len(partitions[0])], [count])
+
+
+def through_shared_memory(shard: RolloutShard) -> tuple[RolloutShard, int, int]:
+    """Pickle as Ray does; return the copy (its arrays view read-only buffers) and the bytes in and out of band."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
+    shared = [bytes(buffer.raw()) for buffer in buffers]
+    return pickle.loads(head, buffers=shared), len(head), sum(map(len, shared))
+
+
+def check_round_trip(shapes: list[tuple[int, int]], dp_size: int, seed: int) -> None:
+    data = make_data(shapes, seed)
+    schedule = round_robin(len(shapes), dp_size)
+    shards = RolloutBatch.from_train_data(data).shards(schedule)
+    assert len(shards) == dp_size
+    for rank, (shard, partition) in enumerate(zip(shards, schedule.partitions, strict=True)):
+        received, _, _ = through_shared_memory(shard)
+        result = received.to_rollout_data("cpu")
+        assert received.dp_rank == rank
+        assert result["partition"] == partition
+        assert result["micro_batch_indices"] == schedule.micro_batch_indices[rank]
+        assert result["num_microbatches"] == schedule.num_microbatches
+        assert result["global_batch_sizes"] == schedule.global_batch_sizes
+        assert result["raw_reward"] == data["raw_reward"]
+        assert received.batch_total_lengths.tolist() == [total for total, _ in shapes]
+        assert result["total_lengths"] == [shapes[i][0] for i in partition]
+        assert result["local_raw_reward"] == [data["raw_reward"][i] for i in partition]
+        for key in ("response_lengths", "rewards", "truncated", "sample_indices", "rollout_ids"):
+            assert result[key] == [data[key][i] for i in partition], key
+        assert result["multimodal_train_inputs"] == [data["multimodal_train_inputs"][i] for i in partition]
+        assert torch.equal(result["rollout_mask_sums"], torch.tensor([data["rollout_mask_sums"][i] for i in partition]))
+        for key, dtype in (("tokens", torch.int64), ("loss_masks", torch.int32), ("rollout_log_probs", torch.float32)):
+            for tensor, i in zip(result[key], partition, strict=True):
+                assert tensor.dtype == dtype
+                assert torch.equal(tensor, torch.tensor(data[key][i], dtype=dtype))
+
+
+shapes_strategy = st.lists(
+    st.integers(1, 12).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total - 1))),
+    min_size=4,
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes_strategy, st.integers(1, 4), st.integers(0, 99))
+def test_shards_return_what_was_packed(shapes, dp_size: int, seed: int) -> None:
+    check_round_trip(shapes, dp_size, seed)
+
+
+@pytest.mark.soak
+@settings(max_examples=3000, deadline=None)
+@given(shapes_strategy, st.integers(1, 4), st.integers(0, 2**31))
+def test_shards_return_what_was_packed_full(shapes, dp_size: int, seed: int) -> None:
+    check_round_trip(shapes, dp_size, seed)
+
+
+def test_shard_arrays_travel_out_of_band_and_arrive_read_only_without_a_copy() -> None:
+    shapes = [(2000, 1500)] * 8
+    shard = RolloutBatch.from_train_data(make_data(shapes)).shards(round_robin(8, 2))[0]
+    received, in_band, out_of_band = through_shared_memory(shard)
+    assert out_of_band >= 4 * 2000 * 4 + 4 * 1500 * (1 + 4)  # tokens, masks, log-probs of 4 samples
+    assert in_band < 4096
+    for column in received.batch.ragged.values():
+        assert not column.values.flags.owndata
+        assert not column.values.flags.writeable
+    row = received.batch.ragged["tokens"][1]
+    assert np.shares_memory(row, received.batch.ragged["tokens"].values)
+
+
+def test_tensors_are_writable_though_the_shard_is_not(recwarn: pytest.WarningsRecorder) -> None:
+    shard, _, _ = through_shared_memory(
+        RolloutBatch.from_train_data(make_data([(4, 2), (5, 3)])).shards(round_robin(2, 1))[0]
+    )
+    before = shard.batch.ragged["rollout_log_probs"].values.copy()
+    shard.to_rollout_data()["rollout_log_probs"][0].fill_(7.0)
+    assert np.array_equal(shard.batch.ragged["rollout_log_probs"].values, before)
+    assert not [w for w in recwarn if "writable" in str(w.message)]
+
+
+def test_accepts_arrays_tensors_and_lists_alike() -> None:
+    data = make_data([(4, 2), (5, 3), (6, 3)])
+    expected = RolloutBatch.from_train_data(data)
+    mixed = {
+        **data,
+        "tokens": [torch.tensor(data["tokens"][0]), np.array(data["tokens"][1]), tuple(data["tokens"][2])],
+        "loss_masks": [torch.tensor(m, dtype=torch.bool) for m in data["loss_masks"]],
+        "rollout_log_probs": [torch.tensor(row) for row in data["rollout_log_probs"]],
+        "rewards": torch.tensor(data["rewards"], dtype=torch.float64),
+        "rollout_ids": np.array(data["rollout_ids"]),
+    }
+    actual = RolloutBatch.from_train_data(mixed)
+    for key, column in expected.ragged.items():
+        assert np.array_equal(actual.ragged[key].values, column.values), key
+        assert actual.ragged[key].values.dtype == column.values.dtype
+    for key, values in expected.numbers.items():
+        assert np.array_equal(actual.numbers[key], values), key
+
+
+def test_bfloat16_log_probs_are_widened() -> None:
+    data = make_data([(4, 2)])
+    data["rollout_log_probs"] = [torch.tensor([-0.5, -0.25], dtype=torch.bfloat16)]
+    assert RolloutBatch.from_train_data(data).ragged["rollout_log_probs"].values.tolist() == [-0.5, -0.25]
+
+
+def test_custom_converter_with_only_the_documented_keys() -> None:
+    data = make_data([(4, 2), (5, 3)])
+    minimal = {key: data[key] for key in ("tokens", "response_lengths", "rewards", "loss_masks")}
+    minimal["loss_masks"] = [[1, 0], [1, 1, 1]]
+    batch = RolloutBatch.from_train_data(minimal)
+    assert batch.rollout_ids == [0, 1]
+    result = batch.shards(round_robin(2, 1))[0].to_rollout_data()
+    assert result["rollout_mask_sums"].tolist() == [1.0, 3.0]  # every sample by itself
+    assert "raw_reward" not in result
+
+
+def test_mask_sums_default_to_the_sample_even_when_rollout_ids_are_shared() -> None:
+    data = make_data([(4, 2), (5, 3)])
+    del data["rollout_mask_sums"]
+    data["rollout_ids"], data["loss_masks"] = [7, 7], [[1, 0], [1, 1, 1]]
+    assert RolloutBatch.from_train_data(data).numbers["rollout_mask_sums"].tolist() == [1.0, 3.0]
+
+
+def test_unknown_fields_travel_and_routed_experts_keep_shape_and_dtype() -> None:
+    data = make_data([(4, 2), (5, 3)])
+    data["my_weights"] = [0.5, 0.25]
+    data["sample_indices"] = [3, None]
+    data["rollout_routed_experts"] = [
+        torch.arange(3 * 2 * 2, dtype=torch.uint8).reshape(3, 2, 2), torch.ones(4, 2, 2, dtype=torch.uint8)
+    ]  # fmt: skip
+    shard = RolloutBatch.from_train_data(data).shards(DpSchedule([[1], [0]], [[[0]], [[0]]], [1], [1]))[1]
+    result = through_shared_memory(shard)[0].to_rollout_data()
+    assert result["my_weights"] == [0.5]
+    assert result["sample_indices"] == [3]
+    assert torch.equal(result["rollout_routed_experts"][0], data["rollout_routed_experts"][0])
+    assert result["rollout_routed_experts"][0].dtype == torch.uint8
+
+
+def change(key: str, value: Any, at: int | None = 1):
+    def apply(data: dict[str, Any]) -> None:
+        if at is None:
+            data[key] = value
+        else:
+            data[key][at] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("apply", "match"),
+    [
+        (change("loss_masks", [1]), r"sample index=101 .* loss_masks has 1 entries, expected 3"),
+        (change("loss_masks", [1, 0, -1]), r"sample index=101 .* loss_masks\[2\] is -1"),
+        (change("loss_masks", [1, 0, 0.5]), r"sample index=101 .* loss_masks holds 0.5"),
+        (change("rollout_log_probs", [-1.0] * 4), r"sample index=101 .* rollout_log_probs has 4 entries, expected 3"),
+        (change("rollout_log_probs", [-1.0, float("nan"), 0.0]), r"sample index=101 .* rollout_log_probs\[1\] is nan"),
+        (change("rollout_log_probs", None), r"sample index=101 .* rollout_log_probs is None"),
+        (change("rollout_log_probs", ["a", "b", "c"]), r"sample index=101 .* rollout_log_probs must hold numbers"),
+        (change("rewards", float("inf")), r"sample index=101 .* rewards is inf"),
+        (change("rewards", None), r"sample index=101 .* rewards is None"),
+        (change("tokens", [1, 2, 3]), r"sample index=101 .* response length 3 with 3 tokens"),
+        (change("tokens", [1, 2, 3, 4, 2**31]), r"sample index=101 .* tokens holds 2147483648"),
+        (change("tokens", [1, 2, 3, 4, -5]), r"sample index=101 .* tokens\[4\] is -5"),
+        (change("response_lengths", 2.5), r"sample index=101 .* response_lengths is 2.5"),
+        (change("rewards", [1.0], None), r"'rewards' must hold one entry per sample \(2\), got 1 entries"),
+        (change("truncated", 1, None), r"'truncated' must hold one entry per sample \(2\), got 1"),
+        (change("loss_masks", None, None), "train data lacks loss_masks"),
+        (change("tokens", [], None), "no sample"),
+    ],
+)
+def test_errors_name_the_sample_and_the_field(apply, match: str) -> None:
+    data = make_data([(4, 2), (5, 3)])
+    apply(data)
+    with pytest.raises(TrainDataError, match=match):
+        RolloutBatch.from_train_data(data)
+
+
+def test_errors_are_what_old_callers_catch() -> None:
+    assert issubclass(TrainDataError, AssertionError)
+    assert issubclass(TrainDataError, ValueError)
+
+
+def test_take_reorders() -> None:
+    data = make_data([(4, 2), (5, 3), (6, 1)])
+    batch = RolloutBatch.from_train_data(data).take([2, 0])
+    assert len(batch) == 2
+    assert batch.ragged["tokens"][0].tolist() == data["tokens"][2]
+    assert batch.raw_reward == [data["raw_reward"][2], data["raw_reward"][0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), min_size=1, max_size=6), st.data())
+def test_ragged_take_and_sums(rows: list[list[int]], data: st.DataObject) -> None:
+    column = ragged_from_rows(rows, "int32", "tokens")
+    assert [column[i].tolist() for i in range(len(column))] == rows
+    assert column.row_sums().tolist() == [sum(row) for row in rows]
+    positions = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
+    taken = column.take(np.array(positions, dtype=np.int64))
+    assert [taken[i].tolist() for i in range(len(taken))] == [rows[i] for i in positions]
+    assert taken.values.flags.c_contiguous
+
+
+def test_ragged_refuses_rows_beyond_the_last() -> None:
+    column = Ragged(np.zeros(3), np.array([0, 3]))
+    with pytest.raises(IndexError, match="row 1 of 1"):
+        column[1]
+
+
+def test_fill_rollout_ids_uses_the_smallest_unused() -> None:
+    assert fill_rollout_ids([None, 0, None, 3, None, 0]) == [1, 0, 2, 3, 4, 0]
+
+
+def test_mask_sums_by_rollout() -> None:
+    sums = mask_sums_by_rollout([5, 2, 5, 9], np.array([1.0, 4.0, 2.0, 0.0]))
+    assert sums.tolist() == [3.0, 4.0, 3.0, 0.0]
+    assert sums.dtype == np.float32
