@@ -1,0 +1,31 @@
+"""The trainer on megatron-core.
+
+Call :func:`import_megatron` before any ``import megatron``: on a machine without CUDA it first installs the adapter
+that lets the unmodified package run there, and on every machine it applies the repairs the installed version needs.
+Importing this package imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import threading
+
+_lock = threading.RLock()
+_done = False
+
+
+def import_megatron() -> None:
+    """Import ``megatron.core``, adapted to this machine. Cheap after the first call, safe from several threads.
+
+    Raises RuntimeError when megatron was imported before the adapter could be installed on a machine without CUDA.
+    """
+    global _done
+    with _lock:
+        if _done:
+            return
+        from slime.backends.megatron_utils import cpu_adapter, repairs
+
+        adapted = cpu_adapter.install()
+        repairs.apply()
+        if adapted:
+            cpu_adapter.adapt_imported_megatron()
+        _done = True

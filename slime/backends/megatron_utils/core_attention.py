@@ -1,0 +1,247 @@
+"""Core attention that needs neither TransformerEngine nor apex, on any device. Import after ``import_megatron()``.
+
+Packed sequences (thd), grouped queries and context parallelism over torch's scaled_dot_product_attention, or over
+flash-attn's varlen kernel where it is installed and takes the tensors. Under context parallelism each sequence is laid
+out zig-zag: of its ``2 * cp`` equal chunks rank ``r`` holds chunk ``r`` and chunk ``2 * cp - 1 - r``; K and V are
+gathered over the ranks and each of the two local query chunks attends to its prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch.nn import functional as F
+
+try:  # only CUDA machines have it, and it is optional there
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
+FLASH_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Queries that attend to one run of keys: ``q [sq, n, d]``, ``k [sk, g, d]``, ``v [sk, g, dv]``.
+
+    When causal, the queries are the last ``sq`` of the ``sk`` positions.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def sdpa_segment(segment: Segment, *, causal: bool, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
+    """Return the attention output ``[sq, n, dv]`` of one segment through torch's scaled_dot_product_attention."""
+    q, k, v = segment.q, segment.k, segment.v
+    mask = None
+    if causal and q.size(0) != k.size(0):  # torch's is_causal is aligned to the upper left
+        mask = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).tril(k.size(0) - q.size(0))
+        causal = False
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
+        dropout_p=dropout_p,
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def flash_takes(segments: Sequence[Segment]) -> bool:
+    """Return whether flash-attn is installed and has a kernel for these tensors."""
+    q, v = segments[0].q, segments[0].v
+    return (
+        flash_attn_varlen_func is not None
+        and q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.size(-1) == v.size(-1) <= FLASH_MAX_HEAD_DIM
+    )
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return F.pad(torch.tensor(lengths, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
+    """Return the outputs of all segments, one after the other: ``[sum(sq), n, dv]``."""
+    if not flash_takes(segments):
+        return torch.cat([sdpa_segment(s, causal=causal, scale=scale, dropout_p=dropout_p) for s in segments])
+    q_lengths, k_lengths = [s.q.size(0) for s in segments], [s.k.size(0) for s in segments]
+    device = segments[0].q.device
+    return flash_attn_varlen_func(
+        torch.cat([s.q for s in segments]),
+        torch.cat([s.k for s in segments]),
+        torch.cat([s.v for s in segments]),
+        _cumulative(q_lengths, device),
+        _cumulative(k_lengths, device),
+        max(q_lengths),
+        max(k_lengths),
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=causal,  # aligned to the lower right, as Segment wants it
+    )
+
+
+def undo_zigzag(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one sequence in its true order from the parts that ranks ``0 .. cp-1`` hold of it."""
+    halves = [part.chunk(2) for part in parts]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
+
+
+def cp_segments(
+    q: torch.Tensor, k_parts: Sequence[torch.Tensor], v_parts: Sequence[torch.Tensor], cp_rank: int, *, causal: bool
+) -> list[Segment]:
+    """Return what this rank computes of one sequence: its two query chunks, each with the keys it sees.
+
+    ``q [2c, n, d]`` is the local part; ``k_parts``, ``v_parts`` hold the parts of all ranks in rank order.
+    """
+    cp_size, chunk = len(k_parts), q.size(0) // 2
+    k, v = undo_zigzag(k_parts), undo_zigzag(v_parts)
+    if not causal:
+        return [Segment(q, k, v)]
+    first, second = (cp_rank + 1) * chunk, (2 * cp_size - cp_rank) * chunk
+    return [Segment(q[:chunk], k[:first], v[:first]), Segment(q[chunk:], k[:second], v[:second])]
+
+
+def sequence_lengths(packed_seq_params: Any) -> list[int]:
+    """Return the padded global length of every packed sequence."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    cu_seqlens = (padded if padded is not None else packed_seq_params.cu_seqlens_q).tolist()
+    return [end - start for start, end in itertools.pairwise(cu_seqlens)]
+
+
+class TorchCoreAttention(MegatronModule):
+    """Drop-in for megatron's ``DotProductAttention``; see the module's docstring.
+
+    Raises ValueError at construction for options it has no implementation of (sliding window, learnable softmax
+    offset, attention-logit logging), naming the flag.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        refused = {
+            "--softmax-type": config.softmax_type != "vanilla",
+            "--window-size": config.window_size is not None,
+            "--qk-clip": config.qk_clip,
+            "--log-max-attention-logit": config.log_max_attention_logit,
+            "--hierarchical-context-parallel-sizes": config.hierarchical_context_parallel_sizes is not None,
+            "--hybrid-context-parallel": config.hybrid_context_parallel,
+        }
+        if any(refused.values()):
+            flags = ", ".join(flag for flag, asked in refused.items() if asked)
+            raise ValueError(
+                f"attention without TransformerEngine does not support {flags} (layer {layer_number}): leave it out, "
+                "or install transformer-engine on a CUDA machine."
+            )
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = pg_collection.cp
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.attn_mask_type = attn_mask_type
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Return the context: ``[t, 1, n*dv]`` for thd input ``[t, n, d]``, ``[s, b, n*dv]`` for sbhd ``[s, b, n, d]``.
+
+        K and V have their own (smaller) head count. ``packed_seq_params.cu_seqlens_q[_padded]`` are global: with
+        context parallelism each rank holds ``1 / cp`` of every sequence. ``attention_mask`` is not read: the mask
+        follows from the mask type and the packing.
+        """
+        causal = self._is_causal(attn_mask_type or self.attn_mask_type, attention_bias)
+        batch = None
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            lengths = sequence_lengths(packed_seq_params)
+        else:
+            length, batch = query.shape[:2]
+            lengths = [length * self.cp_group.size()] * batch
+            query, key, value = (x.transpose(0, 1).reshape(batch * length, *x.shape[2:]) for x in (query, key, value))
+        segments = self._segments(query, key, value, lengths, causal)
+        dropout_p = self.dropout_p if self.training else 0.0
+        with self._dropout_generator(dropout_p):
+            out = attend(segments, causal=causal, scale=self.scale, dropout_p=dropout_p)
+        if batch is None:
+            return out.reshape(out.size(0), 1, -1)
+        return out.reshape(batch, -1, out.size(1) * out.size(2)).transpose(0, 1).contiguous()
+
+    def _is_causal(self, mask_type: AttnMaskType, attention_bias: torch.Tensor | None) -> bool:
+        if attention_bias is not None or mask_type not in (
+            AttnMaskType.causal,
+            AttnMaskType.padding_causal,
+            AttnMaskType.no_mask,
+        ):
+            raise ValueError(
+                f"attention without TransformerEngine takes causal and unmasked attention without a bias, got mask "
+                f"type {mask_type} and attention_bias {'set' if attention_bias is not None else 'None'}"
+            )
+        return mask_type is not AttnMaskType.no_mask
+
+    def _segments(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], causal: bool
+    ) -> list[Segment]:
+        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        divisor = 2 * cp_size if cp_size > 1 else 1
+        if sum(lengths) != query.size(0) * cp_size or any(length % divisor for length in lengths):
+            raise ValueError(
+                f"packed sequences of {lengths} tokens do not fit {query.size(0)} local tokens x context-parallel size "
+                f"{cp_size}: their sum must be {query.size(0) * cp_size} and each a multiple of {divisor}"
+            )
+        local = [length // cp_size for length in lengths]
+        queries = query.split(local)
+        if cp_size == 1:
+            parts = zip(queries, key.split(local), value.split(local), strict=True)
+            return [Segment(q, k, v) for q, k, v in parts if q.size(0)]
+        # One gather for both; its backward sums the gradients of all ranks' queries into the owner of the key.
+        both = gather_from_sequence_parallel_region(
+            torch.cat([key, value], -1).contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
+        )
+        keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
+        k_ranks = [x.split(local) for x in keys.chunk(cp_size)]
+        v_ranks = [x.split(local) for x in values.chunk(cp_size)]
+        segments: list[Segment] = []
+        for i, q in enumerate(queries):
+            if q.size(0):
+                segments += cp_segments(q, [k[i] for k in k_ranks], [v[i] for v in v_ranks], cp_rank, causal=causal)
+        return segments
+
+    def _dropout_generator(self, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
+        # Heads differ between tensor-parallel ranks, so must their dropout; with sequence parallelism megatron has
+        # entered the tensor-parallel generator already.
+        if dropout_p > 0.0 and not self.config.sequence_parallel:
+            return get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()

@@ -1,0 +1,211 @@
+"""Run an unmodified megatron-core on a machine without CUDA.
+
+:func:`install` does nothing when CUDA is available. Otherwise, before megatron is imported:
+
+1. megatron-core (and mbridge) spell the device as a literal (``"cuda"``, ``"torch.cuda.FloatTensor"``). An import hook
+   replaces exactly these constants in the code objects of the two packages while they are loaded. Nothing on disk
+   changes and no other package is touched.
+2. The handful of ``torch.cuda`` functions megatron calls unconditionally, all of which raise without CUDA, get the
+   meaning they have on a CPU. ``torch.cuda.is_available()`` and ``device_count()`` keep telling the truth.
+
+:func:`adapt_imported_megatron` then replaces the functions inside megatron that reach for the CUDA generator or sort
+tensors by ``is_cuda``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+PACKAGES = ("megatron", "mbridge")
+LITERALS = {
+    "cuda": "cpu",
+    "cuda:0": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+    "torch.cuda.DoubleTensor": "torch.DoubleTensor",
+}
+_CPU = torch.device("cpu")
+
+
+def swap_literals(constant: Any) -> Any:
+    """Return ``constant`` (of a code object; nested tuples, frozensets and code included) with LITERALS replaced."""
+    if isinstance(constant, str):
+        return LITERALS.get(constant, constant)
+    if isinstance(constant, tuple | frozenset):
+        return type(constant)(swap_literals(item) for item in constant)
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(swap_literals(item) for item in constant.co_consts))
+    return constant
+
+
+class _CpuLoader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        return swap_literals(super().get_code(fullname))
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == "megatron.core.jit":
+            # torch.compile takes half a minute per function on a CPU, and gains nothing on such small operators.
+            module.disable_jit_fuser()
+
+
+class _CpuFinder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] not in PACKAGES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _CpuLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class CpuStream:
+    """The one, always current, always idle stream of a CPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or CpuEvent()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> CpuStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class CpuEvent:
+    """An event that has always happened already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def is_installed() -> bool:
+    """Return whether the adapter is active in this process."""
+    return any(isinstance(finder, _CpuFinder) for finder in sys.meta_path)
+
+
+def install() -> bool:
+    """Install the adapter where there is no CUDA; return whether it is active.
+
+    Raises RuntimeError when megatron or mbridge is loaded already: their device literals can no longer be replaced.
+    """
+    if is_installed():
+        return True
+    if torch.cuda.is_available():
+        return False
+    # Namespace packages hold no code, so ``import megatron`` alone does no harm.
+    early = sorted(
+        n for n, m in sys.modules.items() if n.partition(".")[0] in PACKAGES and getattr(m, "__file__", None)
+    )
+    if early:
+        raise RuntimeError(
+            f"{early[0]} (and {len(early) - 1} more modules) was imported before slime's CPU adapter, so its device is "
+            "fixed to 'cuda', and there is no CUDA device here. Call "
+            "slime.backends.megatron_utils.import_megatron() before the first import of megatron or mbridge."
+        )
+    sys.meta_path.insert(0, _CpuFinder())
+    _give_torch_cuda_its_cpu_meaning()
+    return True
+
+
+def _give_torch_cuda_its_cpu_meaning() -> None:
+    cuda, stream = torch.cuda, CpuStream()
+    # Every name gets a function of its own: torch._dynamo refuses one object with several meanings.
+    cuda.current_device = lambda: _CPU  # megatron uses the result only as a `device=` argument
+    for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
+        setattr(cuda, name, _returning(None))
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(cuda, name, _returning(0))
+    cuda.memory_stats = lambda device=None: {}
+    cuda.Stream, cuda.Event = CpuStream, CpuEvent
+    cuda.current_stream, cuda.default_stream = _returning(stream), _returning(stream)
+    cuda.stream = contextlib.nullcontext
+    cuda.is_current_stream_capturing = _returning(False)
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _returning(None), _returning(None)
+    # What megatron calls the CUDA generator is the CPU's only one.
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.get_rng_state = cuda.random.get_rng_state = _get_rng_state
+    cuda.set_rng_state = cuda.random.set_rng_state = _set_rng_state
+    torch.Tensor.cuda = _itself
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.nn.Module.cuda = lambda self, device=None: self
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return stub
+
+
+def _itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self
+
+
+def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def adapt_imported_megatron() -> None:
+    """Replace what the two mechanisms above cannot reach. Call after ``megatron.core`` was imported."""
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # torch.cuda._lazy_call, through which megatron sets a generator's state, queues the call for ever without CUDA:
+    # the tracked state would silently never be set.
+    megatron_random._set_cuda_rng_state = _set_rng_state
+    megatron_random._get_cuda_rng_state = _get_rng_state
+    # The tracker warns when the CPU generator moved inside a "GPU" region: here that is the point.
+    logging.getLogger(megatron_random.__name__).addFilter(_not_about_the_cpu_generator)
+    # The all-to-all dispatcher wants host lists of its split sizes and makes them from CUDA tensors only.
+    token_dispatcher.maybe_move_tensor_to_cpu = _tensor_on_host
+
+
+def _not_about_the_cpu_generator(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _tensor_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

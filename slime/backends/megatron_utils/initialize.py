@@ -1,0 +1,112 @@
+"""Process groups, parallel state and seeds of one trainer rank."""
+
+from __future__ import annotations
+
+import os
+import random
+from argparse import Namespace
+from datetime import timedelta
+
+import torch
+
+from slime.backends.megatron_utils import import_megatron
+from slime.utils import accelerator
+
+__all__ = ["import_megatron", "initialize_megatron", "seed_everything"]
+
+DEFAULT_TIMEOUT_MINUTES = 10
+
+
+def initialize_megatron(args: Namespace) -> None:
+    """Join the trainer's process group and build Megatron's parallel groups.
+
+    Reads ``RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT`` and, for the device, ``LOCAL_RANK`` (default 0) from the
+    environment. Collective over all trainer ranks. Raises ValueError when a variable is missing or the parallel sizes
+    do not divide the world size, RuntimeError when called twice.
+    """
+    import_megatron()
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        raise RuntimeError("initialize_megatron was called twice in this process")
+    rank, world_size = _environment()
+    _check_sizes(args, world_size)
+    accelerator.initialize_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
+    minutes = getattr(args, "distributed_timeout_minutes", None) or DEFAULT_TIMEOUT_MINUTES
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            backend=_backend(args), rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
+        )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=_size(args, "tensor_model_parallel_size"),
+        pipeline_model_parallel_size=_size(args, "pipeline_model_parallel_size"),
+        virtual_pipeline_model_parallel_size=getattr(args, "virtual_pipeline_model_parallel_size", None),
+        context_parallel_size=_size(args, "context_parallel_size"),
+        expert_model_parallel_size=_size(args, "expert_model_parallel_size"),
+        expert_tensor_parallel_size=getattr(args, "expert_tensor_parallel_size", None),
+        num_distributed_optimizer_instances=_size(args, "num_distributed_optimizer_instances"),
+        nccl_communicator_config_path=getattr(args, "nccl_communicator_config_path", None),
+        distributed_timeout_minutes=minutes,
+        order="tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
+    )
+    if getattr(args, "deterministic_mode", False):
+        torch.use_deterministic_algorithms(True)
+    seed_everything(args)
+
+
+def seed_everything(args: Namespace) -> None:
+    """Seed Python, numpy, torch and Megatron's trackers from ``args.seed``, differently for each pipeline stage.
+
+    With ``--data-parallel-random-init`` data-parallel ranks differ too.
+    """
+    import numpy
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    seed = getattr(args, "seed", 1234)
+    if seed is None or seed <= 0:
+        raise ValueError(f"--seed must be a positive integer, got {seed}")
+    seed += 100 * mpu.get_pipeline_model_parallel_rank()
+    if getattr(args, "data_parallel_random_init", False):
+        seed += 10 * mpu.get_data_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(
+        seed,
+        te_rng_tracker=bool(getattr(args, "te_rng_tracker", False) or getattr(args, "use_te_rng_tracker", False)),
+        force_reset_rng=True,
+    )
+
+
+def _environment() -> tuple[int, int]:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"a trainer rank needs {', '.join(missing)} in its environment; start it through Ray or torchrun"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _size(args: Namespace, name: str) -> int:
+    return getattr(args, name, None) or 1
+
+
+def _check_sizes(args: Namespace, world_size: int) -> None:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    product = 1
+    for name in names:
+        product *= _size(args, name)
+    if world_size % product:
+        sizes = " x ".join(f"--{name.replace('_', '-')} {_size(args, name)}" for name in names)
+        raise ValueError(f"{world_size} trainer ranks are not a multiple of {sizes} = {product}")
+
+
+def _backend(args: Namespace) -> str:
+    """Return the backend of the default group: what was asked for, or the device's own."""
+    own = accelerator.communication_backend()
+    wanted = getattr(args, "distributed_backend", None) or own
+    if wanted == "nccl" and accelerator.device_type() == "cpu":
+        return own  # the flag's default is written for CUDA
+    return wanted

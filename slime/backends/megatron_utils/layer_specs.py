@@ -1,0 +1,50 @@
+"""Which modules a transformer layer is made of. Import after ``import_megatron()``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.identity_op import IdentityOp
+
+from slime.backends.megatron_utils.core_attention import TorchCoreAttention
+from slime.backends.megatron_utils.norms import TorchRMSNorm
+from slime.utils import accelerator
+
+
+def use_transformer_engine(args: Namespace) -> bool:
+    """Return whether the layers are TransformerEngine's: installed, on CUDA, and not ``--transformer-impl local``."""
+    wanted = getattr(args, "transformer_impl", None) != "local"
+    return wanted and gpt_layer_specs.HAVE_TE and accelerator.device_type() == "cuda"
+
+
+def decoder_block_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
+    """Return the spec of this pipeline stage's layers.
+
+    TransformerEngine's where :func:`use_transformer_engine`; otherwise megatron's local one with core attention and
+    norms exchanged for those of this package.
+    """
+    with_te = use_transformer_engine(args)
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=with_te,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return block if with_te else _with_torch_modules(block)
+
+
+def _with_torch_modules(block: Any) -> Any:
+    block.layer_norm = TorchRMSNorm
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = TorchCoreAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            current = getattr(attention, name, None)
+            if current not in (None, IdentityOp, gpt_layer_specs.L2Norm):
+                setattr(attention, name, TorchRMSNorm)
+    return block

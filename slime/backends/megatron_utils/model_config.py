@@ -1,0 +1,147 @@
+"""Megatron's TransformerConfig and DistributedDataParallelConfig from slime's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from slime.backends.megatron_utils import import_megatron
+from slime.utils import accelerator
+
+logger = logging.getLogger(__name__)
+
+# Fused kernels that TransformerEngine, apex or megatron's own CUDA extensions bring.
+NEEDS_FUSED_KERNELS = (
+    "persist_layer_norm",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "tp_comm_overlap",
+)
+# Fused by torch's compiler: pointless on a CPU, where compiling takes longer than it saves.
+NEEDS_CUDA = ("bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion")
+
+
+def params_dtype(args: Namespace) -> torch.dtype:
+    """Return the dtype of the model's parameters: bf16, fp16, or fp32 when neither flag is set."""
+    bf16, fp16 = bool(getattr(args, "bf16", False)), bool(getattr(args, "fp16", False))
+    if bf16 and fp16:
+        raise ValueError("--bf16 and --fp16 exclude each other: give one of them")
+    return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+
+
+def transformer_config_from_args(args: Namespace) -> Any:
+    """Return the ``TransformerConfig`` (with ``--multi-latent-attention`` the ``MLATransformerConfig``) of ``args``.
+
+    As in Megatron-LM every argument with the name of a field is copied; those spelled differently are translated.
+    What the machine has no kernels for is switched off. Raises whatever the config's own validation raises.
+    """
+    import_megatron()
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    config_class = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    values = _same_named(config_class, args)
+    values.update(_translated(args))
+    on_cuda = accelerator.device_type() == "cuda"
+    without = list(NEEDS_FUSED_KERNELS) if not (on_cuda and HAVE_TE) else []
+    without += [] if on_cuda else NEEDS_CUDA
+    off = [name for name in without if values.get(name)]
+    if off:
+        logger.info("switched off for want of their kernels on this machine: %s", ", ".join(off))
+    values.update(dict.fromkeys(without, False))
+    return config_class(**values)
+
+
+def _same_named(config_class: type, args: Namespace) -> dict[str, Any]:
+    """Return the arguments that have the name of an ``__init__`` field; None means "the field's default"."""
+    names = [field.name for field in dataclasses.fields(config_class) if field.init]
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def _translated(args: Namespace) -> dict[str, Any]:
+    def get(name: str, default: Any = None) -> Any:
+        value = getattr(args, name, None)
+        return default if value is None else value
+
+    dtype = params_dtype(args)
+    values: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "variable_seq_lengths": True,  # packed micro-batches differ in length
+        "deallocate_pipeline_outputs": True,
+        "batch_p2p_comm": not get("overlap_p2p_comm", False),
+        "num_query_groups": get("num_query_groups") if get("group_query_attention", False) else None,
+        "num_moe_experts": get("num_experts", get("num_moe_experts")),
+        "num_layers_in_first_pipeline_stage": get(
+            "decoder_first_pipeline_num_layers", get("num_layers_in_first_pipeline_stage")
+        ),
+        "num_layers_in_last_pipeline_stage": get(
+            "decoder_last_pipeline_num_layers", get("num_layers_in_last_pipeline_stage")
+        ),
+        "layernorm_zero_centered_gamma": get("apply_layernorm_1p", get("layernorm_zero_centered_gamma", False)),
+    }
+    if get("moe_token_dispatcher_type", "allgather") == "allgather":
+        values["moe_token_dispatcher_type"] = "alltoall"  # the other one cannot take varying lengths
+    epsilon = get("norm_epsilon", get("layernorm_epsilon"))
+    if epsilon is not None:
+        values["layernorm_epsilon"] = epsilon
+    fusion = get("bias_activation_fusion", False)
+    if get("swiglu", False):
+        values.update(activation_func=F.silu, gated_linear_unit=True)
+        values["bias_activation_fusion"] = get("bias_swiglu_fusion", fusion)
+    elif get("squared_relu", False):
+        values["activation_func"] = squared_relu
+    else:
+        values["bias_activation_fusion"] = get("bias_gelu_fusion", fusion)
+    if get("init_method_xavier_uniform", False):
+        values["init_method"] = torch.nn.init.xavier_uniform_
+    backend = get("attention_backend")
+    if isinstance(backend, str):
+        from megatron.core.transformer.enums import AttnBackend
+
+        values["attention_backend"] = AttnBackend[backend]
+    cp_comm_type = get("cp_comm_type")
+    if isinstance(cp_comm_type, list | tuple) and len(cp_comm_type) == 1:
+        values["cp_comm_type"] = cp_comm_type[0]
+    return values
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``max(x, 0)^2`` (https://arxiv.org/abs/2109.08668)."""
+    return F.relu(x).square()
+
+
+def ddp_config_from_args(args: Namespace) -> Any:
+    """Return the ``DistributedDataParallelConfig``; bucketing is on only when the gradient reduction is overlapped."""
+    import_megatron()
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    values = _same_named(DistributedDataParallelConfig, args)
+    for field, argument in {
+        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+        "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
+        "bucket_size": "ddp_bucket_size",
+        "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+        "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+        "average_in_collective": "ddp_average_in_collective",
+    }.items():
+        if (value := getattr(args, argument, None)) is not None:
+            values[field] = value
+    if not values.get("overlap_grad_reduce", False):
+        values["bucket_size"] = None
+    elif values.get("bucket_size") is None:
+        ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
+        values["bucket_size"] = max(40_000_000, 1_000_000 * ranks)
+    return DistributedDataParallelConfig(**values)

@@ -1,0 +1,165 @@
+"""Build the model chunks of this rank from the flags."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.model_config import ddp_config_from_args, transformer_config_from_args
+from slime.backends.megatron_utils.rope import rope_settings
+from slime.utils import accelerator
+from slime.utils.misc import load_function
+
+Provider = Callable[..., torch.nn.Module]
+
+
+def padded_vocab_size(args: Namespace) -> int:
+    """Return the vocabulary size rounded up so that every tensor-parallel rank holds the same whole number of rows.
+
+    ``--padded-vocab-size`` wins when given; otherwise ``vocab_size`` is rounded up to a multiple of
+    ``make_vocab_size_divisible_by * tensor_model_parallel_size``.
+    """
+    tp = getattr(args, "tensor_model_parallel_size", None) or 1
+    given = getattr(args, "padded_vocab_size", None)
+    if given:
+        if given % tp:
+            raise ValueError(f"--padded-vocab-size {given} is not a multiple of --tensor-model-parallel-size {tp}")
+        return given
+    multiple = (getattr(args, "make_vocab_size_divisible_by", None) or 128) * tp
+    return -(-args.vocab_size // multiple) * multiple
+
+
+def get_model(args: Namespace, *, wrap_with_ddp: bool = True) -> list[torch.nn.Module]:
+    """Return this rank's model chunks (one), on the device, with freshly initialised weights.
+
+    ``GPTModel``, inside ``Float16Module`` for bf16 and fp16, inside ``DistributedDataParallel`` when ``wrap_with_ddp``.
+    Needs ``initialize_megatron``. Raises ValueError for combinations that are not supported.
+    """
+    import_megatron()
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.module import Float16Module
+
+    _refuse_unsupported(args)
+    config = transformer_config_from_args(args)
+    provider = model_provider(args, config)
+    model = provider(
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=True),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=True),
+    )
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    freeze_parameters(args, model)
+    model.to(accelerator.current_device())
+    if config.fp16 or config.bf16:
+        model = Float16Module(config, model)
+    return [_with_ddp(args, config, model)] if wrap_with_ddp else [model]
+
+
+def model_provider(args: Namespace, config: Any) -> Provider:
+    """Return the callable that builds a stage: ``provider(pre_process=..., post_process=...)``.
+
+    In this order: ``--custom-model-provider-path``; a ``--spec`` that is itself a provider; the built-in GPT model.
+    """
+    custom = getattr(args, "custom_model_provider_path", None)
+    if custom:
+        return _calling_with_known(load_function(custom))
+    spec = getattr(args, "spec", None)
+    if spec:
+        function = load_function(".".join(spec))
+        if "pre_process" in inspect.signature(function).parameters:
+            return _calling_with_known(function)
+        return lambda **stage: gpt_model(args, config, layer_spec=function(args, config, None), **stage)
+    from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+
+    return lambda **stage: gpt_model(args, config, layer_spec=decoder_block_spec(args, config), **stage)
+
+
+def _calling_with_known(function: Provider) -> Provider:
+    """Return ``function`` called by keyword, with ``vp_stage`` only if it takes it."""
+    takes_vp_stage = "vp_stage" in inspect.signature(function).parameters
+    return lambda **stage: function(**stage, **({"vp_stage": None} if takes_vp_stage else {}))
+
+
+def gpt_model(
+    args: Namespace, config: Any, *, layer_spec: Any, pre_process: bool = True, post_process: bool = True
+) -> torch.nn.Module:
+    """Return one stage of megatron's GPTModel; its logits stay split over the tensor-parallel ranks."""
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=padded_vocab_size(args),
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not getattr(args, "untie_embeddings_and_output_weights", False),
+        position_embedding_type=_position_embedding_type(args),
+        **rope_settings(args),
+    )
+
+
+def _position_embedding_type(args: Namespace) -> str:
+    if getattr(args, "use_rotary_position_embeddings", False):
+        return "rope"
+    return getattr(args, "position_embedding_type", None) or "learned_absolute"
+
+
+def freeze_parameters(args: Namespace, model: torch.nn.Module) -> None:
+    """Apply ``--only-train-params-name-list`` and ``--freeze-params-name-list``: regular expressions on local names.
+
+    Raises ValueError for both together, and for an expression that matches no parameter on any rank.
+    """
+    only = getattr(args, "only_train_params_name_list", None) or []
+    freeze = getattr(args, "freeze_params_name_list", None) or []
+    if only and freeze:
+        raise ValueError("--only-train-params-name-list and --freeze-params-name-list exclude each other: give one")
+    if not only and not freeze:
+        return
+    names = [name for name, _ in model.named_parameters()]
+    unmatched = _unmatched_anywhere(only or freeze, names)
+    if unmatched:
+        flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
+        raise ValueError(f"{flag}: {unmatched} match no parameter; names look like {names[:3]}")
+    for name, parameter in model.named_parameters():
+        hit = any(re.search(pattern, name) for pattern in only or freeze)
+        if hit == bool(freeze):
+            parameter.requires_grad_(False)
+
+
+def _unmatched_anywhere(patterns: list[str], names: list[str]) -> list[str]:
+    """Return the patterns that match on no rank (pipeline stages hold different parameters)."""
+    local = [any(re.search(pattern, name) for name in names) for pattern in patterns]
+    everywhere = [local]
+    if torch.distributed.is_initialized():
+        everywhere = [local] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everywhere, local)
+    return [pattern for i, pattern in enumerate(patterns) if not any(hits[i] for hits in everywhere)]
+
+
+def _with_ddp(args: Namespace, config: Any, model: torch.nn.Module) -> torch.nn.Module:
+    from megatron.core.distributed import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config_from_args(args), module=model)
+    if getattr(args, "data_parallel_random_init", False):
+        wrapped.broadcast_params()
+    return wrapped
+
+
+def _refuse_unsupported(args: Namespace) -> None:
+    if (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
+        raise ValueError(
+            "virtual pipeline stages (--virtual-pipeline-model-parallel-size, --num-layers-per-virtual-pipeline-stage) "
+            "are refused: with them the first loss of megatron-core 0.16 differed from every other layout. Use plain "
+            "--pipeline-model-parallel-size."
+        )
+    if getattr(args, "mtp_num_layers", None):
+        raise ValueError("--mtp-num-layers: the built-in model has no multi-token-prediction layers; leave it out")

@@ -1,0 +1,133 @@
+"""Repairs of megatron-core for machines without TransformerEngine and apex, on any device.
+
+Each repair is one function that first looks whether the installed megatron still has the fault and returns whether it
+did something. A test fails when one of them found nothing to do, so that it can be removed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_applied: tuple[str, ...] | None = None
+
+
+def apply() -> tuple[str, ...]:
+    """Apply every repair that the installed megatron needs, once per process; return the names of those applied."""
+    global _applied
+    if _applied is None:
+        _applied = tuple(repair.__name__ for repair in REPAIRS if repair())
+    return _applied
+
+
+def repair_router_gemm_name() -> bool:
+    """Bind ``moe_utils.te_general_gemm``: without TransformerEngine the MoE router dies on this undefined name."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "te_general_gemm"):
+        return False
+    moe_utils.te_general_gemm = None  # what its users test for, and what the defining module falls back to
+    return True
+
+
+def repair_restoring_adam_step() -> bool:
+    """Let DistributedOptimizer restore a torch Adam state.
+
+    It copies every state tensor by name from the checkpoint; torch keeps ``step`` among them, while the checkpoint
+    has it in the parameter groups: KeyError. ``load_state_dict`` has set the step already, so it is left alone.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    if not restoring_adam_step_fails(original):
+        return False
+
+    @functools.wraps(original)
+    def restore(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        original(self, model_param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = restore
+    return True
+
+
+def repair_shared_adam_step() -> bool:
+    """Give each parameter a ``step`` tensor of its own after DistributedOptimizer.load_state_dict.
+
+    It hands one tensor to all of them, so that each parameter's update advances everybody's step: after a resume the
+    bias correction is silently wrong.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.load_state_dict
+    if not loading_shares_adam_step(original):
+        return False
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer.load_state_dict = load_state_dict
+    return True
+
+
+REPAIRS: tuple[Callable[[], bool], ...] = (
+    repair_router_gemm_name,
+    repair_restoring_adam_step,
+    repair_shared_adam_step,
+)
+
+
+def _stepped_adam() -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
+    """Return two parameters and the AdamW that has stepped them once."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": parameters, "wd_mult": 1.0, "lr_mult": 1.0}], lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return parameters, optimizer
+
+
+def restoring_adam_step_fails(restore: Callable[..., None]) -> bool:
+    """Return whether ``restore`` (DistributedOptimizer's method) raises KeyError for a checkpoint without ``step``."""
+    parameters, optimizer = _stepped_adam()
+    config = SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False)
+    owner = SimpleNamespace(
+        optimizer=optimizer, config=config, model_param_group_index_map={parameters[0]: (0, 0), parameters[1]: (0, 1)}
+    )
+    tensors = {name: torch.ones(2) for name in ("param", "exp_avg", "exp_avg_sq")}
+    try:
+        with torch.no_grad():
+            restore(owner, parameters[0], tensors)
+    except KeyError:
+        return True
+    return False
+
+
+def loading_shares_adam_step(load_state_dict: Callable[..., None]) -> bool:
+    """Return whether after ``load_state_dict`` (DistributedOptimizer's method) two parameters share a step tensor."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    parameters, optimizer = _stepped_adam()
+    identifiers = dict.fromkeys(distrib_optimizer.param_group_identifier_keys)
+    optimizer.param_groups[0].update(identifiers)
+    group = {key: value for key, value in optimizer.state_dict()["param_groups"][0].items() if key != "params"}
+    owner = SimpleNamespace(
+        optimizer=optimizer,
+        ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+        config=SimpleNamespace(fp16=False),
+        grad_scaler=None,
+    )
+    load_state_dict(owner, {"optimizer": {"param_groups": [{**group, "step": 3}]}})
+    steps = [optimizer.state[parameter]["step"] for parameter in parameters]
+    return steps[0] is steps[1]

@@ -1,0 +1,179 @@
+"""Write the model as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.weights.hf_checkpoint import INDEX
+from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
+
+MAX_SHARD_BYTES = 5 * 2**30
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
+
+
+def export_hf(
+    model_chunks: Sequence[torch.nn.Module],
+    args: Namespace,
+    out_dir: str | Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write ``model-00001-of-000NN.safetensors``, the index and the non-weight files of ``args.hf_checkpoint``.
+
+    Collective over all trainer ranks; one rank per pipeline stage writes the shards of its stage to the shared
+    directory. The directory appears (or replaces an older export) only when it is complete. Raises ValueError when
+    ``out_dir`` is the checkpoint the model came from, RuntimeError on every rank when one rank fails.
+    """
+    import_megatron()
+    out = Path(os.path.abspath(out_dir))
+    _refuse_source(out, args)
+    partial = out.with_name(f".{out.name}.partial")
+    _everywhere(f"preparing {partial}", lambda: _prepare(partial) if dist.get_rank() == 0 else None)
+    plans = _everywhere("planning the shards", lambda: _plan(model_chunks, args, max_shard_bytes))
+    _everywhere(f"writing to {partial}", lambda: _write_stage(model_chunks, args, partial, plans))
+    _everywhere(f"completing {out}", lambda: _complete(args, partial, out, plans) if dist.get_rank() == 0 else None)
+
+
+def _refuse_source(out: Path, args: Namespace) -> None:
+    source = Path(args.hf_checkpoint)
+    if out.exists() and source.exists() and os.path.samefile(out, source):
+        raise ValueError(f"refusing to export into {out}: it is --hf-checkpoint, which the run still reads")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"cannot export to {out}: it is a file")
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"refusing to export to {out}: replacing it would remove --hf-checkpoint {source} inside it")
+
+
+def _everywhere(what: str, action: Any) -> list[Any]:
+    """Run ``action`` on every rank and return all results; if one rank fails, raise on all."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as e:  # noqa: BLE001  raised below, on every rank, so that none waits for the failed one
+        error = f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (result, error))
+    errors = [error for _, error in gathered if error]
+    if errors:
+        raise RuntimeError(f"Hugging Face export failed while {what}: {'; '.join(errors)}")
+    return [result for result, _ in gathered]
+
+
+def _prepare(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+
+
+def _is_writer() -> bool:
+    from megatron.core import parallel_state as mpu
+
+    return mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _plan(
+    model_chunks: Sequence[torch.nn.Module], args: Namespace, max_shard_bytes: int
+) -> tuple[int, list[list[Described]]] | None:
+    """Return ``(pipeline stage, tensors of each shard)`` on the writer of a stage, None on other ranks."""
+    from megatron.core import parallel_state as mpu
+
+    if not _is_writer():
+        return None
+    shards: list[list[Described]] = []
+    room = 0
+    for described in describe_hf_weights(model_chunks, args):
+        size = _bytes(described)
+        if size > room or not shards:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(described)
+        room -= size
+    return mpu.get_pipeline_model_parallel_rank(), shards
+
+
+def _bytes(described: Described) -> int:
+    _, shape, dtype = described
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _file_names(plans: list[Any]) -> dict[int, list[str]]:
+    """Return the shard file names of each stage, numbered over all stages from 1."""
+    stages = dict(sorted(plan for plan in plans if plan is not None))
+    total = sum(len(shards) for shards in stages.values())
+    names, number = {}, 0
+    for stage, shards in stages.items():
+        names[stage] = [f"model-{number + i + 1:05d}-of-{total:05d}.safetensors" for i in range(len(shards))]
+        number += len(shards)
+    return names
+
+
+def _write_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace, partial: Path, plans: list[Any]) -> None:
+    from megatron.core import parallel_state as mpu
+    from safetensors.torch import save_file
+
+    weights = iter_hf_weights(model_chunks, args)
+    if not _is_writer():
+        for _ in weights:  # the gathers of the tensor-parallel group need every rank
+            pass
+        return
+    own = plans[dist.get_rank()]
+    for file, shard in zip(_file_names(plans)[mpu.get_pipeline_model_parallel_rank()], own[1], strict=True):
+        # Every tensor is copied: a view of a parameter buffer cannot be saved on its own.
+        tensors = {name: tensor.cpu().clone() for name, tensor in (next(weights) for _ in shard)}
+        save_file(tensors, partial / file, metadata={"format": "pt"})
+    for _ in weights:
+        raise RuntimeError("the model yielded more tensors than it described")
+
+
+def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> None:
+    _write_index(partial, plans)
+    _copy_other_files(Path(args.hf_checkpoint), partial)
+    _write_dtype(partial, plans)
+    old = out.with_name(f".{out.name}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _write_index(partial: Path, plans: list[Any]) -> None:
+    names, weight_map, total = _file_names(plans), {}, 0
+    for stage, shards in (plan for plan in plans if plan is not None):
+        for file, shard in zip(names[stage], shards, strict=True):
+            weight_map.update({described[0]: file for described in shard})
+            total += sum(_bytes(described) for described in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_other_files(source: Path, target: Path) -> None:
+    """Copy config, tokenizer and the like: top-level files that are neither weights nor an index of weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+
+
+def _write_dtype(partial: Path, plans: list[Any]) -> None:
+    """Let ``config.json`` name the dtype that was written, which need not be the source's."""
+    dtypes = {dtype for plan in plans if plan is not None for shard in plan[1] for _, _, dtype in shard}
+    path = partial / "config.json"
+    config = json.loads(path.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if len(dtypes) == 1:
+        written = str(dtypes.pop()).removeprefix("torch.")
+        if config.get(key) != written:
+            path.write_text(json.dumps({**config, key: written}, indent=2) + "\n")

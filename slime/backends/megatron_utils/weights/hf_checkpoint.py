@@ -1,0 +1,77 @@
+"""Read a Hugging Face checkpoint directory without loading more of it than is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_config(hf_dir: str | Path) -> dict[str, Any]:
+    """Return ``config.json`` of a checkpoint directory. Raises FileNotFoundError saying what a checkpoint needs."""
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: {hf_dir} is not a Hugging Face checkpoint directory")
+    return json.loads(path.read_text())
+
+
+class HfCheckpoint:
+    """The tensors of a safetensors checkpoint by name; use as a context manager, files are closed at its end."""
+
+    def __init__(self, hf_dir: str | Path) -> None:
+        self.path = Path(hf_dir)
+        self._files = self._index()
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> HfCheckpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.clear()
+
+    def _index(self) -> dict[str, Path]:
+        index = self.path / INDEX
+        if index.is_file():
+            files = {name: self.path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            absent = sorted({path.name for path in files.values() if not path.is_file()})
+            if absent:
+                raise FileNotFoundError(f"{index} names files that are not there: {', '.join(absent)}")
+            return files
+        files = {}
+        for path in sorted(self.path.glob("*.safetensors")):
+            for name in self._handle_names(path):
+                if name in files:
+                    raise ValueError(f"tensor {name!r} is in both {files[name]} and {path}, and there is no {INDEX}")
+                files[name] = path
+        if not files:
+            others = sorted(p.name for p in self.path.glob("*.bin")) if self.path.is_dir() else []
+            found = f"only {', '.join(others[:3])}; convert it to safetensors" if others else "none"
+            raise FileNotFoundError(f"{self.path}: expected *.safetensors files, found {found}")
+        return files
+
+    @staticmethod
+    def _handle_names(path: Path) -> list[str]:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as handle:
+            return list(handle.keys())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors."""
+        return frozenset(self._files)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds tensor ``name``."""
+        return self._files[name]
+
+    def slice(self, name: str) -> Any:
+        """Return a lazy view of tensor ``name``: ``get_shape()``, and indexing reads just those elements."""
+        from safetensors import safe_open
+
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path].get_slice(name)

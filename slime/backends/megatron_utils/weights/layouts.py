@@ -1,0 +1,168 @@
+"""How a Hugging Face tensor lies in Megatron's tensor-parallel shards.
+
+A layout is read in both directions. ``shard`` cuts this rank's Megatron tensor out of the full Hugging Face tensors
+(reading no more of them than needed: the sources may be lazy slices of a file); ``unshard`` puts the shards of all
+ranks together and returns the Hugging Face tensors again. ``hf_shapes`` says which shapes those have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The sizes of the whole model that layouts need."""
+
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    padded_vocab_size: int
+
+    @property
+    def heads_per_group(self) -> int:
+        """Return the number of query heads that share a key head."""
+        return self.num_attention_heads // self.num_query_groups
+
+
+class Layout(ABC):
+    """See the module's docstring. ``sharded``: whether tensor-parallel ranks hold different parts."""
+
+    sharded = True
+
+    @abstractmethod
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        """Return the shapes of the Hugging Face tensors behind a Megatron shard of shape ``local``."""
+
+    @abstractmethod
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        """Return the Megatron tensor of ``tp_rank``. ``sources`` can be indexed like tensors."""
+
+    @abstractmethod
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        """Return the full Hugging Face tensors, contiguous."""
+
+
+def _rows(source: Any, start: int, stop: int) -> torch.Tensor:
+    return source[start:stop]
+
+
+def _length(source: Any) -> int:
+    return source.get_shape()[0] if hasattr(source, "get_shape") else source.shape[0]
+
+
+def _part(source: Any, rank: int, size: int) -> torch.Tensor:
+    """Return the ``rank``-th of ``size`` equal blocks of rows."""
+    block = _length(source) // size
+    return _rows(source, rank * block, (rank + 1) * block)
+
+
+class Replicated(Layout):
+    """Every rank holds the whole tensor (norms, biases of row-parallel layers)."""
+
+    sharded = False
+
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        return [local]
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        return sources[0][:]
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        return [shards[0].contiguous()]
+
+
+class Rows(Layout):
+    """Split along the first dimension (column-parallel linear layers without further structure)."""
+
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        return [(local[0] * tp_size, *local[1:])]
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        return _part(sources[0], tp_rank, tp_size)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        return [torch.cat(list(shards))]
+
+
+class Columns(Layout):
+    """Split along the second dimension (row-parallel linear layers: attention output, second MLP layer)."""
+
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        return [(local[0], local[1] * tp_size)]
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        source = sources[0]
+        width = (source.get_shape() if hasattr(source, "get_shape") else source.shape)[1] // tp_size
+        return source[:, tp_rank * width : (tp_rank + 1) * width]
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        return [torch.cat(list(shards), dim=1)]
+
+
+class Vocabulary(Layout):
+    """Rows of the vocabulary, padded with zero rows to ``padded_vocab_size``; the padding is cut off on the way out."""
+
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        return [(dims.vocab_size, *local[1:])]
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        block = dims.padded_vocab_size // tp_size
+        start, vocab = tp_rank * block, _length(sources[0])
+        rows = _rows(sources[0], min(start, vocab), min(start + block, vocab))
+        padding = rows.new_zeros(block - rows.shape[0], *rows.shape[1:])
+        return torch.cat([rows, padding])
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        return [torch.cat(list(shards))[: dims.vocab_size].contiguous()]
+
+
+class QueryKeyValue(Layout):
+    """``q, k, v`` interleaved per query group: ``[heads_per_group * d, d, d]`` rows each, groups split over ranks.
+
+    For weights ``[rows, hidden]`` and biases ``[rows]`` alike.
+    """
+
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        kv = dims.num_query_groups * dims.kv_channels
+        return [(dims.num_attention_heads * dims.kv_channels, *local[1:]), (kv, *local[1:]), (kv, *local[1:])]
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        if dims.num_query_groups % tp_size == 0:
+            return self._interleave([_part(source, tp_rank, tp_size) for source in sources], dims)
+        # Fewer groups than ranks: a rank holds a block of rows out of the middle of a group.
+        return _part(self._interleave([source[:] for source in sources], dims), tp_rank, tp_size)
+
+    def _interleave(self, qkv: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
+        q, k, v = qkv
+        groups = k.shape[0] // dims.kv_channels
+        parts = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        full = torch.cat(list(shards))
+        groups = full.reshape(dims.num_query_groups, -1, *full.shape[1:])
+        d = dims.kv_channels
+        return [x.flatten(0, 1).contiguous() for x in groups.split([dims.heads_per_group * d, d, d], dim=1)]
+
+
+class GateUp(Layout):
+    """The two halves of a gated MLP's first layer; each rank holds its rows of ``gate`` above its rows of ``up``."""
+
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        return [(local[0] // 2 * tp_size, *local[1:])] * 2
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        return torch.cat([_part(source, tp_rank, tp_size) for source in sources])
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[i] for half in halves]) for i in range(2)]

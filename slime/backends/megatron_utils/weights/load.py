@@ -1,0 +1,98 @@
+"""Load Hugging Face weights into the model chunks of this rank."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint, read_config
+from slime.backends.megatron_utils.weights.layouts import Dims
+from slime.backends.megatron_utils.weights.maps import Family, family_of
+from slime.backends.megatron_utils.weights.maps.dense import LM_HEAD
+from slime.backends.megatron_utils.weights.maps.rule import as_template
+from slime.backends.megatron_utils.weights.naming import Weight, model_dims, tied, unwrap, weights_of
+
+MAX_LISTED = 8
+
+
+@torch.no_grad()
+def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: Namespace) -> None:
+    """Copy the weights in ``hf_dir`` into the parameters; each rank reads only its own part of the files.
+
+    Not collective. Raises ValueError for missing, unexpected and mis-shaped tensors (all of a kind at once, with tensor
+    and file), and for a family without a weight map.
+    """
+    import_megatron()
+    from megatron.core import parallel_state as mpu
+
+    family = family_of(read_config(hf_dir).get("model_type", "missing"))
+    dims = model_dims(args, unwrap(model_chunks[0]).config)
+    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    weights = weights_of(model_chunks, args, family)
+    with HfCheckpoint(hf_dir) as checkpoint:
+        _check_names(checkpoint, weights, family, args)
+        _check_shapes(checkpoint, weights, tp_size, dims)
+        for weight in weights:
+            sources = [checkpoint.slice(name) for name in weight.hf_names]
+            shard = weight.rule.layout.shard(sources, tp_rank, tp_size, dims)
+            weight.parameter.copy_(shard)
+
+
+def _check_names(checkpoint: HfCheckpoint, weights: list[Weight], family: Family, args: Namespace) -> None:
+    wanted = {name for weight in weights for name in weight.hf_names}
+    missing = sorted(wanted - checkpoint.names)
+    if missing:
+        raise ValueError(
+            f"{checkpoint.path}: {len(missing)} tensors that the model needs are missing: {_some(missing)}. Do the "
+            "model flags describe this checkpoint?"
+        )
+    layers = {weight.layer for weight in weights}
+    unexpected = [
+        f"{name} (in {checkpoint.file_of(name).name})"
+        for name in sorted(checkpoint.names - wanted)
+        if not family.ignores_hf(name) and not _held_elsewhere(name, family, layers, args)
+    ]
+    if unexpected:
+        raise ValueError(
+            f"{checkpoint.path}: {len(unexpected)} tensors have no place in the model: {_some(unexpected)}. Do the "
+            "model flags (layers, biases, norms) describe this checkpoint?"
+        )
+
+
+def _held_elsewhere(name: str, family: Family, own_layers: set[int | None], args: Namespace) -> bool:
+    """Return whether another pipeline stage holds the tensor (or, if tied, nobody needs to)."""
+    if not family.knows_hf(name):
+        return False
+    layer = as_template(name)[1]
+    if layer is None:
+        return name != LM_HEAD or tied(args) or _pipeline_size() > 1
+    return layer < args.num_layers and layer not in own_layers
+
+
+def _pipeline_size() -> int:
+    from megatron.core import parallel_state as mpu
+
+    return mpu.get_pipeline_model_parallel_world_size()
+
+
+def _check_shapes(checkpoint: HfCheckpoint, weights: list[Weight], tp_size: int, dims: Dims) -> None:
+    wrong = []
+    for weight in weights:
+        expected = weight.rule.layout.hf_shapes(tuple(weight.parameter.shape), tp_size, dims)
+        for name, shape in zip(weight.hf_names, expected, strict=True):
+            seen = tuple(checkpoint.slice(name).get_shape())
+            if seen != tuple(shape):
+                wrong.append(f"{name} (in {checkpoint.file_of(name).name}) is {list(seen)}, expected {list(shape)}")
+    if wrong:
+        raise ValueError(
+            f"{checkpoint.path}: {len(wrong)} tensors do not have the shape the model flags ask for: {_some(wrong)}"
+        )
+
+
+def _some(items: list[str]) -> str:
+    more = f", and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return "; ".join(items[:MAX_LISTED]) + more

@@ -1,0 +1,115 @@
+"""Build a tiny model on this rank and run it forward: what the Megatron integration tests do on every rank."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.arguments import parse
+
+LENGTHS = (13, 7, 20)  # tokens of the packed sequences
+
+
+def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
+    """Return the parsed arguments of a run on ``checkpoint``, on the CPU."""
+    from slime.arguments import finalize_for_device
+    from tools.tiny_model import megatron_flags
+
+    args = parse(
+        "--hf-checkpoint", checkpoint, "--train-backend", "megatron", *megatron_flags(checkpoint), *flags
+    )
+    finalize_for_device(args, "cpu")
+    return args
+
+
+def switch_layout(args: Namespace) -> None:
+    """Initialise Megatron for the parallel sizes of ``args``, taking down an earlier layout of this process."""
+    from slime.backends.megatron_utils import import_megatron
+    from slime.backends.megatron_utils.initialize import initialize_megatron
+
+    import_megatron()
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    initialize_megatron(args)
+
+
+def sequences(vocab_size: int) -> list[torch.Tensor]:
+    """Return made-up token sequences of LENGTHS, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed(vocab_size: int, cp_rank: int, cp_size: int, multiple: int = 4) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return ``(tokens [1, t], index [t], packed_seq_params)`` of this context-parallel rank's part of the pack.
+
+    Each sequence is padded to a multiple of ``multiple``. ``index`` counts the real tokens of the pack, -1 is padding.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, index, cu_seqlens, count = [], [], [0], 0
+    for sequence in sequences(vocab_size):
+        padding = -len(sequence) % multiple
+        positions = torch.cat([torch.arange(len(sequence)) + count, torch.full((padding,), -1)])
+        padded = torch.cat([sequence, torch.zeros(padding, dtype=torch.long)])
+        chunks = range(1) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
+        size = len(padded) // (1 if cp_size == 1 else 2 * cp_size)
+        tokens += [padded[i * size : (i + 1) * size] for i in chunks]
+        index += [positions[i * size : (i + 1) * size] for i in chunks]
+        cu_seqlens.append(cu_seqlens[-1] + len(padded))
+        count += len(sequence)
+    cu = torch.tensor(cu_seqlens, dtype=torch.int32)
+    longest = int((cu[1:] - cu[:-1]).max())
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    return torch.cat(tokens)[None], torch.cat(index), params
+
+
+def run_forward(model: list[torch.nn.Module], args: Namespace) -> dict[str, Any] | None:
+    """Run the pack through the pipeline; return this rank's logits and where they belong (None but on the last stage)."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    tokens, index, params = packed(args.vocab_size, cp_rank, cp_size)
+    kept: list[torch.Tensor] = []
+
+    def step(_: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        logits = chunk(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=params)
+
+        def keep(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            kept.append(output.detach().clone())
+            return output.sum(), {}
+
+        return logits, keep
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=None,
+        model=model,
+        num_microbatches=1,
+        seq_length=tokens.numel(),
+        micro_batch_size=1,
+        forward_only=True,
+    )
+    if not kept:
+        return None
+    return {"logits": kept[0][0], "index": index, "tp_rank": mpu.get_tensor_model_parallel_rank()}
+
+
+def assemble(results: list[dict[str, Any] | None], vocab_size: int) -> torch.Tensor:
+    """Put the ranks' logits together: ``[sum(LENGTHS), vocab_size]``, NaN where no rank had any."""
+    parts = [r for r in results if r is not None]
+    width = parts[0]["logits"].shape[-1]
+    tp_size = 1 + max(r["tp_rank"] for r in parts)
+    full = torch.full((sum(LENGTHS), width * tp_size), float("nan"))
+    for part in parts:
+        real = part["index"] >= 0
+        start = part["tp_rank"] * width
+        full[part["index"][real], start : start + width] = part["logits"][real].float()
+    return full[:, :vocab_size]
