@@ -75,9 +75,8 @@ def closure() -> dict[str, str]:
 def render(versions: dict[str, str]) -> str:
     """Return the text of the lock file."""
     head = "# Constraints of the CPU set-up, written by tools/lock.py: do not edit. torch is frozen at run time.\n"
-    return head + "".join(
-        f"{name}=={version}\n" for name, version in sorted(versions.items(), key=lambda x: x[0].lower())
-    )
+    lines = sorted((f"{name}=={version}\n" for name, version in versions.items()), key=str.lower)
+    return head + "".join(lines)
 
 
 def main() -> int:

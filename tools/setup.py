@@ -19,13 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
 OLDEST = (3, 11)
-INPUTS = (
-    "pyproject.toml",
-    "tools/setup.py",
-    "requirements/lock.txt",
-    "requirements/no-deps.txt",
-    "requirements/sglang-cpu.txt",
-)
+INPUTS = ("pyproject.toml", "tools/setup.py", *(f"requirements/{n}.txt" for n in ("lock", "no-deps", "sglang-cpu")))
 SHOWN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "slime")
 SMOKE_IMPORTS = "torch, ray, megatron.core, sglang_router, transformers, pydantic, aiohttp, slime"
 
@@ -100,7 +94,7 @@ class Pip:
         """Install, telling the step and its time."""
         say(f"{step} ...")
         begin = time.monotonic()
-        run([*self.command, "install", "--quiet", "--progress-bar", "off", *arguments], step)
+        run([*self.command, "install", "--quiet", "--quiet", "--progress-bar", "off", *arguments], step)
         say(f"{step}: {time.monotonic() - begin:.0f} s")
 
     def plan(self, requirement):
@@ -191,7 +185,7 @@ def fingerprint(gpu):
 def smoke_check(pip):
     """Import what matters and print the versions found."""
     say("checking that everything imports ...")
-    run([pip.command[0], "-c", f"import {SMOKE_IMPORTS}"], "importing the installed packages")
+    run([pip.command[0], "-W", "ignore", "-c", f"import {SMOKE_IMPORTS}"], "importing the installed packages")
     versions = {name: pip.version(name) for name in SHOWN}
     if missing := [name for name, version in versions.items() if version is None]:
         raise SetupError(f"{', '.join(missing)} did not get installed: run make setup SETUP_FLAGS=--force")
