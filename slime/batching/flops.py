@@ -40,11 +40,9 @@ def flops_model(args: Any) -> FlopsModel:
     attention_out = 2 * heads * d_v * hidden
     layers = args.num_layers
     moe_layers = sum(_moe_pattern(args))
-    mlp = sum(
-        count * _mlp(args, width)
-        for count, width in ((layers - moe_layers, _dense_width(args)), (moe_layers, _moe_width(args)))
-        if count
-    )
+    mlp = (layers - moe_layers) * _mlp(args, _dense_width(args))
+    if moe_layers:
+        mlp += moe_layers * _mlp(args, _moe_width(args))
     head = 2 * hidden * (getattr(args, "padded_vocab_size", None) or args.vocab_size)
     return FlopsModel(
         linear=float(layers * (projections + attention_out) + mlp + head),

@@ -1,0 +1,155 @@
+"""Samples -> train data: the keys, what fills gaps, and errors that name the sample."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime.batching.columns import RolloutBatch
+from slime.batching.errors import TrainDataError
+from slime.batching.train_data import build_train_data
+from slime.utils.types import Sample
+
+ARGS = SimpleNamespace(reward_key=None)
+
+
+def make_sample(index: int = 0, response: int = 3, **fields: Any) -> Sample:
+    return Sample(
+        index=index,
+        group_index=index // 2,
+        tokens=list(range(1, 3 + response)),
+        response_length=response,
+        status=Sample.Status.COMPLETED,
+        **fields,
+    )
+
+
+def build(samples: list[Sample], args: Any = ARGS, rewards: list[Any] | None = None) -> dict[str, Any]:
+    rewards = [1.0] * len(samples) if rewards is None else rewards
+    return build_train_data(args, samples, rewards, rewards)
+
+
+def test_the_keys_every_converter_has() -> None:
+    samples = [
+        make_sample(4, 3, loss_mask=[1, 0, 1], rollout_id=9),
+        make_sample(5, 2, rollout_id=9, remove_sample=True),
+        make_sample(6, 1),
+    ]
+    samples[2].status = Sample.Status.TRUNCATED
+    data = build_train_data(ARGS, samples, [1, 0, 2], [0.5, -0.5, 0.0])
+    assert data["tokens"] == [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3]]
+    assert data["response_lengths"] == [3, 2, 1]
+    assert data["rewards"] == [0.5, -0.5, 0.0]
+    assert data["raw_reward"] == [1, 0, 2]
+    assert data["truncated"] == [0, 0, 1]
+    assert data["sample_indices"] == [4, 5, 6]
+    assert data["loss_masks"] == [[1, 0, 1], [0, 0], [1]]
+    assert data["rollout_ids"] == [9, 9, 0]
+    assert data["rollout_mask_sums"] == [2.0, 2.0, 1.0]  # of the whole rollout
+    assert "rollout_log_probs" not in data
+    assert RolloutBatch.from_train_data(data).rollout_ids == [9, 9, 0]
+
+
+def test_optional_fields_appear_when_a_sample_has_them() -> None:
+    samples = [
+        make_sample(0, rollout_log_probs=[-0.1] * 3, train_metadata={"a": 1}, metadata={"round_number": 2}),
+        make_sample(1, rollout_log_probs=[-0.2] * 3, multimodal_train_inputs={"x": 1}, metadata={"source_name": "web"}),
+    ]
+    data = build(samples)
+    assert data["rollout_log_probs"] == [[-0.1] * 3, [-0.2] * 3]
+    assert data["metadata"] == [{"a": 1}, None]
+    assert data["multimodal_train_inputs"] == [None, {"x": 1}]
+    assert data["round_number"] == [2, None]
+    assert data["source_names"] == ["unknown", "web"]
+
+
+def test_own_source_attribute_wins() -> None:
+    sample = make_sample(metadata={"source_name": "web"})
+    sample.source = "mine"
+    assert build([sample])["source_names"] == ["mine"]
+
+
+def test_raw_reward_from_metadata_overrides_for_all() -> None:
+    samples = [make_sample(0, reward=0.25, metadata={"raw_reward": 7}), make_sample(1, reward=0.5)]
+    assert build_train_data(ARGS, samples, [1, 2], [0.0, 0.0])["raw_reward"] == [7, 0.5]
+
+
+def test_log_probs_may_be_missing_where_nothing_is_trained() -> None:
+    samples = [
+        make_sample(0, rollout_log_probs=[-1.0] * 3),
+        make_sample(1, remove_sample=True),
+        make_sample(2, loss_mask=[0, 0, 0]),
+        make_sample(3, response=0),
+    ]
+    assert build(samples)["rollout_log_probs"] == [[-1.0] * 3, [0.0] * 3, [0.0] * 3, []]
+
+
+def test_top_p_nuclei_are_checked() -> None:
+    args = SimpleNamespace(reward_key=None, rollout_top_p=0.9)
+    good = make_sample(0, 2, rollout_top_p_token_ids=[1, 2, 3], rollout_top_p_token_offsets=[0, 1, 3])
+    data = build([good], args)
+    assert data["rollout_top_p_token_offsets"] == [[0, 1, 3]]
+    assert "rollout_top_p_token_ids" not in build([good])
+    with pytest.raises(TrainDataError, match=r"index=1 .* no rollout_top_p_token_ids"):
+        build([good, make_sample(1)], args)
+    good.rollout_top_p_token_offsets = [0, 1, 2]
+    with pytest.raises(TrainDataError, match=r"index=0 .* 3 entries from 0 to 3"):
+        build([good], args)
+
+
+def r3_args(**flags: Any) -> SimpleNamespace:
+    defaults = {"reward_key": None, "use_rollout_routing_replay": True, "num_layers": 3, "moe_router_topk": 2}
+    return SimpleNamespace(**{**defaults, **flags})
+
+
+def test_routed_experts_are_checked() -> None:
+    experts = torch.ones(4, 3, 2, dtype=torch.int32)
+    data = build([make_sample(rollout_routed_experts=experts)], r3_args())
+    assert np.array_equal(data["rollout_routed_experts"][0], experts)
+    with pytest.raises(TrainDataError, match=r"^Invalid rollout routed-experts shape \(4, 2, 2\) of sample index=0"):
+        build([make_sample(rollout_routed_experts=experts[:, :2])], r3_args())
+    silent = experts.clone()
+    silent[:, 1] = 0
+    with pytest.raises(TrainDataError, match=r"all zero in MoE layers \[1\]"):
+        build([make_sample(rollout_routed_experts=silent)], r3_args())
+    build([make_sample(rollout_routed_experts=silent)], r3_args(moe_layer_freq=[1, 0, 1]))  # layer 1 is dense
+    build([make_sample(rollout_routed_experts=silent[..., :1])], r3_args(moe_router_topk=1))  # expert 0 throughout
+    with pytest.raises(TrainDataError, match=r"Invalid rollout routed-experts shape None of sample index=1"):
+        build([make_sample(rollout_routed_experts=experts), make_sample(1)], r3_args())
+
+
+@pytest.mark.parametrize(
+    ("fields", "reward", "match"),
+    [
+        ({"loss_mask": [1, 1]}, 1.0, "index=1 .* loss mask length 2 != response length 3"),
+        ({"rollout_log_probs": [-1.0] * 2}, 1.0, r"index=1 .* rollout_log_probs has 2 entries, expected .*\(3\)"),
+        ({"rollout_log_probs": None}, 1.0, "index=1 .* has no rollout_log_probs while other samples"),
+        ({}, float("nan"), "index=1 .* reward nan is not a finite number"),
+        ({}, None, r"index=1 .* reward None is not a finite number \(status completed\)"),
+        ({}, {"score": 1}, "--reward-key"),
+    ],
+)
+def test_errors_name_the_sample(fields: dict[str, Any], reward: Any, match: str) -> None:
+    first = make_sample(0, rollout_log_probs=[-1.0] * 3)
+    second = make_sample(1, **{"rollout_log_probs": [-1.0] * 3, **fields})
+    with pytest.raises(TrainDataError, match=match) as caught:
+        build([first, second], rewards=[0.0, reward])
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_response_without_prompt_is_refused() -> None:
+    sample = make_sample(8)
+    sample.response_length = len(sample.tokens)
+    with pytest.raises(TrainDataError, match=r"index=8 .* response_length 5 with 5 tokens"):
+        build([sample])
+
+
+def test_counts_must_agree_and_not_be_zero() -> None:
+    with pytest.raises(TrainDataError, match="1 samples but 2 rewards"):
+        build_train_data(ARGS, [make_sample()], [1.0], [1.0, 2.0])
+    with pytest.raises(TrainDataError, match="no sample"):
+        build([])
