@@ -1,0 +1,73 @@
+"""What rollout functions return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.utils.types import Sample
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """Groups of samples to train on (prompt x execution, or prompt x execution x siblings), and metrics to log."""
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """``{data set: {"rewards": [...], "truncated": [...], "samples": [...]}}``, and metrics to log."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Call a rollout function and wrap what older ones return: a list of groups, or a dict of eval results."""
+    output = fn(*args, **kwargs, evaluation=evaluation)
+    if isinstance(output, (RolloutFnTrainOutput, RolloutFnEvalOutput)):
+        return output
+    if evaluation and isinstance(output, dict):
+        return RolloutFnEvalOutput(data=output)
+    if not evaluation and isinstance(output, list):
+        return RolloutFnTrainOutput(samples=output)
+    expected = "RolloutFnEvalOutput or dict" if evaluation else "RolloutFnTrainOutput or list"
+    raise TypeError(
+        f"rollout function {getattr(fn, '__qualname__', fn)} returned {type(output).__name__} with "
+        f"evaluation={evaluation}; expected {expected}"
+    )
+
+
+def iter_samples(nested: Any) -> Iterator[Sample]:
+    """Yield the samples of an arbitrarily nested list, in order."""
+    if isinstance(nested, (list, tuple)):
+        for item in nested:
+            yield from iter_samples(item)
+    else:
+        yield nested
+
+
+def check_sibling_rollout_ids(nested: Any, depth: int = 0) -> None:
+    """Assert that siblings of one execution share a rollout id.
+
+    A list of samples nested two or more levels deep, with more than one sample, must have equal ``rollout_id``s that
+    are not None. Raises AssertionError naming the samples.
+    """
+    if not isinstance(nested, list) or not nested:
+        return
+    if isinstance(nested[0], list) or any(isinstance(item, list) for item in nested):
+        for item in nested:
+            check_sibling_rollout_ids(item, depth + 1)
+        return
+    if depth >= 2 and len(nested) > 1:
+        ids = [sample.rollout_id for sample in nested]
+        shared = ids[0] is not None and len(set(ids)) == 1
+        assert shared, (
+            f"{len(nested)} samples of one execution (indices {[s.index for s in nested]}) must share one rollout_id, "
+            f"got {ids}. Set sample.rollout_id in the generate function that returns a list of samples."
+        )

@@ -1,0 +1,309 @@
+"""Where prompts come from: the prompt file, epoch by epoch, and a buffer of groups handed back by rollouts.
+
+Both keep their place in a small state that is saved with each checkpoint, so that a resumed run goes on with the very
+next prompt. Methods may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from slime.rollout.base_types import iter_samples
+from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.utils.data import Dataset
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+STATE_FORMAT = 1
+SNAPSHOTS_KEPT = 4
+"""The overlapped loop saves one rollout late; older snapshots are of rollouts that were not saved."""
+Group = list[Sample]
+
+
+class DataSource(abc.ABC):
+    """What rollout functions draw from and hand back to (``--data-source-path``)."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return ``num_samples`` groups of ``n_samples_per_prompt`` samples each."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back, to be handed out again."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Save the state that goes with the checkpoint of ``rollout_id``."""
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the state saved for ``rollout_id``."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of prompts of an epoch."""
+
+
+class RolloutDataSource(DataSource):
+    """Prompts of ``--prompt-data`` in order, or shuffled per epoch; epochs follow each other without a gap.
+
+    Without a data set (``--disable-rollout-global-dataset``) it hands out blank samples for the generate function to
+    fill.
+    """
+
+    accepts_samples = False
+    """Whether ``add_samples`` works; rollout functions ask before they hand surplus groups back."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.epoch_id = 0
+        self.sample_group_index = 0
+        self.sample_index = 0
+        self.sample_offset = 0
+        self.metadata: dict[str, Any] = {}
+        self.dataset: Dataset | None = None
+        self._lock = threading.RLock()
+        self._snapshots: dict[int, bytes] = {}
+        if args.rollout_global_dataset:
+            self.dataset = self._load_dataset()
+            if args.rollout_shuffle:
+                self.dataset.shuffle(self.epoch_id)
+
+    def _load_dataset(self) -> Dataset:
+        args = self.args
+        if not args.prompt_data:
+            raise ValueError("--prompt-data is needed (or --disable-rollout-global-dataset, to make prompts yourself)")
+        trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+        multimodal = getattr(args, "multimodal_keys", None)
+        return Dataset(
+            args.prompt_data,
+            tokenizer=load_tokenizer(args.hf_checkpoint, **trust),
+            processor=load_processor(args.hf_checkpoint, **trust) if multimodal else None,
+            max_length=args.rollout_max_prompt_len,
+            prompt_key=args.input_key,
+            multimodal_keys=multimodal,
+            label_key=args.label_key,
+            metadata_key=args.metadata_key,
+            tool_key=args.tool_key,
+            apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            seed=args.rollout_seed,
+        )
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return ``num_samples`` groups: each prompt copied ``n_samples_per_prompt`` times and numbered."""
+        with self._lock:
+            return [self._make_group(prompt) for prompt in self._next_prompts(num_samples)]
+
+    def _next_prompts(self, count: int) -> list[Sample]:
+        if self.dataset is None:
+            return [Sample() for _ in range(count)]
+        prompts: list[Sample] = []
+        while len(prompts) < count:
+            if self.sample_offset >= len(self.dataset):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                if self.args.rollout_shuffle:
+                    self.dataset.shuffle(self.epoch_id)
+            end = min(len(self.dataset), self.sample_offset + count - len(prompts))
+            prompts += self.dataset.samples[self.sample_offset : end]
+            self.sample_offset = end
+        return prompts
+
+    def _make_group(self, prompt: Sample) -> Group:
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = self.sample_group_index, self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def add_samples(self, samples: list[Group]) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot take samples back; use --data-source-path "
+            "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+        )
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self.dataset is not None else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, as JSON types."""
+        with self._lock:
+            return {
+                "format": STATE_FORMAT,
+                "sample_offset": self.sample_offset,
+                "epoch_id": self.epoch_id,
+                "sample_group_index": self.sample_group_index,
+                "sample_index": self.sample_index,
+                "metadata": encode_value(self.metadata),
+                "num_prompts": len(self),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place that ``state_dict`` described. Raises ValueError for a state that this data cannot have."""
+        if state.get("format", STATE_FORMAT) > STATE_FORMAT:
+            raise ValueError(
+                f"data source state has format {state['format']}, this version of slime knows up to {STATE_FORMAT}"
+            )
+        with self._lock:
+            had = state.get("num_prompts", len(self))
+            if self.dataset is not None and had != len(self):
+                logger.error(
+                    "the data source was saved with %d prompts and now has %d (--prompt-data %s): the order of prompts "
+                    "is not the one the saved run would have had", had, len(self), self.args.prompt_data,
+                )  # fmt: skip
+            if self.dataset is not None and state["sample_offset"] > len(self):
+                raise ValueError(
+                    f"the saved data source had used {state['sample_offset']} prompts of its epoch, but --prompt-data "
+                    f"{self.args.prompt_data!r} holds only {len(self)}. Resume with the data the run was started with."
+                )
+            self.sample_offset = state["sample_offset"]
+            self.epoch_id = state["epoch_id"]
+            self.sample_group_index = state["sample_group_index"]
+            self.sample_index = state["sample_index"]
+            self.metadata = decode_value(state.get("metadata") or {})
+            if self.dataset is not None and self.args.rollout_shuffle:
+                self.dataset.shuffle(self.epoch_id)
+            self._snapshots.clear()
+
+    def snapshot(self, rollout_id: int) -> None:
+        """Remember the state as the one that ``save(rollout_id)`` is to write, whatever is drawn from now on."""
+        if not self.args.rollout_global_dataset or not self.args.save:
+            return
+        with self._lock:
+            self._snapshots[rollout_id] = self._serialize()
+            for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
+                del self._snapshots[old]
+
+    def _serialize(self) -> bytes:
+        return json.dumps(self.state_dict()).encode()
+
+    def save(self, rollout_id: int) -> None:
+        """Write the snapshot of ``rollout_id`` (or else the present state) under ``<save>/rollout``, atomically."""
+        if not self.args.rollout_global_dataset:
+            return
+        if not self.args.save:
+            raise ValueError("the data source can only be saved with --save")
+        path = _state_path(self.args.save, rollout_id, ".json")
+        with self._lock:
+            data = self._snapshots.get(rollout_id) or self._serialize()
+            for old in [r for r in self._snapshots if r <= rollout_id]:
+                del self._snapshots[old]
+        _write_atomically(path, data)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the state saved for ``rollout_id`` under ``<load>/rollout``; without such a file start afresh."""
+        if not self.args.rollout_global_dataset or not self.args.load or rollout_id is None or rollout_id < 0:
+            return
+        path = _state_path(self.args.load, rollout_id, ".json")
+        legacy = path.with_suffix(".pt")
+        if path.exists():
+            self.load_state_dict(json.loads(path.read_bytes()))
+        elif legacy.exists():  # written by slime <= 0.3.1
+            import torch
+
+            path = legacy
+            self.load_state_dict(torch.load(legacy, weights_only=True))
+        else:
+            logger.warning("no data source state at %s: prompts start from the first one", path)
+            return
+        logger.info("data source continues from %s: epoch %d, offset %d", path, self.epoch_id, self.sample_offset)
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """A ``RolloutDataSource`` with a buffer in front: groups handed back come out again before new prompts.
+
+    The buffer is part of the saved state. ``--buffer-filter-path`` chooses what leaves it (default: the oldest).
+    """
+
+    accepts_samples = True
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.buffer: list[Group] = []
+        path = getattr(args, "buffer_filter_path", None)
+        self.buffer_filter = pop_first if path is None else load_function(path, "--buffer-filter-path")
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return ``num_samples`` groups, from the buffer first."""
+        with self._lock:
+            groups = self._take_from_buffer(num_samples)
+            return groups + super().get_samples(num_samples - len(groups))
+
+    def _take_from_buffer(self, num_samples: int) -> list[Group]:
+        if not self.buffer or num_samples <= 0:
+            return []
+        groups: list[Group] = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        if len(groups) > num_samples:
+            raise ValueError(f"--buffer-filter-path returned {len(groups)} groups, {num_samples} were asked for")
+        return groups
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Put groups at the end of the buffer. Raises AssertionError for a group of another size than configured."""
+        expected = self.args.n_samples_per_prompt
+        for group in samples:
+            assert isinstance(group, list), f"a group must be a list of samples, got {type(group).__name__}"
+            assert len(group) == expected, (
+                f"a group of {len(group)} samples (indices {[s.index for s in iter_samples(group)]}) was handed back, "
+                f"but --n-samples-per-prompt is {expected}"
+            )
+        with self._lock:
+            self.buffer += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._lock:
+            return {**super().state_dict(), "buffer": [encode_group(group) for group in self.buffer]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._lock:
+            super().load_state_dict(state)
+            self.buffer = []
+            self.add_samples([decode_group(group) for group in state.get("buffer", [])])
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Merge ``metadata`` into what is saved with the state."""
+        with self._lock:
+            self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def get_buffer_length(self) -> int:
+        return len(self.buffer)
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """Remove and return the first ``num_samples`` groups of ``buffer`` (fewer when it holds fewer)."""
+    taken = buffer[:num_samples]
+    del buffer[: len(taken)]
+    return taken
+
+
+def _state_path(root: str, rollout_id: int, suffix: str) -> Path:
+    return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}{suffix}"
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

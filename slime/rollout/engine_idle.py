@@ -1,0 +1,71 @@
+"""Stopping whatever the engines are generating."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from slime.utils.http_client import HttpRequestError
+from slime.utils.http_utils import get_http_client
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+REPEAT_ABORT_S = 3.0
+
+
+def num_requests_from_load(load: Any) -> int:
+    """Return the number of running and waiting requests in a reply of ``/v1/loads`` or an older load endpoint."""
+    if isinstance(load, list):
+        return sum(num_requests_from_load(item) for item in load)
+    if not isinstance(load, Mapping):
+        return 0
+    if "loads" in load:
+        return num_requests_from_load(load["loads"])
+    for name in ("num_reqs", "num_total_reqs", "total_reqs"):
+        if isinstance(load.get(name), int):
+            return int(load[name])
+    running = next((load[n] for n in ("num_running_reqs", "total_running_reqs") if n in load), 0)
+    waiting = next((load[n] for n in ("num_waiting_reqs", "total_waiting_reqs") if n in load), 0)
+    return int(running) + int(waiting)
+
+
+async def abort_all_until_idle(router_url: str, deadline_s: float) -> None:
+    """Abort every request on the engines behind ``router_url`` and wait until none is left.
+
+    An engine that does not answer is left alone with a warning: its health is not decided here. Raises TimeoutError
+    naming the engines that still have requests after ``deadline_s`` s.
+    """
+    try:
+        urls = await get_http_client().list_workers(router_url)
+    except HttpRequestError as e:
+        logger.warning("cannot list the engines to stop: %s", e)
+        return
+    left = await asyncio.gather(*(_abort_until_idle(url, deadline_s) for url in urls))
+    busy = {url: count for url, count in zip(urls, left, strict=True) if count}
+    if busy:
+        raise TimeoutError(f"engines still have requests {deadline_s:g} s after they were told to abort them: {busy}")
+
+
+async def _abort_until_idle(url: str, deadline_s: float) -> int:
+    """Return the number of requests left on the engine at ``url``."""
+    client = get_http_client()
+    deadline = time.monotonic() + deadline_s
+    next_abort = 0.0
+    while True:
+        try:
+            if time.monotonic() >= next_abort:
+                await client.post(f"{url}/abort_request", {"abort_all": True}, max_retries=3, timeout=10)
+                next_abort = time.monotonic() + REPEAT_ABORT_S
+            left = num_requests_from_load(await client.get(f"{url}/v1/loads?include=core", timeout=10))
+        except HttpRequestError as e:
+            logger.warning("engine %s does not answer while it is told to abort its requests: %s", url, e)
+            return 0
+        if left <= 0:
+            return 0
+        if time.monotonic() >= deadline:
+            return left
+        await asyncio.sleep(POLL_S)

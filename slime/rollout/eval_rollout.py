@@ -1,0 +1,147 @@
+"""Evaluation of one data set."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slime.observability.progress import progress_bar
+from slime.rollout.base_types import iter_samples
+from slime.rollout.generate_state import cancel_all
+from slime.utils.data import Dataset
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
+"""Loaded data sets, for the life of the process."""
+
+
+def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
+    key = (
+        *config.cache_key, args.hf_checkpoint, args.apply_chat_template, args.eval_max_prompt_len,
+    )  # fmt: skip
+    if key not in EVAL_PROMPT_DATASET:
+        EVAL_PROMPT_DATASET[key] = Dataset(
+            config.path,
+            tokenizer=state.tokenizer,
+            processor=state.processor,
+            max_length=args.eval_max_prompt_len,
+            prompt_key=config.input_key,
+            label_key=config.label_key,
+            tool_key=config.tool_key,
+            metadata_key=config.metadata_key,
+            multimodal_keys=_first(getattr(config, "multimodal_keys", None), getattr(args, "multimodal_keys", None)),
+            apply_chat_template=_first(getattr(config, "apply_chat_template", None), args.apply_chat_template),
+            apply_chat_template_kwargs=_first(
+                getattr(config, "apply_chat_template_kwargs", None), args.apply_chat_template_kwargs
+            ),
+        )
+    return EVAL_PROMPT_DATASET[key]
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def eval_sampling_params(args: Any, config: Any) -> dict[str, Any]:
+    """Return the engines' sampling parameters for a data set."""
+    params: dict[str, Any] = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_response_len,
+        "stop": _first(getattr(config, "stop", None), args.rollout_stop),
+        "stop_token_ids": _first(getattr(config, "stop_token_ids", None), args.rollout_stop_token_ids),
+        "skip_special_tokens": _first(getattr(config, "skip_special_tokens", None), args.rollout_skip_special_tokens),
+        "no_stop_trim": _first(getattr(config, "no_stop_trim", None), True),
+        "spaces_between_special_tokens": False,
+    }
+    for name in ("repetition_penalty", "min_new_tokens"):
+        if getattr(config, name, None) is not None:
+            params[name] = getattr(config, name)
+    return params
+
+
+def _make_samples(config: Any, dataset: Dataset) -> list[tuple[int, Sample]]:
+    """Return ``(copy number, sample)`` of every prompt, numbered in order."""
+    samples = []
+    for prompt_number, prompt in enumerate(dataset.samples):
+        for number in range(config.n_samples_per_eval_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.index = len(samples)
+            sample.group_index = prompt_number
+            sample.metadata = config.inject_metadata(sample.metadata)
+            sample.custom_rm_path = getattr(config, "custom_rm_path", None)
+            sample.generate_function_path = getattr(config, "custom_generate_function_path", None)
+            samples.append((number, sample))
+    return samples
+
+
+async def eval_single_dataset(
+    args: Any, rollout_id: int, config: Any, state: Any, generate_and_rm: Callable[..., Awaitable[Any]]
+) -> dict[str, dict[str, list[Any]]]:
+    """Generate and score every sample of a data set through ``generate_and_rm``; ``state`` is the GenerateState.
+
+    Returns ``{name: {"rewards", "truncated", "samples"}}`` in sample order. The first failure cancels the others.
+    """
+    dataset = _load_dataset(args, config, state)
+    params = eval_sampling_params(args, config)
+    seeded = getattr(args, "sglang_enable_deterministic_inference", False)
+    tasks = []
+    for number, sample in _make_samples(config, dataset):
+        own = {**params, "sampling_seed": args.rollout_seed + number} if seeded else params.copy()
+        coro = generate_and_rm(args, sample, own, evaluation=True)
+        tasks.append(asyncio.ensure_future(coro))
+    stall_s = 2.0 * (getattr(args, "rollout_request_timeout", None) or 1800.0)
+    reward_key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+    began, tokens, total_reward, scored = time.monotonic(), 0, 0.0, 0
+    pending = set(tasks)
+    results: list[Sample] = []
+    try:
+        with progress_bar(f"eval {config.name}", len(tasks), "sample") as progress:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    raise TimeoutError(
+                        f"eval {config.name} of rollout {rollout_id}: no sample finished for {stall_s:g} s "
+                        f"(2 x --rollout-request-timeout); {len(pending)} of {len(tasks)} are in flight"
+                    )
+                for task in done:
+                    finished = list(iter_samples(task.result()))
+                    results += finished
+                    tokens += sum(sample.response_length for sample in finished)
+                    for reward in (eval_reward(sample, reward_key) for sample in finished):
+                        if isinstance(reward, (int, float)):
+                            total_reward, scored = total_reward + reward, scored + 1
+                    progress.update(
+                        1,
+                        reward=total_reward / max(1, scored),
+                        tok_per_s=round(tokens / max(1e-9, time.monotonic() - began), 1),
+                    )
+    finally:
+        await cancel_all(pending)
+    results.sort(key=lambda sample: -1 if sample.index is None else sample.index)
+    return {
+        config.name: {
+            "rewards": [eval_reward(sample, reward_key) for sample in results],
+            "truncated": [sample.status == Sample.Status.TRUNCATED for sample in results],
+            "samples": results,
+        }
+    }
+
+
+def eval_reward(sample: Sample, reward_key: str | None) -> Any:
+    """Return the sample's reward, or its ``reward_key`` entry."""
+    if not reward_key:
+        return sample.reward
+    if not isinstance(sample.reward, dict) or reward_key not in sample.reward:
+        raise KeyError(
+            f"--eval-reward-key {reward_key!r} expects a dict reward with that key, but eval sample index="
+            f"{sample.index} has reward {sample.reward!r}"
+        )
+    return sample.reward[reward_key]

@@ -1,0 +1,1 @@
+"""Dynamic sampling filters: which finished groups are worth training on."""

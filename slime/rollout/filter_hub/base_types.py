@@ -1,0 +1,52 @@
+"""The verdict of a dynamic sampling filter, and the count of what it dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class DynamicFilterOutput:
+    """Keep a group or drop it for ``reason``.
+
+    With ``keep_when_insufficient`` a dropped group is kept after all when no more groups are on the way than needed.
+    """
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """Call a filter; no filter keeps everything, a bare truth value is wrapped."""
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    output = fn(*args, **kwargs)
+    return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))
+
+
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """True when the group is to be dropped; ``remaining_batch_size`` counts groups accepted or on the way."""
+    if output.keep:
+        return False
+    return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+
+
+class MetricGatherer:
+    """Counts dropped groups by reason."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """Return ``{"rollout/dynamic_filter/drop_<reason>": count}``."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}

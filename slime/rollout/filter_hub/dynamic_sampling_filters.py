@@ -1,0 +1,35 @@
+"""Filters that drop groups whose rewards carry no signal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from slime.rollout.base_types import iter_samples
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.utils.types import Sample
+
+__all__ = ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"]
+
+MIN_STD = 1e-6
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """Drop a group when the unbiased standard deviation of its rewards, in float64, is at most 1e-6."""
+    rewards = [float(sample.get_reward_value(args)) for sample in iter_samples(samples)]
+    keep = _unbiased_std(rewards) > MIN_STD
+    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+    """As ``check_reward_nonzero_std``, but a batch that would stay short keeps the group."""
+    output = check_reward_nonzero_std(args, samples, **kwargs)
+    output.keep_when_insufficient = True
+    return output
+
+
+def _unbiased_std(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))

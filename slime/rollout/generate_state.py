@@ -1,0 +1,86 @@
+"""Pieces of the state that the requests of one rollout process share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from slime.utils.http_utils import get_rollout_num_engines
+from slime.utils.types import Sample
+
+
+def train_sampling_params(args: Any) -> dict[str, Any]:
+    """Return the engines' sampling parameters for training rollouts."""
+    params: dict[str, Any] = {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    if args.rollout_top_p != 1.0:
+        params["custom_params"] = {"return_top_p_token_ids": True}
+    return params
+
+
+def request_limit(args: Any) -> int:
+    """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine."""
+    return max(1, int(args.sglang_server_concurrency) * max(1, get_rollout_num_engines(args)))
+
+
+class GroupsInFlight:
+    """Which task makes which group, and since when."""
+
+    def __init__(self) -> None:
+        self._groups: dict[asyncio.Task[Any], tuple[list[Sample], float]] = {}
+
+    def add(self, task: asyncio.Task[Any], group: list[Sample]) -> None:
+        self._groups[task] = (group, time.monotonic())
+
+    def take(self, task: asyncio.Task[Any]) -> list[Sample]:
+        """Forget ``task`` and return the group it was started with."""
+        return self._groups.pop(task)[0]
+
+    def describe_oldest(self, count: int = 3) -> str:
+        """Name the groups that have been in flight longest."""
+        now = time.monotonic()
+        oldest = sorted(self._groups.values(), key=lambda entry: entry[1])[:count]
+        return ", ".join(
+            f"group_index={getattr(group[0], 'group_index', None)} for {now - since:.0f} s" for group, since in oldest
+        )
+
+
+@contextlib.contextmanager
+def least_used(counts: list[int]) -> Iterator[int]:
+    """Yield the index of the smallest count, which is one higher meanwhile."""
+    chosen = min(range(len(counts)), key=counts.__getitem__)
+    counts[chosen] += 1
+    try:
+        yield chosen
+    finally:
+        counts[chosen] -= 1
+
+
+async def gather_or_cancel(coros: list[Any]) -> list[Any]:
+    """Run coroutines concurrently and return their results in order; the first failure cancels the others."""
+    tasks = [asyncio.ensure_future(coro) for coro in coros]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Any) -> None:
+    """Cancel the tasks that are not done and wait until all are."""
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    if pending:
+        await asyncio.gather(*pending, return_exceptions=True)

@@ -1,0 +1,241 @@
+"""Grading of mathematical answers: take the last box, compare normalised text, then compare values with sympy.
+
+The rules are those of the MATH data set's grader (Hendrycks et al. 2021) and of PRM800K's (Lightman et al. 2023):
+fractions must be reduced, and an integer is only equal to an integer.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from slime.rollout.rm_hub.math_expression import equal_values, latex_to_plain, unknown_letters
+
+__all__ = [
+    "extract_answer",
+    "extract_boxed_answer",
+    "grade_answer_mathd",
+    "grade_answer_sympy",
+    "grade_answer_verl",
+    "last_boxed_only_string",
+    "mathd_normalize_answer",
+    "quick_grade",
+    "remove_boxed",
+]
+
+_BRACKETS = "()[]"
+_UNITS = (
+    "degree", "centimeter", "cm", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year", "foot",
+    "feet", "inch", "yard",
+)  # fmt: skip
+_UNIT = re.compile(r"(?<![a-zA-Z\\])(?:" + "|".join(_UNITS) + r")(?:es|s)?(?![a-zA-Z]) *(?:\^ *\{?[0-9]+\}?)?")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_INTEGER_FRACTION = re.compile(r"-?\d+/\d+")
+_DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    r"""Return the last ``\boxed{...}`` (or, without one, ``\fbox{...}``) of ``string``; None when it is not closed.
+
+    ``\boxed 5`` without braces ends at the next space or ``$``.
+    """
+    start = max(string.rfind("\\boxed"), -1)
+    command = "\\boxed"
+    if start < 0:
+        start, command = string.rfind("\\fbox"), "\\fbox"
+    if start < 0:
+        return None
+    position = start + len(command)
+    while position < len(string) and string[position] == " ":
+        position += 1
+    if position >= len(string):
+        return None
+    if string[position] != "{":
+        end = re.search(r"[\s$]", string[position:])
+        return string[start : position + end.start()] if end else string[start:]
+    depth = 0
+    for i in range(position, len(string)):
+        depth += {"{": 1, "}": -1}.get(string[i], 0)
+        if depth == 0:
+            return string[start : i + 1]
+    return None
+
+
+def remove_boxed(boxed: str | None) -> str | None:
+    r"""Return what is inside ``\boxed{...}``, ``\fbox{...}`` or after ``\boxed``; None for anything else."""
+    if boxed is None:
+        return None
+    match = re.fullmatch(r"\\(?:boxed|fbox) *(?:\{(.*)\}|([^\s{].*))", boxed, re.DOTALL)
+    if match is None:
+        return None
+    return match[1] if match[1] is not None else match[2]
+
+
+def extract_boxed_answer(solution: str) -> str | None:
+    """Return the content of the last box of ``solution``, or None."""
+    return remove_boxed(last_boxed_only_string(solution))
+
+
+def extract_answer(passage: str) -> str | None:
+    """Return the answer a solution gives: the content of its last box, or None."""
+    return extract_boxed_answer(passage)
+
+
+def mathd_normalize_answer(answer: str | None) -> str | None:
+    r"""Return the canonical text of a LaTeX answer, e.g. ``\dfrac12`` and ``1/2`` both as ``\frac{1}{2}``."""
+    if answer is None:
+        return None
+    text = answer.strip()
+    whole = re.fullmatch(r"\\text\{(.+)\}", text)
+    if whole and "}" not in whole[1]:
+        text = whole[1].strip()
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac")
+    text = text.replace("\\left", "").replace("\\right", "")
+    text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
+    text = text.partition("\\text{ ")[0] or text  # units on the right
+    text = text.replace("\\%", "").replace("%", "")
+    text = re.sub(r"(^|[ {])\.(?=\d)", r"\g<1>0.", text)
+    left, equals, right = text.partition("=")
+    if equals and len(left.strip()) <= 2 and "=" not in right:
+        text = right
+    text = re.sub(r"\\sqrt\s*([^\s{\[\\])", r"\\sqrt{\1}", text)
+    text = text.replace(" ", "")
+    text = re.sub(r"\\frac(?:(\d)|\{([^{}]*)\})(?:(\d)|\{([^{}]*)\})", _braced_fraction, text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    match = re.fullmatch(r"(-?\d+)/(-?\d+)", text)
+    return f"\\frac{{{match[1]}}}{{{match[2]}}}" if match else text
+
+
+def _braced_fraction(match: re.Match[str]) -> str:
+    numerator = match[1] if match[1] is not None else match[2]
+    denominator = match[3] if match[3] is not None else match[4]
+    return f"\\frac{{{numerator}}}{{{denominator}}}"
+
+
+def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
+    """True when the canonical texts of the two answers are the same."""
+    return mathd_normalize_answer(given_answer) == mathd_normalize_answer(ground_truth)
+
+
+def _normalize(answer: str) -> str:
+    """Return an answer as plain lower-case text that an expression parser can read."""
+    text = answer.strip()
+    whole = re.fullmatch(r"\\text\{([^{}]+)\}", text)
+    if whole:
+        text = whole[1]
+    text = text.replace("\\%", "%").replace("\\$", "$").replace("$", "").replace("%", "")
+    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for word, power in (("million", 6), ("billion", 9), ("trillion", 12)):
+        text = text.replace(word, f"*10^{power}")
+    text = re.sub(r"\^ *\{? *\\circ *\}?", "", text)
+    text = re.sub(r",\\! *", "", text)
+    text = re.sub(r"\\text\{ *([^{}]*)\}", r" \1", text)
+    text = _UNIT.sub("", text).strip()
+    if text.startswith("{") and text.endswith("}"):
+        text = text[1:-1]
+    text = latex_to_plain(text)
+    text = re.sub(r"- +", "-", text)
+    text = re.sub(r"(?<![\d.)])(-?)(\d+) +(\d+/\d+)(?!\d)", _mixed_number, text)
+    text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
+    text = _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text) if not _is_tuple(text) else text
+    number = _as_number(text)
+    return str(number) if number is not None and number.denominator == 1 and "/" not in text else text
+
+
+def _mixed_number(match: re.Match[str]) -> str:
+    return f"{match[1]}({match[2]}+{match[3]})" if match[1] else f"{match[2]}+{match[3]}"
+
+
+def _as_number(text: str) -> Fraction | None:
+    """Return an integer, decimal or integer fraction exactly; None for anything else."""
+    if len(text) > 400:
+        return None
+    if _INTEGER_FRACTION.fullmatch(text):
+        numerator, _, denominator = text.partition("/")
+        return Fraction(int(numerator), int(denominator)) if int(denominator) else None
+    return Fraction(text) if _DECIMAL.fullmatch(text) else None
+
+
+def _is_tuple(text: str) -> bool:
+    return (
+        len(text) > 2
+        and text[0] in _BRACKETS
+        and text[-1] in _BRACKETS
+        and not any(bracket in text[1:-1] for bracket in _BRACKETS)
+    )
+
+
+def _elements(text: str) -> list[str]:
+    if _is_tuple(text):
+        return [part.strip() for part in text[1:-1].split(",")]
+    return [text]
+
+
+def _compare_element(given: str, truth: str, *, use_sympy: bool) -> bool | None:
+    """Return whether two elements are equal; None when only sympy can tell and it must not be used."""
+    if given == truth:
+        return True
+    if _INTEGER_FRACTION.fullmatch(given) and _INTEGER_FRACTION.fullmatch(truth):
+        return False  # a fraction that is not reduced is not accepted
+    given_number, truth_number = _as_number(given), _as_number(truth)
+    if _is_integer(given_number) != _is_integer(truth_number):
+        return False
+    if given_number is not None and truth_number is not None:
+        return given_number == truth_number
+    if unknown_letters(given) > 2 or unknown_letters(truth) > 2:
+        return False  # words, not formulas
+    return equal_values(given, truth) if use_sympy else None
+
+
+def _is_integer(number: Fraction | None) -> bool:
+    return number is not None and number.denominator == 1
+
+
+def _grade_values(given_answer: str, ground_truth: str, *, use_sympy: bool) -> bool | None:
+    given, truth = _normalize(given_answer), _normalize(ground_truth)
+    if given == truth:
+        return True
+    if not given or not truth:
+        return False
+    given_elements, truth_elements = _elements(given), _elements(truth)
+    if len(given_elements) != len(truth_elements):
+        return False
+    if len(truth_elements) > 1 and (given[0] != truth[0] or given[-1] != truth[-1]):
+        return False
+    undecided = False
+    for given_element, truth_element in zip(given_elements, truth_elements, strict=True):
+        verdict = _compare_element(given_element, truth_element, use_sympy=use_sympy)
+        if verdict is False:
+            return False
+        undecided |= verdict is None
+    return None if undecided else True
+
+
+def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
+    """True when the two answers have the same value (tuples: element by element, with the same brackets)."""
+    return _grade_values(given_answer, ground_truth, use_sympy=True) is True
+
+
+def quick_grade(given_answer: str, ground_truth: str) -> bool | None:
+    """Grade without sympy: True or False where text and exact numbers decide, None where sympy has to."""
+    if grade_answer_mathd(given_answer, ground_truth):
+        return True
+    return _grade_values(given_answer, ground_truth, use_sympy=False)
+
+
+def ground_truth_answer(ground_truth: object) -> str | None:
+    r"""Return a label's answer as text: the content of its own ``\boxed`` where it has one; None for no label."""
+    if ground_truth is None or ground_truth == "":
+        return None
+    text = str(ground_truth)
+    return extract_answer(text) if "\\boxed" in text or "\\fbox" in text else text
+
+
+def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
+    """True when the last box of ``solution_str`` gives the answer ``ground_truth`` (whose own box is looked into)."""
+    truth, given = ground_truth_answer(ground_truth), extract_answer(solution_str)
+    if truth is None or given is None:
+        return False
+    return grade_answer_mathd(given, truth) or grade_answer_sympy(given, truth)

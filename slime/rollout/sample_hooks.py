@@ -1,0 +1,47 @@
+"""Hooks between generation and reward (``--rollout-sample-hook-path``)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+FLAG = "--rollout-sample-hook-path"
+
+
+async def apply_sample_hooks(
+    args: Any, samples: Any, *, rollout_id: int | None = None, evaluation: bool = False
+) -> Any:
+    """Run every hook, in flag order, on each sample of the nested list ``samples``; return the same nesting.
+
+    A hook may be sync or async and returns the sample to go on with, or None to keep the one it was given. It is
+    passed those of ``rollout_id`` and ``evaluation`` that it accepts. Raises TypeError for any other return value.
+    """
+    for path in getattr(args, "rollout_sample_hook_path", None) or []:
+        samples = await _apply(load_function(path, FLAG), path, args, samples, rollout_id, evaluation)
+    return samples
+
+
+async def _apply(
+    hook: Callable[..., Any], path: str, args: Any, samples: Any, rollout_id: int | None, evaluation: bool
+) -> Any:
+    if isinstance(samples, list):
+        return [await _apply(hook, path, args, sample, rollout_id, evaluation) for sample in samples]
+    offered = {"rollout_id": rollout_id, "evaluation": evaluation}
+    parameters = inspect.signature(hook).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        offered = {name: value for name, value in offered.items() if name in parameters}
+    result = hook(args, samples, **offered)
+    if inspect.isawaitable(result):
+        result = await result
+    if result is None:
+        return samples
+    if not isinstance(result, Sample):
+        raise TypeError(
+            f"{FLAG} {path!r} returned {type(result).__name__} for sample index={samples.index}; "
+            "expected a Sample, or None to keep the one it was given"
+        )
+    return result

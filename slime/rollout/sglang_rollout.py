@@ -1,0 +1,407 @@
+"""The default rollout: groups of samples from SGLang engines, over-sampled, filtered, scored.
+
+Users replace the functions of this module by patching its names, so every call inside it goes through them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_samples
+from slime.rollout.eval_rollout import eval_single_dataset
+from slime.rollout.generate_state import (
+    GroupsInFlight,
+    cancel_all,
+    gather_or_cancel,
+    least_used,
+    request_limit,
+    train_sampling_params,
+)
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.errors import RewardErrors
+from slime.rollout.sample_hooks import apply_sample_hooks
+from slime.rollout.train_rollout import Collection, collect, first_index, stop_in_flight
+from slime.utils.async_utils import run
+from slime.utils.http_utils import _wrap_ipv6, get_http_client, post
+from slime.utils.misc import SingletonMeta, load_function
+from slime.utils.processing_utils import (
+    build_processor_kwargs,
+    encode_image_for_rollout_engine,
+    load_processor,
+    load_tokenizer,
+)
+from slime.utils.types import Sample
+
+__all__ = [
+    "GenerateState",
+    "abort",
+    "async_rm",
+    "batched_async_rm",
+    "eval_rollout",
+    "eval_rollout_single_dataset",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "generate_rollout",
+    "generate_rollout_async",
+    "get_model_url",
+    "load_function",
+    "post",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_RESUMES_WITHOUT_PROGRESS = 20
+RESUME_PAUSE_S = 0.2
+_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+class GenerateState(metaclass=SingletonMeta):
+    """What all requests of this process share: tokenizer, limits, the groups in flight of the present rollout."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+        self.tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
+        wants_processor = getattr(args, "multimodal_keys", None) is not None
+        self.processor = load_processor(args.hf_checkpoint, **trust) if wants_processor else None
+        self.semaphore = asyncio.Semaphore(request_limit(args))
+        self.sampling_params = train_sampling_params(args)
+        self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
+        self.dp_counts = [0] * max(1, getattr(args, "sglang_dp_size", None) or 1)
+        self.rollout_id: int | None = None
+        self.reward_errors = RewardErrors()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the rollout in progress."""
+        self.remaining_batch_size = 0
+        self.pendings: set[asyncio.Task[Any]] = set()
+        self.groups_in_flight = GroupsInFlight()
+        self.aborted = False
+
+    def dp_rank_context(self) -> AbstractContextManager[int]:
+        """Hold the engines' data-parallel rank with the fewest requests in progress."""
+        return least_used(self.dp_counts)
+
+    def submit_generate_tasks(self, samples: list[list[Sample]]) -> None:
+        """Start one task per group."""
+        for group in samples:
+            task = asyncio.get_running_loop().create_task(
+                generate_and_rm_group(self.args, group, self.sampling_params.copy(), evaluation=False)
+            )
+            self.pendings.add(task)
+            self.groups_in_flight.add(task, group)
+        self.remaining_batch_size += len(samples)
+
+
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """Return the URL of ``endpoint`` at the router of ``model_name``, or at the default router for unknown names."""
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
+    return f"http://{_wrap_ipv6(host)}:{port}{endpoint}"
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """Generate the response of ``sample``, or the rest of it when it has some already; return the same sample.
+
+    An abort that no one here asked for (engines that abort for a weight sync) is resumed from the tokens it left.
+    Raises AssertionError for a sample that is not PENDING or ABORTED or is longer than it may get.
+    """
+    state = GenerateState(args)
+    assert sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED), (
+        f"sample index={sample.index} cannot be generated from status {sample.status}"
+    )
+    if not sample.tokens:
+        sample.tokens = _prompt_token_ids(state, sample)
+    stalled = 0
+    while True:
+        before = sample.response_length
+        await _generate_once(args, sample, sampling_params, evaluation)
+        if sample.status != Sample.Status.ABORTED or state.aborted:
+            return sample
+        stalled = 0 if sample.response_length > before else stalled + 1
+        if stalled > MAX_RESUMES_WITHOUT_PROGRESS:
+            raise RuntimeError(
+                f"the engines aborted sample index={sample.index} {stalled} times without generating a token, "
+                "and no abort was asked for here; see the engine logs"
+            )
+        await asyncio.sleep(RESUME_PAUSE_S)
+
+
+async def _generate_once(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> None:
+    left = _tokens_left(args, sample, sampling_params, evaluation)
+    assert left >= 0, (
+        f"sample index={sample.index} has {sample.response_length} response tokens, "
+        f"{-left} more than max_new_tokens allows"
+    )
+    if left == 0:
+        sample.status = Sample.Status.TRUNCATED
+        return
+    params = {**sampling_params, "max_new_tokens": left}
+    payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
+    images = (sample.multimodal_inputs or {}).get("images")
+    if images:
+        payload["text"] = f"{sample.prompt}{sample.response}"
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
+    else:
+        payload["input_ids"] = sample.tokens
+    if getattr(args, "use_rollout_routing_replay", False):
+        payload["return_routed_experts"] = True
+    headers = None
+    if getattr(args, "router_policy", None) in ("consistent_hashing", "manual") and sample.session_id:
+        headers = {"X-SMG-Routing-Key": sample.session_id}
+    with trace_span(sample, "sglang_generate", {"max_new_tokens": left}) as span:
+        output = await post(get_model_url(args, "default"), payload, headers=headers)
+        meta_info = output["meta_info"]
+        span.update(**build_sglang_meta_trace_attrs(meta_info))
+    log_probs = meta_info.get("output_token_logprobs") or []
+    sample.append_response_tokens(
+        args,
+        tokens=[item[1] for item in log_probs],
+        log_probs=[item[0] for item in log_probs],
+        meta_info=meta_info,
+        text=output["text"],
+    )
+
+
+def _tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
+    limit = sampling_params.get("max_new_tokens")
+    context = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
+    if limit is None and context is None:
+        raise ValueError("the response has no length limit: set --rollout-max-response-len")
+    left = context - len(sample.tokens) if limit is None else limit - sample.response_length
+    return left if context is None or left < 0 else max(0, min(left, context - len(sample.tokens)))
+
+
+def _prompt_token_ids(state: GenerateState, sample: Sample) -> list[int]:
+    if not isinstance(sample.prompt, str):
+        raise ValueError(
+            f"sample index={sample.index} has chat messages as its prompt; use --apply-chat-template to render them, "
+            "or a --custom-generate-function-path that takes messages"
+        )
+    if state.processor is not None and sample.multimodal_inputs:
+        kwargs = build_processor_kwargs(sample.multimodal_inputs)
+        outputs = state.processor(text=sample.prompt, **kwargs)
+        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
+        sample.multimodal_train_inputs = train_inputs or None
+        return list(outputs["input_ids"][0])
+    return list(state.tokenizer.encode(sample.prompt, add_special_tokens=False))
+
+
+def _generate_function(args: Any, sample: Sample) -> tuple[Callable[..., Any], bool]:
+    """Return the sample's generate function and whether it is a custom one."""
+    path = sample.generate_function_path or getattr(args, "custom_generate_function_path", None)
+    if path is None:
+        return generate, False
+    return load_function(path, "--custom-generate-function-path"), True
+
+
+async def _call_generate(
+    fn: Callable[..., Any], args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Sample]:
+    if "evaluation" in inspect.signature(fn).parameters:
+        result = await fn(args, sample, sampling_params, evaluation=evaluation)
+    else:
+        result = await fn(args, sample, sampling_params)
+    leaves = list(iter_samples(result))
+    if not all(isinstance(leaf, Sample) for leaf in leaves):
+        raise TypeError(
+            f"generate function {getattr(fn, '__qualname__', fn)} returned {type(result).__name__} for sample "
+            f"index={sample.index}; expected a Sample or a list of Samples"
+        )
+    return result  # type: ignore[no-any-return]
+
+
+async def generate_and_rm(
+    args: Any, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Generate one sample, run the sample hooks and score it. Finished samples only get the reward they lack.
+
+    Returns the sample, or the list a custom generate function made of it. A sample that was aborted has status
+    ABORTED, no reward, and can be passed in again.
+    """
+    if isinstance(sample, list):  # a fan-out that came back through the buffer is complete
+        return sample
+    state = GenerateState(args)
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length > 0:
+        sample.loss_mask = [0] * sample.response_length
+    result: Sample | list[Sample] = sample
+    if sample.status not in _FINISHED:
+        with trace_span(sample, "generate_and_rm"):
+            async with state.semaphore:
+                if state.aborted:
+                    sample.status = Sample.Status.ABORTED
+                    return sample
+                with state.dp_rank_context():
+                    result = await _generate_resumable(args, sample, sampling_params, evaluation)
+        if _any_aborted(result):
+            return result
+        result = await apply_sample_hooks(args, result, rollout_id=state.rollout_id, evaluation=evaluation)
+    if not args.group_rm:
+        await _score(args, state, result)
+    return result
+
+
+async def _generate_resumable(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Sample]:
+    """Call the sample's generate function. What a custom one leaves half-done when it is cancelled, or when one of
+    several samples it made was aborted, is undone for partial rollouts: only the default one can go on from there."""
+    fn, custom = _generate_function(args, sample)
+    original = copy.deepcopy(sample) if custom and args.partial_rollout and not evaluation else None
+    try:
+        result = await _call_generate(fn, args, sample, sampling_params, evaluation)
+    except asyncio.CancelledError:
+        if original is not None:
+            _restore(sample, original)
+        raise
+    if original is not None and isinstance(result, list) and _any_aborted(result):
+        _restore(sample, original)
+        sample.status = Sample.Status.ABORTED
+        return sample
+    return result
+
+
+def _restore(sample: Sample, original: Sample) -> None:
+    sample.__dict__.clear()
+    sample.__dict__.update(original.__dict__)
+
+
+def _any_aborted(samples: Any) -> bool:
+    return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(samples))
+
+
+async def _score(args: Any, state: GenerateState, result: Sample | list[Sample]) -> None:
+    if isinstance(result, list):
+        unscored = [sample for sample in iter_samples(result) if sample.reward is None]
+        if unscored:
+            with trace_span(unscored, "reward_model"):
+                await state.reward_errors.score_batch(args, unscored, batched_async_rm)
+    elif result.reward is None:
+        with trace_span(result, "reward_model"):
+            await state.reward_errors.score_one(args, result, async_rm)
+
+
+async def generate_and_rm_group(
+    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Any]:
+    """Generate and score the samples of one prompt concurrently; return them in order.
+
+    With ``group_rm`` the whole group is scored at once, unless the rollout was aborted meanwhile.
+    """
+    state = GenerateState(args)
+    if state.aborted:
+        return group
+    for sample in iter_samples(group):
+        if sample.session_id is None:
+            sample.session_id = str(uuid.uuid4())
+    coros = []
+    for number, sample in enumerate(group):
+        params = sampling_params.copy()
+        if getattr(args, "sglang_enable_deterministic_inference", False):
+            params["sampling_seed"] = state.group_sampling_seeds[number]
+        coros.append(generate_and_rm(args, sample, params, evaluation=evaluation))
+    with trace_span(list(iter_samples(group)), "generate_and_rm_group"):
+        group = await gather_or_cancel(coros)
+    if args.group_rm and not _any_aborted(group):
+        samples = list(iter_samples(group))
+        if any(sample.reward is None for sample in samples):
+            with trace_span(samples, "group_reward_model"):
+                await state.reward_errors.score_batch(args, samples, batched_async_rm)
+    return group
+
+
+async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
+    """Stop everything in flight. With ``partial_rollout`` return the unfinished groups, to be continued later."""
+    names = list(getattr(args, "sglang_model_routers", None) or {}) or ["default"]
+    routers = sorted({get_model_url(args, name, "") for name in names})
+    return await stop_in_flight(args, rollout_id, GenerateState(args), routers)
+
+
+async def generate_rollout_async(
+    args: Any, rollout_id: int, get_samples: Callable[[int], list[list[Sample]]]
+) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
+    """Return ``rollout_batch_size`` groups that pass the dynamic filter, and the groups to hand back to the source.
+
+    Groups are ordered by their first sample's index. Whatever happens, nothing stays in flight.
+    """
+    assert args.rollout_global_dataset, "the default rollout needs the global data set"
+    state = GenerateState(args)
+    state.rollout_id, state.reward_errors = rollout_id, RewardErrors()
+    collection = Collection(
+        args, rollout_id, _load(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
+    )
+    try:
+        await collect(args, state, get_samples, collection)
+        unfinished = await abort(args, rollout_id)
+    finally:
+        await cancel_all(state.pendings)
+        await get_http_client().drain_aborts()
+        state.reset()
+    metrics = {**collection.collect_metrics(), **state.reward_errors.metrics()}
+    if unfinished:
+        metrics["rollout/partial_groups"] = len(unfinished)
+    data = sorted(collection.accepted, key=first_index)
+    if sample_filter := _load(args.rollout_sample_filter_path, "--rollout-sample-filter-path"):
+        sample_filter(args, data)
+    if process := _load(args.rollout_all_samples_process_path, "--rollout-all-samples-process-path"):
+        process(args, sorted(collection.seen, key=first_index), get_samples)
+    return RolloutFnTrainOutput(samples=data, metrics=metrics), collection.handed_back + unfinished
+
+
+def _load(path: str | None, flag: str) -> Callable[..., Any] | None:
+    return None if path is None else load_function(path, flag)
+
+
+async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
+    """Evaluate all data sets of ``args.eval_datasets`` concurrently; the second item is always empty."""
+    assert not args.group_rm, "--group-rm is not supported by the built-in evaluation; use --eval-function-path"
+    GenerateState(args).reward_errors = RewardErrors()
+    results = await gather_or_cancel(
+        [eval_rollout_single_dataset(args, rollout_id, config) for config in getattr(args, "eval_datasets", None) or []]
+    )
+    return RolloutFnEvalOutput(data={name: data for result in results for name, data in result.items()}), []
+
+
+async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:
+    """Return ``{name: {"rewards", "truncated", "samples"}}`` of one data set, in prompt order."""
+    return await eval_single_dataset(args, rollout_id, dataset_cfg, GenerateState(args), generate_and_rm)
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The default ``--rollout-function-path``: blocks until the rollout (or the evaluation) is complete."""
+    assert args.rollout_global_dataset, (
+        "the default rollout draws from --prompt-data; with --disable-rollout-global-dataset use your own "
+        "--rollout-function-path"
+    )
+    if evaluation:
+        return run(eval_rollout(args, rollout_id))[0]
+    output, handed_back = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
+    _hand_back(data_source, handed_back)
+    if hasattr(data_source, "snapshot"):
+        data_source.snapshot(rollout_id)
+    return output
+
+
+def _hand_back(data_source: Any, groups: list[list[Sample]]) -> None:
+    if not groups:
+        return
+    if getattr(data_source, "accepts_samples", True):
+        data_source.add_samples(groups)
+        return
+    logger.warning(
+        "%d groups are dropped because %s takes none back; use RolloutDataSourceWithBuffer to keep them",
+        len(groups),
+        type(data_source).__name__,
+    )

@@ -1,0 +1,203 @@
+"""The loop of one training rollout: submit, collect, filter, and stop what is not needed any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slime.observability.progress import progress_bar
+from slime.rollout.base_types import iter_samples
+from slime.rollout.engine_idle import abort_all_until_idle
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.generate_state import cancel_all
+from slime.utils.http_utils import get_http_client
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+ABORT_DEADLINE_S = 60.0
+FINISH_GRACE_S = 10.0
+"""How long groups may take, after the engines were stopped, to return (their rewards may be on the way)."""
+MAX_ABORTED_SHARE = 4
+
+Group = list[Sample]
+
+
+class Collection:
+    """The groups of one rollout, by what becomes of them."""
+
+    def __init__(self, args: Any, rollout_id: int, dynamic_filter: Callable[..., Any] | None) -> None:
+        self.args = args
+        self.rollout_id = rollout_id
+        self.filter = dynamic_filter
+        self.accepted: list[Group] = []
+        self.seen: list[Group] = []
+        self.handed_back: list[Group] = []
+        self.aborted = 0
+        self.metrics = MetricGatherer()
+
+    def add(self, group: Group, state: Any) -> None:
+        """Accept, drop or hand back one finished group."""
+        assert len(group) == self.args.n_samples_per_prompt, (
+            f"group {first_index(group)} has {len(group)} samples, expected --n-samples-per-prompt "
+            f"{self.args.n_samples_per_prompt}"
+        )
+        if _has_aborted(group):
+            self._requeue(group, state)
+            return
+        target = self.args.rollout_batch_size
+        verdict = call_dynamic_filter(self.filter, self.args, group)
+        drop = should_drop_dynamic_filter_output(
+            verdict, remaining_batch_size=state.remaining_batch_size, target_data_size=target
+        )
+        if not drop and len(self.accepted) >= target:
+            self.handed_back.append(group)
+            return
+        self.seen.append(group)
+        if drop:
+            self.metrics.on_dynamic_filter_drop(verdict.reason)
+            state.remaining_batch_size -= 1
+        else:
+            self.accepted.append(group)
+
+    def collect_metrics(self) -> dict[str, Any]:
+        """Return the counts of dropped and handed-back groups."""
+        metrics: dict[str, Any] = self.metrics.collect()
+        if self.handed_back:
+            metrics["rollout/handed_back_groups"] = len(self.handed_back)
+        return metrics
+
+    def _requeue(self, group: Group, state: Any) -> None:
+        """A generate function gave up on this group: it goes back to the source, and another takes its place."""
+        self.aborted += 1
+        if self.aborted > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
+            raise RuntimeError(
+                f"rollout {self.rollout_id}: {self.aborted} groups came back with ABORTED samples though nothing was "
+                f"aborted, the last one group {first_index(group)}; check the generate function"
+            )
+        self.handed_back.append(group)
+        state.remaining_batch_size -= 1
+
+
+async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group]], collection: Collection) -> None:
+    """Keep groups in flight until ``rollout_batch_size`` are accepted; ``state`` is the GenerateState.
+
+    Raises the first failure of a group, and TimeoutError when no group finishes for too long.
+    """
+    target = args.rollout_batch_size
+    stall_s = 2.0 * (getattr(args, "rollout_request_timeout", None) or 1800.0)
+    with progress_bar(f"rollout {collection.rollout_id}", target, "group") as progress:
+        began = time.monotonic()
+        tokens = 0
+        reward_sum, rewarded = 0.0, 0
+        while len(collection.accepted) < target:
+            while state.remaining_batch_size < target:
+                groups = get_samples(args.over_sampling_batch_size)
+                if not groups:
+                    raise RuntimeError(f"rollout {collection.rollout_id}: the data source has no more prompts")
+                state.submit_generate_tasks(groups)
+            done, state.pendings = await asyncio.wait(
+                state.pendings, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise TimeoutError(
+                    f"rollout {collection.rollout_id}: no group finished for {stall_s:g} s (2 x --rollout-request-timeout); "
+                    f"{len(collection.accepted)} of {target} are done, {len(state.pendings)} in flight, the oldest: "
+                    f"{state.groups_in_flight.describe_oldest()}"
+                )
+            for group in _results_in_order(done, state):
+                before = len(collection.accepted)
+                collection.add(group, state)
+                samples = list(iter_samples(group))
+                tokens += sum(sample.response_length for sample in samples)
+                for reward in (_reward_number(args, sample) for sample in samples):
+                    if reward is not None:
+                        reward_sum, rewarded = reward_sum + reward, rewarded + 1
+                progress.update(
+                    len(collection.accepted) - before,
+                    reward=reward_sum / rewarded if rewarded else 0.0,
+                    tok_per_s=round(tokens / max(1e-9, time.monotonic() - began), 1),
+                    running=len(state.pendings),
+                    dropped=len(collection.seen) - len(collection.accepted),
+                )
+
+
+def _results_in_order(done: set[asyncio.Task[Any]], state: Any) -> list[Group]:
+    """Return the results of finished tasks ordered by sample index; raise the first failure."""
+    results = []
+    for task in done:
+        group = state.groups_in_flight.take(task)
+        error = task.exception()
+        if error is not None:
+            error.add_note(f"while generating group {first_index(group)} (samples {_indices(group)})")
+            raise error
+        results.append(task.result())
+    return sorted(results, key=first_index)
+
+
+async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
+    """Abort what the engines are generating and return the unfinished groups, in order, for ``partial_rollout``.
+
+    Without that flag nothing in flight is waited for and nothing is returned.
+    """
+    assert not state.aborted, "this rollout was aborted already"
+    state.aborted = True
+    if not state.pendings:
+        return []
+    if not args.partial_rollout:
+        await cancel_all(state.pendings)
+        await get_http_client().drain_aborts()
+    for router_url in router_urls:
+        await abort_all_until_idle(router_url, ABORT_DEADLINE_S)
+    if not args.partial_rollout:
+        return []
+    tasks = list(state.pendings)
+    _, late = await asyncio.wait(tasks, timeout=FINISH_GRACE_S)
+    await cancel_all(late)
+    state.pendings = set()
+    return sorted((_unfinished_group(task, rollout_id, state) for task in tasks), key=first_index)
+
+
+def _unfinished_group(task: asyncio.Task[Any], rollout_id: int, state: Any) -> Group:
+    started_with = state.groups_in_flight.take(task)
+    if task.cancelled():
+        group = started_with
+    elif task.exception() is not None:
+        logger.warning("group %s failed while it was aborted: %r", first_index(started_with), task.exception())
+        group = started_with
+    else:
+        group = task.result()
+    for sample in iter_samples(group):
+        if sample.status == Sample.Status.PENDING and sample.response_length:
+            sample.status = Sample.Status.ABORTED
+        if sample.response and "start_rollout_id" not in sample.metadata:
+            sample.metadata["start_rollout_id"] = rollout_id
+    return group
+
+
+def _has_aborted(group: Group) -> bool:
+    return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(group))
+
+
+def _reward_number(args: Any, sample: Sample) -> float | None:
+    reward = sample.reward
+    if isinstance(reward, dict):
+        reward = reward.get(getattr(args, "reward_key", None) or "score")
+    return float(reward) if isinstance(reward, (int, float)) else None
+
+
+def _indices(group: Any) -> list[int | None]:
+    return [sample.index for sample in iter_samples(group)]
+
+
+def first_index(group: Any) -> int:
+    """Return the index of a group's first sample (-1 when it has none)."""
+    first = next(iter_samples(group), None)
+    return -1 if first is None or first.index is None else first.index
