@@ -1,0 +1,289 @@
+"""Save and load trainer state as Megatron ``torch_dist`` checkpoints that any other parallel layout can read.
+
+What is saved: model, optimiser (``fully_reshardable``: fp32 parameters and Adam moments in model coordinates),
+learning-rate schedule, random states. The iteration of a checkpoint is the rollout id after which it was taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import threading
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils import checkpoint_dir, import_megatron
+from slime.backends.megatron_utils.checkpoint_writer import in_process_strategy
+from slime.backends.megatron_utils.parallel import data_parallel, pipeline_parallel, tensor_parallel
+
+logger = logging.getLogger(__name__)
+
+# fully_reshardable: optimiser state is stored by parameter, not by bucket, so that DP, TP and PP may all change.
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+@dataclass
+class TrainerState:
+    """The objects a checkpoint holds. ``optimizer`` and ``scheduler`` are None for weights only."""
+
+    model: Sequence[torch.nn.Module]
+    optimizer: Any | None = None
+    scheduler: Any | None = None
+
+
+def load_checkpoint(
+    args: Namespace, root: str | Path, state: TrainerState, *, step: int | None = None, weights_only: bool = False
+) -> int | None:
+    """Fill ``state`` from the checkpoint under ``root``; return its iteration (None: a ``release`` checkpoint).
+
+    ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` (neither, and counting starts afresh: returns None) are
+    obeyed; ``weights_only`` reads just the model. Optimiser state may come from any layout; random states are
+    restored only under the same one. Raises ValueError / FileNotFoundError for an incomplete or missing checkpoint.
+    """
+    import_megatron()
+    from megatron.core import dist_checkpointing
+
+    directory, iteration = checkpoint_dir.find_checkpoint(root, step)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    finetune = weights_only or getattr(args, "finetune", False)
+    with_optimizer = (
+        not finetune
+        and not getattr(args, "no_load_optim", False)
+        and state.optimizer is not None
+        and "optimizer" in common
+    )
+    if (
+        state.optimizer is not None
+        and not finetune
+        and not getattr(args, "no_load_optim", False)
+        and not with_optimizer
+    ):
+        raise ValueError(
+            f"checkpoint {directory} has no optimizer state (it was saved with --no-save-optim). "
+            "Continue without it with --no-load-optim, or take its weights as a fresh start with --finetune"
+        )
+    with_rng = not finetune and not getattr(args, "no_load_rng", False) and _saved_layout(common) == _layout()
+    content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
+    request = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True)
+    loaded = dist_checkpointing.load(request, str(directory))
+
+    for name, chunk in _named_chunks(state.model):
+        chunk.load_state_dict(loaded[name], strict=True)
+    if with_optimizer:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        _load_scheduler(state.scheduler, loaded, directory)
+    elif state.optimizer is not None:
+        state.optimizer.reload_model_params()
+    if with_rng:
+        _restore_rng(loaded["rng_state"])
+    elif not finetune and not getattr(args, "no_load_rng", False):
+        logger.info("random states of %s are not restored: it was saved under another parallel layout", directory)
+    logger.info("loaded %s (optimizer: %s, random states: %s)", directory, with_optimizer, with_rng)
+    return None if finetune else iteration
+
+
+class CheckpointSaver:
+    """Writes checkpoints under ``--save``, in the foreground or (``--async-save``) from a thread.
+
+    All methods are collective: every rank calls them in the same order.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._pending: _PendingSave | None = None
+
+    def save(self, iteration: int, state: TrainerState, *, force_sync: bool = False) -> None:
+        """Save ``state`` as ``iteration``; when this returns (not ``--async-save``) it is what a restart would load."""
+        self.finish()
+        root = Path(self._args.save)
+        with_optimizer = not getattr(self._args, "no_save_optim", False)
+        with_rng = not getattr(self._args, "no_save_rng", False)
+        content = dict(_CONTENT)
+        sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
+        sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout())
+        if dist.get_rank() == 0:
+            checkpoint_dir.begin(root, iteration)
+        dist.barrier()
+        asynchronous = bool(getattr(self._args, "async_save", False)) and not force_sync
+        directory = str(checkpoint_dir.iteration_dir(root, iteration)) + ".writing"
+        _check_space(state, root)
+        request = self._write(sharded, directory, content)
+        self._pending = _PendingSave(request, root, iteration, asynchronous)
+        if not asynchronous:
+            self.finish()
+
+    def _write(self, sharded: dict[str, Any], directory: str, content: dict[str, Any]) -> Any:
+        from megatron.core import dist_checkpointing
+
+        strategy = in_process_strategy(parallel_over_dp=bool(getattr(self._args, "ckpt_fully_parallel_save", True)))
+        return dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True, content_metadata=content)
+
+    def poll(self) -> None:
+        """Publish an asynchronous save that has finished on every rank; do not wait for one that has not."""
+        if self._pending is not None and self._pending.done_everywhere():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a save in progress and publish it. Raises RuntimeError when writing failed on this rank."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.publish()
+
+
+class _PendingSave:
+    """A save whose data is being written by a thread of this process."""
+
+    def __init__(self, request: Any, root: Path, iteration: int, asynchronous: bool) -> None:
+        self._request, self._root, self._iteration = request, root, iteration
+        self._error: BaseException | None = None
+        write = request.async_fn
+        arguments = list(request.async_fn_args)
+        if write is not None:
+            # Copies to host memory: training goes on and changes the parameters while the thread writes.
+            arguments[1] = _staged(request.preload_fn(), copy=asynchronous)
+        self._thread = threading.Thread(
+            target=self._run, args=(write, arguments), name=f"save-{iteration}", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, write: Any, arguments: list[Any]) -> None:
+        try:
+            if write is not None:
+                write(*arguments)
+        except BaseException as error:  # noqa: BLE001 -- handed to the thread that waits, in publish()
+            self._error = error
+
+    def done_everywhere(self) -> bool:
+        """Return whether all ranks have written their part (collective)."""
+        done = torch.tensor([0 if self._thread.is_alive() else 1], device=_collective_device())
+        dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        return bool(done.item())
+
+    def publish(self) -> None:
+        """Wait for all ranks, write the metadata, rename the directory, move the tracker (collective)."""
+        self._thread.join()
+        failures: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, None if self._error is None else repr(self._error))
+        failed = {rank: text for rank, text in enumerate(failures) if text is not None}
+        if failed:
+            raise RuntimeError(
+                f"could not write checkpoint {self._iteration} under {self._root}: "
+                + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+                + f". Free space there: {shutil.disk_usage(self._root).free / 2**30:.1f} GiB. "
+                "The previous checkpoint is untouched"
+            ) from self._error
+        for finalize in self._request.finalize_fns:
+            finalize()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            directory = checkpoint_dir.publish(self._root, self._iteration)
+            logger.info("saved %s", directory)
+        dist.barrier()
+
+
+def _staged(buckets: Any, *, copy: bool) -> Any:
+    if not copy:
+        return buckets
+    return [
+        (path, key, (byte_items, [(item, tensor.clone()) for item, tensor in tensor_items]))
+        for path, key, (byte_items, tensor_items) in buckets
+    ]
+
+
+def _named_chunks(model: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
+    from megatron.core.utils import unwrap_model
+
+    chunks = [unwrap_model(chunk) for chunk in model]
+    return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _sharded_state(
+    state: TrainerState, content: dict[str, Any], *, with_optimizer: bool, with_rng: bool, is_loading: bool
+) -> dict[str, Any]:
+    sharded: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=content) for name, chunk in _named_chunks(state.model)
+    }
+    if with_optimizer and state.optimizer is not None:
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=content)
+        if not is_loading and state.scheduler is not None:
+            sharded["opt_param_scheduler"] = state.scheduler.state_dict()
+    if with_rng:
+        sharded["rng_state"] = _rng_state()
+    return sharded
+
+
+def _load_scheduler(scheduler: Any | None, loaded: dict[str, Any], directory: Path) -> None:
+    if scheduler is None or "opt_param_scheduler" not in loaded:
+        return
+    try:
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    except AssertionError as error:
+        raise ValueError(
+            f"the learning-rate schedule of this run differs from that in {directory} ({error}). "
+            "--use-checkpoint-opt_param-scheduler keeps the checkpoint's, "
+            "--override-opt_param-scheduler takes this run's"
+        ) from None
+
+
+def _layout() -> list[int]:
+    """Ranks by dimension; random states are stored per (pp, tp, dp) position and fit only the same layout."""
+    return [pipeline_parallel().size, tensor_parallel().size, data_parallel(with_context_parallel=True).size]
+
+
+def _saved_layout(common: dict[str, Any]) -> list[int] | None:
+    return common.get("slime_layout")
+
+
+def _rng_state() -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    pp, tp, dp = pipeline_parallel(), tensor_parallel(), data_parallel(with_context_parallel=True)
+    states = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject(
+        "slime_rng_state", states, (pp.size, tp.size, dp.size), (pp.rank, tp.rank, dp.rank), replica_id=0
+    )
+
+
+def _restore_rng(states: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    torch.cuda.set_rng_state(states["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+
+
+def _check_space(state: TrainerState, root: Path) -> None:
+    """Stop before writing when the disk cannot hold this rank's parameters."""
+    needed = sum(p.numel() * p.element_size() for chunk in state.model for p in chunk.parameters())
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise OSError(
+            f"{root} has {free / 2**30:.2f} GiB free, this rank alone writes {needed / 2**30:.2f} GiB of weights: "
+            "free some space or change --save"
+        )
+
+
+def _collective_device() -> torch.device:
+    return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())

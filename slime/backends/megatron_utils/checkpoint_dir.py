@@ -1,0 +1,111 @@
+"""Names, completeness and atomic publication of checkpoint directories. No torch, no Megatron: plain files.
+
+Layout (Megatron-LM's): ``<root>/latest_checkpointed_iteration.txt`` names the iteration, ``<root>/iter_0000012``
+holds it. A checkpoint is written to ``iter_0000012.writing`` and renamed when every rank has finished; the tracker is
+replaced last. A process killed at any moment therefore leaves the tracker pointing at a complete directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_WRITING, _REPLACED = ".writing", ".replaced"
+
+
+def iteration_dir(root: str | Path, iteration: int) -> Path:
+    """Return the directory of ``iteration`` below ``root``."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def is_megatron_checkpoint(root: str | Path | None) -> bool:
+    """Return whether ``root`` has a tracker file, i.e. is a Megatron checkpoint and not e.g. a Hugging Face one."""
+    return root is not None and (Path(root) / TRACKER).is_file()
+
+
+def read_tracker(root: str | Path) -> int | None:
+    """Return the tracked iteration (None for Megatron-LM's ``release``). Raises ValueError for anything else."""
+    path = Path(root) / TRACKER
+    text = path.read_text().strip()
+    if text == "release":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{path} should hold an iteration number or 'release', but holds {text!r}") from None
+
+
+def find_checkpoint(root: str | Path, step: int | None = None) -> tuple[Path, int | None]:
+    """Return (directory, iteration) of the checkpoint to load from ``root``; the tracked one unless ``step`` is given.
+
+    Iteration is None for a ``release`` checkpoint. Raises FileNotFoundError when the directory is not there and
+    ValueError when it is incomplete.
+    """
+    iteration = read_tracker(root) if step is None else step
+    directory = Path(root) / "release" if iteration is None else iteration_dir(root, iteration)
+    if not directory.is_dir():
+        # Killed between the two renames of a checkpoint that is saved a second time: the first one is still whole.
+        aside = directory.with_name(directory.name + _REPLACED)
+        if not aside.is_dir():
+            present = sorted(p.name for p in Path(root).glob("iter_*") if p.is_dir())
+            raise FileNotFoundError(f"there is no checkpoint {directory}; {root} has {present or 'none'}")
+        directory = aside
+    for name in ("metadata.json", ".metadata", "common.pt"):
+        if not (directory / name).is_file():
+            raise ValueError(
+                f"checkpoint {directory} is incomplete: it has no {name}. Choose another iteration of {root} with "
+                f"--ckpt-step, or write its number to {TRACKER}"
+            )
+    return directory, iteration
+
+
+def begin(root: str | Path, iteration: int) -> Path:
+    """Make and return the empty directory to write ``iteration`` into. Removes what earlier crashes left behind."""
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"iter_*{_WRITING}"):
+        shutil.rmtree(leftover)
+    directory = iteration_dir(root, iteration)
+    writing = directory.with_name(directory.name + _WRITING)
+    writing.mkdir()
+    return writing
+
+
+def publish(root: str | Path, iteration: int) -> Path:
+    """Turn the directory that ``begin`` made into the current checkpoint and return its final name."""
+    directory = iteration_dir(root, iteration)
+    writing = directory.with_name(directory.name + _WRITING)
+    aside = directory.with_name(directory.name + _REPLACED)
+    for path in writing.iterdir():
+        _fsync(path)
+    _fsync(writing)
+    if directory.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(directory, aside)
+    os.replace(writing, directory)
+    _fsync(Path(root))
+    write_atomically(Path(root) / TRACKER, f"{iteration}\n")
+    for old in Path(root).glob(f"iter_*{_REPLACED}"):
+        shutil.rmtree(old)
+    return directory
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the content of ``path`` so that a reader sees the old or the new text and never a part."""
+    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,79 @@
+"""Assertions of ``--ci-test``: what must hold for a healthy model at the start of a run."""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from slime.backends.megatron_utils.parallel import is_main_rank
+
+_GRAD_NORM_TOLERANCE = 0.01
+
+
+def check_rollout(args: Namespace, rollout_id: int, metrics: dict[str, float]) -> None:
+    """Check means over the rollout: log-probs in (-1, 0), entropy in (0, 1), reference equal to actor at rollout 0.
+
+    Raises AssertionError. No-op without ``--ci-test``, and off the last pipeline stage, where there are no metrics.
+    """
+    if not getattr(args, "ci_test", False) or not metrics:
+        return
+    log_probs, ref = metrics.get("rollout/log_probs"), metrics.get("rollout/ref_log_probs")
+    if rollout_id == 0 and log_probs is not None and ref is not None and _kl_checks(args):
+        assert abs(log_probs - ref) < 1e-8, f"actor and reference differ before training: {log_probs} and {ref}"
+    if log_probs is not None:
+        assert -1 < log_probs < 0, f"mean log-prob {log_probs} is outside of (-1, 0)"
+    entropy = metrics.get("rollout/entropy")
+    if entropy is not None:
+        assert 0 < entropy < 1, f"mean entropy {entropy} is outside of (0, 1)"
+
+
+def check_steps(args: Namespace, rollout_id: int, steps: list[dict[str, float]]) -> None:
+    """Check the optimiser steps' metrics and compare or record gradient norms. Raises AssertionError."""
+    for step_id, metrics in enumerate(steps):
+        if getattr(args, "ci_test", False):
+            _check_step(args, rollout_id, step_id, metrics)
+        _compare_grad_norm(args, rollout_id, step_id, metrics["grad_norm"])
+
+
+def _check_step(args: Namespace, rollout_id: int, step_id: int, metrics: dict[str, float]) -> None:
+    where = f"rollout {rollout_id}, step {step_id}"
+    threshold = getattr(args, "ci_train_rollout_logprob_abs_diff_threshold", 0.1)
+    difference = metrics.get("train_rollout_logprob_abs_diff")
+    if difference is not None:
+        assert difference <= threshold, (
+            f"{where}: trainer and engine log-probs differ by {difference} on average; "
+            f"--ci-train-rollout-logprob-abs-diff-threshold is {threshold}"
+        )
+    if not _kl_checks(args):
+        return
+    if step_id == 0 and "ppo_kl" in metrics and "pg_clipfrac" in metrics:
+        assert abs(metrics["ppo_kl"]) < 1e-8, (
+            f"{where}: the policy is not the old policy yet, ppo_kl {metrics['ppo_kl']}"
+        )
+    if rollout_id == 0 and step_id == 0 and "kl_loss" in metrics:
+        assert abs(metrics["kl_loss"]) < 1e-8, (
+            f"{where}: the policy is the reference, but kl_loss is {metrics['kl_loss']}"
+        )
+
+
+def _kl_checks(args: Namespace) -> bool:
+    return not getattr(args, "ci_disable_kl_checker", False) and not getattr(args, "use_rollout_routing_replay", False)
+
+
+def _compare_grad_norm(args: Namespace, rollout_id: int, step_id: int, grad_norm: float) -> None:
+    fields = {"role": "actor", "rollout_id": rollout_id, "step_id": step_id}
+    if (template := getattr(args, "ci_save_grad_norm", None)) and is_main_rank():
+        path = Path(template.format(**fields))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        torch.save(grad_norm, temporary)
+        os.replace(temporary, path)
+    if template := getattr(args, "ci_load_grad_norm", None):
+        expected = float(torch.load(template.format(**fields), weights_only=True))
+        assert math.isclose(grad_norm, expected, rel_tol=_GRAD_NORM_TOLERANCE, abs_tol=_GRAD_NORM_TOLERANCE), (
+            f"rollout {rollout_id}, step {step_id}: gradient norm {grad_norm}, --ci-load-grad-norm has {expected}"
+        )

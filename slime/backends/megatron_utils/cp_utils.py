@@ -1,0 +1,138 @@
+"""Context-parallel helpers under their public names, for this process's rank in the CP group.
+
+The layout is the zig-zag of ``slime.batching.context_parallel``; here the rank and size come from Megatron (size one
+where Megatron does not run), so that loss plugins need not know them. "Local" values are those of the response tokens
+whose logits this rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.parallel import context_parallel
+from slime.batching import context_parallel as layout
+from slime.batching.context_parallel import Range
+
+Values = TypeVar("Values", list[float], Tensor)
+Reducer = Callable[[Tensor], Tensor]
+
+
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int, response_length: int
+) -> tuple[int, tuple[Range, Range], tuple[Range, Range], tuple[Range, Range]]:
+    """Return (chunk size, position chunks, logits ranges, token ranges) of one sample on this rank.
+
+    All are half-open position ranges from the start of the prompt; empty ranges are (0, 0).
+    """
+    cp = context_parallel()
+    return layout.logits_and_tokens_offsets(total_length, response_length, cp_rank=cp.rank, cp_size=cp.size)
+
+
+def slice_with_cp(tokens: Tensor, pad_value: float = 0) -> Tensor:
+    """Return this rank's positions [2 * chunk, ...] of a whole sequence [L, ...], padded with ``pad_value``."""
+    cp = context_parallel()
+    return layout.slice_with_cp(tokens, pad_value, cp_rank=cp.rank, cp_size=cp.size)
+
+
+def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
+    """Return this rank's part of per-response-token values [response_length] (a list or a tensor).
+
+    Raises ValueError when there is not one value per response token.
+    """
+    cp = context_parallel()
+    if torch.is_tensor(log_prob):
+        return layout.slice_response_with_cp(log_prob, total_length, response_length, cp_rank=cp.rank, cp_size=cp.size)
+    if len(log_prob) != response_length:
+        raise ValueError(f"expected {response_length} values, one per response token, got {len(log_prob)}")
+    ranges = layout.response_ranges(total_length, response_length, cp_rank=cp.rank, cp_size=cp.size)
+    return [value for start, end in ranges for value in log_prob[start:end]]
+
+
+def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
+    """Return the values [response_length] of all response tokens from every rank's local part (differentiable)."""
+    return all_gather_samples_with_cp([tensor], [total_length], [response_length])[0]
+
+
+def all_gather_samples_with_cp(
+    tensors: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Tensor]:
+    """``all_gather_with_cp`` for several samples in one collective."""
+    cp = context_parallel()
+    return layout.gather_responses_with_cp(
+        tensors, total_lengths, response_lengths, cp_rank=cp.rank, cp_size=cp.size, group=cp.group
+    )
+
+
+def response_rows_and_targets(
+    unconcat_tokens: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Return where the packed row's logits predict response tokens, and which tokens.
+
+    ``(rows, targets, sizes)``: int64 [R_local] row positions and token ids, sample after sample, and R_local by sample.
+    """
+    cp = context_parallel()
+    rows: list[Tensor] = []
+    targets: list[Tensor] = []
+    sizes: list[int] = []
+    start = 0
+    for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
+        if cp.size == 1:
+            pieces = [(start + total - response - 1, (total - response, total))]
+        else:
+            chunk, chunks, logits, token_ranges = get_logits_and_tokens_offset_with_cp(total, response)
+            pieces = [
+                (start + i * chunk + begin - chunks[i][0], token_ranges[i])
+                for i, (begin, end) in enumerate(logits)
+                if end > begin
+            ]
+        for row, (first, last) in pieces:
+            rows.append(torch.arange(row, row + last - first, device=tokens.device))
+            targets.append(tokens[first:last])
+        sizes.append(sum(last - first for _, (first, last) in pieces))
+        start += layout.zigzag_local_length(total, cp.size)
+    if not rows:
+        empty = torch.empty(0, dtype=torch.long, device=unconcat_tokens[0].device)
+        return empty, empty, sizes
+    return torch.cat(rows), torch.cat(targets).long(), sizes
+
+
+def get_sum_of_sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+    *,
+    rollout_mask_sums: Any = None,
+) -> Reducer:
+    """Return the reducer of a micro-batch: local per-token values [R_local] -> scalar.
+
+    Default: the sum over samples of ``sum(x * mask) / max(denominator, 1)``, where the denominator is
+    ``rollout_mask_sums[i]`` (all trained tokens of the sample's rollout execution) or, without it, the sample's own
+    mask sum. With ``calculate_per_token_loss``: the sum over tokens of ``x * mask``. Sum the results over micro-batches and
+    CP ranks to have the value of the batch. ``loss_masks`` are whole [response_length].
+    """
+    masks = [mask.float() for mask in loss_masks]
+    local = [slice_log_prob_with_cp(m, t, r) for m, t, r in zip(masks, total_lengths, response_lengths, strict=True)]
+    if calculate_per_token_loss:
+        weights = local
+    else:
+        sums = [mask.sum() for mask in masks] if rollout_mask_sums is None else rollout_mask_sums
+        weights = [
+            mask / torch.as_tensor(total, dtype=torch.float32, device=mask.device).clamp(min=1)
+            for mask, total in zip(local, sums, strict=True)
+        ]
+    weight = torch.cat(weights)
+
+    def reduce(values: Tensor) -> Tensor:
+        if values.shape != weight.shape:
+            raise ValueError(
+                f"expected one value per local response token {tuple(weight.shape)}, got {tuple(values.shape)}"
+            )
+        # where, not a product: 0 * nan of a token that is not trained would spoil the sum
+        return torch.where(weight != 0, values * weight, torch.zeros_like(values)).sum()
+
+    return reduce

@@ -1,0 +1,180 @@
+"""From a rollout shard to the micro-batches that Megatron's schedules pull.
+
+``rollout_data`` is a dict of columns for this DP rank's samples: lists with one entry per sample (``tokens`` int64
+[total_length], ``loss_masks`` [response_length], ``rewards`` ...), plus the schedule (``micro_batch_indices``,
+``num_microbatches``, ``global_batch_sizes``) and whole-batch columns (``raw_reward``).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
+from slime.batching.columns import RolloutShard
+from slime.batching.packing import pack
+from slime.batching.ragged import Ragged
+
+RolloutData = dict[str, Any]
+
+# Whole-batch columns and schedule: they are not per sample even when their length happens to fit.
+_NOT_PER_SAMPLE = {"raw_reward", "global_batch_sizes", "num_microbatches", "micro_batch_indices", "partition"}
+# Columns with one value per response token that arrive in full length and are kept in the CP-local layout.
+_TOKEN_COLUMNS_TO_SLICE = ("rollout_log_probs", "teacher_log_probs")
+
+
+def prepare_rollout_data(args: Namespace, shard: RolloutShard, device: torch.device) -> RolloutData:
+    """Return the columns of ``shard`` on ``device``, checked, with per-token columns cut to this CP rank's part.
+
+    Raises ValueError, naming the sample index, for anything that cannot be right.
+    """
+    check_shard(args, shard)
+    data = shard.to_rollout_data(device)
+    for key in _TOKEN_COLUMNS_TO_SLICE:
+        if data.get(key) is not None:
+            data[key] = [
+                slice_log_prob_with_cp(values, total, response)
+                for values, total, response in zip(
+                    data[key], data["total_lengths"], data["response_lengths"], strict=True
+                )
+            ]
+    return data
+
+
+def num_samples(data: RolloutData) -> int:
+    """Return the number of samples of this DP rank."""
+    return len(data["tokens"])
+
+
+def sample_name(data: RolloutData, position: int) -> str:
+    """Return how messages call the sample at local ``position``: its sample index when known."""
+    indices = data.get("sample_indices")
+    return f"sample index {int(indices[position])}" if indices is not None else f"sample at local position {position}"
+
+
+def check_shard(args: Namespace, shard: RolloutShard) -> None:
+    """Check a shard where it enters the trainer: lengths, token ids, finiteness. Raises ValueError naming the sample.
+
+    The manager checked the batch when it packed it; this is for what only the trainer knows (the vocabulary) and for
+    shards that came another way.
+    """
+    ragged, numbers = shard.batch.ragged, shard.batch.numbers
+    indices = numbers.get("sample_indices")
+
+    def fail(bad: np.ndarray, problem: Callable[[int], str]) -> None:
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            name = f"position {row} of the shard" if indices is None else f"sample index {int(indices[row])}"
+            raise ValueError(f"{name} {problem(row)} ({int(bad.sum())} of {len(shard)} samples are like that)")
+
+    tokens, response = ragged["tokens"], numbers["response_lengths"]
+    fail(
+        (response < 0) | (response >= tokens.lengths),
+        lambda i: f"has {tokens.lengths[i]} tokens and response length {response[i]}; need 0 <= response < tokens",
+    )
+    for key in ("loss_masks", *_TOKEN_COLUMNS_TO_SLICE):
+        if key in ragged:
+            lengths = ragged[key].lengths
+            fail(lengths != response, lambda i: f"has {lengths[i]} {key} for {response[i]} response tokens")  # noqa: B023
+            bad = _rows_with(ragged[key], ~np.isfinite(ragged[key].values))
+            fail(bad, lambda i: f"has {key} that are not finite")  # noqa: B023
+    if vocab_size := getattr(args, "vocab_size", None):
+        fail(
+            _rows_with(tokens, (tokens.values < 0) | (tokens.values >= vocab_size)),
+            lambda i: (
+                f"has token ids from {tokens[i].min()} to {tokens[i].max()}, but --vocab-size is {vocab_size}; "
+                "is the rollout's tokenizer the model's?"
+            ),
+        )
+    if "rewards" in numbers:
+        rewards = numbers["rewards"]
+        fail(~np.isfinite(rewards), lambda i: f"has reward {rewards[i]} after post-processing")
+
+
+def _rows_with(column: Ragged, flags: np.ndarray) -> np.ndarray:
+    """Return bool [rows]: whether any of the row's values is flagged."""
+    return Ragged(flags.astype(np.int64), column.offsets).row_sums() > 0
+
+
+def per_sample_columns(data: RolloutData) -> dict[str, Any]:
+    """Return the columns that have one entry per sample of this rank (lists, or tensors indexed by sample)."""
+    n = num_samples(data)
+    return {
+        key: column
+        for key, column in data.items()
+        if key not in _NOT_PER_SAMPLE
+        and ((isinstance(column, list) and len(column) == n) or (torch.is_tensor(column) and column.shape[:1] == (n,)))
+    }
+
+
+def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) -> dict[str, Any]:
+    """Return the batch dict of the samples ``indices``: per-sample columns, and the packed stream.
+
+    ``tokens`` int64 [1, T_local] is the packed (and CP-sliced) stream, ``unconcat_tokens`` the samples' full token
+    tensors, ``packed_seq_params`` Megatron's description of the packing; every other key keeps its per-sample form.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cp, tp = context_parallel(), tensor_parallel()
+    batch = {key: _select(column, indices) for key, column in per_sample_columns(data).items()}
+    packed = pack(
+        batch["tokens"],
+        batch["response_lengths"],
+        cp_size=cp.size,
+        cp_rank=cp.rank,
+        tp_size=tp.size,
+        pad_multiplier=getattr(args, "data_pad_size_multiplier", 128),
+    )
+    batch["unconcat_tokens"] = batch["tokens"]
+    batch["tokens"] = packed.tokens
+    batch["packed_seq_params"] = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_kv=packed.cu_seqlens,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+    )
+    return batch
+
+
+def _select(column: Any, indices: list[int]) -> Any:
+    if torch.is_tensor(column):
+        return column[indices]
+    return [column[i] for i in indices]
+
+
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of the model's forward for ``batch``."""
+    inputs: dict[str, Any] = {
+        "input_ids": batch["tokens"],
+        "position_ids": None,
+        "attention_mask": None,
+        "labels": None,
+        "packed_seq_params": batch["packed_seq_params"],
+    }
+    for sample in batch.get("multimodal_train_inputs") or []:
+        for name, value in (sample or {}).items():
+            inputs[name] = torch.cat([inputs[name], value]) if isinstance(inputs.get(name), Tensor) else value
+    return inputs
+
+
+def steps_of(data: RolloutData) -> list[list[list[int]]]:
+    """Return, per optimiser step, the micro-batches of this rank as lists of local sample positions."""
+    steps, start = [], 0
+    for count in data["num_microbatches"]:
+        steps.append([list(map(int, indices)) for indices in data["micro_batch_indices"][start : start + count]])
+        start += count
+    return steps
+
+
+def micro_batch_iterators(
+    args: Namespace, data: RolloutData, micro_batches: list[list[int]], num_chunks: int
+) -> list[Iterator[dict[str, Any]]]:
+    """Return one iterator over ``micro_batches`` per model chunk (virtual pipeline stages each pull every one)."""
+    return [(build_micro_batch(args, data, indices) for indices in micro_batches) for _ in range(num_chunks)]

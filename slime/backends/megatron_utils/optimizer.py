@@ -1,0 +1,111 @@
+"""Optimiser and learning-rate schedule from Megatron's flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.offload import torch_optimizers
+
+
+def train_iterations(args: Namespace) -> int:
+    """Return the number of optimiser steps of the whole run.
+
+    ``num_rollout * rollout_batch_size * n_samples_per_prompt // global_batch_size``, the horizon of the schedule.
+    """
+    return args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+
+
+def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
+    """Return Megatron's optimiser (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated."""
+    import_megatron()
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    names = {field.name for field in dataclasses.fields(OptimizerConfig) if field.init}
+    values = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    config = get_model_config(model[0])
+    values.update(params_dtype=config.params_dtype, bf16=config.bf16, fp16=config.fp16, timers=None)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**values),
+        list(model),
+        use_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
+    )
+    allocate_adam_state(optimizer)
+    return optimizer
+
+
+def allocate_adam_state(optimizer: Any) -> None:
+    """Create the state that ``torch.optim.Adam(W)`` otherwise creates in its first ``step()``.
+
+    Megatron's sharded state dict asserts that it is there, both for a save before the first step and as the target
+    of a load. TransformerEngine's and apex's optimisers look after themselves.
+    """
+    for inner in torch_optimizers(optimizer):
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter].update(
+                        step=torch.zeros((), dtype=torch.float32),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
+
+
+def reset_optimizer_states(optimizer: Any) -> None:
+    """Zero Adam's moments and step counts in place (``--reset-optimizer-states``)."""
+    for inner in torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            if "step" in group:
+                group["step"] = 0
+        for state in inner.state.values():
+            for value in state.values():
+                if torch.is_tensor(value):
+                    value.zero_()
+
+
+def build_scheduler(args: Namespace, optimizer: Any) -> Any:
+    """Return Megatron's ``OptimizerParamScheduler``. Its unit is samples: it advances by the global batch size a step.
+
+    ``--lr-decay-iters`` and ``--lr-wsd-decay-iters`` count optimiser steps; ``--lr-decay-iters`` defaults to the
+    length of the run. Warm-up is ``--lr-warmup-fraction`` of the decay, or ``--lr-warmup-iters`` steps.
+    """
+    import_megatron()
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    batch = args.global_batch_size
+    decay_iters = getattr(args, "lr_decay_iters", None) or max(1, train_iterations(args))
+    decay_steps = decay_iters * batch
+    fraction = getattr(args, "lr_warmup_fraction", None)
+    warmup_steps = (
+        fraction * decay_steps if fraction is not None else (getattr(args, "lr_warmup_iters", 0) or 0) * batch
+    )
+    wsd_iters = getattr(args, "lr_wsd_decay_iters", None)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=getattr(args, "lr_warmup_init", 0.0) or 0.0,
+        max_lr=args.lr,
+        min_lr=getattr(args, "min_lr", None) or 0.0,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=getattr(args, "lr_decay_style", None) or "linear",
+        start_wd=_first(getattr(args, "start_weight_decay", None), args.weight_decay),
+        end_wd=_first(getattr(args, "end_weight_decay", None), args.weight_decay),
+        wd_incr_steps=max(1, train_iterations(args)) * batch,
+        wd_incr_style=getattr(args, "weight_decay_incr_style", None) or "constant",
+        use_checkpoint_opt_param_scheduler=bool(getattr(args, "use_checkpoint_opt_param_scheduler", False)),
+        override_opt_param_scheduler=bool(getattr(args, "override_opt_param_scheduler", False)),
+        wsd_decay_steps=wsd_iters * batch if wsd_iters is not None else None,
+        lr_wsd_decay_style=getattr(args, "lr_wsd_decay_style", None) or "exponential",
+    )
+
+
+def _first(value: float | None, default: float) -> float:
+    return default if value is None else value

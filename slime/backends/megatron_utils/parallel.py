@@ -1,0 +1,64 @@
+"""Where this process stands in Megatron's process groups, readable without importing Megatron.
+
+The loss functions and the context-parallel helpers are public and are used by plugins and unit tests in processes
+that never load Megatron. There, and before ``initialize_megatron``, every dimension has size one.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One parallel dimension as this process sees it: ``rank`` of ``size``, and the process group (None if size 1)."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+
+def _parallel_state() -> Any | None:
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
+def _ranks(group: Any) -> Ranks:
+    return Ranks(group.rank(), group.size(), group if group.size() > 1 else None)
+
+
+def context_parallel() -> Ranks:
+    """Return the position in the context-parallel group."""
+    state = _parallel_state()
+    return _ranks(state.get_context_parallel_group()) if state else Ranks()
+
+
+def tensor_parallel() -> Ranks:
+    """Return the position in the tensor-parallel group."""
+    state = _parallel_state()
+    return _ranks(state.get_tensor_model_parallel_group()) if state else Ranks()
+
+
+def pipeline_parallel() -> Ranks:
+    """Return the position in the pipeline-parallel group."""
+    state = _parallel_state()
+    return _ranks(state.get_pipeline_model_parallel_group()) if state else Ranks()
+
+
+def data_parallel(*, with_context_parallel: bool = False) -> Ranks:
+    """Return the position in the data-parallel group; with ``with_context_parallel`` in the DP x CP group."""
+    state = _parallel_state()
+    return _ranks(state.get_data_parallel_group(with_context_parallel=with_context_parallel)) if state else Ranks()
+
+
+def is_last_stage() -> bool:
+    """Return whether this process holds the last pipeline stage (the one with logits)."""
+    pp = pipeline_parallel()
+    return pp.rank == pp.size - 1
+
+
+def is_main_rank() -> bool:
+    """Return whether this is the one rank that reports metrics: last stage, first of every other dimension."""
+    return is_last_stage() and tensor_parallel().rank == 0 and data_parallel(with_context_parallel=True).rank == 0

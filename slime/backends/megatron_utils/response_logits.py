@@ -1,0 +1,78 @@
+"""From a packed row of logits to what belongs to the response tokens: logits, log-probs, entropies."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.log_probs import log_probs_and_entropy
+from slime.backends.megatron_utils.cp_utils import response_rows_and_targets
+from slime.backends.megatron_utils.parallel import tensor_parallel
+
+
+def get_responses(
+    logits: Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield per sample (logits [n, V_local] float32 divided by the rollout temperature, tokens [n] they predict).
+
+    ``logits`` is [1, T_local, V_local]; n counts the response tokens whose logits this rank holds and may be 0. It
+    copies logits: for log-probs use ``get_log_probs_and_entropy``, which does not.
+    """
+    rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
+    temperature = getattr(args, "rollout_temperature", 1.0)
+    for sample_rows, sample_targets in zip(rows.split(sizes), targets.split(sizes), strict=True):
+        yield logits[0][sample_rows].float() / temperature, sample_targets
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Return (empty tensor, {"log_probs": [...], "entropy": [...]}), one float32 tensor [n_local] per sample.
+
+    ``logits`` [1, T_local, V_local] are divided by ``args.rollout_temperature``; the vocabulary may be split over the
+    tensor-parallel group; padding columns past ``args.vocab_size`` have probability 0. The entropy carries a gradient
+    only when ``args.entropy_coef`` is not 0. The pair has the form of Megatron's loss functions, so this can be passed
+    to its schedules; ``non_loss_data`` is what they pass and has no effect.
+    """
+    del non_loss_data
+    rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
+    log_probs, entropy = log_probs_and_entropy(
+        logits.squeeze(0),
+        targets,
+        rows=rows,
+        tp_group=tensor_parallel().group,
+        vocab_size=getattr(args, "vocab_size", None),
+        chunk_size=getattr(args, "log_probs_chunk_size", -1),
+        temperature=getattr(args, "rollout_temperature", 1.0),
+        with_entropy=with_entropy,
+        entropy_grad=getattr(args, "entropy_coef", 0.0) != 0,
+    )
+    result = {"log_probs": list(log_probs.split(sizes))}
+    if entropy is not None:
+        result["entropy"] = list(entropy.split(sizes))
+    return torch.empty(0, device=logits.device), result
+
+
+def note_finite_samples(batch: dict[str, Any], *columns: Sequence[Tensor]) -> None:
+    """Set ``batch["finite_samples"]`` (bool [samples]): whether all of a sample's values in ``columns`` are finite.
+
+    Read only when a step turns out not to be finite, to name the samples.
+    """
+    flags = [torch.stack([torch.isfinite(values).all() for values in column]) for column in columns]
+    batch["finite_samples"] = torch.stack(flags).all(dim=0).detach()

@@ -1,0 +1,177 @@
+"""What the trainer's integration tests share: flags of a tiny model, rollouts made up from a seed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace:
+    """Return the namespace a trainer reads, for the dense tiny model in ``checkpoint``; no flag parsing involved."""
+    c = json.loads((Path(checkpoint) / "config.json").read_text())
+    rope = c.get("rope_parameters") or {}
+    heads = c["num_attention_heads"]
+    values: dict[str, Any] = {
+        # model
+        "num_layers": c["num_hidden_layers"],
+        "hidden_size": c["hidden_size"],
+        "ffn_hidden_size": c["intermediate_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": c["num_key_value_heads"],
+        "kv_channels": c.get("head_dim") or c["hidden_size"] // heads,
+        "vocab_size": c["vocab_size"],
+        "make_vocab_size_divisible_by": 128,
+        "padded_vocab_size": None,
+        "max_position_embeddings": c["max_position_embeddings"],
+        "normalization": "RMSNorm",
+        "norm_epsilon": c["rms_norm_eps"],
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": c["model_type"] == "qwen2",
+        "qk_layernorm": c["model_type"] == "qwen3",
+        "use_rotary_position_embeddings": True,
+        "position_embedding_type": "rope",
+        "rotary_base": int(rope.get("rope_theta", c.get("rope_theta", 10000))),
+        "rotary_percent": 1.0,
+        "untie_embeddings_and_output_weights": not c.get("tie_word_embeddings", False),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        # parallelism
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "use_distributed_optimizer": True,
+        "distributed_backend": "gloo",
+        "bf16": False,
+        "fp16": False,
+        "seed": 1234,
+        "moe_router_topk": 2,
+        # optimiser
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "min_lr": 0.0,
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 0,
+        "weight_decay": 0.01,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.98,
+        "adam_eps": 1e-8,
+        "clip_grad": 1.0,
+        # rollout and algorithm
+        "hf_checkpoint": str(checkpoint),
+        "load": None,
+        "save": None,
+        "ref_load": None,
+        "num_rollout": 8,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "use_dynamic_batch_size": False,
+        "max_tokens_per_gpu": None,
+        "balance_data": False,
+        "balance_by_flops": False,
+        "data_pad_size_multiplier": 8,
+        "rollout_temperature": 0.7,
+        "log_probs_chunk_size": -1,
+        "loss_type": "policy_loss",
+        "advantage_estimator": "grpo",
+        "compute_advantages_and_returns": True,
+        "normalize_advantages": False,
+        "kl_coef": 0.0,
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.0,
+        "kl_loss_type": "low_var_kl",
+        "use_unbiased_kl": False,
+        "entropy_coef": 0.0,
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "eps_clip_c": None,
+        "gamma": 1.0,
+        "lambd": 1.0,
+        "use_tis": False,
+        "tis_clip": 2.0,
+        "tis_clip_low": 0.0,
+        "use_rollout_logprobs": False,
+        "get_mismatch_metrics": False,
+        "use_opsm": False,
+        "calculate_per_token_loss": False,
+    }
+    unknown = set(overrides) - set(values) - {"num_layers"} - OPTIONAL
+    if unknown:
+        raise TypeError(f"trainer_args got unknown names {sorted(unknown)}")
+    values.update(overrides)
+    return argparse.Namespace(**values)
+
+
+OPTIONAL = {
+    "async_save", "check_for_nan_in_loss_and_grad", "ckpt_step", "custom_loss_function_path", "finetune",
+    "no_load_optim", "no_load_rng", "no_save_optim", "overlap_grad_reduce", "overlap_param_gather", "ref_update_interval", "save_hf",
+    "save_debug_train_data", "use_rollout_entropy", "recompute_loss_function", "custom_tis_function_path",
+    "custom_pg_loss_reducer_function_path", "custom_advantage_function_path", "rollout_data_postprocess_path",
+    "custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path",
+    "custom_megatron_init_path", "log_passrate", "log_multi_turn", "reset_optimizer_states",
+}  # fmt: skip
+
+
+def make_train_data(
+    *, prompts: int = 4, per_prompt: int = 2, vocab_size: int = 256, seed: int = 0, shortest: int = 3, longest: int = 24
+) -> dict[str, list[Any]]:
+    """Return train data of ``prompts * per_prompt`` random samples with prompts of 2 to 9 tokens and masked spans.
+
+    Engine log-probs are made up near those of a uniform policy; rewards are normalised within a prompt's group.
+    """
+    rng = np.random.default_rng(seed)
+    data: dict[str, list[Any]] = {
+        key: []
+        for key in ("tokens", "response_lengths", "loss_masks", "rewards", "raw_reward", "rollout_log_probs",
+                    "sample_indices", "rollout_ids", "rollout_mask_sums", "truncated")
+    }  # fmt: skip
+    for group in range(prompts):
+        prompt = rng.integers(0, vocab_size, rng.integers(2, 10)).tolist()
+        raw = rng.normal(size=per_prompt)
+        for i in range(per_prompt):
+            response = int(rng.integers(shortest, longest + 1))
+            mask = np.ones(response, dtype=int)
+            mask[1::5] = rng.integers(0, 2, len(mask[1::5]))
+            index = group * per_prompt + i
+            data["tokens"].append(prompt + rng.integers(0, vocab_size, response).tolist())
+            data["response_lengths"].append(response)
+            data["loss_masks"].append(mask.tolist())
+            data["rewards"].append(float((raw[i] - raw.mean()) / (raw.std() + 1e-6)))
+            data["raw_reward"].append(float(raw[i]))
+            data["rollout_log_probs"].append((rng.normal(size=response) * 0.1 - np.log(vocab_size)).tolist())
+            data["sample_indices"].append(100 + index)
+            data["rollout_ids"].append(index)
+            data["rollout_mask_sums"].append(int(mask.sum()))
+            data["truncated"].append(0)
+    return data
+
+
+def make_shards(args: argparse.Namespace, data: dict[str, list[Any]], *, dp_size: int) -> list[Any]:
+    """Return the shards that the rollout manager would make of ``data`` for ``dp_size`` ranks."""
+    from slime.batching.columns import RolloutBatch
+    from slime.batching.schedule import build_dp_schedule
+
+    batch = RolloutBatch.from_train_data(data)
+    layout = {
+        "dp_size": dp_size,
+        "cp_size": args.context_parallel_size,
+        "vpp_size": 1,
+        "microbatch_group_size_per_vp_stage": 1,
+    }
+    schedule = build_dp_schedule(
+        args,
+        layout,
+        batch.total_lengths,
+        global_batch_size=args.global_batch_size,
+        rollout_indices=batch.rollout_ids,
+    )
+    return batch.shards(schedule)

@@ -1,0 +1,91 @@
+"""Sleeping frees every storage and waking up restores every byte in place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.offload import Sleeper
+
+
+class Chained:
+    """The part of Megatron's ChainedOptimizer that is read."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+        self.chained_optimizers = [self]
+
+
+def trained() -> tuple[torch.nn.Module, Chained]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    model[2].weight = torch.nn.Parameter(torch.randn(6, 7)[:3])  # a view of a larger storage
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    return model, Chained(optimizer)
+
+
+def test_wake_up_restores_parameters_buffers_and_moments() -> None:
+    model, optimizer = trained()
+    before = copy.deepcopy((model.state_dict(), optimizer.optimizer.state_dict()))
+    pointers = [id(p) for p in model.parameters()]
+    sleeper = Sleeper([model], optimizer)
+
+    freed = sleeper.sleep()
+    tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+    tensors += [v for s in optimizer.optimizer.state.values() for v in s.values() if v.dim()]
+    assert all(t.untyped_storage().nbytes() == 0 for t in tensors)
+    parameters = (5 * 7 + 7) + (7 + 7) + (6 * 7 + 3)  # the larger storage counts whole
+    gradients_and_moments = 3 * ((5 * 7 + 7) + (7 + 7) + (3 * 7 + 3))
+    batch_norm = 2 * 7 * 4 + 8
+    assert freed == 4 * (parameters + gradients_and_moments) + batch_norm
+
+    sleeper.wake_up()
+    assert [id(p) for p in model.parameters()] == pointers
+    after = (model.state_dict(), optimizer.optimizer.state_dict())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert all(bool((p.grad == 0).all()) for p in model.parameters())
+
+
+def test_training_goes_on_as_if_nothing_had_happened() -> None:
+    slept, slept_optimizer = trained()
+    awake, awake_optimizer = trained()
+    sleeper = Sleeper([slept], slept_optimizer)
+    sleeper.sleep()
+    sleeper.wake_up()
+    batch = torch.randn(4, 5)
+    for model, optimizer in ((slept, slept_optimizer), (awake, awake_optimizer)):
+        optimizer.optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.optimizer.step()
+    for a, b in zip(slept.parameters(), awake.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_can_be_read_while_asleep() -> None:
+    model, optimizer = trained()
+    weights = [p.detach().clone() for p in model.parameters()]
+    sleeper = Sleeper([model], optimizer)
+    sleeper.sleep()
+    with sleeper.weights_present():
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+        moments = [v for s in optimizer.optimizer.state.values() for v in s.values() if v.dim()]
+        assert all(m.untyped_storage().nbytes() == 0 for m in moments)
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    sleeper.wake_up()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+    with sleeper.weights_present():  # awake: nothing to do, nothing is freed at the end
+        pass
+    assert all(p.untyped_storage().nbytes() > 0 for p in model.parameters())
+
+
+def test_order_of_calls_is_checked() -> None:
+    sleeper = Sleeper([torch.nn.Linear(1, 1)], None)
+    with pytest.raises(RuntimeError, match="not asleep"):
+        sleeper.wake_up()
+    sleeper.sleep()
+    with pytest.raises(RuntimeError, match="already asleep"):
+        sleeper.sleep()

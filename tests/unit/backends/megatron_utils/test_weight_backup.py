@@ -1,0 +1,39 @@
+"""Weights of several roles take turns in one model without changing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.weight_backup import WeightBackup
+
+
+def test_roles_take_turns_in_the_same_tensors() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    reference = {name: t.clone() for name, t in model.state_dict().items()}
+    backup = WeightBackup([model], active="actor")
+    backup.save("ref")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    actor = {name: t.clone() for name, t in model.state_dict().items()}
+    storage = [p.data_ptr() for p in model.parameters()]
+
+    backup.save("actor")
+    backup.activate("ref")
+    assert all(torch.equal(t, reference[name]) for name, t in model.state_dict().items())
+    backup.activate("actor")
+    assert all(torch.equal(t, actor[name]) for name, t in model.state_dict().items())
+    assert [p.data_ptr() for p in model.parameters()] == storage
+
+    backup.copy("actor", "ref")
+    backup.activate("ref")
+    assert all(torch.equal(t, actor[name]) for name, t in model.state_dict().items())
+
+
+def test_unknown_tag_names_the_known_ones() -> None:
+    backup = WeightBackup([torch.nn.Linear(1, 1)], active="actor")
+    backup.save("ref")
+    with pytest.raises(KeyError, match=r"'teacher'.*ref"):
+        backup.activate("teacher")
