@@ -27,7 +27,7 @@ START_DEADLINE_S = 60.0
 GUARD_TAG = "SLIME_GUARD_ID"
 RUN_TAG = "SLIME_RUN_ID"
 KEEP_ENVIRON = {"SPT_NOENV": "1"}
-"""setproctitle (Ray and SGLang use it) overwrites what ``/proc/<pid>/environ`` shows unless told not to."""
+"""setproctitle (which SGLang uses) overwrites what ``/proc/<pid>/environ`` shows unless told not to."""
 
 
 class ProcessStartError(RuntimeError):
@@ -62,7 +62,10 @@ class _Supervisor:
         """Take in what the supervisor has said (``pid``, ``exit``, ``error``, ``left``), waiting up to ``wait_s``."""
         with self._lock:
             while self._socket.fileno() >= 0 and select.select([self._socket], [], [], wait_s)[0]:
-                data = self._socket.recv(65536)
+                try:
+                    data = self._socket.recv(65536)
+                except ConnectionResetError:  # the supervisor has ended without reading our "stop"
+                    data = b""
                 if not data:
                     break
                 self._buffer += data

@@ -1,0 +1,267 @@
+"""The loop: generate -> train -> sync weights.
+
+The synchronous schedule and the one that overlaps generation with training share every step; they differ only in when
+the next rollout starts. ``train`` surrounds the loop with a start and an end that leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from typing import Any, Protocol
+
+from slime.observability import run_dir
+from slime.observability.logging_utils import finish_tracking, init_tracking, log
+from slime.observability.timer import get_timers, timer
+from slime.ray import cluster
+from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+from slime.ray.program import handle_sigterm, run_as_program
+from slime.ray.rollout_handle import RolloutHandle
+from slime.ray.rollout_metrics import rollout_step
+from slime.utils.misc import should_run_periodic_action
+
+logger = logging.getLogger(__name__)
+
+
+class Rollout(Protocol):
+    """What the loop asks of the rollout side (``slime.ray.rollout_handle.RolloutHandle``)."""
+
+    def start_generate(self, rollout_id: int) -> Any: ...
+    def wait_generate(self, started: Any, rollout_id: int) -> Any: ...
+    def eval(self, rollout_id: int) -> None: ...
+    def save(self, rollout_id: int) -> None: ...
+    def offload(self) -> None: ...
+    def onload_weights(self) -> None: ...
+    def onload_kv(self) -> None: ...
+    def check_weights(self, action: str) -> Any: ...
+    def check_equal_checksums(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """What the loop asks of the trainers (``slime.ray.train_group.RayTrainGroup``)."""
+
+    def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
+    def wait(self, refs: list[Any], what: str) -> list[Any]: ...
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None: ...
+    def update_weights(self, synchronous_loop: bool = True) -> int | None: ...
+    def offload(self) -> None: ...
+    def onload(self) -> None: ...
+    def clear_memory(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Loop:
+    """The steps of a run, and the two orders in which they are taken.
+
+    ``trainer`` is None under ``--debug-rollout-only``. ``rollouts_per_epoch`` places saves and evaluations at epoch
+    ends.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        rollout: Rollout,
+        trainer: Trainer | None,
+        rollouts_per_epoch: int | None,
+        *,
+        overlap: bool,
+    ) -> None:
+        self.args, self.rollout, self.trainer = args, rollout, trainer
+        self.rollouts_per_epoch = rollouts_per_epoch
+        self.overlap = overlap
+
+    def run(self) -> None:
+        """Take the trained weights to the engines, then rollout after rollout until ``--num-rollout``."""
+        args = self.args
+        self.first_sync()
+        if args.num_rollout == 0:
+            self.evaluate(0)
+            return
+        if args.start_rollout_id >= args.num_rollout:
+            logger.warning(
+                "nothing to do: the run starts at rollout %d and --num-rollout is %d",
+                args.start_rollout_id,
+                args.num_rollout,
+            )
+        schedule = self._one_step_ahead if self.overlap else self._one_after_the_other
+        schedule(range(args.start_rollout_id, args.num_rollout))
+        if self.trainer is not None:
+            self.trainer.finish()
+
+    def _one_after_the_other(self, rollout_ids: range) -> None:
+        for rollout_id in rollout_ids:
+            if rollout_id == 0 and not self.args.skip_eval_before_train:
+                self.evaluate(0)
+            data = self.generate(rollout_id)
+            if self.trainer is not None:
+                self.give_devices_to_trainer()
+                self.train(rollout_id, data)
+                self.save(rollout_id)
+                self.give_devices_to_engines()
+                self.sync_weights()
+            self.evaluate_periodically(rollout_id)
+            self.report(rollout_id)
+
+    def _one_step_ahead(self, rollout_ids: range) -> None:
+        """While rollout N is trained on, rollout N + 1 is generated with the weights of before."""
+        started = self.rollout.start_generate(rollout_ids[0]) if rollout_ids else None
+        for rollout_id in rollout_ids:
+            data = self.wait_generate(started, rollout_id)
+            upcoming = rollout_id + 1 if rollout_id + 1 in rollout_ids else None
+            started = None if upcoming is None else self.rollout.start_generate(upcoming)
+            if self.trainer is not None:
+                self.train(rollout_id, data)
+                self.save(rollout_id)
+                if (rollout_id + 1) % self.args.update_weights_interval == 0:
+                    if upcoming is not None:  # so that no rollout is a mixture of two versions
+                        self.wait_generate(started, upcoming)
+                    self.sync_weights()
+            self.evaluate_periodically(rollout_id)
+            self.report(rollout_id)
+
+    # The steps
+
+    def generate(self, rollout_id: int) -> Any:
+        """Return the training data of a rollout that starts now."""
+        return self.wait_generate(self.rollout.start_generate(rollout_id), rollout_id)
+
+    def wait_generate(self, started: Any, rollout_id: int) -> Any:
+        """Return the training data of a rollout that has been started; again when it has been waited for already."""
+        with timer("generate"):
+            return self.rollout.wait_generate(started, rollout_id)
+
+    def train(self, rollout_id: int, data: Any) -> None:
+        """Train every rank on its share of the rollout."""
+        assert self.trainer is not None
+        with timer("train"):
+            self.trainer.wait(self.trainer.async_train(rollout_id, data), f"training on rollout {rollout_id}")
+
+    def save(self, rollout_id: int) -> None:
+        """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count."""
+        assert self.trainer is not None
+        if not self._due(rollout_id, self.args.save_interval, at_the_end=True):
+            return
+        with timer("save"):
+            if self.args.rollout_global_dataset:
+                self.rollout.save(rollout_id)
+            self.trainer.save_model(rollout_id, force_sync=rollout_id == self.args.num_rollout - 1)
+
+    def first_sync(self) -> None:
+        """Take the trainer's weights, loaded or resumed, to the engines before anything is generated."""
+        if self.trainer is None:
+            return
+        if self.args.offload_train:
+            self.trainer.offload()
+        if self.args.debug_train_only:
+            return
+        if self.args.offload_rollout:
+            self.rollout.onload_weights()
+        self.sync_weights()
+        if self.args.check_weight_update_equal and self.args.start_rollout_id == 0:
+            # Engines and trainer have loaded the same checkpoint; a resumed trainer is ahead of the engines' snapshot.
+            self.rollout.check_weights("compare")
+
+    def sync_weights(self) -> None:
+        """Push the trainer's weights to the engines; with ``--check-weight-update-equal`` all must hold the same."""
+        assert self.trainer is not None
+        if self.args.debug_train_only:
+            return
+        with timer("sync_weights"):
+            self.trainer.update_weights(synchronous_loop=not self.overlap)
+        if self.args.check_weight_update_equal:
+            self.rollout.check_equal_checksums()
+        with timer("onload_rollout"):
+            if self.args.offload_rollout:
+                self.rollout.onload_kv()
+
+    def give_devices_to_trainer(self) -> None:
+        """Where engines and trainer take turns: engines off, trainer on."""
+        assert self.trainer is not None
+        with timer("offload_rollout"):
+            if self.args.offload_rollout and not self.args.debug_train_only:
+                self.rollout.offload()
+        with timer("onload_train"):
+            if self.args.offload_train:
+                self.trainer.onload()
+
+    def give_devices_to_engines(self) -> None:
+        """Where they take turns: trainer off, and the engines' memory for weights on."""
+        assert self.trainer is not None
+        with timer("offload_train"):
+            if self.args.offload_train:
+                self.trainer.offload()
+            else:
+                self.trainer.clear_memory()
+        with timer("onload_rollout"):
+            if self.args.offload_rollout and not self.args.debug_train_only:
+                self.rollout.onload_weights()
+
+    def evaluate_periodically(self, rollout_id: int) -> None:
+        """Evaluate after a rollout where ``--eval-interval`` or the end of an epoch says so."""
+        if self._due(rollout_id, self.args.eval_interval, at_the_end=False):
+            self.evaluate(rollout_id)
+
+    def evaluate(self, rollout_id: int) -> None:
+        """Evaluate the engines' present weights, when there are evaluation data sets."""
+        if self.args.eval_interval is not None:
+            with timer("eval"):
+                self.rollout.eval(rollout_id)
+
+    def report(self, rollout_id: int) -> None:
+        """Write and show the seconds of each stage of this step, as seen from here."""
+        seconds = get_timers().drain("perf/stage/")
+        if seconds:
+            log(self.args, seconds | {"rollout/step": rollout_step(self.args, rollout_id)}, "rollout/step")
+        shown = ", ".join(
+            f"{k.split('/')[-1].removesuffix('_time')} {v:.1f} s" for k, v in seconds.items() if v >= 0.05
+        )
+        logger.info("rollout %d of %d done: %s", rollout_id, self.args.num_rollout, shown)
+
+    def _due(self, rollout_id: int, interval: int | None, *, at_the_end: bool) -> bool:
+        last = self.args.num_rollout if at_the_end else None
+        return should_run_periodic_action(rollout_id, interval, self.rollouts_per_epoch, last)
+
+
+class _Done:
+    """The data of a rollout that has been waited for already."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+def train(args: Namespace, *, overlap: bool = False) -> None:
+    """Start everything, run the loop, and end everything. For ``overlap`` see ``Loop``."""
+    run_dir.prepare(args)
+    logger.info("run directory: %s", args.run_dir)
+    rollout: RolloutHandle | None = None
+    finished = False
+    try:
+        groups = create_placement_groups(args)
+        handle_sigterm()  # Ray has put its own handler there
+        init_tracking(args, primary=True)
+        manager, per_epoch = create_rollout_manager(args, groups["rollout"])
+        rollout = RolloutHandle(args, manager)
+        if args.offload_rollout or args.check_weight_update_equal:
+            rollout.prepare_engines()
+        trainer, _ = create_training_models(args, groups, manager)
+        rollout.wait_ready()
+        Loop(args, rollout, trainer, per_epoch, overlap=overlap).run()
+        finished = True
+    finally:
+        _end(rollout, gently=finished)
+
+
+def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
+    """End every process of the run, whatever state it is in. A second Ctrl-C ends the patience, not the duty."""
+    try:
+        if rollout is not None and gently:
+            rollout.dispose()
+        finish_tracking()
+    finally:
+        if cluster.is_connected():
+            cluster.current().shutdown()
+
+
+def run(args: Namespace, *, overlap: bool = False) -> int:
+    """Run ``train`` as a program does; return its exit code."""
+    return run_as_program(args, lambda: train(args, overlap=overlap))

@@ -1,0 +1,253 @@
+"""The Ray cluster a run lives on: its own, in the processes of this host, or one that is already running.
+
+Invariant: after ``shutdown`` no process of the run is left on this host, and if this process is killed before, none is
+left a few seconds later. Every process of a run has ``SLIME_RUN_ID`` in its environment; janitors end what remains.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+import slime
+from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
+
+logger = logging.getLogger(__name__)
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+SLOT = "slime_slot"
+SMALL_MACHINE_BYTES = 64 * 2**30
+SMALL_OBJECT_STORE_BYTES = 1 * 2**30
+JANITOR_DEADLINE_S = 60.0
+CONNECT_SECONDS = 120
+_SOURCE_ROOT = str(Path(slime.__file__).parents[1])
+
+QUIET_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
+}
+NOSET_VISIBLE_DEVICES = (
+    "CUDA_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "NEURON_RT_VISIBLE_CORES",
+    "TPU_VISIBLE_CHIPS",
+    "ONEAPI_DEVICE_SELECTOR",
+)
+"""Ray must not hide devices from workers: ranks choose theirs, and engines see those of their neighbours."""
+
+
+@dataclass
+class Cluster:
+    """The connection of this process to Ray.
+
+    run_id: names the run; in the environment of its every process. own: this process started Ray and ends it.
+    device_type: ``cuda`` or ``cpu``. slot: the resources of one slot, a GPU or a process. node_id: this host's.
+    """
+
+    run_id: str
+    own: bool
+    device_type: Device
+    slot: dict[str, float]
+    node_id: str
+    janitor: Janitor
+    node_janitors: dict[str, Any] = field(default_factory=dict)
+
+    def share_of_slot(self, fraction: float) -> dict[str, Any]:
+        """Return Ray actor options that take ``fraction`` of a slot."""
+        options: dict[str, Any] = {"num_cpus": round(self.slot.get("CPU", 0.0) * fraction, 4)}
+        if "GPU" in self.slot:
+            options["num_gpus"] = self.slot["GPU"] * fraction
+        if SLOT in self.slot:
+            options["resources"] = {SLOT: self.slot[SLOT] * fraction}
+        return options
+
+    def whole_cpu(self) -> dict[str, Any]:
+        """Return Ray actor options of a process that needs no slot: a CPU where there are many, nothing otherwise."""
+        return {"num_cpus": 1 if self.device_type == "cuda" else 0, "num_gpus": 0}
+
+    def environment(self, extra: dict[str, str] | None = None) -> dict[str, dict[str, str]]:
+        """Return the ``runtime_env`` of an actor of this run; ``extra`` wins."""
+        env = {RUN_TAG: self.run_id, **KEEP_ENVIRON, "RAY_USE_UVLOOP": "0"}
+        env |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in NOSET_VISIBLE_DEVICES}
+        env["PYTHONPATH"] = os.pathsep.join(p for p in (_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")) if p)
+        if self.device_type == "cpu":
+            # All processes share few cores; PyTorch's default of one thread per core each would make them fight.
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        return {"env_vars": {**env, **(extra or {})}}
+
+    def watch_nodes(self, node_ids: list[str]) -> None:
+        """Put a janitor on every other node of the run. Raises TimeoutError when one does not start."""
+        strangers = [n for n in dict.fromkeys(node_ids) if n != self.node_id and n not in self.node_janitors]
+        for node_id in strangers:
+            self.node_janitors[node_id] = (
+                ray.remote(NodeJanitor)
+                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+                .remote(self.run_id)
+            )
+        started = [self.node_janitors[n].started.remote() for n in strangers]
+        if len(ray.wait(started, num_returns=len(started), timeout=JANITOR_DEADLINE_S)[0] if started else []) < len(
+            started
+        ):
+            raise TimeoutError(f"the janitors of the nodes {strangers} did not start within {JANITOR_DEADLINE_S:.0f} s")
+
+    def shutdown(self) -> None:
+        """Disconnect, and end what is left of the run on this host (and, through their janitors, elsewhere)."""
+        global _current
+        if _current is self:
+            _current = None
+        for actor in self.node_janitors.values():
+            ray.kill(actor)
+        ray.shutdown()
+        self.janitor.sweep()
+
+
+class NodeJanitor:
+    """An actor that does nothing: when it ends, its child ends what is left of the run on its node."""
+
+    def __init__(self, run_id: str) -> None:
+        self._janitor = start_janitor(f"{RUN_TAG}={run_id}")
+
+    def started(self) -> bool:
+        return True
+
+
+_current: Cluster | None = None
+
+
+def is_connected() -> bool:
+    """Return whether ``connect`` has succeeded and ``shutdown`` has not been called since."""
+    return _current is not None
+
+
+def current() -> Cluster:
+    """Return the connection. Raises RuntimeError before ``connect``."""
+    if _current is None:
+        raise RuntimeError("not connected to Ray yet: call slime.ray.cluster.connect(args) first")
+    return _current
+
+
+def connect(args: Namespace, slots: int) -> Cluster:
+    """Connect to Ray, once per process, and settle what depends on the devices found.
+
+    ``--ray-address``, ``RAY_ADDRESS`` (``ray job submit`` sets it) or an earlier ``ray.init`` join a running
+    cluster; otherwise one is started in processes of this host that listens on loopback only, with ``slots`` slots.
+    Sets ``args.run_id`` and, through ``finalize_for_device``, ``args.device_type`` and its defaults.
+    """
+    global _current
+    if _current is not None:
+        return _current
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    janitor = start_janitor(f"{RUN_TAG}={run_id}")
+    own = _join_or_start(args, run_id, slots)
+    try:
+        totals = ray.cluster_resources()
+        device_type = device_of_cluster(totals, os.environ.get("SLIME_ACCELERATOR"))
+        cluster = Cluster(
+            run_id=run_id,
+            own=own,
+            device_type=device_type,
+            slot=slot_resources(device_type, has_slots=SLOT in totals),
+            node_id=ray.get_runtime_context().get_node_id(),
+            janitor=janitor,
+        )
+        from slime.arguments import finalize_for_device
+
+        args.run_id = run_id
+        finalize_for_device(args, device_type)
+    except BaseException:
+        ray.shutdown()
+        janitor.sweep()
+        raise
+    _current = cluster
+    where = "own Ray" if own else f"Ray at {ray.get_runtime_context().gcs_address}"
+    logger.info("run %s on %s: %s, device %s", run_id, where, describe_resources(totals), device_type)
+    return cluster
+
+
+def device_of_cluster(totals: dict[str, float], override: str | None) -> Device:
+    """Return ``cuda`` or ``cpu``: what ``SLIME_ACCELERATOR`` says, else whether the cluster has GPUs."""
+    if override in ("cpu", "cuda"):
+        return cast(Device, override)
+    return "cuda" if totals.get("GPU", 0) > 0 else "cpu"
+
+
+def slot_resources(device_type: str, *, has_slots: bool) -> dict[str, float]:
+    """Return the resources that one slot reserves.
+
+    A GPU and a CPU; without GPUs the custom resource of a cluster that slime started, or so little of a CPU that
+    any number of slots fits on a foreign cluster.
+    """
+    if device_type == "cuda":
+        return {"GPU": 1.0, "CPU": 1.0}
+    return {SLOT: 1.0} if has_slots else {"CPU": 0.01}
+
+
+def on_slot(pg: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
+    """Return the scheduling of an actor on one slot."""
+    return PlacementGroupSchedulingStrategy(pg, placement_group_bundle_index=bundle)
+
+
+def describe_resources(resources: dict[str, float]) -> str:
+    """Return the countable resources of a cluster or node on one line."""
+    shown = {k: v for k, v in sorted(resources.items()) if k in ("CPU", "GPU", SLOT)}
+    return ", ".join(f"{k} {v:g}" for k, v in shown.items()) or "no CPU, no GPU"
+
+
+def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
+    """Connect; return True when this process started the cluster."""
+    if ray.is_initialized():
+        return False
+    for name, value in QUIET_RAY.items():
+        os.environ.setdefault(name, value)
+    address = args.ray_address or os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
+        try:
+            ray.init(address=address, namespace=f"slime-{run_id}", logging_level=logging.WARNING, log_to_driver=True)
+        except (ConnectionError, ValueError, RuntimeError) as e:
+            origin = "--ray-address" if args.ray_address else "the environment variable RAY_ADDRESS"
+            raise ConnectionError(
+                f"cannot join the Ray cluster {address!r} that {origin} names: {e}. "
+                "Start one with `ray start --head`, or leave both unset to let slime start its own."
+            ) from e
+        return False
+    # Ray's own processes inherit these: the janitor finds them, and workers import what this process can import.
+    os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
+    os.environ.pop(GUARD_TAG, None)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ray.init(
+        address="local",
+        namespace=f"slime-{run_id}",
+        num_cpus=os.cpu_count(),
+        resources={SLOT: max(slots, 1)},
+        object_store_memory=SMALL_OBJECT_STORE_BYTES if memory < SMALL_MACHINE_BYTES else None,
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+        log_to_driver=True,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=_short_temp_dir(),
+    )
+    return True
+
+
+def _short_temp_dir() -> str | None:
+    """Return a directory for Ray's session when the default one would make its socket paths too long, else None."""
+    default = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
+    if default and len(default) > 40 and sys.platform.startswith("linux"):
+        return "/tmp/ray"
+    return None

@@ -1,0 +1,131 @@
+"""From the samples of a rollout to one shard of columns per data-parallel rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.algorithms.rewards import post_process_rewards
+from slime.batching.columns import RolloutBatch, RolloutShard
+from slime.batching.schedule import build_dp_schedule, leftover_positions
+from slime.batching.train_data import build_train_data
+from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CarriedOver:
+    """Samples whose rollouts did not fill a training step; they come first in the next one. Rewards are final."""
+
+    samples: list[Sample]
+    raw_rewards: list[Any]
+    rewards: list[float]
+
+
+class Converter:
+    """Turns each rollout into shards. Samples beyond the last whole step wait for the next rollout, in order."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.train_parallel_config: Mapping[str, int] | None = None
+        self.carried = CarriedOver([], [], [])
+        path = args.custom_convert_samples_to_train_data_path
+        self._convert = load_function(path, "--custom-convert-samples-to-train-data-path") if path else None
+        path = args.custom_reward_post_process_path
+        self._post_process: Any = load_function(path, "--custom-reward-post-process-path") if path else None
+
+    def shards(self, samples: Sequence[Sample]) -> list[RolloutShard]:
+        """Return one shard per data-parallel rank of what ``samples``, after those carried over, train.
+
+        Raises TrainDataError or ScheduleError naming what cannot be right.
+        """
+        if self.train_parallel_config is None:
+            raise RuntimeError("the trainers have not told their parallel layout yet (set_train_parallel_config)")
+        batch = self._batch(list(samples))
+        schedule = build_dp_schedule(
+            self.args,
+            self.train_parallel_config,
+            batch.total_lengths.tolist(),
+            global_batch_size=self.args.global_batch_size,
+            rollout_indices=batch.rollout_ids,
+        )
+        return batch.shards(schedule)
+
+    def _batch(self, fresh: list[Sample]) -> RolloutBatch:
+        old = self.carried
+        raw: list[Any]
+        rewards: list[float]
+        if self._convert is not None:
+            samples = old.samples + fresh
+            batch = RolloutBatch.from_train_data(self._convert(self.args, samples))
+            raw, rewards = [0.0] * len(samples), [0.0] * len(samples)  # the converter makes its own
+        else:
+            fresh_raw, fresh_rewards = self._rewards(fresh)
+            samples = old.samples + fresh
+            raw, rewards = old.raw_rewards + list(fresh_raw), old.rewards + list(fresh_rewards)
+            batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
+        self._carry_over(samples, raw, rewards, batch)
+        return batch
+
+    def _rewards(self, samples: list[Sample]) -> tuple[Sequence[Any], Sequence[float]]:
+        if self._post_process is not None:
+            return self._post_process(self.args, samples)
+        return post_process_rewards(self.args, samples)
+
+    def _carry_over(self, samples: list[Sample], raw: list[Any], rewards: list[Any], batch: RolloutBatch) -> None:
+        ids = batch.rollout_ids
+        positions = leftover_positions(ids, self.args.global_batch_size) if len(ids) == len(samples) else []
+        if positions and len(positions) < len(samples):
+            logger.info("%d samples do not fill a training step and wait for the next rollout", len(positions))
+        # Ids of their own, which no later rollout uses: rollout ids are unique within a rollout only.
+        names: dict[int, int] = {}
+        for position in positions:
+            samples[position].rollout_id = names.setdefault(ids[position], -1 - len(names))
+        self.carried = CarriedOver(
+            [samples[p] for p in positions], [raw[p] for p in positions], [rewards[p] for p in positions]
+        )
+
+    def state(self) -> bytes | None:
+        """Return what is carried over as JSON, None when that is nothing."""
+        if not self.carried.samples:
+            return None
+        state = {
+            "samples": encode_group(self.carried.samples),
+            "raw_rewards": encode_value(self.carried.raw_rewards),
+            "rewards": encode_value(self.carried.rewards),
+        }
+        return json.dumps(state).encode()
+
+    def restore(self, data: bytes | None) -> None:
+        """Undo ``state``."""
+        state = json.loads(data) if data else {"samples": [], "raw_rewards": [], "rewards": []}
+        self.carried = CarriedOver(
+            decode_group(state["samples"]),
+            list(decode_value(state["raw_rewards"])),
+            list(decode_value(state["rewards"])),
+        )
+
+
+def carried_over_path(root: str, rollout_id: int) -> Path:
+    """Return the file of what was carried over after rollout ``rollout_id``, beside the state of the prompts."""
+    return Path(root) / "rollout" / f"carried_over_{rollout_id}.json"
+
+
+def write_carried_over(path: Path, data: bytes | None) -> None:
+    """Write ``data`` whole, or remove the file when there is nothing to carry."""
+    if data is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

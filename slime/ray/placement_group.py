@@ -1,0 +1,193 @@
+"""Placing a run: slots from Ray, the rollout manager, the trainers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from slime.ray import cluster
+from slime.ray.layout import Layout, layout_of, node_sort_key
+from slime.ray.rollout_manager import RolloutManager
+from slime.ray.train_group import RayTrainGroup
+from slime.ray.waiting import Peer, wait_all, wait_one
+
+logger = logging.getLogger(__name__)
+
+Slots: TypeAlias = "tuple[PlacementGroup | None, list[int], list[int]]"
+"""A placement group, the bundle index of every slot in order, and the GPU of every slot on its node."""
+
+SIGN_OF_LIFE_S = 30.0
+MANAGER_THREADS = 16
+MANAGER_START_DEADLINE_S = 600.0
+
+
+class PlacementError(RuntimeError):
+    """The cluster did not give the run its slots in time."""
+
+
+def create_placement_groups(args: Namespace) -> dict[str, Slots]:
+    """Reserve the slots of the run; return those of ``actor``, ``critic`` and ``rollout``.
+
+    Connects to Ray first unless that has been done. Slots are ordered by node address and GPU, so that consecutive
+    ranks share nodes. Raises PlacementError, with what was asked for and what is there, after ``--placement-timeout``.
+    """
+    layout = layout_of(args)
+    cluster.connect(args, layout.slots)
+    if layout.slots == 0:
+        none: Slots = (None, [], [])
+        return {"actor": none, "critic": none, "rollout": none}
+    pg, order, gpu_ids = _reserve(args, layout)
+    trainer = (pg, order, gpu_ids)
+    rollout = (pg, order[layout.rollout_offset :], gpu_ids[layout.rollout_offset :])
+    return {"actor": trainer, "critic": trainer, "rollout": rollout}
+
+
+def create_rollout_manager(args: Namespace, pg: Slots) -> tuple[Any, int | None]:
+    """Start the rollout manager, which starts engines and router in the background.
+
+    Returns its actor handle and the number of rollouts per epoch (None without ``--num-epoch``). Sets
+    ``args.num_rollout`` from ``--num-epoch`` when it is not given. Raises ValueError when an epoch holds no rollout.
+    """
+    here = cluster.current()
+    manager: Any = (
+        ray.remote(RolloutManager)
+        .options(
+            max_concurrency=MANAGER_THREADS,
+            runtime_env=here.environment(),
+            name=f"rollout_manager-{here.run_id}",
+            **here.whole_cpu(),
+        )
+        .remote(args)
+    )
+    peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
+    setup = manager.setup.remote(pg, {"engine_options": here.share_of_slot(0.2), "runtime_env": here.environment()})
+    wait_one(setup, peer, "its start", MANAGER_START_DEADLINE_S)
+    per_epoch: int | None = wait_one(
+        manager.get_num_rollout_per_epoch.remote(), peer, "counting the prompts", MANAGER_START_DEADLINE_S
+    )
+    if args.num_epoch is None and args.num_rollout is not None:
+        per_epoch = None
+    if args.num_rollout is None:
+        if not per_epoch:
+            raise ValueError(
+                f"--num-epoch {args.num_epoch}: the prompts of one epoch do not fill one rollout of "
+                f"--rollout-batch-size {args.rollout_batch_size}; lower it, or give --num-rollout"
+            )
+        args.num_rollout = per_epoch * args.num_epoch
+        logger.info("%d rollouts: %d epochs of %d", args.num_rollout, args.num_epoch, per_epoch)
+        manager.set_num_rollout.remote(args.num_rollout)
+    return manager, per_epoch
+
+
+def create_training_models(
+    args: Namespace, pgs: dict[str, Slots], rollout_manager: Any
+) -> tuple[RayTrainGroup | None, None]:
+    """Start the trainers, load their weights, and return the actor's group (None without training) and the critic's.
+
+    Sets ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was then.
+    """
+    actor: RayTrainGroup | None = None
+    start = 0
+    if not args.debug_rollout_only:
+        with_ref = args.kl_coef != 0 or args.use_kl_loss
+        actor = RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, pgs["actor"], with_ref=with_ref)
+        start = actor.create(rollout_manager)
+    if args.start_rollout_id is None:
+        args.start_rollout_id = start
+    if args.rollout_global_dataset:
+        wait_one(
+            rollout_manager.load.remote(args.start_rollout_id - 1),
+            Peer("the rollout manager"),
+            f"loading the state of the prompts after rollout {args.start_rollout_id - 1}",
+            MANAGER_START_DEADLINE_S,
+        )
+    return actor, None
+
+
+def _reserve(args: Namespace, layout: Layout) -> Slots:
+    here = cluster.current()
+    if here.own:
+        _refuse_what_cannot_fit(here, layout)
+    pg = placement_group([dict(here.slot)] * layout.slots, strategy="PACK", name=f"slime-{here.run_id}")
+    started = time.monotonic()
+    next_sign = SIGN_OF_LIFE_S
+    while not pg.wait(timeout_seconds=1):
+        waited = time.monotonic() - started
+        if waited > args.placement_timeout:
+            message = _what_is_missing(
+                here, layout, f"not placed within --placement-timeout {args.placement_timeout:g} s"
+            )
+            remove_placement_group(pg)
+            raise PlacementError(message)
+        if waited > next_sign:
+            next_sign += SIGN_OF_LIFE_S
+            logger.info("%s", _what_is_missing(here, layout, f"waiting for {waited:.0f} s"))
+    return _in_order(here, pg, layout)
+
+
+def _refuse_what_cannot_fit(here: cluster.Cluster, layout: Layout) -> None:
+    """A cluster of our own does not grow: waiting for more than it has would be waiting for the deadline."""
+    totals = ray.cluster_resources()
+    short = {k: v * layout.slots for k, v in here.slot.items() if v * layout.slots > totals.get(k, 0) + 1e-6}
+    if short:
+        raise PlacementError(_what_is_missing(here, layout, f"more than this machine has ({', '.join(short)})"))
+
+
+def _what_is_missing(here: cluster.Cluster, layout: Layout, state: str) -> str:
+    available = ray._private.state.available_resources_per_node()
+    nodes = [
+        f"  node {n['NodeManagerAddress']}: {cluster.describe_resources(n['Resources'])}"
+        f" (free: {cluster.describe_resources(available.get(n['NodeID'], {}))})"
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    each = ", ".join(f"{k} {v:g}" for k, v in here.slot.items())
+    return (
+        f"{layout.slots} slots of [{each}] are {state}.\n"
+        f"Asked for: {layout.trainer_slots} for training (--actor-num-nodes x --actor-num-gpus-per-node), "
+        f"{layout.rollout_slots} for inference (--rollout-num-gpus)"
+        f"{'' if layout.rollout_offset else ', on the same slots'}.\nThe cluster has:\n" + "\n".join(nodes) + "\n"
+        "Lower these numbers, use --colocate to share slots, or add machines."
+    )
+
+
+class _SlotProbe:
+    """Runs on a slot and says which GPU Ray gave it."""
+
+    def gpu(self) -> int:
+        return int(ray.get_gpu_ids()[0])
+
+
+def _in_order(here: cluster.Cluster, pg: PlacementGroup, layout: Layout) -> Slots:
+    node_of = {int(i): node for i, node in placement_group_table(pg)["bundles_to_node_id"].items()}
+    address_of = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
+    here.watch_nodes(list(node_of.values()))
+    gpus = _probe_gpus(here, pg, layout.slots) if "GPU" in here.slot else list(range(layout.slots))
+    order = sorted(range(layout.slots), key=lambda b: (node_sort_key(address_of[node_of[b]]), gpus[b]))
+    if "GPU" not in here.slot:
+        on_node: dict[str, int] = {}
+        for bundle in order:  # without GPUs, slots of a node are simply numbered
+            gpus[bundle] = on_node[node_of[bundle]] = on_node.get(node_of[bundle], -1) + 1
+    logger.info("slots: %s", ", ".join(f"{address_of[node_of[b]]}/{gpus[b]}" for b in order))
+    return pg, order, [gpus[b] for b in order]
+
+
+def _probe_gpus(here: cluster.Cluster, pg: PlacementGroup, slots: int) -> list[int]:
+    probes: list[Any] = [
+        ray.remote(_SlotProbe)
+        .options(scheduling_strategy=cluster.on_slot(pg, b), runtime_env=here.environment(), **here.share_of_slot(1.0))
+        .remote()
+        for b in range(slots)
+    ]
+    refs = [p.gpu.remote() for p in probes]
+    try:
+        return wait_all(refs, [Peer(f"slot {b}") for b in range(slots)], "asking for its GPU", MANAGER_START_DEADLINE_S)
+    finally:
+        for probe in probes:
+            ray.kill(probe)

@@ -1,0 +1,60 @@
+"""What makes a function of the driver a well-behaved program: signals, exit codes, and failures told briefly."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.observability.logging_utils import configure_logger
+from slime.ray.errors import RemoteFailure, clean_traceback, one_line_kind
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
+    """Run ``body`` and return the exit code: 0 success, 1 failure, 130 Ctrl-C, 143 SIGTERM.
+
+    The cause of a failure is the last thing said; the whole story is in ``<run_dir>/logs/failure.txt``.
+    """
+    configure_logger("driver")
+    handle_sigterm()
+    try:
+        body()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+    except Terminated:
+        print("terminated", file=sys.stderr, flush=True)
+        return 128 + signal.SIGTERM
+    except Exception as e:  # noqa: BLE001  (the program's last resort: told, and turned into an exit code)
+        _tell(args, e)
+        return 1
+    return 0
+
+
+def handle_sigterm() -> None:
+    """Turn SIGTERM into ``Terminated``, so that the run is cleaned up. Does nothing outside the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _raise_terminated)
+
+
+def _raise_terminated(*_: Any) -> None:
+    raise Terminated
+
+
+def _tell(args: Namespace, error: Exception) -> None:
+    details = error.details if isinstance(error, RemoteFailure) and error.details else clean_traceback(error)
+    where = ""
+    if getattr(args, "run_dir", None):
+        path = Path(args.run_dir) / "logs" / "failure.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{one_line_kind(error)}\n\n{details}\n")
+        where = f"\n(details: {path})"
+    print(f"{details}\n\nerror: {one_line_kind(error)}{where}", file=sys.stderr, flush=True)

@@ -1,0 +1,90 @@
+"""The driver's side of the rollout manager: calls that wait with a name and a deadline, and take metrics in."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.observability import tracking
+from slime.ray.waiting import DAY_S, Peer, wait_one
+
+SAVE_DEADLINE_S = 900.0
+DISPOSE_DEADLINE_S = 45.0
+CONTROL_DEADLINE_S = 900.0
+
+
+class RolloutHandle:
+    """Calls to the rollout manager ``manager``. Every wait ends with ``EngineDied`` when an engine dies."""
+
+    def __init__(self, args: Namespace, manager: Any) -> None:
+        self.args, self.manager = args, manager
+        self._peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
+        self._watch = [manager.wait_for_failure.remote()]
+
+    def start_generate(self, rollout_id: int) -> Any:
+        """Start a rollout and return at once what ``wait_generate`` waits for."""
+        return self.manager.generate.remote(rollout_id)
+
+    def wait_generate(self, started: Any, rollout_id: int) -> Any:
+        """Return the training data of a started rollout: a boxed reference per data-parallel rank, or None."""
+        return self._wait(started, f"generating rollout {rollout_id}", DAY_S)
+
+    def eval(self, rollout_id: int) -> None:
+        """Evaluate; its metrics are written when this returns."""
+        self._wait(self.manager.eval.remote(rollout_id), f"evaluating after rollout {rollout_id}", DAY_S)
+
+    def save(self, rollout_id: int) -> None:
+        """Save the state of the prompts as of rollout ``rollout_id``."""
+        self._wait(
+            self.manager.save.remote(rollout_id), f"saving the prompts' state of rollout {rollout_id}", SAVE_DEADLINE_S
+        )
+
+    def offload(self) -> None:
+        """Release the engines' memory."""
+        self._wait(self.manager.offload.remote(), "offloading the engines", CONTROL_DEADLINE_S)
+
+    def onload_weights(self) -> None:
+        """Take back the engines' memory for weights."""
+        self._wait(self.manager.onload_weights.remote(), "onloading the engines' weights", CONTROL_DEADLINE_S)
+
+    def onload_kv(self) -> None:
+        """Take back the engines' memory for generation."""
+        self._wait(self.manager.onload_kv.remote(), "onloading the engines' caches", CONTROL_DEADLINE_S)
+
+    def check_weights(self, action: str) -> Any:
+        """Run an action of the engines' weight checker."""
+        return self._wait(self.manager.check_weights.remote(action), f"weight check {action!r}", CONTROL_DEADLINE_S)
+
+    def check_equal_checksums(self) -> None:
+        """Raise RuntimeError unless all engines hold the same weights."""
+        found = self.check_weights("checksum")
+        if any(entry != found[0] for entry in found):
+            raise RuntimeError(f"after a weight sync the engines hold different weights; their checksums: {found}")
+
+    def prepare_engines(self) -> None:
+        """Before trainers take memory: make stale weights recognisable when they are to be checked, and offload."""
+        self.wait_ready()
+        if self.args.check_weight_update_equal:
+            self.check_weights("snapshot")
+            self.check_weights("reset_tensors")
+        if self.args.offload_rollout:
+            self.offload()
+
+    def wait_ready(self) -> None:
+        """Return when the engines generate; at once when the run has none."""
+        deadline = 2 * self.args.engine_ready_timeout
+        self._wait(self.manager.get_updatable_engines.remote(), "starting the engines", deadline)
+
+    def dispose(self) -> None:
+        """End engines and router and take the last metrics in."""
+        ray.wait([self.manager.dispose.remote()], timeout=DISPOSE_DEADLINE_S)
+
+    def _wait(self, ref: Any, what: str, deadline_s: float) -> Any:
+        result = wait_one(ref, self._peer, what, deadline_s, self._watch)
+        tracking.ingest(
+            wait_one(self.manager.drain_records.remote(), self._peer, "collecting metrics", SAVE_DEADLINE_S)
+        )
+        return result

@@ -1,0 +1,253 @@
+"""The rollout manager: prompts in, one shard of training data per data-parallel rank out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from slime.observability import tracking
+from slime.observability.logging_utils import log
+from slime.observability.samples import write as write_samples
+from slime.ray import rollout_dumps, worker
+from slime.ray.conversion import Converter, carried_over_path, write_carried_over
+from slime.ray.engine_fleet import EngineFleet
+from slime.ray.errors import EngineDied, reports_errors
+from slime.ray.rollout_metrics import eval_metrics, rollout_metrics, rollout_step
+from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
+from slime.servers.types import EngineInfo
+from slime.utils import async_utils
+from slime.utils.http_utils import init_http_client
+from slime.utils.misc import Box, load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOTS_KEPT = 4
+
+
+class RolloutManager:
+    """A Ray actor whose methods run on threads of their own: saving does not wait for a rollout in progress.
+
+    Rollouts and evaluations exclude each other. When an engine dies, the rollout in progress and every later one raise
+    ``EngineDied``, and so does ``wait_for_failure``, on which the driver waits beside everything else.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        worker.begin(args, "rollout_manager")
+        self.args = args
+        self.fleet: EngineFleet | None = None
+        self._generating = threading.Lock()
+        self._failure: Exception | None = None
+        self._over = threading.Event()
+        self._engines_ready = threading.Event()
+        self._carried_snapshots: dict[int, bytes | None] = {}
+
+    @reports_errors
+    def setup(self, pg: Any, wiring: dict[str, Any]) -> None:
+        """Load prompts and hooks; start the engines on the slots ``pg`` in the background."""
+        args = self.args
+        self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
+        self.generate_rollout = load_function(args.rollout_function_path, "--rollout-function-path")
+        self.eval_generate_rollout = load_function(args.eval_function_path, "--eval-function-path")
+        self._log_rollout = _optional(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
+        self._log_eval = _optional(
+            args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
+        )
+        self.converter = Converter(args)
+        if not args.debug_train_only:
+            self.fleet = EngineFleet(args, pg, wiring, self._fail)
+            threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
+
+    # What the driver calls
+
+    @reports_errors
+    def generate(self, rollout_id: int) -> list[Box] | None:
+        """Make the training data of one rollout; return a boxed reference per data-parallel rank.
+
+        None under ``--debug-rollout-only``.
+        """
+        with self._generating:
+            started = time.monotonic()
+            samples, metrics = self._samples(rollout_id)
+            seconds = time.monotonic() - started
+            if self.args.save_debug_rollout_data:
+                rollout_dumps.save(self.args, rollout_id, samples)
+            write_samples(self.args, rollout_id, samples)
+            self._report(rollout_id, samples, metrics, seconds)
+            boxes = None
+            if not self.args.debug_rollout_only:
+                boxes = [Box(ray.put(shard)) for shard in self.converter.shards(samples)]
+            self._snapshot(rollout_id)
+            return boxes
+
+    @reports_errors
+    def eval(self, rollout_id: int) -> None:
+        """Evaluate on every evaluation data set and log the result."""
+        if self.args.debug_train_only:
+            return
+        with self._generating:
+            self._wait_for_engines()
+            output: Any = call_rollout_fn(
+                self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True
+            )
+            if self.args.save_debug_rollout_data:
+                everything = [s for result in output.data.values() for s in iter_samples(result.get("samples") or [])]
+                rollout_dumps.save(self.args, f"eval_{rollout_id}", everything)
+            write_samples(self.args, rollout_id, output.data, evaluation=True)
+            if self._log_eval is None or not self._log_eval(rollout_id, self.args, output.data, output.metrics):
+                self._log(rollout_id, eval_metrics(self.args, output.data) | (output.metrics or {}), "eval/step")
+
+    @reports_errors
+    def save(self, rollout_id: int) -> None:
+        """Save the state of the prompts as it was at the end of rollout ``rollout_id``, also while a later one runs."""
+        if hasattr(self.data_source, "snapshot"):
+            self.data_source.save(rollout_id)
+        else:
+            # A data source that cannot tell past from present: at least not in the middle of a rollout.
+            with self._generating:
+                self.data_source.save(rollout_id)
+        carried = self._carried_snapshots.get(rollout_id)
+        write_carried_over(carried_over_path(self.args.save, rollout_id), carried)
+
+    @reports_errors
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore what ``save(rollout_id)`` saved under ``--load``; nothing happens for a run that starts at 0."""
+        self.data_source.load(rollout_id)
+        if self.args.load and rollout_id is not None and rollout_id >= 0:
+            path = carried_over_path(self.args.load, rollout_id)
+            self.converter.restore(path.read_bytes() if path.exists() else None)
+
+    def get_num_rollout_per_epoch(self) -> int | None:
+        """Return how many rollouts one pass over the prompts makes; None without a prompt data set."""
+        if not self.args.rollout_global_dataset or not len(self.data_source):
+            return None
+        return int(len(self.data_source) // self.args.rollout_batch_size)
+
+    def set_num_rollout(self, num_rollout: int) -> None:
+        self.args.num_rollout = num_rollout
+
+    def set_train_parallel_config(self, config: Mapping[str, int]) -> None:
+        """Learn how the trainers divide the data."""
+        self.converter.train_parallel_config = dict(config)
+
+    @reports_errors
+    def get_updatable_engines(self) -> list[EngineInfo]:
+        """Return the engines that follow the trainer's weights, once they are ready."""
+        if self.fleet is None:
+            return []
+        self._wait_for_engines()
+        return list(self.fleet.infos)
+
+    @reports_errors
+    def offload(self) -> None:
+        """Release the engines' memory (weights and key-value cache)."""
+        self._on_engines(lambda engine: (engine.flush_cache(), engine.release_memory()))
+
+    @reports_errors
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Take engine memory back: everything, or ``tags`` of it."""
+        self._on_engines(lambda engine: engine.resume_memory(tags))
+
+    def onload_weights(self) -> None:
+        """Take back the memory that weights are pushed into."""
+        self.onload(["weights"])
+
+    def onload_kv(self) -> None:
+        """Take back what generation needs besides weights."""
+        self.onload(["kv_cache", "cuda_graph"])
+
+    @reports_errors
+    def check_weights(self, action: str) -> list[Any]:
+        """Run ``action`` of the engines' weight checker (snapshot, reset_tensors, compare, checksum) on all engines."""
+        return self._on_engines(lambda engine: engine.weights_checker(action))
+
+    def wait_for_failure(self) -> None:
+        """Return when the run is over; raise ``EngineDied`` when an engine or the router ends before."""
+        self._over.wait()
+        if isinstance(self._failure, EngineDied):
+            raise self._failure
+
+    def drain_records(self) -> list[Any]:
+        """Return the metrics logged here since the last call."""
+        return tracking.drain()
+
+    def dispose(self) -> None:
+        """End engines and router."""
+        self._over.set()
+        if self.fleet is not None:
+            self.fleet.stop()
+
+    # Inside
+
+    def _start_engines(self) -> None:
+        assert self.fleet is not None
+        try:
+            self.fleet.start()
+            init_http_client(self.args)
+        except Exception as e:
+            logger.exception("the engines did not start")
+            self._fail(EngineDied(str(e)))
+        finally:
+            self._engines_ready.set()
+
+    def _fail(self, failure: EngineDied) -> None:
+        self._failure = failure
+        self._over.set()
+        async_utils.interrupt(failure)
+
+    def _wait_for_engines(self) -> None:
+        """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
+        if self.fleet is not None:
+            self._engines_ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _on_engines(self, action: Any) -> list[Any]:
+        if self.fleet is None:
+            return []
+        self._wait_for_engines()
+        return self.fleet.for_all(action)
+
+    def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any] | None]:
+        """Return the flat samples of a rollout, generated or replayed, and the rollout function's metrics."""
+        if self.args.load_debug_rollout_data:
+            return rollout_dumps.load(self.args, rollout_id), None
+        self._wait_for_engines()
+        output: Any = call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
+        for group in output.samples:
+            check_sibling_rollout_ids(group)
+        return list(iter_samples(output.samples)), output.metrics
+
+    def _report(self, rollout_id: int, samples: list[Sample], metrics: dict[str, Any] | None, seconds: float) -> None:
+        if self.args.load_debug_rollout_data:
+            return
+        if self._log_rollout is not None and self._log_rollout(rollout_id, self.args, samples, metrics, seconds):
+            return
+        self._log(rollout_id, rollout_metrics(self.args, samples, seconds) | (metrics or {}), "rollout/step")
+
+    def _log(self, rollout_id: int, metrics: dict[str, Any], step_key: str) -> None:
+        logger.info("rollout %d: %s", rollout_id, metrics)
+        log(self.args, metrics | {step_key: rollout_step(self.args, rollout_id)}, step_key)
+
+    def _snapshot(self, rollout_id: int) -> None:
+        """Remember the state that ``save(rollout_id)`` is to write, before a later rollout changes it."""
+        if not self.args.save:
+            return
+        if hasattr(self.data_source, "snapshot"):
+            self.data_source.snapshot(rollout_id)
+        self._carried_snapshots[rollout_id] = self.converter.state()
+        for old in itertools.islice(
+            sorted(self._carried_snapshots), max(0, len(self._carried_snapshots) - SNAPSHOTS_KEPT)
+        ):
+            del self._carried_snapshots[old]
+
+
+def _optional(path: str | None, flag: str) -> Any:
+    return load_function(path, flag) if path else None

@@ -1,0 +1,153 @@
+"""What a rollout or an evaluation looked like, in numbers. Pure functions over samples."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from slime.utils.types import Sample
+
+REPETITION_WINDOW = 10_000
+REPETITION_RATIO = 10.0
+
+
+def rollout_step(args: Namespace, rollout_id: int) -> int:
+    """Return the place of a rollout on the ``rollout/step`` axis: its id, or samples trained so far in train steps."""
+    if not args.wandb_always_use_train_step:
+        return rollout_id
+    return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+
+
+def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+    """Return ``rollout/*`` and ``perf/*`` of one training rollout that took ``seconds``; samples are flat (n >= 1)."""
+    found = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
+    found |= {f"rollout/{name}": value for name, value in zero_std_counts(args, samples).items()}
+    found |= {f"perf/{name}": value for name, value in speed_metrics(args, samples, seconds).items()}
+    return found
+
+
+def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return ``eval/*``: per data set its mean reward, the share of truncated samples and what rollouts report too."""
+    found: dict[str, float] = {}
+    for name, result in data.items():
+        rewards = [float(r) for r in result["rewards"]]
+        if not rewards:
+            raise ValueError(f"evaluation data set {name!r} gave no rewards: is it empty?")
+        found[f"eval/{name}"] = sum(rewards) / len(rewards)
+        if samples := result.get("samples"):
+            found |= {f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()}
+        if "truncated" in result:
+            found[f"eval/{name}-truncated_ratio"] = sum(map(bool, result["truncated"])) / len(rewards)
+        if args.log_passrate and samples:
+            groups = _groups(samples, rewards)
+            found |= {f"eval/{name}-{key}": value for key, value in pass_rates(groups).items()}
+    return found
+
+
+def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return what training and evaluation rollouts have in common: lengths, truncation, repetition, cache, versions."""
+    found = statistics([s.effective_response_length for s in samples], "response_len/")
+    found["truncated_ratio"] = _share(s.status == Sample.Status.TRUNCATED for s in samples)
+    found["repetition_frac"] = _share(is_repetitive(s.response) for s in samples)
+    drafts = sum(s.spec_info.spec_draft_token_num for s in samples)
+    if drafts:
+        accepted = sum(s.spec_info.spec_accept_token_num for s in samples)
+        found["spec_accept_rate"] = accepted / drafts
+        verified = sum(s.spec_info.spec_verify_ct for s in samples)
+        found["spec_accept_length"] = sum(s.spec_info.completion_token_num for s in samples) / max(verified, 1)
+    prompt_tokens = sum(s.prefix_cache_info.total_prompt_tokens for s in samples)
+    if prompt_tokens:
+        cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
+        found["prefix_cache_hit_rate"] = cached / prompt_tokens
+        found["avg_cached_tokens_per_sample"] = cached / len(samples)
+    versions = [int(v) for s in samples for v in s.weight_versions if str(v).isdigit()]
+    if versions:
+        found["weight_version/min"], found["weight_version/max"] = float(min(versions)), float(max(versions))
+    if args.log_reward_category:
+        kinds = Counter(s.reward[args.log_reward_category] for s in samples if isinstance(s.reward, dict))
+        found |= {f"error_cat/{kind}": count / len(samples) for kind, count in kinds.items()}
+    return found
+
+
+def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing."""
+    if args.advantage_estimator == "ppo":
+        return {}
+    groups = _groups(samples, [s.get_reward_value(args) for s in samples])
+    flat = [rewards[0] for rewards in groups if len(rewards) > 1 and len(set(rewards)) == 1]
+    counts = Counter(round(float(reward), 1) for reward in flat)
+    return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
+
+
+def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+    """Return the rollout's time and tokens per second, of all response tokens and (``effective_``) of trained ones."""
+    found = {"rollout_time": seconds}
+    elsewhere = [s.non_generation_time for s in samples]
+    if max(elsewhere) > 0:
+        found |= statistics(elsewhere, "non_generation_time/")
+    for prefix, lengths in (
+        ("", [s.response_length for s in samples]),
+        ("effective_", [s.effective_response_length for s in samples]),
+    ):
+        if args.rollout_num_gpus:
+            found[f"{prefix}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / args.rollout_num_gpus
+        found[f"longest_{prefix}sample_tokens_per_sec"] = max(lengths) / seconds
+        if max(elsewhere) > 0:
+            longest = lengths.index(max(lengths))
+            found[f"longest_{prefix}sample_non_generation_time"] = elsewhere[longest]
+            generating = max(seconds - elsewhere[longest], 1e-9)
+            found[f"longest_{prefix}sample_tokens_per_sec_without_non_generation"] = max(lengths) / generating
+    return found
+
+
+def statistics(values: Sequence[float], prefix: str) -> dict[str, float]:
+    """Return mean, median, max and min of ``values`` (n >= 1)."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return {
+        f"{prefix}mean": sum(ordered) / len(ordered),
+        f"{prefix}median": float(median),
+        f"{prefix}max": float(ordered[-1]),
+        f"{prefix}min": float(ordered[0]),
+    }
+
+
+def pass_rates(groups: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Return ``pass@k`` for k = 1, 2, 4, ... up to the smallest group: the chance that one of k samples has reward 1.
+
+    Unbiased estimate of Chen et al. 2021 (arXiv:2107.03374): 1 - C(n - c, k) / C(n, k), averaged over groups.
+    """
+    counts = [(len(group), sum(reward == 1 for reward in group)) for group in groups]
+    smallest = min(n for n, _ in counts)
+    rates = {}
+    k = 1
+    while k <= smallest:
+        rates[f"pass@{k}"] = sum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
+        k *= 2
+    return rates
+
+
+def is_repetitive(text: str) -> bool:
+    """True when the end of a long text compresses so well that it must be repeating itself."""
+    if len(text) <= REPETITION_WINDOW:
+        return False
+    raw = text[-REPETITION_WINDOW:].encode()
+    return len(raw) / len(zlib.compress(raw, level=9)) > REPETITION_RATIO
+
+
+def _groups(samples: Sequence[Sample], values: Sequence[Any]) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for number, (sample, value) in enumerate(zip(samples, values, strict=True)):
+        key = ("alone", number) if sample.group_index is None else sample.group_index
+        groups.setdefault(key, []).append(value)
+    return list(groups.values())
+
+
+def _share(flags: Iterable[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values)

@@ -1,0 +1,123 @@
+"""The Ray actor around one trainer rank: the Megatron trainer and the weight updater."""
+
+from __future__ import annotations
+
+import os
+import socket
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from slime.observability import tracking
+from slime.observability.timer import timer
+from slime.ray import worker
+from slime.ray.errors import reports_errors
+from slime.servers.types import EngineInfo
+from slime.utils.network import get_current_node_ip, get_free_port
+
+FIRST_MASTER_PORT = 20000
+
+
+class TrainRayActor:
+    """One rank. Methods are collective: the group calls them on every rank at once, in the same order.
+
+    Heavy packages are imported when the rank is set up, not before: the actor's process answers at once.
+    """
+
+    def __init__(self, args: Namespace, role: str, rank: int, world_size: int) -> None:
+        self.log_path = worker.begin(args, f"{role}_rank{rank}")
+        self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
+        self._updater: Any = None
+        self._connected_to: list[EngineInfo] = []
+
+    def master(self, loopback: bool) -> tuple[str, int]:
+        """Return the address and a free port of this host, on which the ranks of the group meet."""
+        host = "127.0.0.1" if loopback else get_current_node_ip()
+        # Runs that start together on one host look from different ports on.
+        return host, get_free_port(FIRST_MASTER_PORT + (os.getpid() * 7) % 1000)
+
+    @reports_errors
+    def setup(self, master: tuple[str, int], with_ref: bool) -> tuple[int, dict[str, int]]:
+        """Build and load the trainer; return its first rollout id and its parallel configuration."""
+        os.environ.update(
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK=str(_local_device()),
+        )
+        if self.args.device_type == "cpu" and master[0] == "127.0.0.1":
+            # Otherwise gloo resolves the host's name, which may lead to an interface that is down, or nowhere.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        from slime.backends.megatron_utils.trainer import MegatronTrainer
+
+        self.trainer = MegatronTrainer(self.args, role=self.role, with_ref=with_ref)
+        start = self.trainer.initialize()
+        return start, dict(self.trainer.parallel_config)
+
+    @reports_errors
+    def train(self, rollout_id: int, shards: Sequence[Any], external_data: Any = None) -> dict[str, Any] | None:
+        """Train on this rank's shard (``shards`` are boxed references, one per data-parallel rank)."""
+        shard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)
+        return self.trainer.train(rollout_id, shard, external_data=external_data)
+
+    @reports_errors
+    def save(self, rollout_id: int, force_sync: bool) -> None:
+        self.trainer.save(rollout_id, force_sync=force_sync)
+
+    @reports_errors
+    def update_weights(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
+        """Push the weights to ``engines``; return their new version."""
+        from slime.weight_sync import create_updater
+
+        with timer("update_weights"):
+            if self._updater is None:
+                self._updater = create_updater(self.args, self.trainer, synchronous_loop=synchronous_loop)
+            if engines != self._connected_to:
+                self._updater.connect(engines)
+                self._connected_to = list(engines)
+            return self._updater.update()
+
+    @reports_errors
+    def disconnect(self) -> None:
+        """Close the channels to the engines."""
+        if self._updater is not None and self._connected_to:
+            self._updater.disconnect()
+            self._connected_to = []
+
+    @reports_errors
+    def sleep(self) -> None:
+        self.trainer.sleep()
+
+    @reports_errors
+    def wake_up(self) -> None:
+        self.trainer.wake_up()
+
+    @reports_errors
+    def clear_memory(self) -> None:
+        self.trainer.clear_memory()
+
+    @reports_errors
+    def finish(self) -> None:
+        """Complete what runs in the background (checkpoints being written)."""
+        self.trainer.finish_saving()
+
+    def drain_records(self) -> list[Any]:
+        """Return the metrics logged here since the last call."""
+        return tracking.drain()
+
+
+def _local_device() -> int:
+    """Return the index, among the devices this process sees, of the GPU that Ray gave it; 0 without one."""
+    ids = ray.get_gpu_ids()
+    if not ids:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return int(ids[0]) if not visible else visible.split(",").index(str(ids[0]))
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), names[0])

@@ -1,0 +1,175 @@
+"""The trainers of one role, one actor per rank, driven from the driver."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.observability import tracking
+from slime.ray import cluster
+from slime.ray.train_actor import TrainRayActor
+from slime.ray.waiting import DAY_S, Peer, wait_all, wait_one
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.4
+"""Part of a slot that a trainer rank takes: actor, critic and engine fit on one."""
+START_DEADLINE_S = 3600.0
+SAVE_DEADLINE_S = 3600.0
+OFFLOAD_DEADLINE_S = 900.0
+DRAIN_DEADLINE_S = 60.0
+
+
+class RayTrainGroup:
+    """``num_nodes * num_gpus_per_node`` ranks on the first slots of ``pg``.
+
+    Blocking methods return when every rank has answered, and raise ``RemoteFailure`` as soon as one has failed or an
+    engine has died. ``async_train`` returns references, for ``ray.get`` or for ``wait``.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        num_nodes: int,
+        num_gpus_per_node: int,
+        pg: tuple[Any, list[int], list[int]],
+        *,
+        role: str = "actor",
+        with_ref: bool = False,
+    ) -> None:
+        self.args, self.role, self.with_ref = args, role, with_ref
+        self.world_size = num_nodes * num_gpus_per_node
+        self.num_nodes = num_nodes
+        self._pg = pg
+        self._actors: list[Any] = []
+        self._rollout_manager: Any = None
+        self._watch: list[Any] = []
+
+    # Life of the ranks
+
+    def launch(self) -> None:
+        """Start the rank processes and return at once."""
+        here = cluster.current()
+        pg, bundles, _ = self._pg
+        if len(bundles) < self.world_size:
+            raise ValueError(f"{self.role}: {self.world_size} ranks do not fit on {len(bundles)} slots")
+        self._actors = [
+            ray.remote(TrainRayActor)
+            .options(
+                scheduling_strategy=cluster.on_slot(pg, bundles[rank]),
+                runtime_env=here.environment(self._environment()),
+                **here.share_of_slot(SHARE),
+            )
+            .remote(self.args, self.role, rank, self.world_size)
+            for rank in range(self.world_size)
+        ]
+
+    def create(self, rollout_manager: Any = None) -> int:
+        """Build and load the trainers (see ``launch``); return the first rollout id, on which all ranks must agree."""
+        if not self._actors:
+            self.launch()
+        what = f"starting the {self.role}"
+        loopback = len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
+        master = wait_one(self._actors[0].master.remote(loopback), self._peers()[0], what, START_DEADLINE_S)
+        if rollout_manager is not None:
+            self.set_rollout_manager(rollout_manager)
+        results = self._all("setup", what, START_DEADLINE_S, master, self.with_ref)
+        starts = {start for start, _ in results}
+        if len(starts) != 1:
+            raise RuntimeError(
+                f"the ranks of the {self.role} loaded different checkpoints: their next rollouts are {sorted(starts)}. "
+                "Is --load a directory that every node shares?"
+            )
+        if rollout_manager is not None and self.role == "actor":
+            config = results[0][1]
+            self._wait([rollout_manager.set_train_parallel_config.remote(config)], "telling the manager the layout")
+        return int(starts.pop())
+
+    def set_rollout_manager(self, rollout_manager: Any) -> None:
+        """Take weights to the engines of this manager, and end every wait when one of them dies."""
+        self._rollout_manager = rollout_manager
+        self._watch = [rollout_manager.wait_for_failure.remote()]
+
+    # Work
+
+    def async_train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> list[Any]:
+        """Start one training step on every rank; return one reference per rank.
+
+        ``external_data`` is one reference per rank (a critic's values), or None.
+        """
+        per_rank = external_data if external_data is not None else [None] * self.world_size
+        return [
+            actor.train.remote(rollout_id, rollout_data_ref, external)
+            for actor, external in zip(self._actors, per_rank, strict=True)
+        ]
+
+    def wait(self, refs: Sequence[Any], what: str) -> list[Any]:
+        """Wait for references of ``async_train``; metrics of the ranks are written afterwards."""
+        results = wait_all(refs, self._peers(), what, DAY_S, self._watch)
+        self._collect()
+        return results
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Save a checkpoint of iteration ``rollout_id``."""
+        self._all("save", f"saving the {self.role} after rollout {rollout_id}", SAVE_DEADLINE_S, rollout_id, force_sync)
+
+    def update_weights(self, synchronous_loop: bool = True) -> int | None:
+        """Push the weights to the engines; return their new version, None when the run has no engines."""
+        if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
+            return None
+        engines = self._wait([self._rollout_manager.get_updatable_engines.remote()], "asking for the engines")[0]
+        if not engines:
+            return None
+        deadline = 4 * self.args.weight_sync_timeout
+        versions = self._all("update_weights", "pushing weights", deadline, engines, synchronous_loop)
+        return int(versions[0])
+
+    def offload(self) -> None:
+        """Move the trainers' state off their devices."""
+        self._all("sleep", f"offloading the {self.role}", OFFLOAD_DEADLINE_S)
+
+    def onload(self) -> None:
+        """Undo ``offload``."""
+        self._all("wake_up", f"onloading the {self.role}", OFFLOAD_DEADLINE_S)
+
+    def clear_memory(self) -> None:
+        """Give cached device memory back."""
+        self._all("clear_memory", f"clearing memory of the {self.role}", OFFLOAD_DEADLINE_S)
+
+    def finish(self) -> None:
+        """Complete checkpoints that are still being written, and take in the last metrics."""
+        self._all("finish", f"completing the {self.role}'s checkpoints", SAVE_DEADLINE_S)
+        self._collect()
+
+    # Inside
+
+    def _peers(self) -> list[Peer]:
+        logs = Path(self.args.run_dir) / "logs"
+        return [Peer(f"{self.role} rank {r}", logs / f"{self.role}_rank{r}.log") for r in range(self.world_size)]
+
+    def _all(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]:
+        refs = [getattr(actor, method).remote(*args) for actor in self._actors]
+        return wait_all(refs, self._peers(), what, deadline_s, self._watch)
+
+    def _wait(self, refs: list[Any], what: str) -> list[Any]:
+        return wait_all(
+            refs, [Peer("the rollout manager")] * len(refs), what, self.args.engine_ready_timeout * 2, self._watch
+        )
+
+    def _collect(self) -> None:
+        refs = [actor.drain_records.remote() for actor in self._actors]
+        for records in wait_all(refs, self._peers(), "collecting metrics", DRAIN_DEADLINE_S, self._watch):
+            tracking.ingest(records)
+
+    def _environment(self) -> dict[str, str]:
+        env = {
+            "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"),
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1"),
+        }
+        return env | {key: str(value) for key, value in (self.args.train_env_vars or {}).items()}

@@ -1,0 +1,48 @@
+"""What every actor process of a run does first: belong to the run, and log to its own file."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from slime.observability.logging_utils import configure_logger, init_tracking
+from slime.observability.run_dir import log_path
+from slime.utils.process_guard import guard_self
+
+TO_DRIVER = ("slime.observability.progress",)
+"""Loggers whose INFO records the driver's terminal shows too (through Ray); of the others it shows warnings."""
+
+
+class _ForDriver(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or record.name in TO_DRIVER
+
+
+def begin(args: Namespace, component: str) -> Path:
+    """Make this actor process part of the run and return its log file, ``<run_dir>/logs/<component>.log``.
+
+    Everything the process and its libraries print goes there, C++ output included; warnings and progress also reach
+    the driver's terminal. Metrics logged in this process wait to be drained. What the process starts ends with it.
+    """
+    guard_self()
+    path = log_path(args, component)
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    configure_logger(component)
+    handler = logging.StreamHandler(terminal)
+    handler.addFilter(_ForDriver())
+    handler.setFormatter(logging.Formatter(f"[{component}] %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    init_tracking(args, primary=False)
+    return path

@@ -1,0 +1,18 @@
+"""Train with generation one step ahead of training. Flags: ``python train_async.py --help``."""
+
+import sys
+
+from slime.arguments import parse_args
+
+
+def train(args):
+    from slime import driver  # after the arguments: a mistyped flag is answered at once
+
+    driver.train(args, overlap=True)
+
+
+if __name__ == "__main__":
+    parsed = parse_args()
+    from slime import driver
+
+    sys.exit(driver.run(parsed, overlap=True))
