@@ -1,0 +1,26 @@
+"""What every function of the stand-in does."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NoReturn
+
+
+def missing(name: str) -> Callable[..., NoReturn]:
+    """Return a function that raises and names ``name``."""
+
+    def raise_missing(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} is not available in CPU engines: image input needs a machine with CUDA.")
+
+    raise_missing.__name__ = name.rpartition(".")[2]
+    return raise_missing
+
+
+def module_getattr(module: str) -> Callable[[str], Callable[..., NoReturn]]:
+    """Return a module-level ``__getattr__`` for which every public name is a missing function."""
+
+    def getattr_(name: str) -> Callable[..., NoReturn]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return missing(f"{module}.{name}")
+
+    return getattr_

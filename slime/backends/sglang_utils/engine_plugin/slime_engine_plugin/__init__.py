@@ -1,0 +1,20 @@
+"""What slime adds to a stock SGLang server, through SGLang's own plugin framework (``sglang.srt.plugins``).
+
+The directory that holds this package is on the ``PYTHONPATH`` of engine processes only; SGLang finds the entry point in
+the ``.dist-info`` beside it and calls :func:`register` in each of its processes. See ``pause.py``, ``cpu.py`` and
+``start.py`` for the hooks and the reason for each.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Register all hooks that apply on this machine."""
+    import torch
+
+    from slime_engine_plugin import cpu, pause, start
+
+    pause.register()
+    if not torch.cuda.is_available():
+        cpu.register()
+        start.register()

@@ -1,0 +1,53 @@
+"""Flush the prefix cache while requests wait, so that they survive a weight update.
+
+``POST /pause_generation {"mode": "retract"}`` takes all running requests off the batch, frees their KV cache and puts
+them into the waiting queue with the tokens they have. A stock server then refuses to flush (400), because it asks for
+an empty waiting queue too: the prefix tree would keep values of the old weights. A request in the queue of a paused
+engine holds no cache, so flushing is safe; after ``/continue_generation`` it is prefilled again under the new
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+def flush_with_waiting_requests(flush_cache: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Around ``Scheduler.flush_cache``: of a paused engine, do not count queued requests that hold no KV cache."""
+    waiting = scheduler.waiting_queue
+    may_hide = (
+        scheduler._engine_paused
+        and scheduler.disaggregation_mode == DisaggregationMode.NULL
+        and not any(request.kv.holds_kv for request in waiting)
+    )
+    if not (waiting and may_hide):
+        return flush_cache(scheduler, *args, **kwargs)
+    scheduler.waiting_queue = []
+    try:
+        flushed = flush_cache(scheduler, *args, **kwargs)
+    finally:
+        scheduler.waiting_queue = waiting
+    if flushed:
+        forget_prefix_matches(waiting)
+    return flushed
+
+
+def forget_prefix_matches(requests: list[Any]) -> None:
+    """Drop what the scheduling policy remembers of the old tree; the match is made anew when a request is scheduled."""
+    import torch
+
+    for request in requests:
+        request.prefix_indices = torch.empty((0,), dtype=torch.int64)
+        request.last_node = None
+        request.num_matched_prefix_tokens = 0
+
+
+def register() -> None:
+    """Register the hook."""
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache", flush_with_waiting_requests, HookType.AROUND
+    )

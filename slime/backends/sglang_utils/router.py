@@ -1,0 +1,172 @@
+"""A router as a child process of the caller."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import slime
+from slime.backends.sglang_utils.errors import RouterStartError, with_last_lines
+from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
+from slime.backends.sglang_utils.router_args import choose_package, router_fields
+from slime.servers import router_client
+from slime.servers.errors import RouterError
+from slime.servers.types import EngineInfo
+from slime.utils.network import _wrap_ipv6
+from slime.utils.process_guard import GuardedProcess, spawn
+
+logger = logging.getLogger(__name__)
+
+LAST_LINES = 30
+PORT_ATTEMPTS = 3
+READY_DEADLINE_S = 60.0
+WORKER_DEADLINE_S = 60.0
+_POLL_S = 0.1
+_SOURCE_ROOT = str(Path(slime.__file__).parents[1])
+
+
+class RouterProcess:
+    """Start, watch and stop a router. It ends when this process ends, by SIGKILL too.
+
+    ``port`` None is chosen at the start, and again when another process takes it first: ``url`` is final once
+    :meth:`wait_ready` has returned. Engines are added and removed while it runs.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        host: str,
+        port: int | None = None,
+        *,
+        log_path: str | Path,
+        name: str = "router",
+        pd_disaggregation: bool = False,
+    ) -> None:
+        self.args, self.host, self.port, self.name = args, host, port, name
+        self.log_path = Path(log_path)
+        self.package = choose_package(args)
+        self._chooses_port = port is None
+        self._pd_disaggregation = pd_disaggregation
+        self._api_key: str | None = getattr(args, "sglang_api_key", None)
+        self._process: GuardedProcess | None = None
+        self._options: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL of the router."""
+        return f"http://{_wrap_ipv6(self.host)}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None before the start."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the router and return at once."""
+        if self._process is not None and self._process.poll() is None:
+            raise RuntimeError(f"{self.name} runs already (pid {self.pid})")
+        if self._chooses_port:
+            self.port = reserve_ports(1)[0]
+        prometheus_port = getattr(self.args, "router_prometheus_port", None) or reserve_ports(1)[0]
+        fields = router_fields(
+            self.args,
+            host=self.host,
+            port=int(self.port or 0),
+            prometheus_port=prometheus_port,
+            pd_disaggregation=self._pd_disaggregation,
+        )
+        fd, options = tempfile.mkstemp(prefix="slime-router-", suffix=".json")
+        with os.fdopen(fd, "w") as file:
+            json.dump(fields, file)
+        self._options = Path(options)
+        command = [sys.executable, "-m", "slime.backends.sglang_utils.router_main", self.package, options]
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join(p for p in (_SOURCE_ROOT, env.get("PYTHONPATH", "")) if p)
+        self._process = spawn(command, env, self.log_path, self.name)
+        logger.info("%s: %s, pid %d, %s, log %s", self.name, self.package, self._process.pid, self.url, self.log_path)
+
+    def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
+        """Return when the router answers.
+
+        Raises:
+            RouterStartError: it exited, or does not answer within ``deadline_s`` seconds. The message holds its last
+                log
+                lines; the process has been ended.
+        """
+        deadline = time.monotonic() + deadline_s
+        attempts = 1
+        while True:
+            ended = self.poll()
+            if ended is not None:
+                if self._chooses_port and attempts < PORT_ATTEMPTS and looks_like_port_conflict(self.last_lines()):
+                    logger.warning("%s: another process took port %s; starting again", self.name, self.port)
+                    attempts += 1
+                    self.stop()
+                    self.start()
+                    continue
+                self.stop()
+                raise RouterStartError(ended)
+            try:
+                router_client.list_workers(self.url, api_key=self._api_key)
+            except RouterError as e:
+                if time.monotonic() > deadline:
+                    what = f"{self.name} at {self.url} does not answer after {deadline_s:g} s ({e})."
+                    message = with_last_lines(what, self.log_path, self.last_lines())
+                    self.stop()
+                    raise RouterStartError(message) from e
+                time.sleep(_POLL_S)
+                continue
+            self._remove_options()
+            return
+
+    def add_engine(
+        self, engine: EngineInfo, *, bootstrap_port: int | None = None, deadline_s: float = WORKER_DEADLINE_S
+    ) -> None:
+        """Send requests to ``engine`` too; return when the router lists it as healthy.
+
+        Raises ``RouterError`` when the router refuses, ``RouterTimeoutError`` when it does not within ``deadline_s``
+        seconds.
+        """
+        router_client.add_worker(
+            self.url,
+            engine.url,
+            worker_type=engine.worker_type,
+            bootstrap_port=bootstrap_port,
+            api_key=engine.api_key,
+        )
+        router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
+
+    def remove_engine(self, engine: EngineInfo) -> bool:
+        """Send no more requests to ``engine``; False when the router does not list it."""
+        return router_client.remove_worker(self.url, engine.url, api_key=self._api_key)
+
+    def poll(self) -> str | None:
+        """Return None while the router runs, else what ended it, with its last log lines."""
+        if self._process is None:
+            return f"{self.name} has not been started."
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+        return with_last_lines(f"{self.name} (pid {self.pid}, {self.url}) {how}.", self.log_path, self.last_lines())
+
+    def last_lines(self, n: int = LAST_LINES) -> list[str]:
+        """Return the last ``n`` lines that the router has logged since its last start."""
+        return self._process.last_lines(n) if self._process else []
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End the router; nothing happens when it is not running."""
+        if self._process is not None:
+            self._process.stop(grace_s)
+        self._remove_options()
+
+    def _remove_options(self) -> None:
+        if self._options is not None:
+            self._options.unlink(missing_ok=True)
+            self._options = None

@@ -1,0 +1,187 @@
+"""The command line of an engine: what slime decides, and every ``--sglang-*`` flag that the user set."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.arguments.passthrough import catalog
+
+Record = Mapping[str, Any]
+
+NOT_FORWARDED = frozenset({"config", "help"})
+"""``config`` would replace the whole command line; the flags below it say the same thing one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """One node of one engine, as the run places it.
+
+    Attributes:
+        rank: number of the engine process among all of the run (seeds its sampling).
+        host: address to bind.
+        port: HTTP port.
+        nccl_port: port of the engine's own process group.
+        num_gpus: GPUs of the whole engine; without CUDA, processes.
+        base_gpu_id: first GPU of this node that the engine uses.
+        dist_init_addr: ``host:port`` of the engine's node 0, for an engine that spans nodes.
+        nnodes: nodes of the engine.
+        node_rank: which of them this is.
+        model_path: checkpoint to load.
+        worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
+        bootstrap_port: of a prefill worker.
+        overrides: SGLang fields that win over the run's flags (from a deployment file).
+    """
+
+    rank: int
+    host: str
+    port: int
+    nccl_port: int
+    num_gpus: int
+    model_path: str
+    base_gpu_id: int = 0
+    dist_init_addr: str | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    worker_type: str = "regular"
+    bootstrap_port: int | None = None
+    overrides: Mapping[str, Any] | None = None
+
+
+def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Record] | None = None) -> list[str]:
+    """Return the command that starts one node of one engine: ``python -m sglang.launch_server ...``.
+
+    Args:
+        args: the run's arguments. Its ``sglang_*`` attributes that differ from SGLang's defaults are forwarded.
+        spec: the engine.
+        records: SGLang's argument list; default: that of the installed version.
+
+    The API key is not on the command line, where every user of the host could read it: see :func:`secret_fields`.
+
+    Raises:
+        ValueError: the installed SGLang has no field of ``spec.overrides``, or the sizes do not fit together.
+    """
+    records = catalog.records(catalog.SGLANG) if records is None else records
+    by_dest = {r["dest"]: r for r in records}
+    fields = forwarded_fields(args, records)
+    fields.update(_owned_fields(args, spec))
+    fields.update(_worker_fields(spec))
+    if spec.worker_type == "decode":
+        fields.pop("enable_hierarchical_cache", None)
+    fields.update(spec.overrides or {})
+    for name in secret_fields(args):
+        fields.pop(name, None)
+    unknown = sorted(set(fields) - set(by_dest))
+    if unknown:
+        raise ValueError(
+            f"SGLang {catalog.installed_version(catalog.SGLANG)} has no argument {', '.join(unknown)}. Expected names "
+            "of its server arguments (underscores, no prefix); see `python -m sglang.launch_server --help`."
+        )
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in fields.items():
+        command += flag_words(by_dest[name], value)
+    return command
+
+
+def secret_fields(args: Namespace) -> dict[str, str]:
+    """Return the fields that go into a private file instead of the command line."""
+    fields = {name: getattr(args, f"sglang_{name}", None) for name in ("api_key", "admin_api_key")}
+    return {name: str(value) for name, value in fields.items() if value}
+
+
+def forwarded_fields(args: Namespace, records: Sequence[Record]) -> dict[str, Any]:
+    """Return the SGLang fields whose ``sglang_<name>`` attribute differs from SGLang's default."""
+    fields = {}
+    for record in records:
+        name = record["dest"]
+        attribute = f"sglang_{name}"
+        if name not in NOT_FORWARDED and hasattr(args, attribute) and getattr(args, attribute) != record["default"]:
+            fields[name] = getattr(args, attribute)
+    return fields
+
+
+def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
+    """The fields that slime decides for every engine."""
+    pp_size = int(getattr(args, "sglang_pp_size", None) or 1)
+    if spec.num_gpus % pp_size:
+        raise ValueError(
+            f"An engine of {spec.num_gpus} GPUs (--rollout-num-gpus-per-engine) cannot have {pp_size} pipeline stages "
+            "(--sglang-pp-size): the second must divide the first."
+        )
+    on_cuda = getattr(args, "device_type", "cuda") != "cpu"
+    fields: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "trust_remote_code": bool(getattr(args, "trust_remote_code", False)),
+        "random_seed": (getattr(args, "seed", None) or 0) + spec.rank * getattr(args, "num_gpus_per_node", 8),
+        "host": spec.host,
+        "port": spec.port,
+        "nccl_port": spec.nccl_port,
+        "nnodes": spec.nnodes,
+        "node_rank": spec.node_rank,
+        "base_gpu_id": spec.base_gpu_id,
+        "gpu_id_step": 1,
+        "tp_size": spec.num_gpus // pp_size,
+        "pp_size": pp_size,
+        "skip_server_warmup": True,
+        "enable_memory_saver": on_cuda and bool(getattr(args, "offload_rollout", False)),
+        "enable_metrics": on_cuda or bool(getattr(args, "sglang_enable_metrics", False)),
+    }
+    if spec.dist_init_addr:
+        fields["dist_init_addr"] = spec.dist_init_addr
+    if getattr(args, "use_rollout_routing_replay", False):
+        fields["enable_return_routed_experts"] = True
+    if getattr(args, "fp16", False):
+        fields["dtype"] = "float16"
+    return fields
+
+
+def _worker_fields(spec: EngineSpec) -> dict[str, Any]:
+    if spec.worker_type == "prefill":
+        return {
+            "disaggregation_mode": "prefill",
+            "load_balance_method": "follow_bootstrap_room",
+            "disaggregation_bootstrap_port": spec.bootstrap_port,
+        }
+    if spec.worker_type == "decode":
+        return {"disaggregation_mode": "decode"}
+    if spec.worker_type == "encoder":
+        return {"encoder_only": True}
+    if spec.worker_type != "regular":
+        raise ValueError(f"worker_type is one of regular, prefill, decode, encoder; got {spec.worker_type!r}")
+    return {}
+
+
+def flag_words(record: Record, value: Any) -> list[str]:
+    """Return the words of one flag: empty when ``value`` is what leaving the flag out means.
+
+    Args:
+        record: the flag's entry in the argument list.
+        value: the value its attribute shall have.
+    """
+    flag = max((o for o in record["options"] if not o.startswith("--no-")), key=len)
+    action = record["action"]
+    if action in ("true", "false"):
+        return [flag] if bool(value) == (action == "true") else []
+    if action == "tristate":
+        if value is None:
+            return []
+        negative = next(o for o in record["options"] if o.startswith("--no-"))
+        return [flag if value else negative]
+    if value is None or value == record["default"]:
+        return []
+    if action == "append":
+        return [word for item in value for word in (flag, _word(item, record))]
+    if record["nargs"] in ("+", "*") and not isinstance(value, str):
+        return [flag, *(_word(item, record) for item in value)]
+    # The = form: a value may begin with a dash.
+    return [f"{flag}={_word(value, record)}"]
+
+
+def _word(value: Any, record: Record) -> str:
+    if isinstance(value, (dict, list)) or (record["kind"] == "json" and not isinstance(value, str)):
+        return json.dumps(value)
+    return str(value)

@@ -1,0 +1,67 @@
+"""The blocking HTTP call under the engine and router clients."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import requests
+
+from slime.servers.errors import ServerError
+
+
+class BlockingHttp:
+    """Calls to one server. Thread-safe: each thread has its own connection.
+
+    ``api_key`` is sent as a bearer token. Proxy settings of the environment are ignored. ``timeout`` (s) is what a call
+    may take when it names none. ``error`` and ``timeout_error`` are the classes raised.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        timeout: float,
+        error: type[ServerError],
+        timeout_error: type[ServerError],
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._error, self._timeout_error = error, timeout_error
+        self._local = threading.local()
+
+    def get(self, path: str, *, timeout: float | None = None, hint: str = "") -> requests.Response:
+        """GET ``path``; raises the error class for a status from 400 up."""
+        return self._call("GET", path, None, timeout, hint)
+
+    def post(self, path: str, body: Any = None, *, timeout: float | None = None, hint: str = "") -> requests.Response:
+        """POST ``body`` as JSON (``{}`` when None)."""
+        return self._call("POST", path, {} if body is None else body, timeout, hint)
+
+    def delete(self, path: str, *, timeout: float | None = None, hint: str = "") -> requests.Response:
+        """DELETE ``path``."""
+        return self._call("DELETE", path, None, timeout, hint)
+
+    def _call(self, method: str, path: str, body: Any, timeout: float | None, hint: str) -> requests.Response:
+        url = f"{self.url}{path}"
+        seconds = self.timeout if timeout is None else timeout
+        try:
+            reply = self._session().request(method, url, json=body, timeout=(min(seconds, 10.0), seconds))
+        except requests.Timeout as e:
+            raise self._timeout_error(method, url, status=None, body=f"none within {seconds:g} s", hint=hint) from e
+        except requests.RequestException as e:
+            raise self._error(method, url, status=None, body=f"{type(e).__name__}: {e}", hint=hint) from e
+        if reply.status_code >= 400:
+            raise self._error(method, url, status=reply.status_code, body=reply.text, hint=hint)
+        return reply
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = requests.Session()
+            session.trust_env = False
+            session.headers.update(self._headers)
+            self._local.session = session
+        return session

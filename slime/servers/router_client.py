@@ -1,0 +1,86 @@
+"""Blocking control of a router: which engines it sends requests to."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slime.servers.errors import RouterError, RouterTimeoutError
+from slime.servers.http import BlockingHttp
+
+_POLL_S = 0.2
+_TIMEOUT_S = 30.0
+
+
+def _http(router_url: str, api_key: str | None) -> BlockingHttp:
+    return BlockingHttp(
+        router_url, api_key=api_key, timeout=_TIMEOUT_S, error=RouterError, timeout_error=RouterTimeoutError
+    )
+
+
+def add_worker(
+    router_url: str,
+    engine_url: str,
+    *,
+    worker_type: str = "regular",
+    bootstrap_port: int | None = None,
+    api_key: str | None = None,
+) -> None:
+    """Register an engine. The router answers at once and makes it ready later: see :func:`wait_worker_ready`.
+
+    Raises:
+        ValueError: a prefill worker without ``bootstrap_port``.
+        RouterError: the router refused or cannot be reached.
+    """
+    body: dict[str, Any] = {"url": engine_url, "worker_type": worker_type}
+    if worker_type == "prefill":
+        if bootstrap_port is None:
+            raise ValueError(f"Prefill worker {engine_url} has no bootstrap port; the router needs it.")
+        body["bootstrap_port"] = bootstrap_port
+    if api_key:
+        body["api_key"] = api_key
+    _http(router_url, api_key).post("/workers", body)
+
+
+def list_workers(router_url: str, *, api_key: str | None = None) -> list[dict[str, Any]]:
+    """Return the router's workers: each has at least ``id``, ``url`` and ``is_healthy``."""
+    return list(_http(router_url, api_key).get("/workers").json()["workers"])
+
+
+def find_worker(router_url: str, engine_url: str, *, api_key: str | None = None) -> dict[str, Any] | None:
+    """Return the router's entry of ``engine_url``, or None."""
+    wanted = engine_url.rstrip("/")
+    return next((w for w in list_workers(router_url, api_key=api_key) if w["url"].rstrip("/") == wanted), None)
+
+
+def wait_worker_ready(
+    router_url: str, engine_url: str, *, deadline_s: float = 60.0, api_key: str | None = None
+) -> dict[str, Any]:
+    """Wait until the router lists ``engine_url`` as healthy; return its entry.
+
+    Raises:
+        RouterTimeoutError: it does not within ``deadline_s`` seconds; the message shows the last entry seen.
+    """
+    deadline = time.monotonic() + deadline_s
+    while True:
+        worker = find_worker(router_url, engine_url, api_key=api_key)
+        if worker is not None and worker.get("is_healthy"):
+            return worker
+        if time.monotonic() > deadline:
+            raise RouterTimeoutError(
+                "GET",
+                f"{router_url}/workers",
+                status=200,
+                body=f"worker {engine_url} is {'not listed' if worker is None else worker} after {deadline_s:g} s",
+                hint="The router asks the engine for its health and model before it lists it; see both logs.",
+            )
+        time.sleep(_POLL_S)
+
+
+def remove_worker(router_url: str, engine_url: str, *, api_key: str | None = None) -> bool:
+    """Take ``engine_url`` off the router; False when the router does not list it."""
+    worker = find_worker(router_url, engine_url, api_key=api_key)
+    if worker is None:
+        return False
+    _http(router_url, api_key).delete(f"/workers/{worker['id']}")
+    return True

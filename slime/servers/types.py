@@ -1,0 +1,26 @@
+"""What the planes know about a running engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """One engine: a SGLang server, on one host or several.
+
+    Attributes:
+        url: base URL of its node-0 server, ``http://host:port``.
+        num_gpus: engine ranks (tensor times pipeline size); without CUDA, slots.
+        gpu_offset: index of its first GPU or slot among the run's reordered ones.
+        worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
+        rank: number of the engine among all engines of the run.
+        api_key: bearer token the server asks for; None on loopback. Left out of ``repr``, so it reaches no log.
+    """
+
+    url: str
+    num_gpus: int = 1
+    gpu_offset: int = 0
+    worker_type: str = "regular"
+    rank: int = 0
+    api_key: str | None = field(default=None, repr=False)

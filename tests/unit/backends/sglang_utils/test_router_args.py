@@ -1,0 +1,84 @@
+"""Which router is started, and with which options."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from slime.arguments.passthrough import catalog
+from slime.backends.sglang_utils.router_args import choose_package, router_fields
+from slime.backends.sglang_utils.router_main import router_options
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
+
+
+def test_sglang_router_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "sglang_router", "smg")
+    assert choose_package(Namespace(router_policy="cache_aware")) == "sglang_router"
+    assert choose_package(Namespace()) == "sglang_router"
+
+
+def test_a_policy_that_only_smg_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "sglang_router", "smg")
+    assert choose_package(Namespace(router_policy="consistent_hashing")) == "smg"
+    assert choose_package(Namespace(router_policy="random", router_decode_policy="consistent_hashing")) == "smg"
+    installed(monkeypatch, "sglang_router")
+    with pytest.raises(ValueError, match=r"consistent_hashing.*`smg`.*not installed.*--router-policy manual"):
+        choose_package(Namespace(router_policy="consistent_hashing"))
+
+
+def test_without_any_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "smg")
+    assert choose_package(Namespace(router_policy="random")) == "smg"
+    installed(monkeypatch)
+    with pytest.raises(ValueError, match="No router is installed"):
+        choose_package(Namespace(router_policy="random"))
+
+
+def run_args(**fields: Any) -> Namespace:
+    args = Namespace(**{r["dest"]: r["default"] for r in catalog.records(catalog.ROUTER)})
+    vars(args).update(fields)
+    return args
+
+
+def test_only_flags_that_were_set_and_what_slime_decides() -> None:
+    args = run_args(router_policy="manual", router_balance_abs_threshold=10, sglang_router_request_timeout_secs=77)
+    assert router_fields(args, host="127.0.0.1", port=3000) == {
+        "policy": "manual",
+        "balance_abs_threshold": 10,
+        "host": "127.0.0.1",
+        "port": 3000,
+        "disable_circuit_breaker": True,
+        "disable_health_check": True,
+        "request_timeout_secs": 77,
+        "shutdown_grace_period_secs": 1,
+        "worker_startup_check_interval": 1,
+    }
+
+
+def test_requests_may_take_hours_by_default() -> None:
+    assert router_fields(run_args(), host="h", port=1)["request_timeout_secs"] == 14400
+
+
+def test_prefill_and_decode_workers_the_key_and_metrics() -> None:
+    fields = router_fields(run_args(sglang_api_key="k"), host="h", port=1, prometheus_port=4000, pd_disaggregation=True)
+    assert (fields["pd_disaggregation"], fields["api_key"]) == (True, "k")
+    assert (fields["prometheus_port"], fields["prometheus_host"]) == (4000, "h")
+
+
+@dataclass
+class FakeRouterArgs:
+    host: str = "0.0.0.0"
+    policy: str = "random"
+
+
+def test_options_reach_the_routers_own_class() -> None:
+    assert router_options(FakeRouterArgs, {"policy": "manual"}) == FakeRouterArgs(policy="manual")
+    with pytest.raises(ValueError, match=r"no option polic; it has: host, policy"):
+        router_options(FakeRouterArgs, {"polic": "manual"})

@@ -1,0 +1,180 @@
+"""The command line of an engine."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from typing import Any
+
+import pytest
+
+from slime.arguments.passthrough import catalog
+from slime.backends.sglang_utils.server_args import (
+    EngineSpec,
+    build_server_args,
+    flag_words,
+    forwarded_fields,
+    secret_fields,
+)
+
+
+def parse(command: list[str]) -> Namespace:
+    """Read a command line as SGLang would, with a parser made from its argument list."""
+    assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    parser = ArgumentParser(allow_abbrev=False)
+    for r in catalog.records(catalog.SGLANG):
+        options, common = r["options"], {"dest": r["dest"], "default": r["default"]}
+        if r["action"] == "true":
+            parser.add_argument(*options, action="store_true", dest=r["dest"])
+        elif r["action"] == "tristate":
+            parser.add_argument(
+                *(o for o in options if not o.startswith("--no-")), action=BooleanOptionalAction, **common
+            )
+        else:
+            kind = {"int": int, "float": float}.get(r["kind"], str)
+            parser.add_argument(*options, nargs=r["nargs"], type=kind, **common)
+    return parser.parse_args(command[3:])
+
+
+def spec(**fields: Any) -> EngineSpec:
+    defaults = {"rank": 0, "host": "127.0.0.1", "port": 15000, "nccl_port": 15001, "num_gpus": 1, "model_path": "/m"}
+    return EngineSpec(**{**defaults, **fields})
+
+
+def run_args(**fields: Any) -> Namespace:
+    """The run's arguments: SGLang's defaults, as parsing leaves them, with ``fields`` on top."""
+    args = Namespace(**{f"sglang_{r['dest']}": r["default"] for r in catalog.records(catalog.SGLANG)})
+    vars(args).update({"seed": 1234, "num_gpus_per_node": 8, "device_type": "cuda", **fields})
+    return args
+
+
+def test_what_slime_decides() -> None:
+    got = parse(build_server_args(run_args(trust_remote_code=True), spec(rank=3, host="10.0.0.4", num_gpus=4)))
+    assert (got.model_path, got.host, got.port, got.nccl_port) == ("/m", "10.0.0.4", 15000, 15001)
+    assert got.random_seed == 1234 + 3 * 8
+    assert (got.tp_size, got.pp_size, got.nnodes, got.node_rank, got.base_gpu_id) == (4, 1, 1, 0, 0)
+    assert got.trust_remote_code
+    assert got.skip_server_warmup
+    assert got.enable_metrics
+    assert not got.enable_memory_saver
+
+
+def test_remote_code_is_not_trusted_unless_asked() -> None:
+    assert not parse(build_server_args(run_args(trust_remote_code=False), spec())).trust_remote_code
+
+
+def test_the_memory_saver_follows_offloading_on_cuda_only() -> None:
+    def saver(**fields: Any) -> bool:
+        return bool(parse(build_server_args(run_args(**fields), spec())).enable_memory_saver)
+
+    assert saver(offload_rollout=True)
+    assert not saver(offload_rollout=False)
+    assert not saver(offload_rollout=True, device_type="cpu")
+
+
+def test_an_engine_over_two_nodes() -> None:
+    got = parse(
+        build_server_args(run_args(), spec(num_gpus=16, nnodes=2, node_rank=1, dist_init_addr="10.0.0.4:15002"))
+    )
+    assert (got.tp_size, got.nnodes, got.node_rank, got.dist_init_addr) == (16, 2, 1, "10.0.0.4:15002")
+
+
+def test_pipeline_stages_divide_the_engine() -> None:
+    got = parse(build_server_args(run_args(sglang_pp_size=2), spec(num_gpus=8)))
+    assert (got.tp_size, got.pp_size) == (4, 2)
+    with pytest.raises(ValueError, match=r"engine of 8 GPUs.*--sglang-pp-size"):
+        build_server_args(run_args(sglang_pp_size=3), spec(num_gpus=8))
+
+
+def test_a_flag_left_at_its_default_is_not_forwarded() -> None:
+    assert forwarded_fields(run_args(), catalog.records(catalog.SGLANG)) == {}
+
+
+def test_flags_that_were_set_are_forwarded_in_every_form() -> None:
+    args = run_args(
+        sglang_dtype="float32",
+        sglang_mem_fraction_static=0.3,
+        sglang_disable_overlap_schedule=True,
+        sglang_attention_backend="torch_native",
+        sglang_cuda_graph_bs_decode=[1, 2, 4],
+        sglang_dllm_fdfo=False,
+        sglang_preferred_sampling_params='{"temperature": 0.5}',
+        sglang_json_model_override_args='{"max_position_embeddings": 64}',
+        sglang_chat_template="-odd-",
+        sglang_dp_size=2,
+        sglang_ep_size=4,
+    )
+    got = parse(build_server_args(args, spec()))
+    assert (got.dtype, got.mem_fraction_static, got.attention_backend) == ("float32", 0.3, "torch_native")
+    assert got.disable_overlap_schedule
+    assert got.cuda_graph_bs_decode == [1, 2, 4]
+    assert got.dllm_fdfo is False
+    assert got.preferred_sampling_params == '{"temperature": 0.5}'
+    assert got.json_model_override_args == '{"max_position_embeddings": 64}'
+    assert got.chat_template == "-odd-"
+    assert (got.dp_size, got.ep_size) == (2, 4)
+
+
+def test_arguments_parsed_without_an_inference_side_are_enough() -> None:
+    got = parse(build_server_args(Namespace(seed=None, device_type="cpu", sglang_device="cpu"), spec()))
+    assert (got.device, got.random_seed, got.enable_metrics) == ("cpu", 0, False)
+
+
+def test_fp16_runs_load_fp16() -> None:
+    assert parse(build_server_args(run_args(fp16=True), spec())).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("worker_type", "expected"),
+    [
+        ("prefill", {"disaggregation_mode": "prefill", "load_balance_method": "follow_bootstrap_room"}),
+        ("decode", {"disaggregation_mode": "decode", "enable_hierarchical_cache": False}),
+        ("encoder", {"encoder_only": True, "enable_hierarchical_cache": True}),
+    ],
+)
+def test_workers_with_one_task(worker_type: str, expected: dict[str, Any]) -> None:
+    args = run_args(sglang_enable_hierarchical_cache=True)
+    got = vars(parse(build_server_args(args, spec(worker_type=worker_type, bootstrap_port=9000))))
+    assert {name: got[name] for name in expected} == expected
+    assert got["disaggregation_bootstrap_port"] == (9000 if worker_type == "prefill" else 8998)
+
+
+def test_an_unknown_worker_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 'verifier'"):
+        build_server_args(run_args(), spec(worker_type="verifier"))
+
+
+def test_overrides_win_and_unknown_ones_are_refused() -> None:
+    args = run_args(sglang_mem_fraction_static=0.3)
+    assert parse(build_server_args(args, spec(overrides={"mem_fraction_static": 0.7}))).mem_fraction_static == 0.7
+    with pytest.raises(ValueError, match="no argument mem_fraction_statik"):
+        build_server_args(args, spec(overrides={"mem_fraction_statik": 0.7}))
+
+
+def test_the_key_is_kept_off_the_command_line() -> None:
+    args = run_args(sglang_api_key="s3cret", sglang_admin_api_key="adm1n")
+    assert secret_fields(args) == {"api_key": "s3cret", "admin_api_key": "adm1n"}
+    assert not any("s3cret" in word or "adm1n" in word for word in build_server_args(args, spec()))
+
+
+def test_a_whole_config_file_of_the_user_is_not_forwarded() -> None:
+    assert not any("config" in word for word in build_server_args(run_args(sglang_config="deploy.yaml"), spec()))
+
+
+@pytest.mark.parametrize(
+    ("record", "value", "words"),
+    [
+        ({"options": ["--x"], "action": "true", "default": False}, False, []),
+        ({"options": ["--drop-cache"], "action": "false", "default": True}, False, ["--drop-cache"]),
+        ({"options": ["--drop-cache"], "action": "false", "default": True}, True, []),
+        ({"options": ["--x"], "action": "append", "default": None, "kind": "str", "nargs": None}, ["a", "b"],
+         ["--x", "a", "--x", "b"]),
+        ({"options": ["--x"], "action": "value", "default": None, "kind": "json", "nargs": None}, {"a": [1]},
+         ['--x={"a": [1]}']),
+        ({"options": ["-x", "--x-long"], "action": "value", "default": 1, "kind": "int", "nargs": None}, 2,
+         ["--x-long=2"]),
+        ({"options": ["--x"], "action": "value", "default": 1, "kind": "int", "nargs": None}, None, []),
+    ],
+)  # fmt: skip
+def test_words_of_one_flag(record: dict[str, Any], value: Any, words: list[str]) -> None:
+    assert flag_words(record, value) == words
