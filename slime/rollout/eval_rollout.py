@@ -69,7 +69,7 @@ def eval_sampling_params(args: Any, config: Any) -> dict[str, Any]:
 
 def _make_samples(config: Any, dataset: Dataset) -> list[tuple[int, Sample]]:
     """Return ``(copy number, sample)`` of every prompt, numbered in order."""
-    samples = []
+    samples: list[tuple[int, Sample]] = []
     for prompt_number, prompt in enumerate(dataset.samples):
         for number in range(config.n_samples_per_eval_prompt):
             sample = copy.deepcopy(prompt)

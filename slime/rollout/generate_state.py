@@ -78,9 +78,8 @@ async def gather_or_cancel(coros: list[Any]) -> list[Any]:
 
 
 async def cancel_all(tasks: Any) -> None:
-    """Cancel the tasks that are not done and wait until all are."""
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
+    """Cancel the tasks that are not done and wait until all are; their results and errors are dropped."""
+    tasks = list(tasks)
+    for task in tasks:
         task.cancel()
-    if pending:
-        await asyncio.gather(*pending, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)

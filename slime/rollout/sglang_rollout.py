@@ -176,10 +176,13 @@ async def _generate_once(args: Any, sample: Sample, sampling_params: dict[str, A
 def _tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
     limit = sampling_params.get("max_new_tokens")
     context = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
-    if limit is None and context is None:
+    room = None if context is None else int(context) - len(sample.tokens)
+    left = None if limit is None else int(limit) - sample.response_length
+    if left is not None and (room is None or left < 0):
+        return left
+    if room is None:
         raise ValueError("the response has no length limit: set --rollout-max-response-len")
-    left = context - len(sample.tokens) if limit is None else limit - sample.response_length
-    return left if context is None or left < 0 else max(0, min(left, context - len(sample.tokens)))
+    return max(0, room if left is None else min(left, room))
 
 
 def _prompt_token_ids(state: GenerateState, sample: Sample) -> list[int]:
@@ -218,7 +221,7 @@ async def _call_generate(
             f"generate function {getattr(fn, '__qualname__', fn)} returned {type(result).__name__} for sample "
             f"index={sample.index}; expected a Sample or a list of Samples"
         )
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 async def generate_and_rm(

@@ -108,9 +108,9 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
             )
             if not done:
                 raise TimeoutError(
-                    f"rollout {collection.rollout_id}: no group finished for {stall_s:g} s (2 x --rollout-request-timeout); "
-                    f"{len(collection.accepted)} of {target} are done, {len(state.pendings)} in flight, the oldest: "
-                    f"{state.groups_in_flight.describe_oldest()}"
+                    f"rollout {collection.rollout_id}: no group finished for {stall_s:g} s "
+                    f"(2 x --rollout-request-timeout); {len(collection.accepted)} of {target} are done, "
+                    f"{len(state.pendings)} in flight, the oldest: {state.groups_in_flight.describe_oldest()}"
                 )
             for group in _results_in_order(done, state):
                 before = len(collection.accepted)
@@ -131,14 +131,17 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
 
 def _results_in_order(done: set[asyncio.Task[Any]], state: Any) -> list[Group]:
     """Return the results of finished tasks ordered by sample index; raise the first failure."""
-    results = []
+    results, failures = [], []
     for task in done:
         group = state.groups_in_flight.take(task)
         error = task.exception()
-        if error is not None:
+        if error is None:
+            results.append(task.result())
+        else:
             error.add_note(f"while generating group {first_index(group)} (samples {_indices(group)})")
-            raise error
-        results.append(task.result())
+            failures.append((first_index(group), error))
+    if failures:
+        raise min(failures, key=lambda failure: failure[0])[1]
     return sorted(results, key=first_index)
 
 

@@ -100,7 +100,7 @@ def build_messages(
     """Return the row's prompt: as it is, or as chat messages when ``as_conversation``.
 
     With ``multimodal_keys`` (media type -> column) the placeholders ``<image>``, ``<video>``, ``<audio>`` in string
-    contents are replaced, in order, by the items of those columns. Raises AssertionError when they do not come out even.
+    contents are replaced, in order, by the items of those columns. Raises AssertionError for surplus ones.
     """
     prompt = _column(row, prompt_key, "prompt", where)
     if isinstance(prompt, np.ndarray):

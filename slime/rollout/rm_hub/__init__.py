@@ -125,5 +125,5 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     """Return the rewards of several samples: from ``args.custom_rm_path`` called with the list, or one by one."""
     path = getattr(args, "custom_rm_path", None)
     if path is not None:
-        return await load_function(path, "--custom-rm-path")(args, samples, **kwargs)  # type: ignore[no-any-return]
+        return await load_function(path, "--custom-rm-path")(args, samples, **kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))

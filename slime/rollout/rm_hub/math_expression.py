@@ -79,9 +79,7 @@ def equal_values(first: str, second: str) -> bool:
         rng = random.Random(0)
         zeros = 0
         for _ in range(1 if not symbols else 6):
-            point = {
-                s: sympy.Rational(rng.randint(3, 9973) * rng.choice((-1, 1)), rng.randint(11, 997)) for s in symbols
-            }
+            point = {s: sympy.Rational(rng.choice((-1, 1)) * rng.randint(3, 9973), 997) for s in symbols}
             value = difference.subs(point).evalf(30, maxn=200)
             if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo):
                 continue

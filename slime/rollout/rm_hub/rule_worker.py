@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.rm_hub.errors import RewardTimeout
@@ -114,14 +115,7 @@ def _equal_values(given: str, truth: str) -> bool:
     return grade_answer_sympy(given, truth)
 
 
-def _sleep(seconds: float) -> float:
-    import time
-
-    time.sleep(seconds)
-    return seconds
-
-
-_QUESTIONS = {"equal_values": _equal_values, "sleep": _sleep}
+_QUESTIONS: dict[str, Callable[..., Any]] = {"equal_values": _equal_values}
 
 
 def _serve(limit_s: float) -> None:
