@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.arguments import parse
-
 LENGTHS = (13, 7, 20)  # tokens of the packed sequences
 
 
 def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
     """Return the parsed arguments of a run on ``checkpoint``, on the CPU."""
-    from slime.arguments import finalize_for_device
+    from slime.arguments import finalize_for_device, parse_args
     from tools.tiny_model import megatron_flags
 
-    args = parse(
-        "--hf-checkpoint", checkpoint, "--train-backend", "megatron", *megatron_flags(checkpoint), *flags
-    )
+    required = [
+        "--hf-checkpoint", checkpoint, "--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1,
+        "--prompt-data", "prompts.jsonl", "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 1,
+    ]  # fmt: skip
+    rope = json.loads((Path(checkpoint) / "config.json").read_text())["rope_parameters"]
+    scaling = ["--use-rope-scaling", "--rope-scaling-factor", rope["factor"]] if rope["rope_type"] == "llama3" else []
+    args = parse_args([str(x) for x in (*required, *megatron_flags(checkpoint), *scaling, *flags)])
     finalize_for_device(args, "cpu")
     return args
 

@@ -67,7 +67,7 @@ def model_dims(args: Namespace, config: Any) -> Dims:
 def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family: Family) -> list[Weight]:
     """Return this rank's weights in the order of its modules.
 
-    The output layer of a model with tied embeddings is the input embedding. Raises KeyError for a parameter that the
+    The output layer of a model with tied embeddings is the input embedding. Raises ValueError for a parameter that the
     family's map does not know.
     """
     weights = []

@@ -50,11 +50,11 @@ class Family:
     def find(self, megatron_name: str) -> tuple[Rule, int | None]:
         """Return the rule for a global Megatron name, and its layer number.
 
-        Raises KeyError, naming the family, for a parameter that the map does not know.
+        Raises ValueError, naming the family, for a parameter that the map does not know.
         """
         template, layer = as_template(megatron_name)
         if template not in self._by_template:
-            raise KeyError(
+            raise ValueError(
                 f"the weight map of {self.name!r} has no rule for the parameter {megatron_name!r}; it knows "
                 f"{sorted(self._by_template)}. Do the model flags describe the checkpoint?"
             )

@@ -1,0 +1,182 @@
+"""What ``tests/integration/test_megatron_layouts.py`` runs on each of its ranks."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.support.dense_attention import zigzag
+from tests.support.megatron_model import model_args, run_forward, switch_layout
+
+TP2 = ("--tensor-model-parallel-size", 2)
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "dp2": (),
+    "tp2": TP2,
+    "tp2-sp": (*TP2, "--sequence-parallel"),
+    "pp2": ("--pipeline-model-parallel-size", 2),
+    "cp2": ("--context-parallel-size", 2),
+}
+ATTENTION_LENGTHS = [8, 12, 4]
+
+
+def everything(checkpoints: dict[str, str], scratch: str) -> dict[str, Any]:
+    """Run all checks of this module, layout after layout, in one process per rank."""
+    from slime.backends.megatron_utils import import_megatron
+
+    import_megatron()
+    results: dict[str, Any] = {"errors": {}}
+    for layout, flags in LAYOUTS.items():
+        first = next(iter(checkpoints.values()))
+        switch_layout(model_args(first, *flags))
+        for name, checkpoint in checkpoints.items():
+            export_dir = Path(scratch) / f"{name}-{layout}"
+            results[f"{layout}/{name}"] = logits_and_weights(checkpoint, layout, flags, export_dir)
+        if layout == "cp2":
+            results["attention"] = attention_under_cp()
+        if layout == "dp2":
+            results["errors"] = errors(checkpoints, Path(scratch))
+            results["frozen"] = frozen(first)
+        if layout == "tp2":
+            results["seeds"] = seeds()
+    return results
+
+
+def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], export_dir: Path) -> dict[str, Any]:
+    """Return this rank's logits and the Hugging Face weights it sees; under TP2 and PP2 also export the model."""
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
+
+    layers = json.loads((Path(checkpoint) / "config.json").read_text())["num_hidden_layers"]
+    uneven = ("--decoder-first-pipeline-num-layers", 1) if layout == "pp2" and layers % 2 else ()
+    args = model_args(checkpoint, *flags, *uneven)
+    model = get_model(args)
+    load_hf(model, checkpoint, args)
+    if layout in ("tp2", "pp2"):
+        export_hf(model, args, export_dir, max_shard_bytes=60_000)
+    own = list(iter_hf_weights(model, args))
+    return {
+        "forward": run_forward(model, args),
+        "weights": [(name, tensor.clone()) for name, tensor in iter_hf_weights(model, args, gather_pp=True)],
+        "described": [(n, s) for n, s, _ in describe_hf_weights(model, args)] == [(n, tuple(t.shape)) for n, t in own],
+    }
+
+
+def attention_inputs() -> list[torch.Tensor]:
+    """Return the same ``q [t, 4, 8], k [t, 2, 8], v [t, 2, 8]`` and output gradient ``[t, 4, 8]`` everywhere."""
+    generator = torch.Generator().manual_seed(3)
+    total = sum(ATTENTION_LENGTHS)
+    return [torch.randn(total, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
+
+
+def attention_config(**overrides: Any) -> SimpleNamespace:
+    """Return what TorchCoreAttention reads of a TransformerConfig."""
+    values = {
+        "softmax_type": "vanilla", "window_size": None, "qk_clip": False, "log_max_attention_logit": False,
+        "hierarchical_context_parallel_sizes": None, "hybrid_context_parallel": False, "kv_channels": 8,
+        "attention_dropout": 0.0, "sequence_parallel": False,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **overrides})
+
+
+def attention_under_cp() -> dict[str, torch.Tensor]:
+    """Return this rank's part of the output and of the gradients of a packed, grouped-query attention."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from slime.backends.megatron_utils.core_attention import TorchCoreAttention
+
+    module = TorchCoreAttention(attention_config(), 1, AttnMaskType.causal, "self")
+    rank, size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    local = [zigzag(x, ATTENTION_LENGTHS, rank, size) for x in attention_inputs()]
+    q, k, v = (x.clone().requires_grad_() for x in local[:3])
+    cu = torch.tensor([0, *ATTENTION_LENGTHS]).cumsum(0).int()
+    out = module(q, k, v, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu))
+    out = out.view(q.shape)
+    out.backward(local[3])
+    return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
+
+
+def _message(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except (ValueError, RuntimeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing was raised"
+
+
+def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
+    """Return the messages for checkpoints and directories that must be refused."""
+    from safetensors.torch import load_file, save_file
+
+    from slime.backends.megatron_utils.initialize import initialize_megatron
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import export_hf, load_hf
+
+    source = checkpoints["qwen3"]
+    args = model_args(source)
+    model = get_model(args, wrap_with_ddp=False)
+    tensors = load_file(Path(source) / "model.safetensors")
+    rank = torch.distributed.get_rank()
+
+    def load_with(name: str, changed: dict[str, torch.Tensor], **config: Any) -> str:
+        directory = scratch / f"bad-{name}-{rank}"
+        directory.mkdir()
+        text = json.loads((Path(source) / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**text, **config}))
+        save_file(changed, directory / "model.safetensors")
+        return _message(lambda: load_hf(model, directory, args))
+
+    q = "model.layers.1.self_attn.q_proj.weight"
+    far = "model.layers.2.mlp.up_proj.weight"
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    frozen_args = Namespace(**{**vars(args), "freeze_params_name_list": ["no_such_parameter"]})
+    virtual = Namespace(**{**vars(args), "virtual_pipeline_model_parallel_size": 2})
+    return {
+        "good": load_with("good", {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+        "missing": load_with("missing", {n: t for n, t in tensors.items() if n != q}),
+        "layer": load_with("layer", {**tensors, far: torch.ones(2)}),
+        "bias": load_with("bias", {**tensors, bias: torch.ones(64)}),
+        "shape": load_with("shape", {**tensors, q: tensors[q][:-1].clone()}),
+        "family": load_with("family", tensors, model_type="gpt_oss"),
+        "tied": _message(lambda: load_hf(get_model(args, wrap_with_ddp=False), checkpoints["llama"], args)),
+        "into-source": _message(lambda: export_hf(model, args, source)),
+        "above-source": _message(lambda: export_hf(model, args, Path(source).parent)),
+        "twice": _message(lambda: initialize_megatron(args)),
+        "unmatched": _message(lambda: get_model(frozen_args)),
+        "virtual": _message(lambda: get_model(virtual)),
+    }
+
+
+def frozen(checkpoint: str) -> dict[str, list[str]]:
+    """Return the trainable parameters' names under the two name lists."""
+    from slime.backends.megatron_utils.model_provider import get_model
+
+    def trainable(*flags: str) -> list[str]:
+        model = get_model(model_args(checkpoint, *flags), wrap_with_ddp=False)[0]
+        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    return {
+        "only": trainable("--only-train-params-name-list", r"linear_fc1", r"layers\.0\.mlp\.linear_fc2"),
+        "freeze": trainable("--freeze-params-name-list", "decoder", "embedding"),
+        "all": trainable(),
+    }
+
+
+def seeds() -> dict[str, float]:
+    """Return numbers drawn from the default generator and from the tensor-parallel one."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    default = torch.rand(1).item()
+    with get_cuda_rng_tracker().fork():
+        forked = torch.rand(1).item()
+        state = torch.get_rng_state()
+    with get_cuda_rng_tracker().fork():
+        resumed = bool(torch.equal(torch.get_rng_state(), state))
+    return {"default": default, "forked": forked, "resumed": resumed}
