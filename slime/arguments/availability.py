@@ -92,6 +92,7 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "multi_latent_attention": ANY,
     "experimental_attention_variant": ANY,
     "enable_experimental": ANY,
+    "add_position_embedding": ANY,
     "use_gated_attention": ANY,
     "post_self_attn_layernorm": ANY,
     "post_mlp_layernorm": ANY,

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 from slime.arguments.errors import ArgumentError
@@ -13,7 +14,7 @@ from slime.arguments.flag import Flag, add_to_parser
 from slime.arguments.groups import slime_flags
 from slime.arguments.passthrough.megatron import megatron_flags
 from slime.arguments.passthrough.router import router_flags
-from slime.arguments.passthrough.sglang import sglang_flags
+from slime.arguments.passthrough.sglang import owned_options, sglang_flags
 
 AddCustomArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -25,13 +26,15 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentError(re.sub(r"^argument (--\S+?)(?:/--\S+)*: ", r"\1: ", message))
 
 
-def all_flags() -> list[Flag]:
+@cache
+def all_flags() -> tuple[Flag, ...]:
     """Every known flag. slime's declarations win over Megatron's of the same option or attribute."""
     own = slime_flags()
     options = {o for flag in own for o in flag.options}
     dests = {flag.dest for flag in own}
     passed = [*megatron_flags(), *sglang_flags(), *router_flags()]
-    return own + [flag for flag in passed if flag.dest not in dests and not options.intersection(flag.options)]
+    kept = [flag for flag in passed if flag.dest not in dests and not options.intersection(flag.options)]
+    return (*own, *kept)
 
 
 def build_parser(
@@ -96,6 +99,8 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _unknown_message(name: str, known: Sequence[str]) -> str:
+    if name in owned_options():
+        return f"{name} is set by slime itself: {owned_options()[name]}"
     guess = nearest(name, known)
     if guess is None:
         word = max(re.split(r"[-_]", name.lstrip("-")), key=len)

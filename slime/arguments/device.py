@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from typing import Any, Literal
 
@@ -26,7 +25,23 @@ CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
     "use_nccl_ub": (False, "--use-nccl-ub"),
     "optimizer_cpu_offload": (False, "--optimizer-cpu-offload"),
 }
-# Engine settings of a machine without a GPU; a value that is given holds, except for the first two.
+# Attribute -> values that only work with a GPU.
+CPU_IMPOSSIBLE: dict[str, tuple[str, ...]] = {
+    "attention_backend": ("flash", "fused"),
+    "transformer_impl": ("transformer_engine", "inference_optimized"),
+    "sglang_device": ("cuda",),
+    "sglang_attention_backend": (
+        "triton",
+        "flashinfer",
+        "fa3",
+        "fa4",
+        "cutlass_mla",
+        "flashmla",
+        "trtllm_mla",
+        "trtllm_mha",
+    ),
+}
+# Engine settings of a machine without a GPU; a value that is given holds.
 CPU_ENGINE: dict[str, Any] = {
     "sglang_device": "cpu",
     "sglang_attention_backend": "torch_native",
@@ -51,10 +66,7 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
     if device_type == "cpu":
         _finalize_for_cpu(args, given)
     else:
-        _finalize_for_cuda(args, given)
-    if importlib.util.find_spec("transformer_engine") is None:
-        _require_default(args, given, "transformer_impl", ("transformer_engine",), "TransformerEngine is not installed")
-        args.transformer_impl = "local"
+        _finalize_for_cuda(args)
     args.bias_activation_fusion = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
     args.nccl_ub = args.use_nccl_ub
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not args.grad_reduce_in_bf16
@@ -66,25 +78,16 @@ def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:
         if impossible is not None and name in given and getattr(args, name) != value:
             raise ArgumentError(f"{impossible} needs a GPU and there is none; leave it out")
         setattr(args, name, value)
-    _require_default(args, given, "sglang_device", ("cuda", "xpu", "hpu", "npu", "musa"), "there is no GPU")
+    for name, refused in CPU_IMPOSSIBLE.items():
+        if name in given and getattr(args, name) in refused:
+            option = "--" + name.replace("_", "-")
+            raise ArgumentError(f"{option} {getattr(args, name)} needs a GPU and there is none; leave it out")
+    args.transformer_impl = "local"
     for name, value in CPU_ENGINE.items():
         if name not in given and hasattr(args, name):
             setattr(args, name, value)
 
 
-def _finalize_for_cuda(args: Namespace, given: frozenset[str]) -> None:
+def _finalize_for_cuda(args: Namespace) -> None:
+    # Which fused kernels exist is found out on the training nodes: this may be a head node without them.
     args.bf16 = not (args.fp16 or args.fp32)
-    if importlib.util.find_spec("transformer_engine") is None:
-        # Without TransformerEngine and Apex these fused kernels do not exist.
-        for name, module in (
-            ("gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"),
-            ("persist_layer_norm", "apex"),
-            ("apply_rope_fusion", "apex"),
-        ):
-            if importlib.util.find_spec(module) is None:
-                setattr(args, name, False)
-
-
-def _require_default(args: Namespace, given: frozenset[str], name: str, refused: tuple[str, ...], why: str) -> None:
-    if name in given and getattr(args, name) in refused:
-        raise ArgumentError(f"--{name.replace('_', '-')} {getattr(args, name)}: {why}; leave it out")

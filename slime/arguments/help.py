@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from slime.arguments.availability import is_available, refused_values
+from slime.arguments.availability import INERT, is_available, refused_values
 from slime.arguments.flag import KIND_WORDS, Flag
 
 OPENING = """usage: train.py FLAGS
@@ -79,16 +80,25 @@ def help_text(flags: Sequence[Flag], topic: str | None = None, width: int | None
             count = sum(flag.source == source for flag in flags)
             lines.append(f"  {count:4d} {words}: --help {key}")
         return "\n".join(lines)
-    shown = list(flags) if topic == "all" else [flag for flag in flags if _mentions(flag, topic)]
+    shown = list(flags) if topic == "all" else _mentioning(flags, topic)
     if not shown:
         return f"no flag mentions {topic!r}"
     return "\n".join([f"{len(shown)} flags", *_sections(shown, width)])
 
 
-def _mentions(flag: Flag, topic: str) -> bool:
-    word = topic.lower().lstrip("-").replace("_", "-")
+def _mentioning(flags: Sequence[Flag], topic: str) -> list[Flag]:
+    """Flags with a word that starts with ``topic``; without any, those that contain it anywhere."""
+    word = re.escape(topic.lower().lstrip("-").replace("_", "-"))
+
+    def matching(pattern: str) -> list[Flag]:
+        return [flag for flag in flags if re.search(pattern, _searched(flag))]
+
+    return matching(r"\b" + word) or matching(word)
+
+
+def _searched(flag: Flag) -> str:
     text = " ".join((*flag.options, flag.dest, flag.help, flag.group, flag.source))
-    return word in text.lower().replace("_", "-")
+    return text.lower().replace("_", "-")
 
 
 def _sections(flags: Sequence[Flag], width: int) -> list[str]:
@@ -105,7 +115,9 @@ def _sections(flags: Sequence[Flag], width: int) -> list[str]:
 
 def _entry(flag: Flag, width: int) -> list[str]:
     notes = [default_text(flag)]
-    if not is_available(flag):
+    if flag.dest in INERT:
+        notes.append("refused")
+    elif not is_available(flag):
         notes.append("not available yet")
     elif refused_values(flag):
         notes.append(f"not available yet: {', '.join(map(str, refused_values(flag)))}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from slime.arguments.group import ArgumentGroup, flag
 
 
@@ -30,7 +28,7 @@ class Cluster(ArgumentGroup):
         None, "put the trainer to sleep while engines generate; default: only with --colocate"
     )
     offload_rollout: bool | None = flag(None, "release engine memory while training; default: only with --colocate")
-    distributed_backend: Literal["nccl", "gloo"] = flag(
+    distributed_backend: str = flag(
         "nccl", "torch.distributed backend; gloo is chosen by itself on machines without GPUs"
     )
     distributed_timeout_minutes: int = flag(10, "timeout of collective operations, in minutes", gt=0)
@@ -39,9 +37,7 @@ class Cluster(ArgumentGroup):
     )
     placement_timeout: float = flag(300.0, "seconds to wait for the slots to be placed before giving up", gt=0)
     engine_ready_timeout: float = flag(600.0, "seconds an engine or router may take until it answers", gt=0)
-    http_proxy: str | None = flag(
-        None, "accepted by slime <= 0.3.1 and unused there; set the environment variable instead"
-    )
+    http_proxy: str | None = flag(None, "without effect in slime <= 0.3.1")
     use_distributed_post: bool = flag(False, "send requests from helper actors spread over the nodes")
 
 

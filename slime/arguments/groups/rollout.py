@@ -59,7 +59,7 @@ class Rollout(ArgumentGroup):
     rollout_all_samples_process_path: str | None = flag(None, "dotted path of a function that sees dropped groups too")
     rollout_buffer_url: str | None = flag(None, "address of the rollout-buffer plug-in")
     fetch_trajectory_retry_times: int = flag(-1, "attempts of the rollout-buffer plug-in; -1: forever")
-    min_batch_collection_ratio: float = flag(1.0, "accepted by slime <= 0.3.1 and unused there")
+    min_batch_collection_ratio: float = flag(1.0, "without effect in slime <= 0.3.1")
     rollout_task_type: str = flag("math", "task name of the rollout-buffer plug-in")
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
         "qwen", "how the loss mask of chat messages is built"

@@ -31,6 +31,8 @@ HAND_TABLE: tuple[Flag, ...] = (
     _value("--norm-epsilon", 1e-5, "float", MODEL, "epsilon of the norms", field="layernorm_epsilon"),
     _on("--apply-layernorm-1p", MODEL, "norm weights are stored around zero", field="layernorm_zero_centered_gamma"),
     _on("--swiglu", MODEL, "gated linear units with SiLU", field="gated_linear_unit"),
+    _on("--squared-relu", MODEL, "squared ReLU"),
+    _on("--init-method-xavier-uniform", MODEL, "Xavier uniform initialisation"),
     _on("--group-query-attention", MODEL, "grouped-query attention with --num-query-groups groups"),
     _on("--untie-embeddings-and-output-weights", MODEL, "the output layer has weights of its own"),
     _value("--vocab-size", None, "int", MODEL, "vocabulary of the checkpoint"),
@@ -112,6 +114,22 @@ HAND_TABLE: tuple[Flag, ...] = (
     _on("--use-nccl-ub", PARALLEL, "NCCL user buffers", field="nccl_ub"),
     _value("--ddp-bucket-size", None, "int", PARALLEL, "parameters per gradient bucket", field="bucket_size"),
     _on("--ddp-average-in-collective", PARALLEL, "average gradients in the collective", field="average_in_collective"),
+    _on(
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        PARALLEL,
+        "pad gradient buckets to sizes NCCL is fast with",
+        field="pad_buckets_for_high_nccl_busbw",
+    ),
+    _on(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        PARALLEL,
+        "reduce-scatter gradients with fp32 accumulation",
+        field="reduce_scatter_with_fp32_accumulation",
+    ),
+    _on("--use-tp-pp-dp-mapping", PARALLEL, "rank order tensor, pipeline, data instead of tensor, data, pipeline"),
+    _value("--nccl-communicator-config-path", None, "str", PARALLEL, "YAML file of NCCL communicator settings"),
+    _on("--data-parallel-random-init", PARALLEL, "a different seed on every data-parallel rank"),
+    _on("--te-rng-tracker", PARALLEL, "TransformerEngine's random-state tracker", field="use_te_rng_tracker"),
     # optimiser
     _value("--min-lr", 0.0, "float", OPTIMISER, "smallest learning rate"),
     _value(
@@ -156,8 +174,6 @@ HAND_TABLE: tuple[Flag, ...] = (
     _on("--no-load-rng", RUN, "leave the random state of the checkpoint"),
     _on("--no-save-rng", RUN, "leave the random state out of checkpoints"),
     _on("--finetune", RUN, "take weights only and count from 0"),
-    _value("--tokenizer-type", None, "str", RUN, "tokenizer class; default: HuggingFaceTokenizer"),
-    _value("--tokenizer-model", None, "str", RUN, "tokenizer path; default: --hf-checkpoint"),
 )
 
 # Fields that the trainer sets itself; no flag is made of them.

@@ -7,14 +7,34 @@ from typing import Any
 from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog
 
-# Owned by slime: it sets them for every engine itself.
-EXCLUDED = frozenset(
-    {
-        "model_path", "config", "trust_remote_code", "random_seed", "enable_memory_saver", "tp_size", "port", "nnodes",
-        "node_rank", "dist_init_addr", "gpu_id_step", "base_gpu_id", "nccl_port", "skip_server_warmup",
-        "enable_return_routed_experts",
+# Owned by slime, which sets them for every engine itself -> what to do instead.
+OWNED: dict[str, str] = {
+    "model_path": "give --hf-checkpoint",
+    "config": "give the flags themselves",
+    "trust_remote_code": "give --trust-remote-code",
+    "random_seed": "give --seed",
+    "enable_memory_saver": "give --offload-rollout",
+    "tp_size": "give --rollout-num-gpus-per-engine",
+    "port": "slime picks a free one",
+    "nnodes": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node_rank": "it follows from the placement",
+    "dist_init_addr": "slime picks a free one",
+    "gpu_id_step": "it follows from the placement",
+    "base_gpu_id": "it follows from the placement",
+    "nccl_port": "slime picks a free one",
+    "skip_server_warmup": "slime waits until engines answer",
+    "enable_return_routed_experts": "give --use-rollout-routing-replay",
+}
+
+
+def owned_options() -> dict[str, str]:
+    """Option that is not offered (``--sglang-tp-size``) -> what to do instead."""
+    return {
+        "--sglang-" + option.lstrip("-"): OWNED[record["dest"]]
+        for record in catalog.records(catalog.SGLANG)
+        if record["dest"] in OWNED
+        for option in record["options"]
     }
-)  # fmt: skip
 
 
 def flag_of_record(record: dict[str, Any], *, prefix: str, source: str, group: str) -> Flag:
@@ -41,32 +61,5 @@ def flag_of_record(record: dict[str, Any], *, prefix: str, source: str, group: s
 
 def sglang_flags() -> list[Flag]:
     """Every flag of the installed SGLang server that slime does not set itself; ``field`` is SGLang's own name."""
-    records = [r for r in catalog.records(catalog.SGLANG) if r["dest"] not in EXCLUDED]
+    records = [r for r in catalog.records(catalog.SGLANG) if r["dest"] not in OWNED]
     return [flag_of_record(r, prefix="sglang", source="sglang", group="SGLang server") for r in records]
-
-
-def server_words(field: str, value: Any) -> list[str]:
-    """The words of SGLang's own command line that set ``field`` (``mem_fraction_static``) to ``value``.
-
-    Serves engines started as ``python -m sglang.launch_server``. An empty list means: leave the flag out. Raises
-    ``KeyError`` when the installed SGLang has no such field.
-    """
-    import json
-
-    record = _records_by_field()[field]
-    option = record["options"][0]
-    if record["action"] == "tristate":
-        return [] if value is None else [option if value else record["options"][1]]
-    if record["action"] in ("true", "false"):
-        return [option] if value == (record["action"] == "true") else []
-    if value is None:
-        return []
-    if record["kind"] == "json":
-        return [option, json.dumps(value)]
-    if isinstance(value, list | tuple):
-        return [option, *map(str, value)]
-    return [option, str(value)]
-
-
-def _records_by_field() -> dict[str, dict[str, Any]]:
-    return {r["dest"]: r for r in catalog.records(catalog.SGLANG)}

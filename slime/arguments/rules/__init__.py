@@ -25,6 +25,7 @@ from slime.arguments.rules import (
 RULES = (
     debug.expand_dumps,
     debug.choose_loop,
+    hf_config.check_readable,
     evaluation.resolve_datasets,
     checkpoints.fall_back_to_hf_checkpoint,
     checkpoints.resolve_load,

@@ -43,6 +43,10 @@ def resolve_load(args: Namespace) -> None:
         return
     args.no_load_optim = args.no_load_rng = args.finetune = True
     if not is_hf_checkpoint(args.load):
+        if args.load is not None and args.load != args.save:
+            logger.warning("--load %s is no checkpoint (yet): starting from %s", args.load, args.ref_load)
+        if not Path(args.ref_load).is_dir() and not args.debug_rollout_only:
+            raise ArgumentError(f"--ref-load {args.ref_load} is no directory, and the first weights are read from it")
         args.load = args.ref_load
         if args.ref_ckpt_step is not None:
             args.ckpt_step = args.ref_ckpt_step

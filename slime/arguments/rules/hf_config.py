@@ -28,6 +28,12 @@ def read_config(hf_checkpoint: str) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
+def check_readable(args: Namespace) -> None:
+    """The checkpoint must be there; everything else about the model is compared with it later."""
+    if not args.debug_rollout_only:
+        read_config(args.hf_checkpoint)
+
+
 def check_consistency(args: Namespace) -> None:
     """Compare every field both sides have; all differences are reported at once."""
     if args.debug_rollout_only:

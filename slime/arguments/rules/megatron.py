@@ -28,10 +28,7 @@ def _force(args: Namespace) -> None:
     args.use_persistent_ckpt_worker = args.ckpt_assume_constant_structure = args.ckpt_fully_parallel_load = True
     args.dist_ckpt_save_pre_mcore_014 = True
     args.enable_gloo_process_groups = True
-    if args.tokenizer_model is None and args.tokenizer_type is None:
-        args.tokenizer_type = "HuggingFaceTokenizer"
-    if args.tokenizer_model is None:
-        args.tokenizer_model = args.hf_checkpoint
+    args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", args.hf_checkpoint
     if args.moe_token_dispatcher_type == "allgather":
         args.moe_token_dispatcher_type = "alltoall"
     if args.use_rotary_position_embeddings:

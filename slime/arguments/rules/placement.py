@@ -53,6 +53,7 @@ def share_or_split(args: Namespace) -> None:
             "--rollout-num-gpus is missing: how many slots generate? With --colocate the training slots do; "
             "with --debug-train-only none does"
         )
+    args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
     args.offload_train = bool(args.offload_train)
     args.offload_rollout = bool(args.offload_rollout)
     if args.use_critic:

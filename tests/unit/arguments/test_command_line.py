@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from slime.arguments.command_line import nearest, read_words
+from slime.arguments.errors import ArgumentError
+from tests.support.arguments import parse
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--rollout-batch-sizes", "--rollout-batch-size"),
+        ("--rollout_batch_size", "--rollout-batch-size"),
+        ("--n-sample-per-prompt", "--n-samples-per-prompt"),
+        ("--tensor-model-paralel-size", "--tensor-model-parallel-size"),
+        ("--sglang-mem-fraction-statik", "--sglang-mem-fraction-static"),
+        ("--mem-fraction-static", "--sglang-mem-fraction-static"),
+        ("--router-polisy", "--router-policy"),
+        ("--policy", "--router-policy"),
+        ("--no-swiglu", "--swiglu"),
+        ("--advantage-estimater", "--advantage-estimator"),
+    ],
+)
+def test_nearest_known_flag(typed, meant, parser):
+    assert nearest(typed, list(parser._option_string_actions)) == meant
+
+
+def test_no_flag_is_near_to_nonsense(parser):
+    assert nearest("--zzyzx-qqq", list(parser._option_string_actions)) is None
+
+
+def test_an_abbreviation_is_unknown(parser):
+    with pytest.raises(ArgumentError, match=r"unknown flag --rollout-batch; did you mean --rollout-batch-size\?"):
+        read_words(parser, ["--rollout-batch", "8"])
+
+
+def test_all_unknown_flags_are_named_at_once(parser):
+    with pytest.raises(ArgumentError) as caught:
+        read_words(parser, ["--colocat", "--lrr", "1", "--lr", "2"])
+    assert str(caught.value).count("unknown flag") == 2
+
+
+def test_unknown_flags_can_be_ignored(capsys):
+    args = parse("--colocat", "yes", "--ignore-unknown-flags", "--lr", "0.5")
+    assert args.lr == 0.5
+    assert args.colocate is False
+    assert "ignoring unknown words: --colocat yes" in capsys.readouterr().err
+
+
+def test_the_last_of_repeated_flags_wins_and_lists_are_not_shared():
+    assert parse("--lr", "0.5", "--lr", "0.25").lr == 0.25
+    one = parse("--rollout-sample-hook-path", "a.b", "--rollout-sample-hook-path", "c.d")
+    assert one.rollout_sample_hook_path == ["a.b", "c.d"]
+    assert parse().rollout_sample_hook_path == []
+
+
+def test_values_may_be_negative_numbers():
+    assert parse("--rollout-top-k", "-1", "--log-probs-chunk-size=-1").rollout_top_k == -1
+
+
+def test_replaying_dumps_keeps_engine_and_router_flags():
+    args = parse("--debug-train-only", "--sglang-mem-fraction-static", "0.5", "--router-policy", "round_robin")
+    assert args.sglang_mem_fraction_static == 0.5
+    assert args.router_policy == "round_robin"
+
+
+def test_explicit_flags_are_remembered():
+    args = parse("--lr", "1e-6")
+    assert "lr" in args.explicit_flags
+    assert "min_lr" not in args.explicit_flags
+
+
+def test_users_add_their_own_flags():
+    def add(parser):
+        parser.add_argument("--my-depth", type=int, default=3, help="depth")
+        parser.set_defaults(my_hidden="x")
+        return parser
+
+    assert parse(add_custom_arguments=add).my_depth == 3
+    assert parse(add_custom_arguments=add).my_hidden == "x"
+    assert parse("--my-depth", "5", add_custom_arguments=add).my_depth == 5
+    with pytest.raises(ArgumentError, match="did you mean --my-depth"):
+        parse("--my-dept", "5", add_custom_arguments=add)
+
+
+def test_users_may_change_a_default():
+    def add(parser):
+        parser.set_defaults(lr=0.125)
+
+    assert parse(add_custom_arguments=add).lr == 0.125
+    assert parse("--lr", "0.5", add_custom_arguments=add).lr == 0.5
+
+
+def test_a_users_flag_must_be_new():
+    def add(parser):
+        parser.add_argument("--colocate")
+
+    with pytest.raises(ArgumentError, match="exists already"):
+        parse(add_custom_arguments=add)
+
+
+def test_extra_args_provider_adds_flags_to_a_foreign_parser():
+    import argparse
+
+    from slime.utils.arguments import get_slime_extra_args_provider
+
+    foreign = argparse.ArgumentParser()
+    foreign.add_argument("--lr", type=float, default=0.01)
+    args = get_slime_extra_args_provider()(foreign).parse_args(["--rollout-batch-size", "3"])
+    assert (args.rollout_batch_size, args.lr, args.eps_clip) == (3, 1e-6, 0.2)

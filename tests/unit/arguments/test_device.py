@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from slime.arguments import ArgumentError, finalize_for_device
+from tests.support.arguments import parse
+
+
+def finalized(device, *flags):
+    args = parse(*flags)
+    finalize_for_device(args, device)
+    return args
+
+
+def test_nothing_is_decided_while_parsing():
+    args = parse()
+    assert (args.bf16, args.fp16, args.distributed_backend, args.sglang_device) == (False, False, "nccl", None)
+    assert not hasattr(args, "device_type")
+
+
+def test_cpu():
+    args = finalized("cpu")
+    assert args.device_type == "cpu"
+    assert (args.bf16, args.fp16, args.distributed_backend) == (False, False, "gloo")
+    assert args.gradient_accumulation_fusion is args.masked_softmax_fusion is args.apply_rope_fusion is False
+    assert args.bias_activation_fusion is args.persist_layer_norm is False
+    assert (args.sglang_device, args.sglang_attention_backend, args.sglang_dtype) == ("cpu", "torch_native", "float32")
+    assert args.sglang_disable_overlap_schedule is args.sglang_sleep_on_idle is True
+    assert args.transformer_impl == "local"
+
+
+def test_given_engine_values_hold_on_cpu():
+    args = finalized("cpu", "--sglang-dtype", "bfloat16", "--sglang-max-total-tokens", "20k")
+    assert (args.sglang_dtype, args.sglang_max_total_tokens) == ("bfloat16", 20_000)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--bf16",),
+        ("--fp16",),
+        ("--moe-grouped-gemm",),
+        ("--attention-backend", "flash"),
+        ("--transformer-impl", "transformer_engine"),
+        ("--sglang-device", "cuda"),
+        ("--sglang-attention-backend", "flashinfer"),
+        ("--optimizer-cpu-offload",),
+        ("--distributed-backend", "nccl"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_by_name(flags):
+    with pytest.raises(ArgumentError, match=" ".join(flags) + " needs a GPU"):
+        finalized("cpu", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "bf16", "fp16", "reduce_in_fp32"),
+    [
+        ((), True, False, True),
+        (("--bf16",), True, False, True),
+        (("--fp16",), False, True, False),
+        (("--fp32",), False, False, False),
+        (("--grad-reduce-in-bf16",), True, False, False),
+        (("--fp32", "--accumulate-allreduce-grads-in-fp32"), False, False, True),
+    ],
+)
+def test_precision_on_cuda(flags, bf16, fp16, reduce_in_fp32):
+    args = finalized("cuda", *flags)
+    assert (args.bf16, args.fp16, args.grad_reduce_in_fp32) == (bf16, fp16, reduce_in_fp32)
+    assert args.distributed_backend == "nccl"
+    assert args.sglang_device is None
+
+
+def test_variable_lengths_and_fusion_of_the_gate_on_cuda():
+    args = finalized("cuda")
+    assert args.variable_seq_lengths is True
+    assert args.bias_activation_fusion is True
+    assert finalized("cuda", "--no-bias-swiglu-fusion").bias_activation_fusion is False

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slime.arguments import ArgumentError
+from tests.support.arguments import CONFIG, parse
+
+
+def write(directory, **changes):
+    config = {k: v for k, v in {**CONFIG, **changes}.items() if v is not None}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 128}, "--hidden-size 64 but hidden_size is 128"),
+        ({"num_hidden_layers": 3}, "--num-layers 2 but num_hidden_layers is 3"),
+        ({"num_attention_heads": 8}, "--num-attention-heads 4 but num_attention_heads is 8"),
+        ({"intermediate_size": 1}, "--ffn-hidden-size 160 but intermediate_size is 1"),
+        ({"num_key_value_heads": 4}, "--num-query-groups 2 but num_key_value_heads is 4"),
+        ({"head_dim": 32}, "--kv-channels 16 but head_dim is 32"),
+        ({"vocab_size": 512}, "--vocab-size 384 but vocab_size is 512"),
+        ({"rms_norm_eps": 1e-5}, "--norm-epsilon 1e-06 but rms_norm_eps is 1e-05"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "--rotary-base 10000 but rope_theta is 1000000"),
+        ({"rope_parameters": None, "rope_theta": 5e5}, "--rotary-base 10000 but rope_theta is 500000"),
+        (
+            {"tie_word_embeddings": False},
+            "--untie-embeddings-and-output-weights is absent but tie_word_embeddings is false",
+        ),
+    ],
+)
+def test_each_difference_is_found(changes, message, tmp_path):
+    with pytest.raises(ArgumentError, match=message):
+        parse("--hf-checkpoint", write(tmp_path, **changes))
+
+
+def test_all_differences_are_reported_at_once(tmp_path):
+    with pytest.raises(ArgumentError) as caught:
+        parse("--hf-checkpoint", write(tmp_path, hidden_size=128, num_hidden_layers=3, vocab_size=1))
+    assert str(caught.value).count(" but ") == 3
+
+
+def test_fields_only_one_side_has_are_left_alone(tmp_path):
+    parse("--hf-checkpoint", write(tmp_path, head_dim=None, rms_norm_eps=None, tie_word_embeddings=None))
+
+
+def test_a_vision_language_model_is_compared_by_its_text_part(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vl", "hidden_size": 9, "text_config": CONFIG}))
+    parse("--hf-checkpoint", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_an_unreadable_config(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ArgumentError, match=f"--hf-checkpoint {tmp_path}"):
+        parse("--hf-checkpoint", tmp_path)
+
+
+def test_generation_alone_needs_no_model_flags(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    parse("--hf-checkpoint", tmp_path, "--debug-rollout-only", "--hidden-size", 999)

@@ -1,0 +1,91 @@
+"""Write ``docs/en/reference/arguments.md`` from the declarations: ``python -m tools.gen_arguments_doc [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from slime.arguments.availability import INERT, is_available, refused_values
+from slime.arguments.command_line import all_flags
+from slime.arguments.flag import Flag
+from slime.arguments.groups import ALL_GROUPS
+from slime.arguments.help import default_text, form
+from slime.arguments.passthrough.catalog import MEGATRON, ROUTER, SGLANG
+
+PAGE = Path(__file__).parents[1] / "docs" / "en" / "reference" / "arguments.md"
+OPENING = f"""<!-- Written by tools/gen_arguments_doc.py from the declarations in slime/arguments. -->
+# Command-line arguments
+
+Every flag of `train.py` and `train_async.py`. The same text comes from `--help` (slime's own flags), `--help WORD`
+(flags that mention WORD, from every source) and `--help all`. An unknown flag is refused with the nearest known one;
+`--ignore-unknown-flags` turns that into a warning.
+
+The namespace attribute is the flag without dashes in front and with `_` for `-`, unless the table names another one.
+Flags come from four sources: slime (below), megatron-core {MEGATRON.pinned}, SGLang {SGLANG.pinned} with the prefix
+`--sglang-`, and sglang-router {ROUTER.pinned} (`--router-*`). With other installed versions their flags are read from
+the installed packages.
+"""
+PASSED = {
+    "megatron": "Flags of megatron-core's configuration classes, spelled as Megatron-LM spells them.",
+    "sglang": "Flags of the SGLang server. What slime sets for every engine itself is left out.",
+    "router": "Flags of the router. Its address is `--sglang-router-ip` and `--sglang-router-port`.",
+}
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _row(flag: Flag) -> str:
+    attribute = "" if flag.dest == flag.option[2:].replace("-", "_") else f" → `{flag.dest}`"
+    notes = [flag.help]
+    if flag.dest in INERT:
+        notes.append(f"**Refused**: {INERT[flag.dest]}.")
+    elif not is_available(flag):
+        notes.append("**Not available yet.**")
+    elif refused_values(flag):
+        notes.append(f"**Not available yet**: {', '.join(map(str, refused_values(flag)))}.")
+    default = default_text(flag).removeprefix("default: ")
+    if flag.action == "false":
+        default = f"{flag.dest} is true"
+    return f"| `{_escape(form(flag))}`{attribute} | {_escape(default)} | {_escape(' '.join(n for n in notes if n))} |"
+
+
+def _table(flags: Iterable[Flag]) -> str:
+    return "\n".join(["| Flag | Default | Meaning |", "|---|---|---|", *map(_row, flags)])
+
+
+def render() -> str:
+    """The whole page."""
+    flags = all_flags()
+    parts = [OPENING]
+    for group in ALL_GROUPS:
+        members = [flag for flag in flags if flag.group == group.title]
+        parts.append(f"## {group.title[0].upper()}{group.title[1:]}\n\n{_table(members)}\n")
+    for source, words in PASSED.items():
+        passed = [flag for flag in flags if flag.source == source]
+        for title in dict.fromkeys(flag.group for flag in passed):
+            members = sorted((flag for flag in passed if flag.group == title), key=lambda flag: flag.option)
+            parts.append(f"## {title[0].upper()}{title[1:]}\n\n{words}\n\n{_table(members)}\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Write the page; with ``--check`` only say (exit status 1) whether it is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="do not write; fail when the page is out of date")
+    page = render()
+    if not parser.parse_args().check:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(page)
+        return 0
+    if PAGE.is_file() and PAGE.read_text() == page:
+        return 0
+    print(f"{PAGE} does not match the declarations; run `python -m tools.gen_arguments_doc`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
