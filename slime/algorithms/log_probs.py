@@ -72,6 +72,24 @@ def log_probs_and_entropy(
     return log_probs, (entropy if with_entropy else None)
 
 
+def calculate_log_probs_and_entropy(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    with_entropy: bool = False,
+    chunk_size: int = -1,
+) -> tuple[Tensor, Tensor | None]:
+    """``log_probs_and_entropy`` with the signature and shapes of slime <= 0.3.1.
+
+    logits [T, V_local] (divided by the temperature already), tokens [T]; returns log-probs [T, 1] and the entropy [T],
+    which carries a gradient.
+    """
+    log_probs, entropy = log_probs_and_entropy(
+        logits, tokens, tp_group=tp_group, chunk_size=chunk_size, with_entropy=with_entropy, entropy_grad=with_entropy
+    )
+    return log_probs.unsqueeze(-1), entropy
+
+
 def default_chunk_size(vocab_local: int, device: torch.device) -> int:
     """Return the rows per chunk that keep a chunk at 4 MiB (CPU) or 256 MiB (other devices) of float32."""
     elements = _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS_DEVICE

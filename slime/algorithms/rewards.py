@@ -1,0 +1,92 @@
+"""Rewards relative to the other answers to the same prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.utils.types import Sample
+
+_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+_SCALED = ("grpo", "gspo", "cispo")
+_EPSILON = 1e-6
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[Any], list[float]]:
+    """Return (raw rewards, rewards to train on), the default of ``--custom-reward-post-process-path``.
+
+    Raw is the sample's reward, or its ``args.reward_key`` entry; see ``normalize_rewards`` for the other.
+    """
+    raw = [sample.get_reward_value(args) for sample in samples]
+    return raw, normalize_rewards(args, samples, raw)
+
+
+def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any] | None = None) -> list[float]:
+    """Return the rewards to train on, one per sample.
+
+    With ``args.rewards_normalization`` and an estimator of the GRPO family (grpo, gspo, cispo,
+    reinforce_plus_plus_baseline) rewards are centred per group, and for the first three divided by the group's standard
+    deviation unless ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a
+    ``group_index``, however many samples that are; without any index, consecutive runs of ``n_samples_per_prompt``
+    when the count is that of a full rollout.
+
+    Raises ValueError, naming the sample, for a reward that is not a finite number and for groups that are not known.
+    """
+    raw = [sample.get_reward_value(args) for sample in samples] if raw_rewards is None else raw_rewards
+    rewards = [_finite(sample, reward) for sample, reward in zip(samples, raw, strict=True)]
+    if args.advantage_estimator not in _CENTRED or not args.rewards_normalization:
+        return rewards
+    scale = args.advantage_estimator in _SCALED and args.grpo_std_normalization
+    return normalize_by_group(rewards, _groups(args, samples), divide_by_std=scale)
+
+
+def normalize_by_group(
+    rewards: Sequence[float], group_indices: Sequence[Hashable], *, divide_by_std: bool, epsilon: float = _EPSILON
+) -> list[float]:
+    """Return ``R - mean(group)``, divided by ``std(group) + epsilon`` on demand (GRPO, arXiv:2402.03300).
+
+    The standard deviation is unbiased. A group of one, and one whose rewards are all equal, gives exactly 0.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    members: dict[Hashable, list[int]] = {}
+    for position, group in enumerate(group_indices):
+        members.setdefault(group, []).append(position)
+    result = np.zeros_like(values)
+    for positions in members.values():
+        group = values[positions]
+        if group.min() == group.max():
+            continue
+        centred = group - group.mean()
+        result[positions] = centred / (group.std(ddof=1) + epsilon) if divide_by_std else centred
+    return [float(value) for value in result]
+
+
+def _groups(args: Any, samples: Sequence[Sample]) -> list[Hashable]:
+    indices: list[Hashable] = [sample.group_index for sample in samples]
+    unknown = [position for position, index in enumerate(indices) if index is None]
+    if not unknown:
+        return indices
+    if len(unknown) == len(samples) == args.n_samples_per_prompt * args.rollout_batch_size:
+        return [position // args.n_samples_per_prompt for position in range(len(samples))]
+    raise ValueError(
+        f"rewards are normalised per group, but {len(unknown)} of {len(samples)} samples have no group_index (first: "
+        f"position {unknown[0]}, index={samples[unknown[0]].index}) and {len(samples)} is not --rollout-batch-size "
+        f"{args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}. Set group_index in the "
+        "rollout function, or use --disable-rewards-normalization or --custom-reward-post-process-path"
+    )
+
+
+def _finite(sample: Sample, reward: Any) -> float:
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(
+            f"sample index={sample.index} group_index={sample.group_index} (status {sample.status.value}): reward "
+            f"{reward!r} is not a finite number; check the reward function, or --reward-key when it returns a dict"
+        )
+    return value
