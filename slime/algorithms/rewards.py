@@ -56,11 +56,11 @@ def normalize_by_group(
         members.setdefault(group, []).append(position)
     result = np.zeros_like(values)
     for positions in members.values():
-        group = values[positions]
-        if group.min() == group.max():
+        peers = values[positions]
+        if peers.min() == peers.max():
             continue
-        centred = group - group.mean()
-        result[positions] = centred / (group.std(ddof=1) + epsilon) if divide_by_std else centred
+        centred = peers - peers.mean()
+        result[positions] = centred / (peers.std(ddof=1) + epsilon) if divide_by_std else centred
     return [float(value) for value in result]
 
 
