@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def ranks(checkpoints: dict[str, str], scratch: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def references(checkpoints: dict[str, str]) -> Iterator[dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+def references(checkpoints: dict[str, str]) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Logits and weights of every checkpoint by transformers."""
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +82,7 @@ def references(checkpoints: dict[str, str]) -> Iterator[dict[str, tuple[torch.Te
             logits = torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
         weights = {n: p for n, p in model.state_dict().items() if not (n == "lm_head.weight" and _is_tied(path))}
         made[name] = (logits, weights)
-    yield made
+    return made
 
 
 def _is_tied(checkpoint: str) -> bool:

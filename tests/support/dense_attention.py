@@ -10,7 +10,7 @@ import torch
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], *, causal: bool = True
 ) -> torch.Tensor:
-    """Return ``[t, n, dv]`` for packed ``q [t, n, d]``, ``k [t, g, d]``, ``v [t, g, dv]`` (``n`` a multiple of ``g``)."""
+    """Return ``[t, n, dv]`` for packed ``q [t, n, d]``, ``k [t, g, d]``, ``v [t, g, dv]``; ``g`` divides ``n``."""
     q, k, v = q.double(), k.double(), v.double()
     heads = q.size(1) // k.size(1)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))

@@ -74,7 +74,7 @@ def packed(vocab_size: int, cp_rank: int, cp_size: int, multiple: int = 4) -> tu
 
 
 def run_forward(model: list[torch.nn.Module], args: Namespace) -> dict[str, Any] | None:
-    """Run the pack through the pipeline; return this rank's logits and where they belong (None but on the last stage)."""
+    """Run the pack through the pipeline; return this rank's logits and their places, None but on the last stage."""
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

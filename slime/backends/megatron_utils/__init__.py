@@ -8,7 +8,18 @@ Importing this package imports neither torch nor megatron.
 from __future__ import annotations
 
 import threading
+import warnings
 
+# What megatron says on import about packages that are not installed, and about its own deprecated parts.
+_NOISE = (
+    "Apex is not installed",
+    "Transformer Engine and Apex are not installed",
+    "The following imports from `dynamic_context.py`",
+    r"\s*The 'megatron.core.transformer.custom_layers",
+    "full scope is deprecated",
+    "When using async grad allreduce it is recommended",
+    "`torch.distributed.*` is deprecated",
+)
 _lock = threading.RLock()
 _done = False
 
@@ -24,6 +35,8 @@ def import_megatron() -> None:
             return
         from slime.backends.megatron_utils import cpu_adapter, repairs
 
+        for message in _NOISE:
+            warnings.filterwarnings("ignore", message=message)
         adapted = cpu_adapter.install()
         repairs.apply()
         if adapted:

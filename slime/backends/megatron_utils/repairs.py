@@ -116,11 +116,17 @@ def restoring_adam_step_fails(restore: Callable[..., None]) -> bool:
 
 def loading_shares_adam_step(load_state_dict: Callable[..., None]) -> bool:
     """Return whether after ``load_state_dict`` (DistributedOptimizer's method) two parameters share a step tensor."""
+    parameters, optimizer = load_at_step_three(load_state_dict)
+    steps = [optimizer.state[parameter]["step"] for parameter in parameters]
+    return steps[0] is steps[1]
+
+
+def load_at_step_three(load_state_dict: Callable[..., None]) -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
+    """Return two parameters and their AdamW after ``load_state_dict`` of a checkpoint of step 3."""
     from megatron.core.optimizer import distrib_optimizer
 
     parameters, optimizer = _stepped_adam()
-    identifiers = dict.fromkeys(distrib_optimizer.param_group_identifier_keys)
-    optimizer.param_groups[0].update(identifiers)
+    optimizer.param_groups[0].update(dict.fromkeys(distrib_optimizer.param_group_identifier_keys))
     group = {key: value for key, value in optimizer.state_dict()["param_groups"][0].items() if key != "params"}
     owner = SimpleNamespace(
         optimizer=optimizer,
@@ -129,5 +135,4 @@ def loading_shares_adam_step(load_state_dict: Callable[..., None]) -> bool:
         grad_scaler=None,
     )
     load_state_dict(owner, {"optimizer": {"param_groups": [{**group, "step": 3}]}})
-    steps = [optimizer.state[parameter]["step"] for parameter in parameters]
-    return steps[0] is steps[1]
+    return parameters, optimizer

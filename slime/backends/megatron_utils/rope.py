@@ -30,7 +30,7 @@ def rope_settings(args: Namespace) -> dict[str, Any]:
     checkpoint = getattr(args, "hf_checkpoint", None)
     path = Path(checkpoint) / "config.json" if checkpoint else None
     if path is not None and path.is_file():
-        _check(settings, path)
+        _check(args, settings, path)
     return settings
 
 
@@ -38,7 +38,7 @@ def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _check(settings: dict[str, Any], path: Path) -> None:
+def _check(args: Namespace, settings: dict[str, Any], path: Path) -> None:
     config = json.loads(path.read_text())
     config = config.get("text_config", config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -56,8 +56,14 @@ def _check(settings: dict[str, Any], path: Path) -> None:
                 f"{path} has linear rope scaling by {rope['factor']}: pass --rotary-seq-len-interpolation-factor "
                 f"{rope['factor']} (seen: {settings['seq_len_interpolation_factor']})"
             )
-    elif settings["rope_scaling"] or kind in ("dynamic", "longrope", "su"):
-        raise ValueError(f"{path} has rope type {kind!r}, which Megatron's rotary embedding does not implement")
+    elif kind != "yarn" or not _has_yarn(args):
+        raise ValueError(f"{path} has rope type {kind!r}, which the flags do not describe")
+
+
+def _has_yarn(args: Namespace) -> bool:
+    if getattr(args, "multi_latent_attention", False):
+        return getattr(args, "rope_type", None) != "rope"
+    return getattr(args, "position_embedding_type", None) == "yarn"
 
 
 def _check_llama3(settings: dict[str, Any], rope: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import import_megatron
+
+import_megatron()
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+
+from slime.backends.megatron_utils import core_attention  # noqa: E402
+from slime.backends.megatron_utils.core_attention import Segment, TorchCoreAttention  # noqa: E402
+from tests.support.dense_attention import dense_attention, undo_zigzag_pack, zigzag  # noqa: E402
+from tests.support.megatron_checks import attention_config  # noqa: E402
+
+
+class OneRank:
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _module(mask_type: AttnMaskType = AttnMaskType.causal, **config: Any) -> TorchCoreAttention:
+    groups = SimpleNamespace(cp=OneRank(), tp=OneRank())
+    return TorchCoreAttention(attention_config(**config), 1, mask_type, "self", pg_collection=groups)
+
+
+def _tensors(total: int, heads: int, groups: int, dim: int = 8, value_dim: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(total + heads)
+    shapes = [(total, heads, dim), (total, groups, dim), (total, groups, value_dim), (total, heads, value_dim)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _params(lengths: list[int]) -> PackedSeqParams:
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+
+
+def _check(out: torch.Tensor, inputs: list[torch.Tensor], lengths: list[int], grad: torch.Tensor, causal: bool) -> None:
+    """Compare output and gradients of ``inputs`` with the dense reference."""
+    out.backward(grad.reshape(out.shape))
+    reference = [x.detach().double().requires_grad_() for x in inputs]
+    expected = dense_attention(*reference, lengths, causal=causal)
+    expected.backward(grad.double())
+    torch.testing.assert_close(out.detach().double().reshape(expected.shape), expected.detach(), atol=2e-6, rtol=1e-5)
+    for seen, wanted in zip(inputs, reference, strict=True):
+        torch.testing.assert_close(seen.grad.double(), wanted.grad, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("lengths", [[7], [5, 1, 9], [4, 0, 3]])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed(lengths: list[int], heads: int, groups: int, causal: bool) -> None:
+    *inputs, grad = _tensors(sum(lengths), heads, groups)
+    inputs = [x.requires_grad_() for x in inputs]
+    out = _module(AttnMaskType.causal if causal else AttnMaskType.no_mask)(*inputs, packed_seq_params=_params(lengths))
+    assert out.shape == (sum(lengths), 1, heads * 8)
+    _check(out, inputs, lengths, grad, causal)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    *inputs, grad = _tensors(9, 4, 4, value_dim=6)
+    inputs = [x.requires_grad_() for x in inputs]
+    _check(_module()(*inputs, packed_seq_params=_params([4, 5])), inputs, [4, 5], grad, True)
+
+
+def test_padded_lengths_win() -> None:
+    *inputs, _ = _tensors(12, 4, 2)
+    params = _params([5, 3])
+    params.cu_seqlens_q_padded = torch.tensor([0, 8, 12], dtype=torch.int32)
+    torch.testing.assert_close(
+        _module()(*inputs, packed_seq_params=params).double().reshape(12, 4, 8),
+        dense_attention(*inputs, [8, 4]),
+        atol=2e-6,
+        rtol=1e-5,
+    )
+
+
+def test_batch_of_equal_sequences() -> None:
+    """sbhd ``[s, b, n, d]``: row b of the batch is one sequence."""
+    length, batch = 6, 3
+    *inputs, _ = _tensors(length * batch, 4, 2)
+    rows = [x.view(batch, length, *x.shape[1:]).transpose(0, 1) for x in inputs]
+    out = _module()(*rows)
+    assert out.shape == (length, batch, 32)
+    expected = dense_attention(*inputs, [length] * batch).view(batch, length, 32).transpose(0, 1)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool) -> None:
+    lengths = [2 * cp_size, 6 * cp_size, 4 * cp_size]
+    q, k, v, _ = _tensors(sum(lengths), 4, 2)
+    local = [[n // cp_size for n in lengths]] * cp_size
+    parts = {
+        name: [zigzag(x, lengths, r, cp_size).split(local[r]) for r in range(cp_size)]
+        for name, x in zip("qkv", (q, k, v), strict=True)
+    }
+    outs = []
+    for rank in range(cp_size):
+        segments: list[Segment] = []
+        for i in range(len(lengths)):
+            k_parts, v_parts = ([p[i] for p in parts[name]] for name in "kv")
+            segments += core_attention.cp_segments(parts["q"][rank][i], k_parts, v_parts, rank, causal=causal)
+        outs.append(core_attention.attend(segments, causal=causal, scale=8**-0.5))
+    seen = undo_zigzag_pack(outs, lengths)
+    torch.testing.assert_close(seen.double(), dense_attention(q, k, v, lengths, causal=causal), atol=2e-6, rtol=1e-5)
+
+
+def test_flash_gets_lower_right_aligned_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is CUDA's: a float64 stand-in with its contract shows that we hand it the right lengths."""
+    q, k, v, _ = _tensors(10, 4, 2)
+    segments = [Segment(q[:4], k[:4], v[:4]), Segment(q[4:7], k[:7], v[:7])]
+
+    def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> torch.Tensor:
+        assert (max_q, max_k) == (4, 7)
+        assert options["causal"]
+        out = []
+        for i in range(len(cu_q) - 1):
+            n, keys = cu_q[i + 1] - cu_q[i], slice(cu_k[i], cu_k[i + 1])
+            queries = torch.zeros(cu_k[i + 1] - cu_k[i], *q.shape[1:])
+            queries[-n:] = q[cu_q[i] : cu_q[i + 1]]
+            out.append(dense_attention(queries, k[keys], v[keys], [len(queries)])[-n:])
+        return torch.cat(out)
+
+    expected = core_attention.attend(segments, causal=True, scale=8**-0.5)
+    monkeypatch.setattr(core_attention, "flash_attn_varlen_func", varlen)
+    monkeypatch.setattr(core_attention, "flash_takes", lambda segments: True)
+    torch.testing.assert_close(core_attention.attend(segments, causal=True, scale=8**-0.5).float(), expected)
+
+
+def test_flash_is_left_alone_for_cpu_and_fp32_tensors() -> None:
+    q, k, v, _ = _tensors(4, 4, 2)
+    assert not core_attention.flash_takes([Segment(q, k, v)])
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"window_size": (128, 0)}, "--window-size"),
+        ({"qk_clip": True}, "--qk-clip"),
+    ],
+)
+def test_options_without_an_implementation_are_refused(config: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        _module(**config)
+
+
+def test_lengths_must_fit_the_tokens() -> None:
+    *inputs, _ = _tensors(9, 4, 2)
+    with pytest.raises(ValueError, match=r"\[5, 5\] tokens do not fit 9"):
+        _module()(*inputs, packed_seq_params=_params([5, 5]))
+
+
+def test_arbitrary_masks_are_refused() -> None:
+    *inputs, _ = _tensors(4, 4, 2)
+    with pytest.raises(ValueError, match="causal and unmasked"):
+        _module(AttnMaskType.arbitrary)(*inputs, packed_seq_params=_params([4]))

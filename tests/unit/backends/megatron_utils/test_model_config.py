@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slime.backends.megatron_utils import model_config
+from slime.backends.megatron_utils.model_config import params_dtype, squared_relu, transformer_config_from_args
+from slime.backends.megatron_utils.model_provider import model_provider, padded_vocab_size
+from slime.utils import accelerator
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="what is switched off depends on the device")
+
+
+def _args(**overrides: Any) -> Namespace:
+    values = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
+    return Namespace(**{**values, **overrides})
+
+
+def test_same_named_arguments_are_copied() -> None:
+    config = transformer_config_from_args(
+        _args(kv_channels=16, qk_layernorm=True, normalization="RMSNorm", hidden_dropout=0.25, add_qkv_bias=True)
+    )
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size, config.kv_channels) == (4, 32, 48, 16)
+    assert (config.qk_layernorm, config.normalization, config.hidden_dropout) == (True, "RMSNorm", 0.25)
+    assert config.add_qkv_bias
+
+
+def test_none_means_the_default_of_the_field() -> None:
+    config = transformer_config_from_args(_args(init_method_std=None, kv_channels=None, use_cpu_initialization=None))
+    assert config.init_method_std == 0.02
+    assert config.kv_channels == 8
+    assert config.use_cpu_initialization is False
+
+
+def test_translated_arguments() -> None:
+    config = transformer_config_from_args(
+        _args(
+            norm_epsilon=1e-6,
+            swiglu=True,
+            group_query_attention=True,
+            num_query_groups=2,
+            overlap_p2p_comm=False,
+            apply_layernorm_1p=True,
+            pipeline_model_parallel_size=2,
+            decoder_first_pipeline_num_layers=1,
+            decoder_last_pipeline_num_layers=3,
+        )
+    )
+    assert config.layernorm_epsilon == 1e-6
+    assert config.activation_func is F.silu
+    assert config.gated_linear_unit
+    assert config.num_query_groups == 2
+    assert config.batch_p2p_comm
+    assert config.layernorm_zero_centered_gamma
+    assert (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage) == (1, 3)
+    assert config.variable_seq_lengths
+
+
+def test_query_groups_count_only_with_grouped_attention() -> None:
+    assert transformer_config_from_args(_args(num_query_groups=1)).num_query_groups == 4
+
+
+def test_num_experts() -> None:
+    config = transformer_config_from_args(_args(num_experts=8, add_bias_linear=False))
+    assert config.num_moe_experts == 8
+    assert config.moe_token_dispatcher_type == "alltoall"
+
+
+def test_squared_relu() -> None:
+    config = transformer_config_from_args(_args(squared_relu=True))
+    assert config.activation_func is squared_relu
+    assert squared_relu(torch.tensor([-2.0, 3.0])).tolist() == [0.0, 9.0]
+
+
+def test_attention_backend_by_name() -> None:
+    config = transformer_config_from_args(_args(attention_backend="flash"))
+    assert config.attention_backend.name == "flash"
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16), ({"fp16": True}, torch.float16)]
+)
+def test_dtype(flags: dict[str, bool], dtype: torch.dtype) -> None:
+    config = transformer_config_from_args(_args(**flags))
+    assert config.params_dtype is dtype
+    assert config.pipeline_dtype is dtype
+    assert (config.bf16, config.fp16) == (dtype is torch.bfloat16, dtype is torch.float16)
+
+
+def test_two_dtypes_at_once() -> None:
+    with pytest.raises(ValueError, match="--bf16 and --fp16"):
+        params_dtype(_args(bf16=True, fp16=True))
+
+
+@needs_no_cuda
+def test_what_needs_fused_kernels_is_off() -> None:
+    accelerator.reset_accelerator()
+    names = (*model_config.NEEDS_FUSED_KERNELS, *model_config.NEEDS_CUDA)
+    asked = {name: True for name in names if name not in ("moe_router_fusion", "tp_comm_overlap")}
+    config = transformer_config_from_args(_args(**asked, swiglu=True, bias_swiglu_fusion=True))
+    assert [name for name in names if getattr(config, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "options", "expected"),
+    [
+        (384, 1, {}, 384),
+        (300, 1, {}, 384),
+        (300, 2, {}, 512),
+        (300, 2, {"make_vocab_size_divisible_by": 1}, 300),
+        (300, 2, {"padded_vocab_size": 320}, 320),
+    ],
+)
+def test_padded_vocabulary(vocab: int, tp: int, options: dict[str, int], expected: int) -> None:
+    assert padded_vocab_size(_args(vocab_size=vocab, tensor_model_parallel_size=tp, **options)) == expected
+
+
+def test_padded_vocabulary_must_split_evenly() -> None:
+    with pytest.raises(ValueError, match="--padded-vocab-size 301"):
+        padded_vocab_size(_args(vocab_size=300, tensor_model_parallel_size=2, padded_vocab_size=301))
+
+
+def plain_provider(pre_process: bool, post_process: bool) -> tuple[Any, ...]:
+    return pre_process, post_process
+
+
+def staged_provider(pre_process: bool, post_process: bool, vp_stage: int | None = 7) -> tuple[Any, ...]:
+    return pre_process, post_process, vp_stage
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("plain_provider", (True, False)), ("staged_provider", (True, False, None))]
+)
+def test_custom_providers_are_called_by_keyword(name: str, expected: tuple[Any, ...]) -> None:
+    stage = {"pre_process": True, "post_process": False}
+    custom = model_provider(_args(custom_model_provider_path=f"{__name__}.{name}"), None)
+    assert custom(**stage) == expected
+    spec = model_provider(_args(spec=[__name__, name]), None)
+    assert spec(**stage) == expected

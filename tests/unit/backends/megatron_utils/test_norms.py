@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.norms import TorchRMSNorm
+
+
+def _config(**overrides: Any) -> SimpleNamespace:
+    values = {
+        "normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "use_cpu_initialization": True,
+        "params_dtype": torch.float32, "sequence_parallel": False,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **overrides})
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_formula(zero_centered: bool) -> None:
+    norm = TorchRMSNorm(_config(layernorm_zero_centered_gamma=zero_centered), 6, eps=0.1)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 6, generator=generator)
+    start = norm.weight.detach().clone()
+    assert torch.equal(start, torch.zeros(6) if zero_centered else torch.ones(6))
+    with torch.no_grad():
+        norm.weight.add_(torch.randn(6, generator=generator))
+    factor = norm.weight.detach().double() + (1 if zero_centered else 0)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.1).sqrt() * factor
+    torch.testing.assert_close(norm(x).double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weight_is_marked_for_the_gradient_sum_over_tensor_parallel_ranks(sequence_parallel: bool) -> None:
+    assert TorchRMSNorm(_config(sequence_parallel=sequence_parallel), 4).weight.sequence_parallel is sequence_parallel
+
+
+def test_dtype_is_kept() -> None:
+    norm = TorchRMSNorm(_config(params_dtype=torch.bfloat16), 4)
+    assert norm.weight.dtype is torch.bfloat16
+    assert norm(torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_layer_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match="--normalization LayerNorm needs TransformerEngine"):
+        TorchRMSNorm(_config(normalization="LayerNorm"), 4)

@@ -1,0 +1,66 @@
+"""Each repair is needed, and works. The first test fails when megatron has fixed a fault: then remove its repair."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import import_megatron, repairs
+
+import_megatron()
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.package_info import __version__ as megatron_version  # noqa: E402
+
+
+def _without_te() -> bool:
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+
+    return not HAVE_TE
+
+
+pytestmark = pytest.mark.skipif(not _without_te(), reason="TransformerEngine is installed: other code paths")
+
+
+@pytest.mark.parametrize("name", [repair.__name__ for repair in repairs.REPAIRS])
+def test_the_installed_megatron_still_needs(name: str) -> None:
+    assert name in repairs.apply(), f"megatron-core {megatron_version} no longer needs {name}: remove it"
+
+
+def test_router_gemm_falls_back_to_torch() -> None:
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight = torch.randn(5, 4, generator=generator), torch.randn(3, 4, generator=generator)
+    out = router_gating_linear(inputs, weight, None, torch.float32)
+    torch.testing.assert_close(out, inputs @ weight.T)
+
+
+def test_restoring_the_step() -> None:
+    repaired = DistributedOptimizer._set_main_param_and_optimizer_states
+    assert repairs.restoring_adam_step_fails(inspect.unwrap(repaired))
+    assert not repairs.restoring_adam_step_fails(repaired)
+
+
+def test_loading_gives_each_parameter_its_step() -> None:
+    repaired = DistributedOptimizer.load_state_dict
+    assert repairs.loading_shares_adam_step(inspect.unwrap(repaired))
+    assert not repairs.loading_shares_adam_step(repaired)
+
+
+@pytest.mark.parametrize(("load", "steps"), [("stock", [5.0, 5.0]), ("repaired", [4.0, 4.0])])
+def test_one_update_after_a_load_advances_the_step_by_one(load: str, steps: list[float]) -> None:
+    """From step 3 one update leads to step 4; with the shared tensor two parameters lead to 5."""
+    method = DistributedOptimizer.load_state_dict
+    parameters, optimizer = repairs.load_at_step_three(inspect.unwrap(method) if load == "stock" else method)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [optimizer.state[parameter]["step"].item() for parameter in parameters] == steps
+
+
+def test_applying_twice_changes_nothing() -> None:
+    before = DistributedOptimizer.load_state_dict
+    assert repairs.apply() == repairs.apply()
+    assert DistributedOptimizer.load_state_dict is before

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from slime.backends.megatron_utils.weights.layouts import QueryKeyValue
+from slime.backends.megatron_utils.weights.maps import FAMILIES, Family, family_of
+from slime.backends.megatron_utils.weights.maps.rule import as_template
+
+
+def test_families_are_found_by_model_type() -> None:
+    assert [family_of(name).name for name in ("qwen2", "qwen3", "llama")] == ["qwen2", "qwen3", "llama"]
+
+
+def test_an_unknown_family_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'mamba'.*\['llama', 'qwen2', 'qwen3'\]"):
+        family_of("mamba")
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "layer"),
+    [
+        ("decoder.layers.12.mlp.linear_fc1.weight", "decoder.layers.{layer}.mlp.linear_fc1.weight", 12),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.{layer}.mlp.up_proj.weight", 0),
+        ("model.norm.weight", "model.norm.weight", None),
+        ("my_layers.3.weight", "my_layers.3.weight", None),
+    ],
+)
+def test_templates(name: str, template: str, layer: int | None) -> None:
+    assert as_template(name) == (template, layer)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_no_tensor_of_either_side_is_mapped_twice(family: Family) -> None:
+    for side in ("megatron", "hf"):
+        names = [name for rule in family.rules for name in getattr(rule, side)]
+        assert len(names) == len(set(names))
+
+
+def test_local_and_transformer_engine_names_meet_in_one_rule() -> None:
+    family = family_of("qwen3")
+    own = family.find("decoder.layers.4.input_layernorm.weight")
+    fused = family.find("decoder.layers.4.self_attention.linear_qkv.layer_norm_weight")
+    assert own == fused
+    assert own[0].hf_names(4) == ["model.layers.4.input_layernorm.weight"]
+    assert family.find("decoder.layers.4.mlp.linear_fc1.layer_norm_weight")[0].hf_names(4) == [
+        "model.layers.4.post_attention_layernorm.weight"
+    ]
+
+
+def test_qkv_is_three_tensors_in_order() -> None:
+    rule, layer = family_of("qwen2").find("decoder.layers.1.self_attention.linear_qkv.bias")
+    assert layer == 1
+    assert rule.hf_names(1) == [f"model.layers.1.self_attn.{x}_proj.bias" for x in "qkv"]
+    assert isinstance(rule.layout, QueryKeyValue)
+
+
+def test_a_parameter_without_a_rule_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'llama' has no rule.*q_layernorm"):
+        family_of("llama").find("decoder.layers.0.self_attention.q_layernorm.weight")
+
+
+def test_which_checkpoint_tensors_a_family_knows() -> None:
+    family = family_of("llama")
+    assert family.knows_hf("model.layers.99.mlp.up_proj.weight")
+    assert not family.knows_hf("model.layers.0.self_attn.q_proj.bias")
+    assert family.ignores_hf("model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not family.ignores_hf("model.layers.0.self_attn.rotary_emb.weight")
