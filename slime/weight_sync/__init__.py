@@ -1,0 +1,53 @@
+"""Push the trainer's weights to the engines: HF-named buckets, one version number per push, verified.
+
+Invariant: an engine reports version N only after it has loaded every bucket of push N. The number travels with the last
+bucket, and ``update`` raises unless every engine answers with it.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.weight_sync.fanout import WeightSyncError
+from slime.weight_sync.updater import WeightUpdater
+
+__all__ = ["WeightSyncError", "WeightUpdater", "create_updater", "resolve_pause_mode"]
+
+
+def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> WeightUpdater:
+    """Return the updater that the flags ask for; call it on every trainer rank.
+
+    Args:
+        args: resolved arguments; ``colocate`` selects the tensor transport, otherwise a process group carries them.
+        trainer: the rank's ``MegatronTrainer`` (its ``model`` is read, never written).
+        synchronous_loop: True when nothing generates while weights are pushed; decides what ``--weight-sync-pause-mode
+            auto`` means.
+    """
+    from slime.weight_sync.distributed import DistributedTransport
+    from slime.weight_sync.tensor import TensorTransport
+
+    transport = TensorTransport(args) if args.colocate else DistributedTransport(args)
+    return WeightUpdater(args, trainer, transport, pause_mode=resolve_pause_mode(args, synchronous_loop))
+
+
+def resolve_pause_mode(args: Namespace, synchronous_loop: bool) -> str:
+    """Return ``abort``, ``retract`` or ``in_place``.
+
+    ``auto`` aborts in the synchronous loops, where a request in flight is a leftover, and retracts in the overlapped
+    ones, where requests in flight must survive: retracted requests keep their tokens, lose their key-value cache, and
+    go on under the new weights.
+
+    Raises:
+        WeightSyncError: for ``in_place`` with a prefix cache, which cannot be flushed while requests hold it: prompts
+            cached before a push would keep the old weights' values after it.
+    """
+    mode = args.weight_sync_pause_mode
+    if mode == "auto":
+        return "abort" if synchronous_loop else "retract"
+    if mode == "in_place" and not getattr(args, "sglang_disable_radix_cache", False):
+        raise WeightSyncError(
+            "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights: add "
+            "--sglang-disable-radix-cache, or choose retract (requests in flight survive and the cache is flushed)."
+        )
+    return mode

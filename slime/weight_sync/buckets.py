@@ -1,0 +1,72 @@
+"""Cut a stream of named tensors into buckets of at most a given size, and flatten a bucket into one byte tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Where one tensor lies in a flattened bucket: ``[start_idx, end_idx)`` counts bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Named tensors that travel together, widest dtype first so that every slot starts aligned for its dtype."""
+
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    is_last: bool
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for _, t in self.tensors)
+
+    def slots(self) -> list[TensorSlot]:
+        """Return the byte layout of ``flatten()``, in order."""
+        slots, start = [], 0
+        for name, tensor in self.tensors:
+            end = start + tensor.numel() * tensor.element_size()
+            slots.append(TensorSlot(name, tensor.shape, tensor.dtype, start, end))
+            start = end
+        return slots
+
+    def flatten(self) -> torch.Tensor:
+        """Return all tensors as one contiguous uint8 tensor of shape ``[nbytes]``."""
+        return torch.cat([t.detach().contiguous().flatten().view(torch.uint8) for _, t in self.tensors])
+
+
+def iter_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], limit_bytes: int) -> Iterator[Bucket]:
+    """Yield buckets of at most ``limit_bytes`` (a larger tensor travels alone), the last one marked ``is_last``.
+
+    The order of tensors is kept but for the sort by dtype inside a bucket. An empty stream yields nothing.
+    """
+    if limit_bytes <= 0:
+        raise ValueError(f"--update-weight-buffer-size must be positive, got {limit_bytes}")
+    held: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named_tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if held and size + nbytes > limit_bytes:
+            yield _bucket(held, is_last=False)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += nbytes
+    if held:
+        yield _bucket(held, is_last=True)
+
+
+def _bucket(tensors: list[tuple[str, torch.Tensor]], *, is_last: bool) -> Bucket:
+    return Bucket(tuple(sorted(tensors, key=lambda item: -item[1].element_size())), is_last)

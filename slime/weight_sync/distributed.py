@@ -1,0 +1,63 @@
+"""Weights by broadcast: NCCL on CUDA, gloo on CPU. One group per pipeline stage, the stages one after another."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.weights import iter_hf_weights
+from slime.servers.engine_client import EngineClient
+from slime.servers.types import EngineInfo
+from slime.weight_sync.buckets import iter_buckets
+from slime.weight_sync.layout import TrainerLayout
+from slime.weight_sync.process_group import EngineGroup
+from slime.weight_sync.transport import WeightSource, drain
+
+
+class DistributedTransport:
+    """Each stage's source rank (data, context and tensor rank 0) broadcasts the stage's weights to all engines."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.layout = TrainerLayout.current()
+        self._group: EngineGroup | None = None
+
+    def connect(self, engines: Sequence[EngineInfo], clients: Sequence[EngineClient]) -> None:
+        for stage in range(self.layout.pp_size):
+            if self.layout.is_source and self.layout.pp_rank == stage:
+                self._group = EngineGroup(
+                    engines,
+                    clients,
+                    name=f"slime-pp_{stage}",
+                    backend=self.args.distributed_backend,
+                    timeout_s=self.args.weight_sync_timeout,
+                )
+            dist.barrier()
+
+    def send(self, source: WeightSource, *, weight_version: str) -> int:
+        sent = 0
+        for stage in range(self.layout.pp_size):
+            if self.layout.pp_rank == stage:
+                is_last_stage = stage == self.layout.pp_size - 1
+                sent = self._send_stage(source, weight_version if is_last_stage else None)
+            dist.barrier()
+        return sent
+
+    def _send_stage(self, source: WeightSource, weight_version: str | None) -> int:
+        stream = iter_hf_weights(source.model, source.args)
+        if self._group is None:
+            drain(stream)
+            return 0
+        sent = 0
+        for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
+            self._group.send(bucket, weight_version=weight_version if bucket.is_last else None)
+            sent += bucket.nbytes
+        return sent
+
+    def disconnect(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        dist.barrier()

@@ -1,0 +1,57 @@
+"""Call all engines at once and name the one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class WeightSyncError(RuntimeError):
+    """A push of weights that did not reach every engine; the engines' weights must be regarded as unknown."""
+
+
+class FanOut:
+    """A pool of threads, one per engine, that makes the same blocking call on every engine client."""
+
+    def __init__(self, clients: Sequence[Any]) -> None:
+        self.clients = list(clients)
+        self._pool = ThreadPoolExecutor(max(1, len(self.clients)), thread_name_prefix="weight-sync")
+
+    def start(self, call: Callable[[Any], T]) -> list[Future[T]]:
+        """Begin ``call(client)`` for every engine and return the futures in engine order."""
+        return [self._pool.submit(call, client) for client in self.clients]
+
+    def wait(self, futures: list[Future[T]], what: str, deadline_s: float) -> list[T]:
+        """Return all results; raise ``WeightSyncError`` naming every engine that failed or is late.
+
+        Args:
+            futures: what ``start`` returned.
+            what: the step, for the message ("flush the prefix cache").
+            deadline_s: seconds for the slowest engine.
+        """
+        results, failures = [], []
+        for client, future in zip(self.clients, futures, strict=True):
+            try:
+                results.append(future.result(timeout=deadline_s))
+            except TimeoutError:
+                failures.append(f"{client.url}: no answer within {deadline_s:.0f} s (--weight-sync-timeout)")
+            except Exception as error:  # noqa: BLE001 - collected, named and raised below
+                failures.append(f"{client.url}: {type(error).__name__}: {error}")
+        if failures:
+            raise WeightSyncError(
+                f"Weight sync could not {what} on {len(failures)} of {len(self.clients)} engines:\n  "
+                + "\n  ".join(failures)
+                + "\nThe weights of the engines are unknown now; the engines' logs under the run directory say more."
+            )
+        return results
+
+    def call(self, what: str, call: Callable[[Any], T], deadline_s: float) -> list[T]:
+        """``start`` and ``wait`` in one."""
+        return self.wait(self.start(call), what, deadline_s)
+
+    def close(self) -> None:
+        """Stop taking calls; threads that still wait for an engine end with their own timeouts."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

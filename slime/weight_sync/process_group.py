@@ -1,0 +1,154 @@
+"""A process group between one trainer rank (rank 0) and the ranks of several engines.
+
+The engines join through their own HTTP call (``/init_weights_update_group``); both sides meet at a TCP store that the
+trainer opens. ``torch.distributed`` offers no public call for a group outside the default world, so this follows the
+recipe that SGLang uses on its side, and must keep doing so: the store prefix is the group's name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+
+from slime.servers.engine_client import EngineClient
+from slime.servers.types import EngineInfo
+from slime.utils.http_utils import get_host_info
+from slime.utils.misc import get_free_port
+from slime.weight_sync.buckets import Bucket
+from slime.weight_sync.fanout import FanOut, WeightSyncError
+
+# How often a broadcast in progress is checked against failed engine calls. Small against any transfer worth timing.
+_POLL_S = 0.001
+
+
+class EngineGroup:
+    """Rank 0 of a process group whose other ranks are the ranks of ``engines``, in engine order."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineInfo],
+        clients: Sequence[EngineClient],
+        *,
+        name: str,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self._fanout = FanOut(clients)
+        self._group: Any = None
+        self._join(engines, backend)
+
+    def _join(self, engines: Sequence[EngineInfo], backend: str) -> None:
+        address, port = _rendezvous_address(engines), get_free_port()
+        world_size = 1 + sum(engine.num_gpus for engine in engines)
+        offsets, offset = {}, 1
+        for engine in engines:
+            offsets[engine.url] = offset
+            offset += engine.num_gpus
+
+        def join(client: EngineClient) -> None:
+            client.init_weights_update_group(
+                master_address=address,
+                master_port=port,
+                rank_offset=offsets[client.url],
+                world_size=world_size,
+                group_name=self.name,
+                backend=backend,
+            )
+
+        futures = self._fanout.start(join)
+        self._group = _join_as_first(f"tcp://{address}:{port}", world_size, self.name, backend, self.timeout_s)
+        self._fanout.wait(futures, f"join the process group {self.name!r}", self.timeout_s)
+
+    def send(self, bucket: Bucket, *, weight_version: str | None) -> None:
+        """Announce ``bucket`` to every engine and broadcast its bytes.
+
+        Args:
+            bucket: the tensors, on the device of the group's backend.
+            weight_version: the number that the engines report from now on; None leaves it.
+        """
+
+        def announce(client: EngineClient) -> None:
+            client.update_weights_from_distributed(
+                names=bucket.names,
+                dtypes=[str(t.dtype).removeprefix("torch.") for _, t in bucket.tensors],
+                shapes=[list(t.shape) for _, t in bucket.tensors],
+                group_name=self.name,
+                load_format="flattened_bucket",
+                flush_cache=False,
+                weight_version=weight_version,
+            )
+
+        what = f"load a bucket of {len(bucket.tensors)} tensors ({bucket.nbytes} bytes, first {bucket.names[0]!r})"
+        futures = self._fanout.start(announce)
+        work = dist.broadcast(bucket.flatten(), src=0, group=self._group, async_op=True)
+        self._await(work, futures, what)
+        self._fanout.wait(futures, what, self.timeout_s)
+
+    def _await(self, work: Any, futures: list[Future[Any]], what: str) -> None:
+        """Wait for the broadcast, but no longer than until the first engine refuses: it would never join."""
+        deadline = time.monotonic() + self.timeout_s
+        while not work.is_completed():
+            if any(f.done() and f.exception() is not None for f in futures):
+                pending = [f for f in futures if f.done()]
+                self._raise_first(pending, what)
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"Weight sync: the broadcast to {what} in group {self.name!r} did not end within "
+                    f"{self.timeout_s:.0f} s (--weight-sync-timeout); an engine may have died, see the engines' logs."
+                )
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def _raise_first(self, futures: list[Future[Any]], what: str) -> None:
+        for future in futures:
+            error = future.exception()
+            if error is not None:
+                raise WeightSyncError(f"Weight sync could not {what}: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Leave the group; engines that are gone already are no error, the group ends with them."""
+        if self._group is None:
+            return
+
+        def leave(client: EngineClient) -> None:
+            client.destroy_weights_update_group(group_name=self.name)
+
+        futures = self._fanout.start(leave)
+        dist.destroy_process_group(self._group)
+        self._group = None
+        self._fanout.wait(futures, f"leave the process group {self.name!r}", self.timeout_s)
+        self._fanout.close()
+
+
+def _rendezvous_address(engines: Sequence[EngineInfo]) -> str:
+    hosts = {urlparse(engine.url).hostname for engine in engines}
+    if hosts <= {"127.0.0.1", "localhost", "::1"}:
+        return "127.0.0.1"
+    return get_host_info()[1]
+
+
+def _join_as_first(init_method: str, world_size: int, name: str, backend: str, timeout_s: float) -> Any:
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(rendezvous(init_method, 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def device_of(backend: str) -> torch.device:
+    """Return the device whose tensors ``backend`` carries."""
+    return torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())

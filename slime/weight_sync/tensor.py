@@ -1,0 +1,128 @@
+"""Weights to colocated engines: every trainer rank hands its bucket to the engine rank on the same slot.
+
+On CUDA a bucket is passed as an IPC handle and nothing is copied. Without CUDA its bytes travel inside the request:
+shared memory would need a helper process that outlives a killed trainer, and models on such machines are small.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from argparse import Namespace
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.weights import iter_hf_weights
+from slime.servers.engine_client import EngineClient
+from slime.servers.types import EngineInfo
+from slime.weight_sync.buckets import Bucket, iter_buckets
+from slime.weight_sync.fanout import WeightSyncError
+from slime.weight_sync.layout import TrainerLayout
+from slime.weight_sync.process_group import EngineGroup
+from slime.weight_sync.transport import WeightSource
+
+
+class TensorTransport:
+    """Trainer rank ``r`` serves slot ``r``; the first rank of each engine's slots makes the request."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.layout = TrainerLayout.current()
+        self._client: EngineClient | None = None
+        self._slots: list[int] = []
+        self._slots_group: dist.ProcessGroup | None = None
+        self._beyond: EngineGroup | None = None
+
+    def connect(self, engines: Sequence[EngineInfo], clients: Sequence[EngineClient]) -> None:
+        beyond = []
+        for engine, client in zip(engines, clients, strict=True):
+            slots = list(range(engine.gpu_offset, engine.gpu_offset + engine.num_gpus))
+            if slots[0] >= self.layout.world_size:
+                beyond.append((engine, client))
+                continue
+            if slots[-1] >= self.layout.world_size:
+                raise WeightSyncError(
+                    f"Engine {engine.url} spans slots {slots[0]}-{slots[-1]}, but the trainer has only "
+                    f"{self.layout.world_size}: choose --rollout-num-gpus-per-engine so that no engine lies half on "
+                    "the trainer's slots (--actor-num-nodes x --actor-num-gpus-per-node)."
+                )
+            # new_group is collective: every rank makes every group, also those it is not in.
+            group = dist.new_group(slots, backend="gloo")
+            if self.layout.rank in slots:
+                self._client, self._slots, self._slots_group = client, slots, group
+        if beyond and self.layout.rank == 0:
+            self._beyond = EngineGroup(
+                [engine for engine, _ in beyond],
+                [client for _, client in beyond],
+                name="slime",
+                backend=self.args.distributed_backend,
+                timeout_s=self.args.weight_sync_timeout,
+            )
+        dist.barrier()
+
+    def send(self, source: WeightSource, *, weight_version: str) -> int:
+        sent = 0
+        stream = iter_hf_weights(source.model, source.args, gather_pp=True)
+        for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
+            version = weight_version if bucket.is_last else None
+            if self._beyond is not None:
+                self._beyond.send(bucket, weight_version=version)
+            if self._slots_group is not None:
+                self._send_local(bucket, version)
+            sent += bucket.nbytes
+        return sent
+
+    def _send_local(self, bucket: Bucket, weight_version: str | None) -> None:
+        flat = bucket.flatten()
+        mine = serialize(flat, bucket)
+        is_first = self.layout.rank == self._slots[0]
+        parts: list[str | None] | None = [None] * len(self._slots) if is_first else None
+        dist.gather_object(mine, parts, dst=self._slots[0], group=self._slots_group)
+        if is_first:
+            assert self._client is not None
+            self._client.update_weights_from_tensor(
+                serialized_named_tensors=parts,
+                load_format="flattened_bucket",
+                flush_cache=False,
+                weight_version=weight_version,
+            )
+        # The engine has mapped this rank's memory until it answered: keep ``flat`` alive until then on every rank.
+        dist.barrier(group=self._slots_group)
+        del flat
+
+    def disconnect(self) -> None:
+        if self._beyond is not None:
+            self._beyond.close()
+            self._beyond = None
+        if self._slots_group is not None:
+            dist.destroy_process_group(self._slots_group)
+            self._client, self._slots, self._slots_group = None, [], None
+        dist.barrier()
+
+
+def serialize(flat: torch.Tensor, bucket: Bucket) -> str:
+    """Return the base64 text of the request's ``flattened_bucket`` entry for one engine rank.
+
+    The engine reads only attributes of the metadata, and unpickles only classes of modules on its list; plain
+    namespaces are on it, so that this process does not have to import sglang.
+    """
+    metadata = [
+        SimpleNamespace(
+            name=s.name,
+            shape=s.shape,
+            dtype=s.dtype,
+            start_idx=s.start_idx,
+            end_idx=s.end_idx,
+            numel=s.end_idx - s.start_idx,
+        )
+        for s in bucket.slots()
+    ]
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer) if flat.is_cuda else pickle.Pickler(buffer)
+    pickler.dump({"flattened_tensor": flat, "metadata": metadata})
+    return base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -1,0 +1,102 @@
+"""One push of weights, step by step: pause, flush, send, verify, continue."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from slime.servers.engine_client import EngineClient
+from slime.servers.types import EngineInfo
+from slime.weight_sync.fanout import FanOut, WeightSyncError
+from slime.weight_sync.transport import Transport, WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdater:
+    """Lives in every trainer rank; every method is collective. Rank 0 alone controls the engines.
+
+    Attributes:
+        version: number of the last push that every engine confirmed.
+        bytes_sent: bytes this rank sent in the last push.
+    """
+
+    def __init__(self, args: Namespace, trainer: WeightSource, transport: Transport, *, pause_mode: str) -> None:
+        self.args = args
+        self.trainer = trainer
+        self.transport = transport
+        self.pause_mode = pause_mode
+        self.version = int(getattr(args, "update_weight_start_version", 0) or 0)
+        self.bytes_sent = 0
+        self._engines: list[EngineInfo] = []
+        self._control: FanOut | None = None
+
+    def connect(self, engines: Sequence[EngineInfo]) -> None:
+        """(Re)build the channels to ``engines``; a no-op when they are the ones connected already."""
+        if list(engines) == self._engines:
+            return
+        if self._engines:
+            self.disconnect()
+        timeout = self.args.weight_sync_timeout
+        clients = [EngineClient(e.url, api_key=getattr(e, "api_key", None), timeout=timeout) for e in engines]
+        self.transport.connect(engines, clients)
+        if dist.get_rank() == 0:
+            self._control = FanOut(clients)
+        self._engines = list(engines)
+
+    def disconnect(self) -> None:
+        """Close the channels."""
+        self.transport.disconnect()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._engines = []
+
+    def update(self) -> int:
+        """Push the trainer's weights to every engine and return the new version.
+
+        Raises:
+            WeightSyncError: an engine refused, died, was late, or reports another version afterwards. The engines stay
+                paused then: what they would generate has no known version.
+        """
+        if not self._engines:
+            raise WeightSyncError("Weight sync has no engines: call connect() with the rollout engines first.")
+        version = self.version + 1
+        self._pause_and_flush()
+        dist.barrier()
+        self.bytes_sent = self.transport.send(self.trainer, weight_version=str(version))
+        dist.barrier()
+        self._verify_and_continue(version)
+        dist.barrier()
+        self.version = version
+        return version
+
+    def _pause_and_flush(self) -> None:
+        if self._control is None:
+            return
+        timeout = self.args.weight_sync_timeout
+        self._control.call(f"pause ({self.pause_mode})", lambda c: c.pause(self.pause_mode), timeout)
+        # The prefix cache was computed with the old weights. In-place pauses keep it for the requests they hold.
+        if self.pause_mode != "in_place":
+            self._control.call("flush the prefix cache", lambda c: c.flush_cache(timeout), timeout)
+
+    def _verify_and_continue(self, version: int) -> None:
+        if self._control is None:
+            return
+        timeout = self.args.weight_sync_timeout
+        seen = self._control.call("read the weight version", lambda c: c.weight_version(), timeout)
+        wrong = [
+            f"{client.url} reports {got!r}"
+            for client, got in zip(self._control.clients, seen, strict=True)
+            if got != str(version)
+        ]
+        if wrong:
+            raise WeightSyncError(
+                f"After pushing weight version {version}: {'; '.join(wrong)}. The push did not arrive whole; "
+                "the engines stay paused. See the engines' logs under the run directory."
+            )
+        self._control.call("continue", lambda c: c.resume(), timeout)
+        logger.info("Weight version %d is on %d engines.", version, len(seen))
