@@ -86,7 +86,7 @@ def read_installed(source: Source) -> list[dict[str, Any]]:
 
     Without a GPU the stand-ins for SGLang's compiled kernels are put on the helper's ``PYTHONPATH``, and on no other's.
     """
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     if source is SGLANG and not has_cuda_device():
         env["PYTHONPATH"] = os.pathsep.join(p for p in (str(STAND_INS), env.get("PYTHONPATH", "")) if p)
     with tempfile.TemporaryDirectory(prefix="slime-arguments-") as directory:

@@ -40,7 +40,8 @@ def _record(action: argparse.Action, title: str) -> dict[str, Any]:
         "action": form,
         "nargs": None if form in ("true", "false", "tristate") else action.nargs,
         "const": action.const if action.nargs == "?" else None,
-        "choices": None if action.choices is None else list(action.choices),
+        # Some choices come from sets, whose order differs from process to process.
+        "choices": None if action.choices is None else sorted(action.choices, key=str),
         "help": " ".join(help_text.replace("%(default)s", str(action.default)).replace("%%", "%").split()),
         "title": "" if title in ("options", "optional arguments") else title,
         "class": name,
