@@ -1,0 +1,1 @@
+"""The quickstart: a tiny model from nothing, taught by SFT and then by GRPO through slime's real loop."""

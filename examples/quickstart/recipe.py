@@ -1,0 +1,102 @@
+"""The command lines of the quickstart. They are ordinary slime: what is tiny is the model, not the machinery."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.tiny_model import megatron_flags
+
+MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "num-attention-heads": 8,
+         "num-key-value-heads": 4}  # fmt: skip
+SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 30, 1280, 128
+"""One pass over the demonstrations: batches of 1280, ten optimiser steps each; the same budget for every seed."""
+
+DATASET = "addition"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where the quickstart keeps its things."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        """The randomly initialised model."""
+        return self.root / "model"
+
+    @property
+    def data(self) -> Path:
+        """The data set."""
+        return self.root / "data"
+
+    @property
+    def sft(self) -> Path:
+        """The run directory of SFT."""
+        return self.root / "sft"
+
+    @property
+    def sft_model(self) -> Path:
+        """The model after SFT, in Hugging Face format."""
+        return self.root / "sft_model" / str(SFT_ROLLOUTS - 1)
+
+    def grpo(self, shuffled: bool) -> Path:
+        """The run directory of GRPO, or of its control."""
+        return self.root / ("grpo_shuffled" if shuffled else "grpo")
+
+
+def make_model(paths: Paths, seed: int) -> list[str]:
+    """Return the command that makes the model and its tokenizer."""
+    sizes = [word for name, value in MODEL.items() for word in (f"--{name}", str(value))]
+    return ["tools.tiny_model", "--family", "qwen3", "--out", str(paths.model), "--seed", str(seed), *sizes]
+
+
+def make_data(paths: Paths, seed: int) -> list[str]:
+    """Return the command that makes the data."""
+    return [
+        "examples.quickstart.make_data", "--out", str(paths.data), "--seed", str(seed),
+        "--demonstrations", str(SFT_ROLLOUTS * SFT_BATCH),
+    ]  # fmt: skip
+
+
+def sft(paths: Paths, seed: int) -> list[str]:
+    """Return the arguments of ``train.py`` for SFT."""
+    return [
+        "--hf-checkpoint", str(paths.model), *megatron_flags(paths.model),
+        "--prompt-data", str(paths.data / "sft.jsonl"), "--input-key", "messages",
+        "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout",
+        "--loss-type", "sft_loss", "--calculate-per-token-loss", "--disable-compute-advantages-and-returns",
+        "--debug-train-only",
+        "--num-rollout", str(SFT_ROLLOUTS), "--rollout-batch-size", str(SFT_BATCH),
+        "--global-batch-size", str(SFT_STEP),
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
+        "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
+        "--lr", "4e-3", "--min-lr", "0", "--lr-decay-style", "cosine", "--lr-warmup-iters", "20",
+        "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
+        "--seed", str(1234 + seed),
+        "--save", str(paths.root / "sft_save"), "--save-interval", str(SFT_ROLLOUTS), "--no-save-optim",
+        "--save-hf", str(paths.root / "sft_model" / "{rollout_id}"),
+        "--run-dir", str(paths.sft),
+    ]  # fmt: skip
+
+
+def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]:
+    """Return the arguments of ``train.py`` for GRPO: two engines behind the router, one trainer."""
+    control = ["--custom-reward-post-process-path", "examples.quickstart.reward.shuffled_rewards"] if shuffled else []
+    return [
+        "--hf-checkpoint", str(paths.sft_model), *megatron_flags(paths.sft_model),
+        "--prompt-data", str(paths.data / "train.jsonl"), "--input-key", "messages", "--label-key", "label",
+        "--apply-chat-template", "--rollout-shuffle", "--rollout-seed", str(42 + seed),
+        "--custom-rm-path", "examples.quickstart.reward.exact_answer", *control,
+        "--num-rollout", str(rollouts), "--rollout-batch-size", "64", "--n-samples-per-prompt", "8",
+        "--global-batch-size", "256", "--rollout-max-response-len", "6", "--rollout-temperature", "1",
+        "--eval-prompt-data", DATASET, str(paths.data / "held_out.jsonl"), "--eval-interval", "10",
+        "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
+        "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "1",
+        "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28", "--entropy-coef", "0",
+        "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
+        "--lr", "5e-4", "--lr-decay-style", "constant", "--weight-decay", "0",
+        "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0", "--seed", str(1234 + seed),
+        "--run-dir", str(paths.grpo(shuffled)),
+    ]  # fmt: skip

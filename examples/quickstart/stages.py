@@ -1,0 +1,117 @@
+"""Run one stage of the quickstart as a child process, with a deadline, and tell how it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_S = 60
+"""Time a stage gets to end its own processes after it has been interrupted."""
+
+
+class StageError(Exception):
+    """A stage failed or ran out of time."""
+
+
+def show_command(command: list[str]) -> str:
+    """Return ``command`` as a user can paste it: one flag and its values per line."""
+    lines = [shlex.join(command[: 2 if command[0].startswith("python") else 1])]
+    for word in command[2:]:
+        if word.startswith("--") or lines[-1].startswith("python"):
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += " " + shlex.quote(word)
+    wrapped = [lines[0]]
+    for line in lines[1:]:
+        if len(wrapped[-1]) + len(line) < 110:
+            wrapped[-1] += " " + line
+        else:
+            wrapped.append("    " + line)
+    return " \\\n".join(wrapped)
+
+
+def run_stage(
+    name: str,
+    command: list[str],
+    log: Path,
+    *,
+    deadline_s: float,
+    metrics: Path | None = None,
+    describe: Callable[[list[dict[str, Any]]], str | None] = lambda rows: None,
+) -> float:
+    """Run ``command`` (``python ...``) in the checkout, its output in ``log``; return the seconds it took.
+
+    ``describe`` is called with new rows of ``metrics`` and returns a line to print, or None. Raises StageError with
+    the end of the log when the command fails or is not done after ``deadline_s`` seconds; the command is then
+    interrupted, so that it ends its own processes, and killed when it does not.
+    """
+    print(f"\n{show_command(command)}\n", flush=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *command[1:]],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            start_new_session=True,
+        )
+        try:
+            rows = _follow(metrics) if metrics else iter(list, None)
+            while process.poll() is None:
+                if time.monotonic() - begin > deadline_s:
+                    raise StageError(f"{name} was not done after {deadline_s:.0f} s\n{_tail(log)}")
+                if line := describe(next(rows)):
+                    print(f"  {line}", flush=True)
+                time.sleep(0.5)
+            if line := describe(next(rows)):
+                print(f"  {line}", flush=True)
+        finally:
+            _end(process)
+    if process.returncode:
+        raise StageError(f"{name} failed with exit status {process.returncode}\n{_tail(log)}")
+    return time.monotonic() - begin
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the command shut down by itself, as on Ctrl-C; then leave nothing behind."""
+    for number, patience in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        if process.poll() is not None:
+            return
+        process.send_signal(number)
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _follow(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield, at every step, the complete rows that ``path`` got since the last one."""
+    position = 0
+    while True:
+        rows = []
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(position)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    position += len(line)
+                    rows.append(json.loads(line))
+        yield rows
+
+
+def _tail(log: Path, lines: int = 40) -> str:
+    end = log.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join([f"--- the end of {log} ---", *end])

@@ -1,0 +1,77 @@
+"""What holds for every test: one thread per process, GPU tests that skip with a reason, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+# Before torch is imported anywhere: several processes share the cores, and more threads than cores only wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+
+MARK = "SLIME_TEST_SESSION"
+LEFTOVER_PATIENCE_S = 30.0
+
+
+@cache
+def gpu_missing() -> str | None:
+    """Return why GPU tests cannot run here, or None."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "needs a CUDA device: no nvidia-smi on this machine"
+    result = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, timeout=60)
+    if result.returncode or "GPU" not in result.stdout:
+        return f"needs a CUDA device: nvidia-smi lists none ({result.stderr.strip() or result.stdout.strip()})"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU; everything below tests/integration and tests/soak carries its marker."""
+    here = Path(__file__).parent
+    for item in items:
+        folder = Path(item.path).relative_to(here).parts[0]
+        if folder in ("integration", "soak"):
+            item.add_marker(folder)
+        if item.get_closest_marker("gpu") and (reason := gpu_missing()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Fail the session when a process that a test started outlives it, however it was detached."""
+    token = uuid.uuid4().hex
+    os.environ[MARK] = token
+    yield
+    deadline = time.monotonic() + LEFTOVER_PATIENCE_S
+    while (left := marked_processes(token)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    del os.environ[MARK]
+    if left:
+        pytest.fail("processes started by tests are still running:\n" + "\n".join(left), pytrace=False)
+
+
+def marked_processes(token: str) -> list[str]:
+    """Return ``pid command`` of the live processes, this one excepted, whose environment holds ``token``."""
+    wanted = f"{MARK}={token}".encode()
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        if directory.name == str(os.getpid()):
+            continue
+        try:
+            if wanted not in (directory / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue  # ended meanwhile, or belongs to somebody else
+        if command and "multiprocessing.resource_tracker" not in command:
+            found.append(f"  {directory.name} {command[:300]}")
+    return found
