@@ -170,30 +170,31 @@ class Loop:
             self.trainer.update_weights(synchronous_loop=not self.overlap)
         if self.args.check_weight_update_equal:
             self.rollout.check_equal_checksums()
-        with timer("onload_rollout"):
-            if self.args.offload_rollout:
+        if self.args.offload_rollout:
+            with timer("onload_rollout"):
                 self.rollout.onload_kv()
 
     def give_devices_to_trainer(self) -> None:
         """Where engines and trainer take turns: engines off, trainer on."""
         assert self.trainer is not None
-        with timer("offload_rollout"):
-            if self.args.offload_rollout and not self.args.debug_train_only:
+        if self.args.offload_rollout and not self.args.debug_train_only:
+            with timer("offload_rollout"):
                 self.rollout.offload()
-        with timer("onload_train"):
-            if self.args.offload_train:
+        if self.args.offload_train:
+            with timer("onload_train"):
                 self.trainer.onload()
 
     def give_devices_to_engines(self) -> None:
         """Where they take turns: trainer off, and the engines' memory for weights on."""
         assert self.trainer is not None
-        with timer("offload_train"):
-            if self.args.offload_train:
+        if self.args.offload_train:
+            with timer("offload_train"):
                 self.trainer.offload()
-            else:
+        elif self.args.device_type != "cpu":
+            with timer("clear_memory"):
                 self.trainer.clear_memory()
-        with timer("onload_rollout"):
-            if self.args.offload_rollout and not self.args.debug_train_only:
+        if self.args.offload_rollout and not self.args.debug_train_only:
+            with timer("onload_rollout"):
                 self.rollout.onload_weights()
 
     def evaluate_periodically(self, rollout_id: int) -> None:

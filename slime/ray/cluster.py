@@ -229,6 +229,7 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     # Ray's own processes inherit these: the janitor finds them, and workers import what this process can import.
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
+    _keep_to_loopback()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ray.init(
         address="local",
@@ -243,6 +244,15 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
         _temp_dir=_short_temp_dir(),
     )
     return True
+
+
+def _keep_to_loopback() -> None:
+    """Make a Ray that starts here listen on loopback only, as it does by itself on macOS and Windows.
+
+    Ray replaces ``_node_ip_address="127.0.0.1"`` by the host's address unless this switch of its own is off.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _short_temp_dir() -> str | None:

@@ -158,7 +158,8 @@ class EngineFleet:
         return {
             "dist_init_addr": meeting.get(plan.rank),
             "nnodes": plan.nodes,
-            "base_gpu_id": self._gpu_ids[first],
+            # Without GPUs the slots are a fiction of ours: every engine sees the same cores.
+            "base_gpu_id": self._gpu_ids[first] if self.args.device_type == "cuda" else 0,
             "gpu_offset": plan.gpu_offset,
             "num_gpus": plan.num_gpus,
         }

@@ -13,6 +13,8 @@ from typing import Any
 from slime.observability.logging_utils import configure_logger
 from slime.ray.errors import RemoteFailure, clean_traceback, one_line_kind
 
+SHORT_MESSAGE_LINES = 6
+
 
 class Terminated(BaseException):
     """SIGTERM arrived."""
@@ -57,4 +59,8 @@ def _tell(args: Namespace, error: Exception) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{one_line_kind(error)}\n\n{details}\n")
         where = f"\n(details: {path})"
-    print(f"{details}\n\nerror: {one_line_kind(error)}{where}", file=sys.stderr, flush=True)
+    message = one_line_kind(error)
+    # A long message tells its own story (an engine's last lines); a short one needs the place it came from.
+    if len(message.splitlines()) <= SHORT_MESSAGE_LINES:
+        print(f"{details}\n", file=sys.stderr)
+    print(f"error: {message}{where}", file=sys.stderr, flush=True)
