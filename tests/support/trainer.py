@@ -64,6 +64,7 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
         "adam_beta2": 0.98,
         "adam_eps": 1e-8,
         "clip_grad": 1.0,
+        "sgd_momentum": 0.9,
         # rollout and algorithm
         "hf_checkpoint": str(checkpoint),
         "load": None,
@@ -112,12 +113,13 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
 
 
 OPTIONAL = {
-    "async_save", "check_for_nan_in_loss_and_grad", "ckpt_step", "custom_loss_function_path", "finetune",
-    "no_load_optim", "no_load_rng", "no_save_optim", "overlap_grad_reduce", "overlap_param_gather", "ref_update_interval", "save_hf",
-    "save_debug_train_data", "use_rollout_entropy", "recompute_loss_function", "custom_tis_function_path",
-    "custom_pg_loss_reducer_function_path", "custom_advantage_function_path", "rollout_data_postprocess_path",
-    "custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path",
-    "custom_megatron_init_path", "log_passrate", "log_multi_turn", "reset_optimizer_states",
+    "async_save", "check_for_nan_in_loss_and_grad", "ci_test", "ckpt_step", "custom_advantage_function_path",
+    "custom_loss_function_path", "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path", "custom_megatron_init_path",
+    "custom_pg_loss_reducer_function_path", "custom_tis_function_path", "finetune", "log_multi_turn",
+    "log_passrate", "no_load_optim", "no_load_rng", "no_save_optim", "overlap_grad_reduce",
+    "overlap_param_gather", "recompute_loss_function", "ref_update_interval", "reset_optimizer_states",
+    "rollout_data_postprocess_path", "save_debug_train_data", "save_hf", "use_rollout_entropy", "opsm_delta",
 }  # fmt: skip
 
 

@@ -85,3 +85,39 @@ def _finish(trainer: Any, data: list[dict[str, Any]], start: int, first: int) ->
         "parameters": parameters(trainer),
         "scheduler": trainer.scheduler.num_steps,
     }
+
+
+def hf_weights(model: Any, args: Any) -> dict[str, torch.Tensor]:
+    """Return copies of all weights of all pipeline stages by Hugging Face name (collective)."""
+    from slime.backends.megatron_utils.weights import iter_hf_weights
+
+    return {name: tensor.detach().clone() for name, tensor in iter_hf_weights(model, args, gather_pp=True)}
+
+
+def hf_gradients(model: Any, args: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of the last step by Hugging Face name: names and splits are those of the weights."""
+    weights = [(p, p.data) for chunk in model for p in chunk.parameters()]
+    for p, _ in weights:
+        p.data = p.main_grad.to(p.dtype)
+    gradients = hf_weights(model, args)
+    for p, data in weights:
+        p.data = data
+    return gradients
+
+
+def gradients(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train one rollout per scenario with plain SGD; return the metrics and the gradients of its last step."""
+    results = []
+    for scenario in scenarios:
+        overrides = {
+            "optimizer": "sgd",
+            "sgd_momentum": 0.0,
+            "use_distributed_optimizer": False,  # it takes Adam only, and leaves each rank a part of the gradients
+            "weight_decay": 0.0,
+            "clip_grad": 1e9,
+            **scenario["args"],
+        }
+        trainer, _ = new_trainer(checkpoint, with_ref=scenario.get("with_ref", False), **overrides)
+        report = train_once(trainer, 0, make_train_data(**scenario.get("data", {})))
+        results.append({**report, "gradients": hf_gradients(trainer.model, trainer.args)})
+    return results

@@ -7,18 +7,18 @@ whose logits this rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from slime.algorithms.reducers import Reducer, make_reducer
 from slime.backends.megatron_utils.parallel import context_parallel
 from slime.batching import context_parallel as layout
 from slime.batching.context_parallel import Range
 
 Values = TypeVar("Values", list[float], Tensor)
-Reducer = Callable[[Tensor], Tensor]
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -112,27 +112,13 @@ def get_sum_of_sample_mean(
 
     Default: the sum over samples of ``sum(x * mask) / max(denominator, 1)``, where the denominator is
     ``rollout_mask_sums[i]`` (all trained tokens of the sample's rollout execution) or, without it, the sample's own
-    mask sum. With ``calculate_per_token_loss``: the sum over tokens of ``x * mask``. Sum the results over micro-batches and
-    CP ranks to have the value of the batch. ``loss_masks`` are whole [response_length].
+    mask sum. With ``calculate_per_token_loss``: the sum over tokens of ``x * mask``. Sum the results over micro-batches
+    and CP ranks to have the value of the batch. ``loss_masks`` are whole [response_length].
     """
-    masks = [mask.float() for mask in loss_masks]
-    local = [slice_log_prob_with_cp(m, t, r) for m, t, r in zip(masks, total_lengths, response_lengths, strict=True)]
-    if calculate_per_token_loss:
-        weights = local
-    else:
-        sums = [mask.sum() for mask in masks] if rollout_mask_sums is None else rollout_mask_sums
-        weights = [
-            mask / torch.as_tensor(total, dtype=torch.float32, device=mask.device).clamp(min=1)
-            for mask, total in zip(local, sums, strict=True)
-        ]
-    weight = torch.cat(weights)
-
-    def reduce(values: Tensor) -> Tensor:
-        if values.shape != weight.shape:
-            raise ValueError(
-                f"expected one value per local response token {tuple(weight.shape)}, got {tuple(values.shape)}"
-            )
-        # where, not a product: 0 * nan of a token that is not trained would spoil the sum
-        return torch.where(weight != 0, values * weight, torch.zeros_like(values)).sum()
-
-    return reduce
+    local = [
+        slice_log_prob_with_cp(mask, total, response)
+        for mask, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True)
+    ]
+    if rollout_mask_sums is None:
+        rollout_mask_sums = torch.stack([mask.sum() for mask in loss_masks])
+    return make_reducer(local, rollout_mask_sums, calculate_per_token_loss=calculate_per_token_loss)

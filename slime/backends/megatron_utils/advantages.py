@@ -1,0 +1,114 @@
+"""Advantages and returns of a rollout in the trainer: KL to the reference, the estimator, whitening."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.advantages import (
+    get_grpo_returns,
+    get_reinforce_plus_plus_baseline_advantages,
+    get_reinforce_plus_plus_returns,
+)
+from slime.algorithms.gae import get_advantages_and_returns_batch, token_rewards
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.whitening import masked_whiten
+from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
+from slime.backends.megatron_utils.hooks import optional_function
+from slime.backends.megatron_utils.parallel import data_parallel, is_last_stage
+
+Column = list[Tensor]
+
+
+def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
+    """Set ``kl``, ``advantages`` and ``returns`` in ``rollout_data``: lists of local tensors [n_local], one per sample.
+
+    ``kl`` is that of the policy to the reference (zeros with ``kl_coef`` 0). ``--custom-advantage-function-path``
+    replaces the estimator; whitening (``normalize_advantages``, over DP x CP, returns untouched) applies to it too.
+    No-op but on the last pipeline stage. Raises ValueError for an unknown estimator and for missing columns.
+    """
+    if not is_last_stage():
+        return
+    rollout_data["kl"] = _kl(args, rollout_data)
+    custom = optional_function(args, "custom_advantage_function_path")
+    if custom is not None:
+        custom(args, rollout_data)
+        missing = [key for key in ("advantages", "returns") if key not in rollout_data]
+        if missing:
+            raise ValueError(
+                f"--custom-advantage-function-path {args.custom_advantage_function_path} did not set {missing}"
+            )
+    else:
+        advantages, returns = _estimate(args, rollout_data)
+        rollout_data["advantages"], rollout_data["returns"] = advantages, returns
+    if getattr(args, "normalize_advantages", False):
+        rollout_data["advantages"] = _whiten(rollout_data)
+
+
+def _kl(args: Namespace, data: dict) -> Column:
+    masks = _local(data, data["loss_masks"])
+    if args.kl_coef == 0:
+        return [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for mask in masks]
+    for key in ("log_probs", "ref_log_probs"):
+        if key not in data:
+            raise ValueError(f"--kl-coef {args.kl_coef} needs {key}, which no pass has computed")
+    pairs = zip(data["log_probs"], data["ref_log_probs"], strict=True)
+    return [compute_approx_kl(log_probs, ref, args.kl_loss_type) for log_probs, ref in pairs]
+
+
+def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
+    """Return (advantages, returns). Estimators that look along the response see it whole, whatever the CP layout."""
+    rewards, kl, estimator = data["rewards"], data["kl"], args.advantage_estimator
+    if estimator in ("grpo", "gspo", "cispo"):
+        returns = get_grpo_returns(rewards, kl)
+        return list(returns), returns
+    if estimator == "reinforce_plus_plus_baseline":
+        returns = get_reinforce_plus_plus_baseline_advantages(rewards, kl, data["loss_masks"], args.kl_coef)
+        return list(returns), returns
+    if estimator == "reinforce_plus_plus":
+        whole = get_reinforce_plus_plus_returns(
+            rewards,
+            _whole(data, kl),
+            data["loss_masks"],
+            data["response_lengths"],
+            data["total_lengths"],
+            args.kl_coef,
+            args.gamma,
+        )
+        returns = _local(data, whole)
+        return list(returns), returns
+    if estimator == "ppo":
+        if "values" not in data:
+            raise ValueError("--advantage-estimator ppo needs the critic's values")
+        kls = _whole(data, kl)
+        per_token = [token_rewards(reward, k, args.kl_coef) for reward, k in zip(rewards, kls, strict=True)]
+        advantages, returns = get_advantages_and_returns_batch(
+            data["total_lengths"],
+            data["response_lengths"],
+            _whole(data, data["values"]),
+            per_token,
+            args.gamma,
+            args.lambd,
+        )
+        return _local(data, advantages), _local(data, returns)
+    raise ValueError(f"--advantage-estimator {estimator} is unknown")
+
+
+def _whiten(data: dict) -> Column:
+    advantages = data["advantages"]
+    mask = torch.cat(_local(data, data["loss_masks"]))
+    group = data_parallel(with_context_parallel=True).group
+    whitened = masked_whiten(torch.cat(advantages), mask, group=group)
+    return list(whitened.split([values.size(0) for values in advantages]))
+
+
+def _local(data: dict, whole: Sequence[Tensor]) -> Column:
+    lengths = zip(whole, data["total_lengths"], data["response_lengths"], strict=True)
+    return [slice_log_prob_with_cp(values, total, response) for values, total, response in lengths]
+
+
+def _whole(data: dict, local: Sequence[Tensor]) -> Column:
+    return all_gather_samples_with_cp(local, data["total_lengths"], data["response_lengths"])

@@ -1,0 +1,186 @@
+"""The policy-gradient loss of one micro-batch: PPO-clip and its variants, importance correction, KL, entropy."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.policy_loss import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
+from slime.backends.megatron_utils.cp_utils import Reducer, all_gather_samples_with_cp, get_sum_of_sample_mean
+from slime.backends.megatron_utils.hooks import optional_function
+from slime.backends.megatron_utils.importance import vanilla_tis_function
+from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples
+
+Column = list[Tensor]
+"""One local tensor [n_local] per sample."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the response tokens, by who gave them. ``old`` is the policy that the ratio is taken against."""
+
+    current: Column
+    trainer: Column
+    rollout: Column | None
+    old: Column
+
+
+def policy_loss_function(
+    args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (loss, metrics), scalars reduced by ``sum_of_sample_mean``.
+
+    ``loss = pg_loss - entropy_coef * entropy + kl_loss_coef * KL(policy, reference)``, where pg_loss is that of
+    ``args.advantage_estimator``, with sequences masked by ``use_opsm`` and corrected by ``use_tis``. Metrics:
+    ``loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl`` and, where they apply, ``train_rollout_logprob_abs_diff,
+    kl_loss, ois, tis, tis_clipfrac, tis_abs, opsm_clipfrac`` and those of a custom correction.
+    """
+    _, result = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+    )
+    log_probs = _log_probs(args, batch, result["log_probs"])
+    note_finite_samples(batch, log_probs.current, log_probs.old, batch["advantages"])
+    current, advantages = torch.cat(log_probs.current), torch.cat(batch["advantages"])
+
+    ppo_kl = _ppo_kl(args, batch, log_probs)
+    if args.advantage_estimator == "cispo":
+        pg_loss, pg_clipfrac = compute_cispo_loss(ppo_kl, current, advantages, args.eps_clip, args.eps_clip_high)
+    else:
+        clip_c = getattr(args, "eps_clip_c", None)
+        pg_loss, pg_clipfrac = compute_policy_loss(ppo_kl, advantages, args.eps_clip, args.eps_clip_high, clip_c)
+    metrics: dict[str, Tensor] = {}
+    if getattr(args, "use_opsm", False):
+        pg_loss, metrics["opsm_clipfrac"] = _mask_off_policy_sequences(args, batch, log_probs, pg_loss)
+
+    reduce, masks = sum_of_sample_mean, batch["loss_masks"]
+    if getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False):
+        ois = (-ppo_kl).exp().detach()
+        pg_loss, masks, tis_metrics = _correct_importance(args, batch, log_probs, pg_loss)
+        # The correction's own metrics are means over the tokens that were trained before it masked any.
+        metrics["ois"] = sum_of_sample_mean(ois)
+        metrics.update({name: sum_of_sample_mean(values) for name, values in tis_metrics.items()})
+        if masks is not batch["loss_masks"]:
+            reduce = _reducer(args, batch, masks)
+
+    loss = pg = _pg_reducer(args, batch, masks, reduce)(pg_loss)
+    entropy = reduce(torch.cat(result["entropy"]))
+    if args.entropy_coef != 0:
+        loss = loss - args.entropy_coef * entropy
+    if args.use_kl_loss:
+        kl = reduce(_kl_to_reference(args, batch, log_probs))
+        loss = loss + args.kl_loss_coef * kl
+        metrics["kl_loss"] = kl.detach()
+    if log_probs.rollout is not None:
+        difference = (torch.cat(log_probs.trainer) - torch.cat(log_probs.rollout)).abs()
+        metrics["train_rollout_logprob_abs_diff"] = reduce(difference).detach()
+    return loss, {
+        "loss": loss.detach(),
+        "pg_loss": pg.detach(),
+        "entropy_loss": entropy.detach(),
+        "pg_clipfrac": reduce(pg_clipfrac).detach(),
+        "ppo_kl": reduce(ppo_kl).detach(),
+        **metrics,
+    }
+
+
+def _log_probs(args: Namespace, batch: dict[str, Any], current: Column) -> LogProbs:
+    detached = [values.detach() for values in current]
+    trainer = batch.get("log_probs") or detached
+    rollout = batch.get("rollout_log_probs")
+    if getattr(args, "use_rollout_logprobs", False):
+        if rollout is None:
+            raise ValueError(
+                "--use-rollout-logprobs: the samples have no rollout_log_probs; the generate function must set them"
+            )
+        return LogProbs(current, trainer, rollout, old=rollout)
+    return LogProbs(current, trainer, rollout, old=trainer)
+
+
+def _whole(batch: dict[str, Any], column: Column) -> Column:
+    return all_gather_samples_with_cp(column, batch["total_lengths"], batch["response_lengths"])
+
+
+def _ppo_kl(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
+    """old - current per local token; with GSPO the masked mean over the whole response, for each of its tokens."""
+    if args.advantage_estimator != "gspo":
+        return torch.cat(log_probs.old) - torch.cat(log_probs.current)
+    return compute_gspo_kl(
+        full_log_probs=_whole(batch, log_probs.current),
+        full_old_log_probs=_whole(batch, log_probs.old),
+        local_log_probs=log_probs.current,
+        loss_masks=batch["loss_masks"],
+    )
+
+
+def _mask_off_policy_sequences(
+    args: Namespace, batch: dict[str, Any], log_probs: LogProbs, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    """OPSM: zero the loss of sequences with A < 0 whose mean(old - current) exceeds ``opsm_delta``."""
+    mask, clip_fraction = compute_opsm_mask(
+        args=args,
+        full_log_probs=_whole(batch, log_probs.current),
+        full_old_log_probs=_whole(batch, log_probs.old),
+        advantages=batch["advantages"],
+        loss_masks=batch["loss_masks"],
+    )
+    return pg_loss * mask, clip_fraction
+
+
+def _correct_importance(
+    args: Namespace, batch: dict[str, Any], log_probs: LogProbs, pg_loss: Tensor
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    if log_probs.rollout is None:
+        raise ValueError(
+            "--use-tis / --get-mismatch-metrics: the samples have no rollout_log_probs; the generate function must set "
+            "them"
+        )
+    function = optional_function(args, "custom_tis_function_path") or vanilla_tis_function
+    return function(
+        args=args,
+        pg_loss=pg_loss,
+        train_log_probs=log_probs.trainer,
+        rollout_log_probs=log_probs.rollout,
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+
+
+def _reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor]) -> Reducer:
+    """The reducer with other masks as numerators; denominators stay those of the original masks."""
+    sums = batch.get("rollout_mask_sums")
+    if sums is None:
+        sums = [mask.sum() for mask in batch["loss_masks"]]
+    return get_sum_of_sample_mean(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        masks,
+        bool(getattr(args, "calculate_per_token_loss", False)),
+        rollout_mask_sums=sums,
+    )
+
+
+def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor], default: Reducer) -> Reducer:
+    custom = optional_function(args, "custom_pg_loss_reducer_function_path")
+    if custom is None:
+        return default
+    per_token = bool(getattr(args, "calculate_per_token_loss", False))
+    return custom(batch["total_lengths"], batch["response_lengths"], masks, per_token)
+
+
+def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
+    current = torch.cat(log_probs.current)
+    ratio = None
+    if getattr(args, "use_unbiased_kl", False):
+        ratio = (current - torch.cat(log_probs.old)).exp()
+    return compute_approx_kl(current, torch.cat(batch["ref_log_probs"]), args.kl_loss_type, ratio)

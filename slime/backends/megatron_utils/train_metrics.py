@@ -1,0 +1,175 @@
+"""What a trainer reports: means over the rollout's columns, metrics of the optimiser steps, times and throughput."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns
+from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, is_main_rank
+from slime.batching.flops import forward_flops
+from slime.observability.logging_utils import log
+from slime.observability.timer import drain_metrics
+
+_NOT_METRICS = {
+    "tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums", "source_names", "prompt", "metadata",
+    "round_number", "multimodal_train_inputs", "rollout_routed_experts", "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+}  # fmt: skip
+
+
+def rollout_step(args: Namespace, rollout_id: int) -> int:
+    """Return the value of the ``rollout/step`` axis: the rollout id, or the samples-based train step when asked for."""
+    if getattr(args, "wandb_always_use_train_step", False):
+        return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+    return rollout_id
+
+
+def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
+    """Return the mean of every numeric per-sample column over all DP x CP ranks (collective on the last stage).
+
+    Columns with a value per response token use the masked rollout mean of the loss; scalars a plain mean.
+    """
+    num_rollouts = sum(int(size) for size in data["global_batch_sizes"])
+    reduce_tokens = get_sum_of_sample_mean(
+        data["total_lengths"],
+        data["response_lengths"],
+        data["loss_masks"],
+        rollout_mask_sums=data.get("rollout_mask_sums"),
+    )
+    local: dict[str, tuple[float, float]] = {}
+    first_of_cp = context_parallel().rank == 0
+    for name, column in per_sample_columns(data).items():
+        if name in _NOT_METRICS or column is None or not len(column):
+            continue
+        first = column[0]
+        if torch.is_tensor(first) and first.dim() == 1:
+            if first.is_floating_point():
+                local[name] = (float(reduce_tokens(torch.cat(list(column)))), num_rollouts)
+        elif isinstance(first, int | float) or (torch.is_tensor(first) and first.dim() == 0):
+            total = math.fsum(float(value) for value in column)
+            local[name.removeprefix("local_")] = (total, num_samples(data)) if first_of_cp else (0.0, 0)
+    gathered = _all_gather(local)
+    means = {}
+    for name in sorted({name for part in gathered for name in part}):
+        parts = [part[name] for part in gathered if name in part]
+        count = (
+            num_rollouts if parts[0][1] == num_rollouts and _is_token_column(data, name) else sum(c for _, c in parts)
+        )
+        means[name] = math.fsum(value for value, _ in parts) / max(count, 1)
+    return means
+
+
+def _is_token_column(data: RolloutData, name: str) -> bool:
+    column = data.get(name)
+    return isinstance(column, list) and bool(column) and torch.is_tensor(column[0]) and column[0].dim() == 1
+
+
+def _all_gather(value: Any) -> list[Any]:
+    ranks = data_parallel(with_context_parallel=True)
+    if ranks.size == 1:
+        return [value]
+    gathered: list[Any] = [None] * ranks.size
+    dist.all_gather_object(gathered, value, group=ranks.group)
+    return gathered
+
+
+def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> dict[str, float]:
+    """Log and return ``rollout/*`` (and ``multi_turn/*``, ``passrate/*`` when asked for) of this rollout.
+
+    Collective over DP x CP on the last stage; the others return {}.
+    """
+    if not is_last_stage():
+        return {}
+    metrics = {f"rollout/{name}": value for name, value in rollout_means(args, data).items()}
+    if getattr(args, "log_multi_turn", False):
+        metrics.update(_multi_turn_metrics(args, data))
+    if getattr(args, "log_passrate", False):
+        metrics.update(pass_rates(args, data))
+    if is_main_rank():
+        log(args, {**metrics, "rollout/step": rollout_step(args, rollout_id)}, "rollout/step")
+    return metrics
+
+
+def _multi_turn_metrics(args: Namespace, data: RolloutData) -> dict[str, float]:
+    """Response lengths with and without the tokens that the environment wrote (mask 0), and rounds per sample."""
+    local = {
+        "raw": [int(length) for length in data["response_lengths"]],
+        "own": [int(mask.sum()) for mask in data["loss_masks"]],
+        "rounds": [float(r) for r in data.get("round_number") or []],
+    }
+    parts = _all_gather(local if context_parallel().rank == 0 else {name: [] for name in local})
+    raw, own, rounds = ([value for part in parts for value in part[name]] for name in ("raw", "own", "rounds"))
+    limit = getattr(args, "rollout_max_response_len", None)
+    metrics = {
+        **_mean_max_min("multi_turn/raw_response_length/response_length", raw),
+        **_mean_max_min("multi_turn/wo_obs_response_length/response_length", own),
+    }
+    if limit:
+        metrics["multi_turn/raw_response_length/response_length_clip_ratio"] = sum(x >= limit for x in raw) / len(raw)
+    if rounds:
+        metrics.update(_mean_max_min("multi_turn/multi_turn_metric/round_number", rounds))
+    return metrics
+
+
+def _mean_max_min(prefix: str, values: list[float]) -> dict[str, float]:
+    return {
+        f"{prefix}_mean": sum(values) / len(values),
+        f"{prefix}_max": max(values),
+        f"{prefix}_min": min(values),
+    }
+
+
+def pass_rates(args: Namespace, data: RolloutData) -> dict[str, float]:
+    """Return ``passrate/pass@k`` for k = 1, 2, 4 ... up to the group size, from the whole batch's raw rewards.
+
+    The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. (2021), with success meaning raw reward 1. Needs
+    complete groups; returns {} otherwise.
+    """
+    rewards, group = list(data.get("raw_reward") or []), args.n_samples_per_prompt
+    if not rewards or len(rewards) % group:
+        return {}
+    correct = [sum(r == 1 for r in rewards[i : i + group]) for i in range(0, len(rewards), group)]
+    rates, k = {}, 1
+    while k <= group:
+        missed = [math.comb(group - c, k) / math.comb(group, k) for c in correct]
+        rates[f"passrate/pass@{k}"] = 1.0 - sum(missed) / len(missed)
+        k *= 2
+    return rates
+
+
+def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, float]]) -> None:
+    """Log ``train/*`` of every optimiser step; ``train/step`` counts ``rollout_id * steps per rollout + step``."""
+    if not is_main_rank():
+        return
+    for step_id, metrics in enumerate(steps):
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        log(args, {**named, "train/step": rollout_id * len(steps) + step_id}, "train/step")
+
+
+def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int]) -> dict[str, float]:
+    """Log and return ``perf/*``: seconds by timer, tokens per second, TFLOP/s per device, share of time waited.
+
+    ``shard_lengths`` are the total lengths of this DP rank's samples. Collective over DP x CP on the last stage.
+    """
+    metrics = drain_metrics()
+    if not is_last_stage():
+        return metrics
+    lengths = [length for part in _all_gather(shard_lengths if context_parallel().rank == 0 else []) for length in part]
+    forward = forward_flops(args, lengths) / dist.get_world_size() / 1e12
+    for name, passes in (("log_probs", 1), ("ref_log_probs", 1), ("teacher_log_probs", 1), ("actor_train", 3)):
+        if seconds := metrics.get(f"perf/{name}_time"):
+            metrics[f"perf/{name}_tflops"] = passes * forward / seconds
+    if seconds := metrics.get("perf/actor_train_time"):
+        metrics["perf/actor_train_tok_per_s"] = sum(lengths) / seconds
+    if "perf/train_time" in metrics and "perf/train_wait_time" in metrics:
+        metrics["perf/step_time"] = metrics["perf/train_time"] + metrics["perf/train_wait_time"]
+        metrics["perf/wait_time_ratio"] = metrics["perf/train_wait_time"] / max(metrics["perf/step_time"], 1e-9)
+    if is_main_rank():
+        log(args, {**metrics, "rollout/step": rollout_step(args, rollout_id)}, "rollout/step")
+    return metrics

@@ -1,0 +1,232 @@
+"""The optimiser steps of one rollout: forward, backward, clip, update, schedule, metrics."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs, sample_name, steps_of
+from slime.backends.megatron_utils.hooks import TrainerHooks
+from slime.backends.megatron_utils.loss import loss_function
+from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is NaN or infinite; the parameters were not updated."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every step needs. ``optimizer`` is Megatron's ``ChainedOptimizer``."""
+
+    args: Namespace
+    model: Sequence[torch.nn.Module]
+    optimizer: Any
+    scheduler: Any
+    hooks: TrainerHooks
+    device: torch.device
+
+
+def train_rollout(context: StepContext, rollout_id: int, data: RolloutData) -> list[dict[str, float]]:
+    """Train on ``data``; return per optimiser step the metrics of spec names without prefix (``loss``, ``grad_norm``).
+
+    Loss metrics are present on the last pipeline stage only. Raises ``NonFiniteError`` on all ranks alike.
+    """
+    steps = steps_of(data)
+    metrics = []
+    for step_id, micro_batches in enumerate(steps):
+        batch_size = int(data["global_batch_sizes"][step_id])
+        metrics.append(_train_step(context, rollout_id, step_id, data, micro_batches, batch_size))
+        _complete_parameters(context.model, last=step_id == len(steps) - 1)
+    return metrics
+
+
+def _complete_parameters(model: Sequence[torch.nn.Module], *, last: bool) -> None:
+    """With ``--overlap-param-gather``: let the next step's forward gather updated parameters, the last step do it now.
+
+    Outside of the steps the weights are read by others (log-prob passes with swapped weights, weight sync, saves), so
+    they are whole there and Megatron's forward hooks are off.
+    """
+    for chunk in model:
+        ddp = getattr(chunk, "ddp_config", None)
+        if ddp is None or not ddp.overlap_param_gather:
+            continue
+        hooked = bool(chunk.remove_forward_pre_hook_handles)
+        if not last and not hooked:
+            chunk.enable_forward_pre_hook()
+        elif last and hooked:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        elif last:
+            chunk.start_param_sync(force_sync=True)
+
+
+def configure_schedules(context: StepContext) -> None:
+    """Tell Megatron's schedules how to scale the loss, defer gradient reduction and finish gradients."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(context.model[0])
+    config.grad_scale_func = context.optimizer.scale_loss
+    config.timers = None
+    config.finalize_model_grads_func = finalize_model_grads
+    config.calculate_per_token_loss = bool(getattr(context.args, "calculate_per_token_loss", False))
+    ddp = getattr(context.model[0], "ddp_config", None)
+    if ddp is None:
+        return
+    ddp.check_for_nan_in_grad = False  # _update looks itself, and can name the samples
+    if ddp.overlap_param_gather:
+        for chunk in context.model:
+            chunk.disable_forward_pre_hook(param_sync=False)  # see _complete_parameters
+    # The bf16/fp32 reduction is started per micro-batch only when it overlaps; otherwise once, at the end.
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in context.model])
+        if getattr(context.args, "align_grad_reduce", True):
+            config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in context.model])
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _train_step(
+    context: StepContext,
+    rollout_id: int,
+    step_id: int,
+    data: RolloutData,
+    micro_batches: list[list[int]],
+    global_batch_size: int,
+) -> dict[str, float]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    args, model, optimizer = context.args, context.model, context.optimizer
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    if context.hooks.before_train_step is not None:
+        context.hooks.before_train_step(args, rollout_id, step_id, model, optimizer, context.scheduler)
+
+    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
+        batch = next(iterator)
+        batch["global_batch_size"] = global_batch_size
+        return chunk(**model_inputs(batch)), partial(loss_function, args, batch, len(micro_batches))
+
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=micro_batch_iterators(args, data, micro_batches, len(model)),
+        model=list(model),
+        num_microbatches=len(micro_batches),
+        seq_length=getattr(args, "seq_length", None) or 1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
+    skipped, grad_norm = _update(context, rollout_id, step_id, data, micro_batches, reports)
+    if not skipped:
+        context.scheduler.step(increment=global_batch_size)
+
+    metrics = _reduce_reports(args, reports, global_batch_size, context.device) if is_last_stage() else {}
+    metrics["grad_norm"] = grad_norm
+    metrics["global_batch_size"] = global_batch_size
+    if skipped:
+        metrics["skipped_step"] = 1.0
+    return {**metrics, **learning_rates}
+
+
+def _update(
+    context: StepContext,
+    rollout_id: int,
+    step_id: int,
+    data: RolloutData,
+    micro_batches: list[list[int]],
+    reports: list[dict[str, Any]],
+) -> tuple[bool, float]:
+    """Clip and apply the gradients; return (skipped, gradient norm before clipping).
+
+    This is ``ChainedOptimizer.step`` with a look at losses and norm before anything is changed.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    args, optimizer = context.args, context.optimizer
+    if optimizer.prepare_grads():  # fp16: the loss scale was too large; the scaler has lowered it
+        return True, math.nan
+    grad_norm = float(optimizer.get_grad_norm())
+    finite = math.isfinite(grad_norm) and all(bool(torch.isfinite(report["values"]).all()) for report in reports)
+    if not _everywhere(finite, context.device):
+        if getattr(args, "check_for_nan_in_loss_and_grad", True):
+            raise _non_finite_error(rollout_id, step_id, grad_norm, data, micro_batches, reports)
+        return True, grad_norm
+    for part in optimizer.chained_optimizers:
+        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        if parameters and part.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False),
+            )
+    optimizer.step_with_ready_grads()
+    return False, grad_norm
+
+
+def _everywhere(condition: bool, device: torch.device) -> bool:
+    flag = torch.tensor([int(condition)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def _non_finite_error(
+    rollout_id: int,
+    step_id: int,
+    grad_norm: float,
+    data: RolloutData,
+    micro_batches: list[list[int]],
+    reports: list[dict[str, Any]],
+) -> NonFiniteError:
+    """Collect from all ranks which samples and which metrics are not finite (collective) and say so."""
+    samples: list[str] = []
+    names: set[str] = set()
+    for indices, report in zip(micro_batches, reports, strict=False):
+        bad = ~torch.isfinite(report["values"])
+        names.update(name for name, is_bad in zip(["num_tokens", *report["keys"]], bad.tolist(), strict=True) if is_bad)
+        flags = report["finite_samples"]
+        culprits = [] if flags is None else [i for i, finite in zip(indices, flags.tolist(), strict=True) if not finite]
+        if bad.any():
+            samples += [sample_name(data, i) for i in culprits or indices]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (samples, sorted(names)))
+    all_samples = sorted({sample for part, _ in gathered for sample in part})
+    all_names = sorted({name for _, part in gathered for name in part})
+    what = f"not finite: {', '.join(all_names)}. Samples: {', '.join(all_samples)}" if all_names else (
+        "all losses are finite, so the backward pass produced it"
+    )  # fmt: skip
+    return NonFiniteError(
+        f"rollout {rollout_id}, optimizer step {step_id}: gradient norm {grad_norm}; {what}. The parameters were not "
+        "changed. Look at these samples' rewards, masks and log-probs (--save-debug-rollout-data), lower --lr or "
+        "--clip-grad; --no-check-for-nan-in-loss-and-grad skips such steps instead"
+    )
+
+
+def _reduce_reports(
+    args: Namespace, reports: list[dict[str, Any]], global_batch_size: int, device: torch.device
+) -> dict[str, float]:
+    """Sum the micro-batches' reports over DP x CP and normalise as the loss is."""
+    keys = reports[0]["keys"]
+    total = torch.stack([report["values"] for report in reports]).sum(dim=0).to(device)
+    ranks = data_parallel(with_context_parallel=True)
+    if ranks.size > 1:
+        dist.all_reduce(total, group=ranks.group)
+    num_tokens, *values = total.tolist()
+    # Every CP rank counts all tokens of its samples, but holds only its part of the sums.
+    scale = (
+        context_parallel().size / num_tokens
+        if getattr(args, "calculate_per_token_loss", False)
+        else 1.0 / global_batch_size
+    )
+    return {key: value * scale for key, value in zip(keys, values, strict=True)}

@@ -1,0 +1,265 @@
+"""One rank of the Megatron trainer: build, load, train on rollouts, save, sleep."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
+from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
+from slime.backends.megatron_utils.ci_checks import check_rollout, check_steps
+from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
+from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
+from slime.backends.megatron_utils.log_prob_pass import forward_only, old_log_probs_equal_current
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns, get_log_probs_and_entropy
+from slime.backends.megatron_utils.offload import Sleeper
+from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler, reset_optimizer_states
+from slime.backends.megatron_utils.parallel import (
+    context_parallel,
+    data_parallel,
+    pipeline_parallel,
+    tensor_parallel,
+)
+from slime.backends.megatron_utils.train_dump import save_train_dump
+from slime.backends.megatron_utils.train_metrics import log_perf, log_rollout_metrics, log_train_metrics
+from slime.backends.megatron_utils.train_step import StepContext, configure_schedules, train_rollout
+from slime.backends.megatron_utils.weight_backup import WeightBackup
+from slime.batching.columns import RolloutShard
+from slime.observability.timer import get_timers, timer
+
+logger = logging.getLogger(__name__)
+
+ACTOR, REFERENCE = "actor", "ref"
+
+
+class MegatronTrainer:
+    """A plain object, one per rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by whoever creates it.
+
+    Every method is collective over the ranks. Call ``initialize`` first.
+
+    Attributes:
+        args: the flat namespace.
+        model: list of model chunks (more than one with virtual pipeline stages).
+        parallel_config: sizes and this rank's position by dimension, as the batch schedule wants them.
+        is_weight_source: whether this rank sends its pipeline stage's weights to the engines.
+    """
+
+    args: Namespace
+    model: list[torch.nn.Module]
+    parallel_config: dict[str, int]
+    is_weight_source: bool
+
+    def __init__(self, args: Namespace, role: str = ACTOR, with_ref: bool = False) -> None:
+        if role != ACTOR:
+            raise ValueError(f"this trainer plays the role 'actor', not {role!r}")
+        self.args = args
+        self._with_ref = with_ref
+        self._waiting_since: float | None = None
+
+    def initialize(self) -> int:
+        """Build process groups, model, optimiser and schedule, load weights and state; return the first rollout id."""
+        from slime.backends.megatron_utils.initialize import initialize_megatron
+        from slime.backends.megatron_utils.model_provider import get_model
+
+        import_megatron()
+        self.hooks: TrainerHooks = load_trainer_hooks(self.args)
+        initialize_megatron(self.args)
+        if self.hooks.after_megatron_init is not None:
+            self.hooks.after_megatron_init(self.args)
+        self.parallel_config = self._describe_parallelism()
+        self.is_weight_source = tensor_parallel().rank == 0 and data_parallel(with_context_parallel=True).rank == 0
+
+        self.model = get_model(self.args)
+        self.device = next(self.model[0].parameters()).device
+        self.optimizer = build_optimizer(self.args, self.model)
+        self.scheduler = build_scheduler(self.args, self.optimizer)
+        self._context = StepContext(self.args, self.model, self.optimizer, self.scheduler, self.hooks, self.device)
+        configure_schedules(self._context)
+        self._state = TrainerState(self.model, self.optimizer, self.scheduler)
+
+        self._backup = WeightBackup(self.model, active=ACTOR)
+        if self._with_ref:
+            self._load_reference()
+        start_rollout_id = self._load_actor()
+        self._saver = CheckpointSaver(self.args)
+        self._sleeper = Sleeper(self.model, self.optimizer)
+        self._waiting_since = time.monotonic()
+        return start_rollout_id
+
+    def _describe_parallelism(self) -> dict[str, int]:
+        dp, cp, tp, pp = data_parallel(), context_parallel(), tensor_parallel(), pipeline_parallel()
+        vpp = getattr(self.args, "virtual_pipeline_model_parallel_size", None) or 1
+        return {
+            "dp_size": dp.size,
+            "cp_size": cp.size,
+            "tp_size": tp.size,
+            "pp_size": pp.size,
+            "vpp_size": vpp,
+            "microbatch_group_size_per_vp_stage": getattr(self.args, "microbatch_group_size_per_vp_stage", None)
+            or pp.size,
+            "dp_rank": dp.rank,
+            "cp_rank": cp.rank,
+            "tp_rank": tp.rank,
+            "pp_rank": pp.rank,
+        }
+
+    def _load_reference(self) -> None:
+        source = getattr(self.args, "ref_load", None) or self.args.hf_checkpoint
+        if is_megatron_checkpoint(source):
+            step = getattr(self.args, "ref_ckpt_step", None)
+            load_checkpoint(self.args, source, TrainerState(self.model), step=step, weights_only=True)
+        else:
+            self._load_hf(source)
+        self._backup.save(REFERENCE)
+
+    def _load_actor(self) -> int:
+        """Load ``--load`` when it is a Megatron checkpoint, else Hugging Face weights; return the first rollout id."""
+        load = getattr(self.args, "load", None)
+        if is_megatron_checkpoint(load):
+            iteration = load_checkpoint(self.args, load, self._state, step=getattr(self.args, "ckpt_step", None))
+            return 0 if iteration is None else iteration + 1
+        sources = (load, getattr(self.args, "ref_load", None), self.args.hf_checkpoint)
+        source = next(path for path in sources if path and (Path(path) / "config.json").is_file())
+        self._load_hf(source)
+        self.optimizer.reload_model_params()
+        return 0
+
+    def _load_hf(self, path: str) -> None:
+        from slime.backends.megatron_utils.weights import load_hf
+
+        load_hf(self.model, path, self.args)
+        logger.info("loaded Hugging Face weights from %s", path)
+
+    def train(
+        self, rollout_id: int, shard: RolloutShard, external_data: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Train on this DP rank's ``shard`` of rollout ``rollout_id``; log and return the metrics.
+
+        ``external_data`` are further columns for this rank's samples (a critic's values). Returns ``{"steps": [...],
+        "rollout": {...}}``; loss and rollout metrics are there on the last pipeline stage.
+        Raises ValueError naming the sample for data that cannot be right, ``NonFiniteError`` for NaN or infinity.
+        """
+        if self._sleeper.asleep:
+            raise RuntimeError("train() on a sleeping trainer: wake_up() must come first")
+        self._record_wait()
+        with timer("train"):
+            self._saver.poll()
+            with timer("data_preprocess"):
+                data = prepare_rollout_data(self.args, shard, self.device)
+                data.update(external_data or {})
+            if getattr(self.args, "compute_advantages_and_returns", True):
+                self._add_log_probs(data)
+                compute_advantages_and_returns(self.args, data)
+            if self.hooks.postprocess_rollout_data is not None:
+                self.hooks.postprocess_rollout_data(self.args, rollout_id, data)
+            rollout_metrics = log_rollout_metrics(self.args, rollout_id, data)
+            check_rollout(self.args, rollout_id, rollout_metrics)
+            if getattr(self.args, "reset_optimizer_states", False):
+                reset_optimizer_states(self.optimizer)
+            with timer("actor_train"):
+                steps = train_rollout(self._context, rollout_id, data)
+            check_steps(self.args, rollout_id, steps)
+            save_train_dump(self.args, rollout_id, data)
+            self._refresh_reference(rollout_id)
+        log_train_metrics(self.args, rollout_id, steps)
+        log_perf(self.args, rollout_id, data["total_lengths"])
+        self._waiting_since = time.monotonic()
+        return {"steps": steps, "rollout": rollout_metrics}
+
+    def _add_log_probs(self, data: RolloutData) -> None:
+        """Add ``ref_log_probs`` and ``log_probs`` (and ``entropy`` when asked for) as far as they are needed."""
+        if self._with_ref:
+            with timer("ref_log_probs"), self._weights_of(REFERENCE):
+                data.update(self._forward_only(data, prefix="ref_"))
+        mismatch = getattr(self.args, "get_mismatch_metrics", False)
+        engine_policy = getattr(self.args, "use_rollout_logprobs", False) and not mismatch
+        if not engine_policy and not old_log_probs_equal_current(self.args, data):
+            with timer("log_probs"):
+                data.update(self._forward_only(data, prefix=""))
+
+    def _forward_only(self, data: RolloutData, prefix: str) -> dict[str, list[torch.Tensor]]:
+        def collect(*inputs: Any, **keywords: Any) -> Any:
+            with_entropy = bool(getattr(self.args, "use_rollout_entropy", False))
+            return get_log_probs_and_entropy(*inputs, with_entropy=with_entropy, **keywords)
+
+        return forward_only(self.args, self.model, data, collect, self.hooks, store_prefix=prefix)
+
+    @contextmanager
+    def _weights_of(self, tag: str) -> Iterator[None]:
+        """Swap the weights ``tag`` into the model for the body, then the actor's back, unchanged to the bit."""
+        self._backup.save(ACTOR)
+        self._backup.activate(tag)
+        try:
+            yield
+        finally:
+            self._backup.activate(ACTOR)
+
+    def _refresh_reference(self, rollout_id: int) -> None:
+        interval = getattr(self.args, "ref_update_interval", None)
+        if self._with_ref and interval and (rollout_id + 1) % interval == 0:
+            with timer("ref_model_update"):
+                self._backup.save(REFERENCE)
+            logger.info("rollout %d: the actor's weights are the reference from now on", rollout_id)
+
+    def _record_wait(self) -> None:
+        if self._waiting_since is not None:
+            get_timers().add("train_wait", time.monotonic() - self._waiting_since)
+            self._waiting_since = None
+
+    def save(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Save under ``--save`` as iteration ``rollout_id``, and export to ``--save-hf`` when given.
+
+        A save in the background (``--async-save``) is published by a later call, at the latest by one with
+        ``force_sync``.
+        """
+        if self._sleeper.asleep:
+            raise RuntimeError("save() on a sleeping trainer, whose optimizer state is away: wake_up() must come first")
+        with timer("save_model"):
+            self._saver.save(rollout_id, self._state, force_sync=force_sync)
+            if template := getattr(self.args, "save_hf", None):
+                self.export_hf(template.format(rollout_id=rollout_id))
+
+    def finish_saving(self) -> None:
+        """Wait for a background save and publish it."""
+        self._saver.finish()
+
+    def export_hf(self, path: str | Path) -> None:
+        """Write the weights as a Hugging Face checkpoint to ``path``; works while asleep too."""
+        from slime.backends.megatron_utils.weights import export_hf
+
+        with self.weights_present():
+            export_hf(self.model, self.args, path)
+
+    def sleep(self) -> None:
+        """Move parameters and optimiser state to host memory and free the device's (gradients are dropped)."""
+        with timer("sleep"):
+            freed = self._sleeper.sleep()
+            self.clear_memory()
+        logger.info("trainer sleeps: %.2f GiB of device memory freed", freed / 2**30)
+
+    def wake_up(self) -> None:
+        """Undo ``sleep``: everything is where it was, equal to the bit; gradient buffers are zero."""
+        with timer("wake_up"):
+            self._sleeper.wake_up()
+
+    @contextmanager
+    def weights_present(self) -> Iterator[None]:
+        """Within the body ``model`` holds its weights even if the trainer sleeps (weight sync reads them so)."""
+        with self._sleeper.weights_present():
+            yield
+
+    def clear_memory(self) -> None:
+        """Return cached blocks to the device."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
