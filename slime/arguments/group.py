@@ -61,8 +61,13 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
         members = [a for a in typing.get_args(annotation) if a is not type(None)]
         if len(members) != 1:
             raise TypeError(f"a flag's annotation may have one type and None, not {annotation}")
-        return members[0], True
-    return annotation, False
+        return _bare(members[0]), True
+    return _bare(annotation), False
+
+
+def _bare(annotation: Any) -> Any:
+    """The type below ``Annotated``."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
 
 def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
@@ -83,7 +88,7 @@ def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
     if annotation is dict or origin is dict:
         return Flag(options=(spelled,), kind="json", **common)
     if origin is list:
-        item, choices = args[0], None
+        item, choices = _bare(args[0]), None
         if typing.get_origin(item) is typing.Literal:
             item, choices = str, typing.get_args(item)
         common.update(kind=item.__name__, choices=choices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +106,10 @@ def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.A
 
     following = words[place + 1] if place + 1 < len(words) else None
     topic = following if following is not None and following not in ("-h", "--help") else None
-    print(help_text([*flags, *custom_flags(parser, flags)], topic))
+    try:
+        print(help_text([*flags, *custom_flags(parser, flags)], topic), flush=True)
+    except BrokenPipeError:  # `--help | head`: nobody reads the rest
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (stays open until the process ends)
     sys.exit(0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath
 
 
 class Algorithm(ArgumentGroup):
@@ -13,14 +14,16 @@ class Algorithm(ArgumentGroup):
     title = "algorithm"
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss", "loss of the actor")
-    custom_loss_function_path: str | None = flag(None, "dotted path of the loss, with --loss-type custom_loss")
+    custom_loss_function_path: DottedPath | None = flag(None, "dotted path of the loss, with --loss-type custom_loss")
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
     ] = flag("grpo", "how advantages are computed; ppo trains a critic")
     compute_advantages_and_returns: bool = flag(
         True, "leave advantages out (SFT, custom losses)", option="--disable-compute-advantages-and-returns"
     )
-    custom_advantage_function_path: str | None = flag(None, "dotted path of a function that fills in the advantages")
+    custom_advantage_function_path: DottedPath | None = flag(
+        None, "dotted path of a function that fills in the advantages"
+    )
     eps_clip: float = flag(0.2, "lower clip of the policy ratio", ge=0)
     eps_clip_high: float | None = flag(None, "upper clip of the policy ratio; default: --eps-clip", ge=0)
     eps_clip_c: float | None = flag(None, "bound of dual clipping", gt=1)
@@ -57,8 +60,10 @@ class OffPolicy(ArgumentGroup):
     use_tis: bool = flag(False, "truncated importance sampling between engine and trainer")
     tis_clip: float = flag(2.0, "upper bound of its weights", gt=0)
     tis_clip_low: float = flag(0.0, "lower bound of its weights", ge=0)
-    custom_tis_function_path: str | None = flag(None, "dotted path of your own importance weights")
-    custom_pg_loss_reducer_function_path: str | None = flag(None, "dotted path of your own reducer of the policy loss")
+    custom_tis_function_path: DottedPath | None = flag(None, "dotted path of your own importance weights")
+    custom_pg_loss_reducer_function_path: DottedPath | None = flag(
+        None, "dotted path of your own reducer of the policy loss"
+    )
     get_mismatch_metrics: bool = flag(
         False, "compute the metrics of --custom-tis-function-path; the hook decides about the loss"
     )

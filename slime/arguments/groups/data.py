@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath
 
 
 class Data(ArgumentGroup):
@@ -19,7 +20,7 @@ class Data(ArgumentGroup):
         "no built-in data set: the rollout function finds its own prompts",
         option="--disable-rollout-global-dataset",
     )
-    data_source_path: str = flag(
+    data_source_path: DottedPath = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "dotted path of the data-source class"
     )
     prompt_data: str | None = flag(None, "prompts, .jsonl or .parquet; path@[a:b] takes rows a to b")

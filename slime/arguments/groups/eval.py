@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath
 
 
 class Eval(ArgumentGroup):
@@ -10,7 +11,7 @@ class Eval(ArgumentGroup):
 
     title = "evaluation"
 
-    eval_function_path: str | None = flag(
+    eval_function_path: DottedPath | None = flag(
         None, "dotted path of the evaluation function; default: --rollout-function-path"
     )
     eval_interval: int | None = flag(None, "evaluate every N rollouts and at the end of every epoch", ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath
 
 
 class Reward(ArgumentGroup):
@@ -19,8 +20,8 @@ class Reward(ArgumentGroup):
     eval_reward_key: str | None = flag(None, "the same in evaluation; default: --reward-key")
     group_rm: bool = flag(False, "score whole groups instead of single samples")
     rm_url: str | None = flag(None, "address of the remote reward model")
-    custom_rm_path: str | None = flag(None, "dotted path of your own reward function")
-    custom_reward_post_process_path: str | None = flag(None, "dotted path of your own reward normalisation")
-    custom_convert_samples_to_train_data_path: str | None = flag(
+    custom_rm_path: DottedPath | None = flag(None, "dotted path of your own reward function")
+    custom_reward_post_process_path: DottedPath | None = flag(None, "dotted path of your own reward normalisation")
+    custom_convert_samples_to_train_data_path: DottedPath | None = flag(
         None, "dotted path of your own conversion of samples to train data"
     )

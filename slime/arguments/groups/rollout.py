@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath
 
 
 class Rollout(ArgumentGroup):
@@ -18,7 +19,7 @@ class Rollout(ArgumentGroup):
         required=True,
     )
     model_name: str | None = flag(None, "model family for weight names; default: from the checkpoint's config.json")
-    rollout_function_path: str = flag(
+    rollout_function_path: DottedPath = flag(
         "slime.rollout.sglang_rollout.generate_rollout", "dotted path of the function that produces one rollout"
     )
     rollout_temperature: float = flag(1.0, "sampling temperature; the trainer divides its logits by it too", gt=0)
@@ -35,28 +36,34 @@ class Rollout(ArgumentGroup):
     over_sampling_batch_size: int | None = flag(
         None, "prompts submitted per wave; more than --rollout-batch-size makes up for filtered groups", gt=0
     )
-    dynamic_sampling_filter_path: str | None = flag(None, "dotted path of a function that keeps or drops a group")
+    dynamic_sampling_filter_path: DottedPath | None = flag(
+        None, "dotted path of a function that keeps or drops a group"
+    )
     partial_rollout: bool = flag(False, "put unfinished groups back into the buffer instead of throwing them away")
     mask_offpolicy_in_partial_rollout: bool = flag(False, "no loss on tokens that earlier rollouts generated")
-    custom_generate_function_path: str | None = flag(None, "dotted path of a function that generates one sample")
-    rollout_sample_hook_path: list[str] = flag(
+    custom_generate_function_path: DottedPath | None = flag(None, "dotted path of a function that generates one sample")
+    rollout_sample_hook_path: list[DottedPath] = flag(
         [], "dotted path of a hook between generation and reward; may be repeated", repeat=True
     )
-    custom_rollout_log_function_path: str | None = flag(None, "dotted path of a function that logs a rollout")
-    custom_eval_rollout_log_function_path: str | None = flag(None, "dotted path of a function that logs an evaluation")
-    buffer_filter_path: str | None = flag(
+    custom_rollout_log_function_path: DottedPath | None = flag(None, "dotted path of a function that logs a rollout")
+    custom_eval_rollout_log_function_path: DottedPath | None = flag(
+        None, "dotted path of a function that logs an evaluation"
+    )
+    buffer_filter_path: DottedPath | None = flag(
         None, "dotted path of a function that picks groups from the buffer; default: the oldest"
     )
-    rollout_data_postprocess_path: str | None = flag(
+    rollout_data_postprocess_path: DottedPath | None = flag(
         None, "dotted path of a trainer hook called after advantages are known"
     )
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
         "object-store", "how train data travels to the trainers"
     )
-    rollout_sample_filter_path: str | None = flag(
+    rollout_sample_filter_path: DottedPath | None = flag(
         None, "dotted path of a function that marks samples to leave out of the loss"
     )
-    rollout_all_samples_process_path: str | None = flag(None, "dotted path of a function that sees dropped groups too")
+    rollout_all_samples_process_path: DottedPath | None = flag(
+        None, "dotted path of a function that sees dropped groups too"
+    )
     rollout_buffer_url: str | None = flag(None, "address of the rollout-buffer plug-in")
     fetch_trajectory_retry_times: int = flag(-1, "attempts of the rollout-buffer plug-in; -1: forever")
     min_batch_collection_ratio: float = flag(1.0, "without effect in slime <= 0.3.1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath, Pattern
 
 
 class Train(ArgumentGroup):
@@ -18,15 +19,15 @@ class Train(ArgumentGroup):
     train_env_vars: dict[str, str] = flag(
         {}, "JSON object of extra environment variables of training processes; they win over slime's own"
     )
-    custom_model_provider_path: str | None = flag(None, "dotted path of a function that builds the model")
+    custom_model_provider_path: DottedPath | None = flag(None, "dotted path of a function that builds the model")
     recompute_loss_function: bool = flag(
         False, "recompute the loss in the backward pass instead of keeping its activations"
     )
     log_probs_chunk_size: int = flag(-1, "tokens per chunk when log-probs are computed; -1: all at once")
-    only_train_params_name_list: list[str] | None = flag(
+    only_train_params_name_list: list[Pattern] | None = flag(
         None, "regular expressions; every parameter that none matches is frozen"
     )
-    freeze_params_name_list: list[str] | None = flag(None, "regular expressions of parameters to freeze")
+    freeze_params_name_list: list[Pattern] | None = flag(None, "regular expressions of parameters to freeze")
     freeze_indexer: bool = flag(False, "freeze the indexer of sparse-attention layers")
     allgather_cp: bool = flag(False, "contiguous context-parallel layout with gathered keys (sparse-attention models)")
     release_train: bool = flag(False, "end the training processes during rollouts and restart them from the checkpoint")
@@ -42,9 +43,9 @@ class MegatronHooks(ArgumentGroup):
 
     title = "trainer hooks"
 
-    custom_megatron_init_path: str | None = flag(None, "called once after Megatron is initialised")
-    custom_megatron_before_log_prob_hook_path: str | None = flag(None, "called before every log-prob pass")
-    custom_megatron_before_train_step_hook_path: str | None = flag(None, "called before every training step")
+    custom_megatron_init_path: DottedPath | None = flag(None, "called once after Megatron is initialised")
+    custom_megatron_before_log_prob_hook_path: DottedPath | None = flag(None, "called before every log-prob pass")
+    custom_megatron_before_train_step_hook_path: DottedPath | None = flag(None, "called before every training step")
     megatron_deepgemm_forward_layers: list[int] | None = flag(
         None, "decoder layers whose linears run the block-FP8 forward of the engines"
     )

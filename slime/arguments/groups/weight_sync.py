@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath
 
 
 class WeightSync(ArgumentGroup):
@@ -23,7 +24,9 @@ class WeightSync(ArgumentGroup):
     update_weight_local_checkpoint_dir: str | None = flag(None, "checkpoint kept on each engine host")
     update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", "encoding of changed bytes")
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag("xxh3-128", "digest per tensor")
-    custom_update_weight_post_write_path: str | None = flag(None, "dotted path of a hook after files are written")
+    custom_update_weight_post_write_path: DottedPath | None = flag(
+        None, "dotted path of a hook after files are written"
+    )
     check_weight_update_equal: bool = flag(False, "prove every sync: snapshot, reset, sync, compare and checksums")
     weight_sync_timeout: float = flag(600.0, "seconds one weight sync may take", gt=0)
     weight_sync_pause_mode: Literal["auto", "abort", "retract", "in_place"] = flag(
