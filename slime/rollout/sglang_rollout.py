@@ -392,8 +392,6 @@ def generate_rollout(
         return run(eval_rollout(args, rollout_id))[0]
     output, handed_back = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
     _hand_back(data_source, handed_back)
-    if hasattr(data_source, "snapshot"):
-        data_source.snapshot(rollout_id)
     return output
 
 

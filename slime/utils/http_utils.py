@@ -38,7 +38,7 @@ _http_client: HttpClient | None = None
 
 
 def get_rollout_num_engines(args: Any) -> int:
-    """Return the number of engines: ``rollout_num_engines`` if set, else from the GPU counts; 0 without rollout GPUs."""
+    """Return the number of engines: ``rollout_num_engines`` if set, else as the GPUs allow; 0 without rollout GPUs."""
     if getattr(args, "rollout_num_engines", None) is not None:
         return int(args.rollout_num_engines)
     if not getattr(args, "rollout_num_gpus", None):

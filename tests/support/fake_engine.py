@@ -7,6 +7,7 @@ slow, to fail, to send broken replies or to drop dead. Every server runs on one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import threading
@@ -135,10 +136,8 @@ class FakeEngine:
         sent = 0
         for _ in out:
             if delay:
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), delay)
-                except TimeoutError:
-                    pass
             if stop.is_set():
                 kind = "abort"
                 break
@@ -239,6 +238,9 @@ class FakeCluster:
         """Stop serving ``url``: cut its connections and free its port."""
 
         async def stop(runner: web.AppRunner) -> None:
+            for engine in self.engines:
+                for request in engine.running.values() if engine.url == url else ():
+                    request.set()
             assert runner.server is not None
             for connection in list(runner.server.connections):
                 if connection.transport is not None:

@@ -369,11 +369,10 @@ FANOUT_STARTED: list[int] = []
 
 
 async def fan_out_or_hang(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    if sample.prompt in ("p0", "p1") and not FANOUT_STARTED:
-        if sample.index % 2:
-            sample.response = "half-done"
-            sample.tokens, sample.response_length = [1, 2], 1
-            await asyncio.sleep(30)
+    if sample.prompt in ("p0", "p1") and not FANOUT_STARTED and sample.index % 2:
+        sample.response = "half-done"
+        sample.tokens, sample.response_length = [1, 2], 1
+        await asyncio.sleep(30)
     return await two_siblings(args, sample, sampling_params)
 
 

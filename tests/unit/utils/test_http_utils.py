@@ -1,0 +1,220 @@
+"""The HTTP client against stand-in engines: retries, deadlines, cancellation, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slime.utils import http_client, http_utils
+from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
+from tests.support.fake_engine import Failure, FakeCluster
+
+REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    monkeypatch.setattr(http_client, "BACKOFF_BASE_S", 0.01)
+    monkeypatch.setattr(http_client, "WORKER_LIST_AGE_S", 0.0)
+    with FakeCluster(2) as running:
+        yield running
+
+
+@pytest.fixture
+async def client():
+    one = HttpClient(16, request_timeout=10.0)
+    yield one
+    await one.close()
+
+
+async def test_replies_are_json_or_text(cluster, client):
+    url = cluster.engines[0].url
+    assert (await client.get(f"{url}/model_info"))["model_path"] == "fake"
+    assert await client.post(f"{url}/abort_request", {"rid": "none"}) == ""
+    assert await client.post(f"{url}/abort_request", None) == ""
+    assert cluster.engines[0].aborts[-1] == {}
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_statuses_that_say_later_are_retried(cluster, client, status):
+    cluster.engines[0].failures.extend([Failure(status, b"busy")] * 3)
+    reply = await client.post(f"{cluster.engines[0].url}/generate", REQUEST)
+    assert reply["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+    rids = [request["rid"] for request in cluster.engines[0].requests]
+    assert len(rids) == 4
+    assert len(set(rids)) == 4
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 500, 501])
+async def test_other_errors_are_final_and_carry_the_body(cluster, client, status):
+    cluster.engines[0].failures.append(Failure(status, b'{"error":{"message":"context length is 5"}}'))
+    with pytest.raises(HttpRequestError, match="context length is 5") as caught:
+        await client.post(f"{cluster.engines[0].url}/generate", REQUEST)
+    error = caught.value
+    assert (error.status, error.attempts, error.url) == (status, 1, f"{cluster.engines[0].url}/generate")
+    assert len(cluster.engines[0].requests) == 1
+
+
+async def test_a_router_that_lost_its_engine_is_asked_again(cluster, client):
+    body = b'{"error":{"type":"Internal Server Error","code":"call_upstream_request_error","message":"error sending"}}'
+    cluster.engines[0].failures.append(Failure(500, body))
+    await client.post(f"{cluster.engines[0].url}/generate", REQUEST)
+    assert len(cluster.engines[0].requests) == 2
+
+
+@pytest.mark.parametrize("failure", [Failure(cut=True), Failure(200, b'{"text": "hal')])
+async def test_cut_connections_and_broken_json_are_retried(cluster, client, failure):
+    cluster.engines[0].failures.extend([failure] * 2)
+    reply = await client.post(f"{cluster.engines[0].url}/generate", REQUEST)
+    assert "text" in reply
+    assert len(cluster.engines[0].requests) == 3
+
+
+async def test_attempts_run_out(cluster, client):
+    cluster.engines[0].failures.extend([Failure(503, b"no workers")] * 9)
+    with pytest.raises(HttpRequestError, match=r"answered 503 \(status 503, 3 attempts, .*no workers"):
+        await client.post(f"{cluster.engines[0].url}/generate", REQUEST, max_retries=3)
+    assert len(cluster.engines[0].requests) == 3
+
+
+async def test_nobody_listens(client):
+    with pytest.raises(HttpRequestError, match=r"ClientConnectorError.*status None, 2 attempts"):
+        await client.post("http://127.0.0.1:9/generate", REQUEST, max_retries=2)
+    with pytest.raises(HttpRequestError, match="not a valid HTTP URL"):
+        await client.post("localhost/generate", REQUEST)
+
+
+async def test_the_deadline_covers_everything_and_aborts_the_request(cluster, client):
+    cluster.engines[0].delay = cluster.engines[1].delay = 5.0
+    began = time.monotonic()
+    with pytest.raises(HttpTimeoutError, match=r"deadline of 0\.3 s") as caught:
+        await client.post(f"{cluster.router.url}/generate", REQUEST, timeout=0.3)
+    assert isinstance(caught.value, TimeoutError)
+    assert time.monotonic() - began < 2
+    await client.drain_aborts()
+    rid = cluster.requests[0]["rid"]
+    assert all({"rid": rid} in engine.aborts for engine in cluster.engines)
+
+
+async def test_the_deadline_names_the_last_failure(cluster, client):
+    cluster.engines[0].failures.extend([Failure(503, b"starting")] * 1000)
+    with pytest.raises(HttpTimeoutError, match=r"the last failed attempt: answered 503.*starting"):
+        await client.post(f"{cluster.engines[0].url}/generate", REQUEST, timeout=0.3, max_retries=10**6)
+
+
+@pytest.mark.parametrize("own_rid", [None, "mine"])
+async def test_cancelling_aborts_on_the_engines_behind_the_router(cluster, client, own_rid):
+    for engine in cluster.engines:
+        engine.delay = 5.0
+    payload = REQUEST if own_rid is None else {**REQUEST, "rid": own_rid}
+    task = asyncio.create_task(client.post(f"{cluster.router.url}/generate", payload))
+    while not cluster.requests:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await client.drain_aborts()
+    rid = cluster.requests[0]["rid"]
+    assert own_rid in (None, rid)
+    assert [engine.aborts for engine in cluster.engines] == [[{"rid": rid}], [{"rid": rid}]]
+    assert "rid" not in REQUEST
+    cluster.wait_until(lambda: not any(e.running for e in cluster.engines), "the request gone")
+
+
+async def test_after_a_retry_the_attempt_in_progress_is_aborted(cluster, client):
+    engine = cluster.engines[0]
+    engine.delay = 5.0
+    engine.failures.append(Failure(503))
+    task = asyncio.create_task(client.post(f"{engine.url}/generate", {**REQUEST, "rid": "x"}))
+    while not engine.running:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await client.drain_aborts()
+    assert [r["rid"] for r in engine.requests] == ["x", "x-2"]
+    assert engine.aborts == [{"rid": "x-2"}]
+
+
+async def test_cancelling_anything_but_one_generation_aborts_nothing(cluster, client):
+    engine = cluster.engines[0]
+    engine.delay = 5.0
+    batches = [{"input_ids": [[1], [2]]}, {"input_ids": [1], "sampling_params": {"n": 2}}, {"text": ["a"]}, {}]
+    tasks = [asyncio.create_task(client.post(f"{engine.url}/generate", batch)) for batch in batches]
+    tasks.append(asyncio.create_task(client.post(f"{engine.url}/nothing", {"rid": "z"})))
+    await asyncio.sleep(0.1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.drain_aborts()
+    assert engine.aborts == []
+
+
+async def test_a_request_on_a_dying_engine_is_sent_again_through_the_router(cluster, client):
+    for engine in cluster.engines:
+        engine.delay = 0.1
+    tasks = [asyncio.create_task(client.post(f"{cluster.router.url}/generate", REQUEST)) for _ in range(4)]
+    while sum(len(e.running) for e in cluster.engines) < 4:
+        await asyncio.sleep(0.01)
+    await asyncio.get_running_loop().run_in_executor(None, cluster.kill_engine, 0)
+    replies = await asyncio.gather(*tasks)
+    assert len({reply["text"] for reply in replies}) == 1
+
+
+async def test_connections_are_limited_and_reused(cluster):
+    small = HttpClient(2)
+    cluster.engines[0].delay = 0.01
+    await asyncio.gather(*(small.post(f"{cluster.engines[0].url}/generate", REQUEST) for _ in range(8)))
+    assert cluster.engines[0].max_running <= 2
+    await small.close()
+
+
+async def test_the_key_goes_to_the_router_and_its_engines_only(cluster):
+    keyed = HttpClient(4, api_key="secret")
+    keyed.trust(cluster.router.url)
+    await keyed.list_workers(cluster.router.url)
+    await keyed.post(f"{cluster.engines[0].url}/generate", REQUEST)
+    assert cluster.engines[0].headers[-1]["Authorization"] == "Bearer secret"
+    stranger = HttpClient(4, api_key="secret")
+    await stranger.post(f"{cluster.engines[0].url}/generate", REQUEST, headers={"X-Extra": "1"})
+    assert "Authorization" not in cluster.engines[0].headers[-1]
+    assert cluster.engines[0].headers[-1]["X-Extra"] == "1"
+    await keyed.close()
+    await stranger.close()
+
+
+async def test_the_proxy_of_the_environment_is_ignored(cluster, client, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert await client.get(f"{cluster.engines[0].url}/model_info")
+
+
+def engine_args(**fields):
+    return SimpleNamespace(**{"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "engines"),
+    [({}, 4), ({"rollout_num_engines": 3}, 3), ({"rollout_num_gpus": 0}, 0), ({"rollout_num_gpus": None}, 0),
+     ({"rollout_num_gpus": 1}, 1), ({"rollout_num_engines": 0}, 0)],
+)  # fmt: skip
+def test_number_of_engines(fields, engines):
+    assert http_utils.get_rollout_num_engines(engine_args(**fields)) == engines
+
+
+def test_the_process_client_is_sized_by_the_engines(monkeypatch):
+    monkeypatch.setattr(http_utils, "_http_client", None)
+    http_utils.init_http_client(engine_args(rollout_num_gpus=0))
+    assert http_utils._http_client is None
+    http_utils.init_http_client(engine_args(sglang_server_concurrency=10, rollout_request_timeout=7.0))
+    assert http_utils._http_client.concurrency == 40
+    assert http_utils._http_client.request_timeout == 7.0
+
+
+async def test_module_functions(cluster, monkeypatch):
+    monkeypatch.setattr(http_utils, "_http_client", None)
+    assert (await http_utils.get(f"{cluster.engines[0].url}/model_info"))["tp_size"] == 1
+    assert "text" in await http_utils.post(f"{cluster.router.url}/generate", REQUEST)
+    await http_utils.get_http_client().close()

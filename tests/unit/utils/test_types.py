@@ -1,0 +1,245 @@
+"""Sample: conversion, appending tokens, merging what engines send along."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from slime.utils.types import MultimodalTypes, ParamInfo, Sample
+
+Status = Sample.Status
+MOE = SimpleNamespace(num_layers=2, moe_router_topk=3, sglang_speculative_algorithm=None)
+
+
+def int32(values) -> str:
+    return base64.b64encode(np.array(values, dtype="<i4").tobytes()).decode()
+
+
+def test_defaults():
+    sample = Sample()
+    assert (sample.prompt, sample.tokens, sample.response, sample.response_length) == ("", [], "", 0)
+    assert sample.status is Status.PENDING
+    assert sample.reward is None
+    assert sample.loss_mask is None
+    assert sample.remove_sample is False
+    assert {status.value for status in Status} == {"pending", "completed", "truncated", "aborted", "failed"}
+
+
+def test_dict_round_trip_keeps_unknown_attributes_and_leaves_its_input():
+    sample = Sample(index=3, status=Status.TRUNCATED, metadata={"a": 1})
+    sample.source = "web"
+    sample.spec_info.add(
+        {"spec_accept_token_num": 3, "spec_draft_token_num": 4, "spec_verify_ct": 2, "completion_tokens": 8}
+    )
+    data = sample.to_dict()
+    assert data["status"] == "truncated"
+    assert data["spec_info"]["spec_draft_token_num"] == 4
+    kept = copy.deepcopy(data)
+    again = Sample.from_dict(data)
+    assert data == kept
+    assert again == sample
+    assert again.source == "web"
+    assert Sample.from_dict({"status": "failed", "spec_info": {"spec_verify_ct": 1}}).spec_info.spec_verify_ct == 1
+    with pytest.raises(KeyError):
+        Sample.from_dict({})
+
+
+def test_pickle_and_subclass_copies():
+    class Mine(Sample):
+        pass
+
+    sample = Sample(tokens=[1], status=Status.ABORTED)
+    assert pickle.loads(pickle.dumps(sample)) == sample
+    assert Mine(**sample.__dict__).tokens == [1]
+
+
+def test_rates():
+    info = Sample.SpecInfo(spec_accept_token_num=3, spec_draft_token_num=4, spec_verify_ct=2, completion_token_num=9)
+    assert (info.spec_accept_rate, info.spec_accept_length) == (0.75, 4.5)
+    assert (Sample.SpecInfo().spec_accept_rate, Sample.SpecInfo().spec_accept_length) == (0.0, 0.0)
+    cache = Sample.PrefixCacheInfo()
+    assert cache.prefix_cache_hit_rate == 0.0
+    cache.add({"cached_tokens": 3, "prompt_tokens": 4})
+    cache.add({"prompt_tokens": 8})
+    assert cache.prefix_cache_hit_rate == 0.25
+
+
+def test_reward_value():
+    assert Sample(reward=0.5).get_reward_value(SimpleNamespace(reward_key=None)) == 0.5
+    assert Sample(reward={"acc": 1}).get_reward_value(SimpleNamespace(reward_key="acc")) == 1
+    with pytest.raises(KeyError, match="index=7"):
+        Sample(index=7, reward=0.5).get_reward_value(SimpleNamespace(reward_key="acc"))
+
+
+def test_effective_response_length():
+    assert Sample(response_length=4).effective_response_length == 4
+    assert Sample(response_length=4, loss_mask=[1, 0, 1, 0]).effective_response_length == 2
+
+
+def test_append_generated_then_tool_then_generated():
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(tokens=torch.tensor([3, 4]), log_probs=torch.tensor([-1.0, -2.0]), text="ab")
+    sample.append_response_tokens(tokens=[5], trainable=False, text="[tool]")
+    sample.append_response_tokens(tokens=(6,), log_probs=np.array([-3.0]), text="c")
+    assert sample.tokens == [1, 2, 3, 4, 5, 6]
+    assert sample.response == "ab[tool]c"
+    assert sample.response_length == 4
+    assert sample.loss_mask == [1, 1, 0, 1]
+    assert sample.rollout_log_probs == [-1.0, -2.0, 0.0, -3.0]
+    assert all(type(token) is int for token in sample.tokens)
+
+
+def test_append_nothing_generated_still_defines_the_lists():
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[], log_probs=[], text="", meta_info={"finish_reason": {"type": "abort"}})
+    assert (sample.loss_mask, sample.rollout_log_probs, sample.status) == ([], [], Status.ABORTED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [1, 2], "log_probs": [-1.0]}, "2 tokens but 1 log_probs"),
+        ({"tokens": [1]}, "need log_probs"),
+        ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "must not carry log_probs"),
+        ({"log_probs": [-1.0]}, "without tokens"),
+    ],
+)
+def test_wrong_appends_leave_the_sample_as_it_was(arguments, message):
+    sample = Sample(index=5, tokens=[9], response="x")
+    before = copy.deepcopy(sample)
+    with pytest.raises(ValueError, match=message):
+        sample.append_response_tokens(**arguments, text="more")
+    assert sample == before
+
+
+def test_earlier_tokens_without_log_probs():
+    sample = Sample(tokens=[1, 2, 3], response_length=2)
+    with pytest.raises(ValueError, match="2 earlier response tokens have no rollout_log_probs"):
+        sample.append_response_tokens(tokens=[4], log_probs=[-1.0])
+    sample.append_response_tokens(tokens=[4], trainable=False)
+    assert sample.rollout_log_probs == [0.0, 0.0, 0.0]
+    assert sample.loss_mask == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("length", Status.TRUNCATED), ("abort", Status.ABORTED), ("stop", Status.COMPLETED), ("other", Status.PENDING)],
+)
+def test_terminal_information(kind, status):
+    sample = Sample()
+    meta = {
+        "finish_reason": {"type": kind}, "weight_version": "4", "cached_tokens": 1, "prompt_tokens": 2,
+        "spec_verify_ct": 5,
+    }  # fmt: skip
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info=meta)
+    assert sample.status is status
+    assert sample.weight_versions == ["4"]
+    assert sample.prefix_cache_info.total_prompt_tokens == 2
+    assert sample.spec_info.spec_verify_ct == 0
+    sample.update_from_meta_info(SimpleNamespace(sglang_speculative_algorithm="EAGLE"), meta)
+    assert sample.spec_info.spec_verify_ct == 5
+    assert sample.weight_versions == ["4", "4"]
+
+
+def test_terminal_information_can_wait():
+    sample = Sample()
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "4"}
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info=meta, update_terminal_info=False)
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info={"finish_reason": None})
+    assert sample.status is Status.PENDING
+    assert sample.weight_versions == []
+
+
+@pytest.mark.parametrize(
+    "names", [("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets")]
+)
+@pytest.mark.parametrize("encode", [int32, list, lambda v: np.array(v, dtype="<i4").tobytes(), torch.tensor])
+def test_nuclei_are_merged(names, encode):
+    sample = Sample(tokens=[0])
+    ids, offsets = names
+    sample.append_response_tokens(
+        tokens=[1, 2], log_probs=[-1, -1], meta_info={ids: encode([7, 8, 9]), offsets: encode([0, 1, 3])}
+    )
+    sample.append_response_tokens(tokens=[3], trainable=False)
+    sample.append_response_tokens(tokens=[4], log_probs=[-1], meta_info={ids: encode([5]), offsets: encode([0, 1])})
+    assert sample.rollout_top_p_token_ids.dtype == torch.int32
+    assert sample.rollout_top_p_token_ids.tolist() == [7, 8, 9, 5]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 1, 3, 3, 4]
+
+
+def test_tool_text_before_the_first_nucleus_is_empty_but_sampled_tokens_must_have_one():
+    sample = Sample(tokens=[0])
+    sample.append_response_tokens(tokens=[1, 2], trainable=False)
+    assert sample.rollout_top_p_token_ids is None
+    meta = {"top_p_token_ids": [5], "top_p_token_offsets": [0, 1]}
+    sample.append_response_tokens(tokens=[3], log_probs=[-1], meta_info=meta)
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 0, 0, 1]
+    sampled = Sample(tokens=[0])
+    sampled.append_response_tokens(tokens=[1], log_probs=[-1])
+    with pytest.raises(ValueError, match="rollout_top_p_token_offsets has 2 entries, expected 3"):
+        sampled.append_response_tokens(tokens=[3], log_probs=[-1], meta_info=meta)
+    with pytest.raises(ValueError, match="rollout_top_p_token_offsets has 4 entries, expected 5"):
+        sample.append_response_tokens(tokens=[3], log_probs=[-1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets"),
+    [([5], None), (None, [0, 1]), ([5], [0, 1, 1]), ([5], [1, 1]), ([5, 6], [0, 1]), ("not base64!", [0, 1])],
+)
+def test_broken_nuclei_are_refused(ids, offsets):
+    meta = {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
+    with pytest.raises(ValueError):
+        Sample().append_response_tokens(tokens=[1], log_probs=[-1], meta_info=meta)
+
+
+def test_routed_experts_replace_and_splice():
+    sample = Sample(tokens=[1, 2])
+    first = np.arange(2 * 2 * 3)
+    sample.append_response_tokens(MOE, tokens=[3], log_probs=[-1], meta_info={"routed_experts": int32(first)})
+    assert sample.rollout_routed_experts.shape == (2, 2, 3)
+    new = np.arange(100, 100 + 2 * 2 * 3)
+    meta = {"routed_experts": int32(new), "routed_experts_start_len": 1}
+    sample.append_response_tokens(MOE, tokens=[4], log_probs=[-1], meta_info=meta)
+    expected = np.concatenate([first.reshape(2, 2, 3)[:1], new.reshape(2, 2, 3)])
+    assert np.array_equal(sample.rollout_routed_experts.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"routed_experts": int32(range(5))},
+        {"routed_experts": int32(range(6)), "routed_experts_start_len": 1},
+        {"routed_experts": int32(range(18)), "routed_experts_start_len": -1},
+    ],
+)
+def test_broken_routed_experts_are_refused(meta):
+    sample = Sample(tokens=[1, 2])
+    with pytest.raises(ValueError, match="routed_experts"):
+        sample.append_response_tokens(MOE, tokens=[3], log_probs=[-1], meta_info=meta)
+
+
+def test_inconsistent_lengths_are_refused():
+    with pytest.raises(ValueError, match="loss_mask has 1 entries, expected 2"):
+        Sample(tokens=[1, 2], response_length=2, loss_mask=[1], rollout_log_probs=[0, 0]).append_response_tokens(
+            text=""
+        )
+
+
+def test_other_types():
+    assert [kind.placeholder for kind in MultimodalTypes.all()] == ["<image>", "<video>", "<audio>"]
+    assert MultimodalTypes.get("video") is MultimodalTypes.VIDEO
+    assert MultimodalTypes.get("smell") is None
+    assert ParamInfo("w", torch.float32, (2,), {}, 8, 0).size == 8
+
+
+def test_types_import_without_torch():
+    code = "import slime.utils.types, slime.utils.misc, slime.utils.async_utils, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
