@@ -9,6 +9,8 @@ from typing import Any
 
 from slime.arguments.errors import ArgumentError
 
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
+
 
 def read_config(hf_checkpoint: str) -> dict[str, Any]:
     """``config.json`` of a checkpoint directory; of a vision-language model its text part. Raises ``ArgumentError``."""
@@ -40,8 +42,8 @@ def check_consistency(args: Namespace) -> None:
         return
     config = read_config(args.hf_checkpoint)
     wrong = [
-        f"{option} {seen} but {key} is {expected}"
-        for option, seen, key, expected in _comparisons(args, config)
+        f"{option} {seen} but {key}{'' if key.endswith('must be') else ' is'} {expected}"
+        for option, seen, key, expected in (*_comparisons(args, config), *_switches(args, config))
         if seen != expected
     ]
     if wrong:
@@ -86,6 +88,40 @@ def _comparisons(args: Namespace, config: dict[str, Any]) -> list[tuple[str, Any
     return found
 
 
+def _switches(args: Namespace, config: dict[str, Any]) -> list[tuple[str, Any, str, Any]]:
+    """Flags without a number in the config: a wrong one would train a different architecture without a word."""
+    family = config.get("model_type")
+    if family not in DENSE_FAMILIES or args.spec or args.custom_model_provider_path:
+        return []
+    wanted: dict[str, tuple[Any, Any]] = {
+        "--normalization": (args.normalization, "RMSNorm"),
+        "--position-embedding-type": (args.position_embedding_type, "rope"),
+        "--swiglu": (_given(args.swiglu), "given"),
+        "--disable-bias-linear": (_given(not args.add_bias_linear), "given"),
+        "--add-qkv-bias": (_given(args.add_qkv_bias), _given(_has_qkv_bias(config))),
+        "--qk-layernorm": (_given(args.qk_layernorm), _given(family == "qwen3")),
+        "--use-rope-scaling": (_given(args.use_rope_scaling), _given(_rope_scaling(config) is not None)),
+    }
+    factor = _rope_scaling(config)
+    if factor is not None and args.use_rope_scaling:
+        wanted["--rope-scaling-factor"] = (args.rope_scaling_factor, factor)
+    return [(f"{option} is", seen, f"for {family} it must be", value) for option, (seen, value) in wanted.items()]
+
+
+def _given(switch: bool) -> str:
+    return "given" if switch else "absent"
+
+
+def _has_qkv_bias(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "qwen2" or bool(config.get("attention_bias"))
+
+
+def _rope_scaling(config: dict[str, Any]) -> float | None:
+    """The factor of Llama 3's scaling, None without scaling. Other scalings are not compared."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return scaling.get("factor") if scaling.get("rope_type", scaling.get("type")) == "llama3" else None
+
+
 def _rope_theta(config: dict[str, Any]) -> Any:
     parameters = config.get("rope_parameters")
     if isinstance(parameters, dict) and "rope_theta" in parameters:
@@ -120,6 +156,12 @@ def suggested_flags(hf_checkpoint: str) -> str:
     given = [f"{option} {_plain(value)}" for option, value in words.items() if value is not None]
     if config.get("tie_word_embeddings") is False:
         given.append("--untie-embeddings-and-output-weights")
+    if config.get("model_type") in DENSE_FAMILIES:
+        given.append("--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear")
+        given += ["--add-qkv-bias"] if _has_qkv_bias(config) else []
+        given += ["--qk-layernorm"] if config["model_type"] == "qwen3" else []
+        factor = _rope_scaling(config)
+        given += [f"--use-rope-scaling --rope-scaling-factor {factor}"] if factor is not None else []
     return " ".join(given)
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slime.arguments import ArgumentError
-from tests.support.arguments import CONFIG, parse
+from slime.arguments import ArgumentError, parse_args
+from tests.support.arguments import CONFIG, minimal_flags, parse
 
 
 def write(directory, **changes):
@@ -63,3 +63,50 @@ def test_an_unreadable_config(text, tmp_path):
 def test_generation_alone_needs_no_model_flags(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     parse("--hf-checkpoint", tmp_path, "--debug-rollout-only", "--hidden-size", 999)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen2"}, "--add-qkv-bias is absent but for qwen2 it must be given"),
+        ({"model_type": "llama"}, "--qk-layernorm is given but for llama it must be absent"),
+        ({"attention_bias": True}, "--add-qkv-bias is absent but for qwen3 it must be given"),
+        (
+            {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "--use-rope-scaling is absent but for qwen3 it must be given",
+        ),
+    ],
+)
+def test_switches_of_dense_families(changes, message, tmp_path):
+    with pytest.raises(ArgumentError, match=message):
+        parse("--hf-checkpoint", write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        (["--swiglu"], "--swiglu is absent"),
+        (["--disable-bias-linear"], "--disable-bias-linear is absent"),
+        (["--normalization", "RMSNorm"], "--normalization is LayerNorm but for qwen3 it must be RMSNorm"),
+        (["--use-rotary-position-embeddings"], "--position-embedding-type is learned_absolute"),
+    ],
+)
+def test_a_forgotten_switch_does_not_train_another_architecture(left_out, message):
+    words = minimal_flags()
+    place = words.index(left_out[0])
+    del words[place : place + len(left_out)]
+    with pytest.raises(ArgumentError, match=message):
+        parse_args(words)
+
+
+def test_a_model_of_ones_own_is_not_second_guessed(tmp_path):
+    config = write(tmp_path, model_type="llama")
+    parse("--hf-checkpoint", config, "--custom-model-provider-path", "my.provider")
+
+
+def test_llama_3_scaling_is_accepted(tmp_path):
+    scaled = {"rope_theta": 1e4, "rope_type": "llama3", "factor": 32.0}
+    config = write(tmp_path, rope_parameters=scaled)
+    parse("--hf-checkpoint", config, "--use-rope-scaling", "--rope-scaling-factor", 32)
+    with pytest.raises(ArgumentError, match=r"--rope-scaling-factor is 8.0 but for qwen3 it must be 32.0"):
+        parse("--hf-checkpoint", config, "--use-rope-scaling")

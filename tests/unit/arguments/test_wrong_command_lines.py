@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from slime.arguments import ArgumentError, parse_args
-from tests.support.arguments import minimal_flags, parse
+from tests.support.arguments import minimal_flags
 
 CASES = yaml.safe_load((Path(__file__).parents[2] / "data" / "arguments" / "wrong_command_lines.yaml").read_text())
 
@@ -52,12 +52,18 @@ def test_what_is_needed_is_asked_for(left_out, values, message):
 def test_the_suggested_model_flags_are_right():
     """What the message about missing model flags proposes is accepted as it stands."""
     words = minimal_flags()
-    place = words.index("--num-layers")
-    del words[place : place + 2]
+    words = words[: words.index("--num-layers")]
     with pytest.raises(ArgumentError) as caught:
         parse_args(words)
     suggested = str(caught.value).split("the checkpoint's values are: ")[1]
-    assert parse(*shlex.split(suggested)).num_layers == 2
+    assert parse_args([*words, *shlex.split(suggested)]).num_layers == 2
+
+
+def test_reading_only_the_beginning_of_the_help_is_no_error():
+    command = f"{sys.executable} -m slime.arguments --help all | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert "flags" in done.stdout
+    assert done.stderr == ""
 
 
 def test_a_process_exits_with_2_and_no_traceback():
