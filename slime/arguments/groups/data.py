@@ -14,7 +14,7 @@ class Data(ArgumentGroup):
     title = "data"
 
     num_rollout: int | None = flag(None, "rollouts of the whole run; 0 with --eval-interval evaluates once", ge=0)
-    num_epoch: int | None = flag(None, "passes over the prompts; with --num-rollout too, whichever ends first", ge=1)
+    num_epoch: int | None = flag(None, "passes over the prompts; with --num-rollout, which then says how long the run is, only the epoch ends", ge=1)
     rollout_global_dataset: bool = flag(
         True,
         "no built-in data set: the rollout function finds its own prompts",
