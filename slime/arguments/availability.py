@@ -69,7 +69,8 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "rollout_health_check_interval": ANY,
     "rollout_health_check_timeout": ANY,
     "rollout_health_check_first_wait": ANY,
-    # profiling, continuous integration
+    # logging, profiling
+    "log_correct_samples": ANY,
     "profile_target": ANY,
     "memory_snapshot_dir": ANY,
     "memory_snapshot_num_steps": ANY,

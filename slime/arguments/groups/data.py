@@ -14,7 +14,11 @@ class Data(ArgumentGroup):
     title = "data"
 
     num_rollout: int | None = flag(None, "rollouts of the whole run; 0 with --eval-interval evaluates once", ge=0)
-    num_epoch: int | None = flag(None, "passes over the prompts; with --num-rollout, which then says how long the run is, only the epoch ends", ge=1)
+    num_epoch: int | None = flag(
+        None,
+        "passes over the prompts; with --num-rollout, which then says how long the run is, only the epoch ends",
+        ge=1,
+    )
     rollout_global_dataset: bool = flag(
         True,
         "no built-in data set: the rollout function finds its own prompts",
@@ -53,5 +57,5 @@ class Batch(ArgumentGroup):
         None, "tokens of one micro-batch per slot (times context-parallel size)", ge=1
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
-        None, "the same for the log-prob pass; default: --max-tokens-per-gpu", ge=1
+        None, "the log-prob pass uses the micro-batches of training: nothing else than --max-tokens-per-gpu", ge=1
     )

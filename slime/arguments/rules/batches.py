@@ -49,6 +49,11 @@ def check_micro_batches(args: Namespace) -> None:
         args.balance_data = True
     if args.log_probs_max_tokens_per_gpu is None:
         args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
+    if args.log_probs_max_tokens_per_gpu != args.max_tokens_per_gpu:
+        raise ArgumentError(
+            f"--log-probs-max-tokens-per-gpu {args.log_probs_max_tokens_per_gpu} differs from --max-tokens-per-gpu "
+            f"{args.max_tokens_per_gpu}, but the log-prob pass uses the micro-batches of training; leave it out"
+        )
     if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size <= 0:
         raise ArgumentError(
             f"--log-probs-chunk-size {args.log_probs_chunk_size}: give tokens per chunk, or -1 for no chunks"
