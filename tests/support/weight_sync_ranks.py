@@ -1,0 +1,50 @@
+"""What a trainer rank does in the weight-sync tests: build a model, connect to engines, push."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.support.megatron_model import model_args, switch_layout
+
+
+def push(
+    checkpoint: str,
+    engines: list[dict[str, Any]],
+    flags: list[str],
+    *,
+    colocate: bool = False,
+    synchronous_loop: bool = True,
+    export_to: str | None = None,
+    change_one_weight: bool = False,
+) -> dict[str, Any]:
+    """Push the weights of ``checkpoint`` twice, with ``change_one_weight`` one weight differs the second time.
+
+    Returns the versions and bytes of both pushes. ``export_to`` receives the HF export of the first push's weights.
+    """
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import export_hf, load_hf
+    from slime.servers.types import EngineInfo
+    from slime.weight_sync import create_updater
+
+    args = model_args(checkpoint, *flags)
+    args.colocate, args.weight_sync_timeout = colocate, 120.0
+    switch_layout(args)
+    model = get_model(args, wrap_with_ddp=False)
+    load_hf(model, checkpoint, args)
+    updater = create_updater(args, SimpleNamespace(model=model, args=args), synchronous_loop=synchronous_loop)
+    updater.connect([EngineInfo(**engine) for engine in engines])
+    versions, sent = [updater.update()], [updater.bytes_sent]
+    if export_to is not None:
+        export_hf(model, args, export_to)
+    if change_one_weight:
+        with torch.no_grad():
+            for name, parameter in (item for chunk in model for item in chunk.named_parameters()):
+                if name.endswith("final_layernorm.weight"):
+                    parameter[0] += 1e-4
+    versions.append(updater.update())
+    sent.append(updater.bytes_sent)
+    updater.disconnect()
+    return {"versions": versions, "bytes": sent}
