@@ -12,29 +12,45 @@ from typing import Any
 import torch
 
 from tests.support.dense_attention import zigzag
-from tests.support.megatron_model import model_args, run_forward, switch_layout
+from tests.support.megatron_model import hf_gradients, model_args, run_pack, switch_layout
 
+PP2 = ("--pipeline-model-parallel-size", 2)
 TP2 = ("--tensor-model-parallel-size", 2)
+CP2 = ("--context-parallel-size", 2)
+VPP2 = ("--num-layers-per-virtual-pipeline-stage", 1)
 LAYOUTS: dict[str, tuple[Any, ...]] = {
     "dp2": (),
     "tp2": TP2,
     "tp2-sp": (*TP2, "--sequence-parallel"),
-    "pp2": ("--pipeline-model-parallel-size", 2),
-    "cp2": ("--context-parallel-size", 2),
+    "pp2": PP2,
+    "pp2-vpp2": (*PP2, *VPP2),
+    "cp2": CP2,
 }
+FOUR_RANK_LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "tp4-sp": ("--tensor-model-parallel-size", 4, "--sequence-parallel"),
+    "tp2-sp-pp2": (*TP2, "--sequence-parallel", *PP2),
+    "tp2-sp-cp2": (*TP2, "--sequence-parallel", *CP2),
+    "cp2-pp2-vpp2": (*CP2, *PP2, *VPP2),
+    "cp2-dp2": CP2,
+}
+MODELS_OF = {
+    "pp2-vpp2": ("qwen3",),
+    "cp2-pp2-vpp2": ("qwen3",),
+}  # the layouts that only some checkpoints have the layers for
 ATTENTION_LENGTHS = [8, 12, 4]
 
 
-def everything(checkpoints: dict[str, str], scratch: str) -> dict[str, Any]:
-    """Run all checks of this module, layout after layout, in one process per rank."""
+def all_layouts(checkpoints: dict[str, str], scratch: str, layouts: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return ``logits_and_weights`` of every layout and checkpoint, and the other checks where they belong."""
     from slime.backends.megatron_utils import import_megatron
 
     import_megatron()
-    results: dict[str, Any] = {"errors": {}}
-    for layout, flags in LAYOUTS.items():
-        first = next(iter(checkpoints.values()))
+    results: dict[str, Any] = {}
+    for layout, flags in layouts.items():
+        first = checkpoints["qwen3"]
         switch_layout(model_args(first, *flags))
-        for name, checkpoint in checkpoints.items():
+        for name in MODELS_OF.get(layout, checkpoints):
+            checkpoint = checkpoints[name]
             export_dir = Path(scratch) / f"{name}-{layout}"
             results[f"{layout}/{name}"] = logits_and_weights(checkpoint, layout, flags, export_dir)
         if layout == "cp2":
@@ -53,17 +69,19 @@ def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], exp
     from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
 
     layers = json.loads((Path(checkpoint) / "config.json").read_text())["num_hidden_layers"]
-    uneven = ("--decoder-first-pipeline-num-layers", 1) if layout == "pp2" and layers % 2 else ()
+    uneven = ("--decoder-first-pipeline-num-layers", 1) if "pp2" in layout and layers % 2 else ()
     args = model_args(checkpoint, *flags, *uneven)
+    args.use_distributed_optimizer = False  # so that every rank has all gradients
     model = get_model(args)
     load_hf(model, checkpoint, args)
     if layout in ("tp2", "pp2"):
         export_hf(model, args, export_dir, max_shard_bytes=60_000)
-    own = list(iter_hf_weights(model, args))
+    own = [(name, tuple(tensor.shape)) for name, tensor in iter_hf_weights(model, args)]
     return {
-        "forward": run_forward(model, args),
         "weights": [(name, tensor.clone()) for name, tensor in iter_hf_weights(model, args, gather_pp=True)],
-        "described": [(n, s) for n, s, _ in describe_hf_weights(model, args)] == [(n, tuple(t.shape)) for n, t in own],
+        "forward": run_pack(model, args),
+        "gradients": hf_gradients(model, args),
+        "described": [(n, s) for n, s, _ in describe_hf_weights(model, args)] == own,
     }
 
 
@@ -134,10 +152,10 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
         return _message(lambda: load_hf(model, directory, args))
 
     q = "model.layers.1.self_attn.q_proj.weight"
-    far = "model.layers.2.mlp.up_proj.weight"
+    far = "model.layers.4.mlp.up_proj.weight"
     bias = "model.layers.0.self_attn.q_proj.bias"
     frozen_args = Namespace(**{**vars(args), "freeze_params_name_list": ["no_such_parameter"]})
-    virtual = Namespace(**{**vars(args), "virtual_pipeline_model_parallel_size": 2})
+    prediction = Namespace(**{**vars(args), "mtp_num_layers": 1})
     return {
         "good": load_with("good", {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
         "missing": load_with("missing", {n: t for n, t in tensors.items() if n != q}),
@@ -150,7 +168,7 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
         "above-source": _message(lambda: export_hf(model, args, Path(source).parent)),
         "twice": _message(lambda: initialize_megatron(args)),
         "unmatched": _message(lambda: get_model(frozen_args)),
-        "virtual": _message(lambda: get_model(virtual)),
+        "mtp": _message(lambda: get_model(prediction)),
     }
 
 

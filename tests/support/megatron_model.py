@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
 
     required = [
         "--hf-checkpoint", checkpoint, "--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1,
-        "--prompt-data", "prompts.jsonl", "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 1,
+        "--prompt-data", "prompts.jsonl", "--actor-num-gpus-per-node", os.environ["WORLD_SIZE"], "--rollout-num-gpus", 1,
     ]  # fmt: skip
     rope = json.loads((Path(checkpoint) / "config.json").read_text())["rope_parameters"]
     scaling = ["--use-rope-scaling", "--rope-scaling-factor", rope["factor"]] if rope["rope_type"] == "llama3" else []
@@ -73,36 +74,62 @@ def packed(vocab_size: int, cp_rank: int, cp_size: int, multiple: int = 4) -> tu
     return torch.cat(tokens)[None], torch.cat(index), params
 
 
-def run_forward(model: list[torch.nn.Module], args: Namespace) -> dict[str, Any] | None:
-    """Run the pack through the pipeline; return this rank's logits and their places, None but on the last stage."""
+def output_gradient(vocab_size: int) -> torch.Tensor:
+    """Return the made-up gradient of the loss by the logits: ``[sum(LENGTHS), vocab_size]``."""
+    return torch.randn(sum(LENGTHS), vocab_size, generator=torch.Generator().manual_seed(5))
+
+
+def run_pack(model: list[torch.nn.Module], args: Namespace) -> dict[str, Any] | None:
+    """Run the pack forward and backward as each of two micro-batches, leaving gradients in the DDP buffers.
+
+    The loss is linear in the logits: ``sum(logits * output_gradient)``. Return this rank's logits of the first
+    micro-batch and their places, None but on the last stage.
+    """
     from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
 
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
     tokens, index, params = packed(args.vocab_size, cp_rank, cp_size)
+    gradient = torch.cat([output_gradient(args.vocab_size), torch.zeros(1, args.vocab_size)])[index]  # -1: the zeros
     kept: list[torch.Tensor] = []
 
     def step(_: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         logits = chunk(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=params)
 
-        def keep(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
             kept.append(output.detach().clone())
-            return output.sum(), {}
+            local = gradient[:, tp_rank * output.size(-1) :][:, : output.size(-1)]
+            return (output[0, :, : local.size(-1)] * local).sum(), {}
 
-        return logits, keep
+        return logits, loss
 
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+    for chunk in model:
+        chunk.zero_grad_buffer()
     get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=None,
+        data_iterator=[None] * len(model),
         model=model,
-        num_microbatches=1,
+        num_microbatches=2,
         seq_length=tokens.numel(),
         micro_batch_size=1,
-        forward_only=True,
+        forward_only=False,
     )
-    if not kept:
-        return None
-    return {"logits": kept[0][0], "index": index, "tp_rank": mpu.get_tensor_model_parallel_rank()}
+    return {"logits": kept[0][0], "index": index, "tp_rank": tp_rank} if kept else None
+
+
+def hf_gradients(model: list[torch.nn.Module], args: Namespace) -> list[tuple[str, torch.Tensor]]:
+    """Return the gradients as Hugging Face tensors. Overwrites the weights."""
+    from slime.backends.megatron_utils.weights import iter_hf_weights
+
+    with torch.no_grad():
+        for chunk in model:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+    return [(name, tensor.clone()) for name, tensor in iter_hf_weights(model, args, gather_pp=True)]
 
 
 def assemble(results: list[dict[str, Any] | None], vocab_size: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,59 +36,79 @@ def padded_vocab_size(args: Namespace) -> int:
 
 
 def get_model(args: Namespace, *, wrap_with_ddp: bool = True) -> list[torch.nn.Module]:
-    """Return this rank's model chunks (one), on the device, with freshly initialised weights.
+    """Return this rank's model chunks, on the device, with freshly initialised weights.
 
-    ``GPTModel``, inside ``Float16Module`` for bf16 and fp16, inside ``DistributedDataParallel`` when ``wrap_with_ddp``.
-    Needs ``initialize_megatron``. Raises ValueError for combinations that are not supported.
+    One chunk, or one per virtual pipeline stage: ``GPTModel``, inside ``Float16Module`` for bf16 and fp16, inside
+    ``DistributedDataParallel`` when ``wrap_with_ddp``. Needs ``initialize_megatron``. Raises ValueError for options
+    that are not supported.
     """
     import_megatron()
     from megatron.core import parallel_state as mpu
+
+    if getattr(args, "mtp_num_layers", None):
+        raise ValueError("--mtp-num-layers: the built-in model has no multi-token-prediction layers; leave it out")
+    config = transformer_config_from_args(args)
+    provider = model_provider(args, config)
+    virtual = mpu.get_virtual_pipeline_model_parallel_world_size()
+    models = []
+    for vp_stage in range(virtual) if virtual else [None]:
+        stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+        pre_process, post_process = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
+        models.append(provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage))
+    freeze_parameters(args, models)
+    models = [_on_device(config, model) for model in models]
+    return _with_ddp(args, config, models) if wrap_with_ddp else models
+
+
+def _on_device(config: Any, model: torch.nn.Module) -> torch.nn.Module:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.module import Float16Module
 
-    _refuse_unsupported(args)
-    config = transformer_config_from_args(args)
-    provider = model_provider(args, config)
-    model = provider(
-        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=True),
-        post_process=mpu.is_pipeline_last_stage(ignore_virtual=True),
-    )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    freeze_parameters(args, model)
     model.to(accelerator.current_device())
-    if config.fp16 or config.bf16:
-        model = Float16Module(config, model)
-    return [_with_ddp(args, config, model)] if wrap_with_ddp else [model]
+    return Float16Module(config, model) if config.fp16 or config.bf16 else model
 
 
 def model_provider(args: Namespace, config: Any) -> Provider:
-    """Return the callable that builds a stage: ``provider(pre_process=..., post_process=...)``.
+    """Return the callable that builds a stage: ``provider(pre_process=..., post_process=..., vp_stage=...)``.
 
     In this order: ``--custom-model-provider-path``; a ``--spec`` that is itself a provider; the built-in GPT model.
     """
     custom = getattr(args, "custom_model_provider_path", None)
     if custom:
-        return _calling_with_known(load_function(custom))
+        return _calling_with_known(load_function(custom, "--custom-model-provider-path"))
     spec = getattr(args, "spec", None)
     if spec:
-        function = load_function(".".join(spec))
+        function = load_function(".".join(spec), "--spec")
         if "pre_process" in inspect.signature(function).parameters:
             return _calling_with_known(function)
-        return lambda **stage: gpt_model(args, config, layer_spec=function(args, config, None), **stage)
-    from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+        layer_spec = function
+    else:
+        from slime.backends.megatron_utils.layer_specs import decoder_block_spec as layer_spec
 
-    return lambda **stage: gpt_model(args, config, layer_spec=decoder_block_spec(args, config), **stage)
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
+        spec = layer_spec(args, config, vp_stage)
+        return gpt_model(args, config, spec, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+
+    return build
 
 
 def _calling_with_known(function: Provider) -> Provider:
     """Return ``function`` called by keyword, with ``vp_stage`` only if it takes it."""
-    takes_vp_stage = "vp_stage" in inspect.signature(function).parameters
-    return lambda **stage: function(**stage, **({"vp_stage": None} if takes_vp_stage else {}))
+    if "vp_stage" in inspect.signature(function).parameters:
+        return function
+    return lambda vp_stage=None, **stage: function(**stage)
 
 
 def gpt_model(
-    args: Namespace, config: Any, *, layer_spec: Any, pre_process: bool = True, post_process: bool = True
+    args: Namespace,
+    config: Any,
+    layer_spec: Any,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
 ) -> torch.nn.Module:
     """Return one stage of megatron's GPTModel; its logits stay split over the tensor-parallel ranks."""
     from megatron.core.models.gpt import GPTModel
@@ -103,6 +123,7 @@ def gpt_model(
         parallel_output=True,
         share_embeddings_and_output_weights=not getattr(args, "untie_embeddings_and_output_weights", False),
         position_embedding_type=_position_embedding_type(args),
+        vp_stage=vp_stage,
         **rope_settings(args),
     )
 
@@ -113,7 +134,7 @@ def _position_embedding_type(args: Namespace) -> str:
     return getattr(args, "position_embedding_type", None) or "learned_absolute"
 
 
-def freeze_parameters(args: Namespace, model: torch.nn.Module) -> None:
+def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
     """Apply ``--only-train-params-name-list`` and ``--freeze-params-name-list``: regular expressions on local names.
 
     Raises ValueError for both together, and for an expression that matches no parameter on any rank.
@@ -124,12 +145,13 @@ def freeze_parameters(args: Namespace, model: torch.nn.Module) -> None:
         raise ValueError("--only-train-params-name-list and --freeze-params-name-list exclude each other: give one")
     if not only and not freeze:
         return
-    names = [name for name, _ in model.named_parameters()]
+    parameters = [named for model in models for named in model.named_parameters()]
+    names = [name for name, _ in parameters]
     unmatched = _unmatched_anywhere(only or freeze, names)
     if unmatched:
         flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
         raise ValueError(f"{flag}: {unmatched} match no parameter; names look like {names[:3]}")
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         hit = any(re.search(pattern, name) for pattern in only or freeze)
         if hit == bool(freeze):
             parameter.requires_grad_(False)
@@ -145,21 +167,17 @@ def _unmatched_anywhere(patterns: list[str], names: list[str]) -> list[str]:
     return [pattern for i, pattern in enumerate(patterns) if not any(hits[i] for hits in everywhere)]
 
 
-def _with_ddp(args: Namespace, config: Any, model: torch.nn.Module) -> torch.nn.Module:
+def _with_ddp(args: Namespace, config: Any, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     from megatron.core.distributed import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config_from_args(args), module=model)
-    if getattr(args, "data_parallel_random_init", False):
-        wrapped.broadcast_params()
-    return wrapped
-
-
-def _refuse_unsupported(args: Namespace) -> None:
-    if (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1:
-        raise ValueError(
-            "virtual pipeline stages (--virtual-pipeline-model-parallel-size, --num-layers-per-virtual-pipeline-stage) "
-            "are refused: with them the first loss of megatron-core 0.16 differed from every other layout. Use plain "
-            "--pipeline-model-parallel-size."
+    wrapped = [
+        # Buckets let the reduction overlap with the backward pass; in later chunks it is not on the critical path.
+        DistributedDataParallel(
+            config=config, ddp_config=ddp_config_from_args(args), module=model, disable_bucketing=i > 0
         )
-    if getattr(args, "mtp_num_layers", None):
-        raise ValueError("--mtp-num-layers: the built-in model has no multi-token-prediction layers; leave it out")
+        for i, model in enumerate(models)
+    ]
+    if getattr(args, "data_parallel_random_init", False):
+        for model in wrapped:
+            model.broadcast_params()
+    return wrapped

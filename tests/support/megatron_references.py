@@ -1,0 +1,72 @@
+"""Tiny checkpoints of every family with tensors that all differ, and what transformers computes from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.support.megatron_model import output_gradient, sequences
+from tools.tiny_model import make_tiny_checkpoint
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+# The vocabulary of "qwen3-padded" is no multiple of 128: its last rows are padding, under TP2 all on the last rank.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "qwen3-padded": ("qwen3", {"tie_word_embeddings": False, "vocab_size": 300, "head_dim": 24}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False, "num_hidden_layers": 3}),
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama3-rope": (
+        "llama",
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "max_position_embeddings": 16384},
+    ),
+}
+
+
+class Reference(NamedTuple):
+    """What transformers says of a checkpoint: ``logits [tokens, vocab]``, weights and gradients by name."""
+
+    logits: torch.Tensor
+    weights: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def make_checkpoints(folder: Path) -> dict[str, str]:
+    """Write all MODELS below ``folder``; return their paths."""
+    made = {}
+    for name, (family, options) in MODELS.items():
+        made[name] = str(make_tiny_checkpoint(folder / name, family, **options))
+        _randomize(Path(made[name]))
+    return made
+
+
+def _randomize(checkpoint: Path) -> None:
+    """Give every tensor values of its own: fresh checkpoints have all norms one and all biases zero."""
+    from safetensors.torch import load_file, save_file
+
+    path = checkpoint / "model.safetensors"
+    generator = torch.Generator().manual_seed(11)
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = 1 + 0.3 * noise if "norm" in name else 0.3 * noise if name.endswith("bias") else 0.15 * noise
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def reference(checkpoint: str) -> Reference:
+    """Return logits and gradients by transformers and autograd, one sequence after the other, without padding."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    logits = torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
+    (logits * output_gradient(model.config.vocab_size)).sum().backward()
+    tied = json.loads((Path(checkpoint) / "config.json").read_text())["tie_word_embeddings"]
+    weights = {n: p for n, p in model.state_dict().items() if not (n == "lm_head.weight" and tied)}
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    return Reference(logits.detach(), weights, gradients)
