@@ -41,7 +41,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
     targets = [metadata.get("correct_answer"), metadata.get("answer_text")]
     if correct is not None and letters.index(correct) < len(texts):
         targets.append(texts[letters.index(correct)])
-    if isinstance(label, str) and label.strip().upper() not in letters:
+    if isinstance(label, str) and len(label.strip()) > 1:
         targets.append(label)
     if given is not None and letters.index(given) < len(texts):
         return float(_plain(texts[letters.index(given)]) in {_plain(t) for t in targets if t})

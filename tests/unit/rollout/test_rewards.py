@@ -1,0 +1,370 @@
+r"""Rewards: every expectation was worked out by hand from the task's wording, not from the grader's output."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.rollout import rm_hub
+from slime.rollout.rm_hub import async_rm, batched_async_rm, remote_rm
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.errors import RewardErrors, RewardTimeout
+from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer
+from slime.rollout.rm_hub.math_utils import (
+    extract_answer,
+    grade_answer_sympy,
+    grade_answer_verl,
+    last_boxed_only_string,
+    mathd_normalize_answer,
+    quick_grade,
+    remove_boxed,
+)
+from slime.rollout.rm_hub.rule_worker import RuleWorkers
+from slime.utils.http_client import HttpRequestError
+from slime.utils.types import Sample
+from tests.support.fake_engine import Failure, FakeCluster
+
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{5}", "5"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed 42$ ok", "42"),
+        (r"\boxed{}", ""),
+        (r"\boxed {3}", "3"),
+        (r"no box, 5", None),
+        (r"\boxed{5", None),
+        (r"\boxed", None),
+    ],
+)
+def test_the_last_box_is_the_answer(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_boxes():
+    assert last_boxed_only_string(r"a \boxed{b{c}d} e") == r"\boxed{b{c}d}"
+    assert remove_boxed(r"\boxed{b{c}d}") == "b{c}d"
+    assert remove_boxed("5") is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"\frac12", r"\frac{1}{2}"), (r"\dfrac{3}{4}", r"\tfrac34"), ("1/2", r"\frac{1}{2}"), ("0.5", "1/2"),
+        (".25", "0.25"), ("x=7", "7"), (r"50\%", "50"), (r"\$12", "12"), (r"90^\circ", "90"), (r"\text{East}", "East"),
+        (r"\left( 3, 4 \right)", "(3,4)"), (r"\sqrt3", r"\sqrt{3}"), (r"12\text{ cm}", "12"), ("1 000", "1000"),
+    ],
+)  # fmt: skip
+def test_texts_of_the_same_answer_are_the_same(one, other):
+    assert mathd_normalize_answer(one) == mathd_normalize_answer(other)
+
+
+GRADES = [
+    # the same value, written differently
+    ("5", "5", 1), ("5.0", "5", 1), ("1,000", "1000", 1), ("-3", "- 3", 1), (r"\frac{1}{2}", "0.5", 1),
+    (r"\frac{1}{2}", "1/2", 1), (r"2\sqrt{3}", r"\sqrt{12}", 1), (r"\sqrt{8}", r"2\sqrt2", 1), ("2x+1", "1+2x", 1),
+    ("(x+1)^2", "x^2+2x+1", 1), (r"\frac{x}{2}", "0.5x", 1), (r"3\frac{1}{2}", r"\frac{7}{2}", 1),
+    ("(1, 2)", "(1,2)", 1), (r"\left(\frac12, 3\right)", "(0.5,3)", 1), (r"\pi/4", r"\frac{\pi}{4}", 1),
+    (r"10\%", "10", 1), (r"30^\circ", "30", 1), ("5 cm", "5", 1), ("7 apples", "7 apples", 1), (r"\text{B}", "B", 1),
+    ("2^{10}", "1024", 0), ("east", "East", 1), ("3 \\times 10^2", "300", 0), (r"\frac{\sqrt{2}}{2}", r"1/\sqrt{2}", 1),
+    (r"e^{2}", r"e \cdot e", 1), (r"\sin(\pi/6)", "0.5", 1), ("x", "y", 0), ("5!", "120", 0), ("[1,2]", "[1, 2]", 1),
+    (r"\frac{2}{3}", "0.6666666666666", 0), ("2 million", "2*10^6", 1), ("½", "1/2", 0),
+    (r"\frac{x^2-1}{x-1}", "x+1", 1),
+    # other values
+    ("6", "5", 0), ("(1,3)", "(1,2)", 0), ("(1,2)", "[1,2]", 0), ("(1,2,3)", "(1,2)", 0), ("0.51", "0.5", 0),
+    (r"\sqrt{2}", r"\sqrt{3}", 0), ("x+1", "x+2", 0), ("-5", "5", 0), (r"\frac{2}{4}", r"\frac{1}{2}", 0),
+    ("", "5", 0), ("five apples or so", "5 pears", 0), ("__import__('os')", "1", 0), ("9^9^9^9^9", "1", 0),
+    ("x^", "1", 0), ("((((", "1", 0), ("1/0", "5", 0), ("sqrt(x^2)", "x", 0), ("10" * 300, "5", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "truth", "grade"), GRADES)
+def test_grades(given, truth, grade):
+    # an integer label wants an integer as the answer: 2^{10}, 5! and 3*10^2 are not evaluated
+    began = time.monotonic()
+    assert grade_answer_verl(f"therefore \\boxed{{{given}}}", truth) is bool(grade)
+    quick = quick_grade(given, truth) if given else False
+    assert quick in (None, bool(grade))
+    assert time.monotonic() - began < 5
+
+
+def test_labels_with_a_box_of_their_own_and_numbers():
+    assert grade_answer_verl(r"\boxed{4}", r"The answer is \boxed{4}.")
+    assert grade_answer_verl(r"\boxed{4}", 4)
+    assert grade_answer_verl(r"\boxed{0.5}", 0.5)
+    assert not grade_answer_verl(r"\boxed{4}", None)
+    assert not grade_answer_verl("4", "4")
+    assert grade_answer_sympy("2/3", "2/3")
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"<think>\boxed{1}</think> \boxed{2}", "2", 1),
+        (r"<think>\boxed{2}</think> nothing", "2", 0),
+        (r"<think>a</think><think>b</think>\boxed{2}", "2", 1),
+        (r"###Response \boxed{3}", "3", 1),
+        (r"###Response \boxed{3} ###Response \boxed{4}", "3", 1),
+        (r"\boxed{3}", "3", 0),
+        (r"</think>\boxed{3}", "", 0),
+        (r"</think>\boxed{3}", r"\boxed{3}", 1),
+        (r"</think>\boxed{3}", 3, 1),
+        (r"</think>\boxed{4}", 3, 0),
+    ],
+)
+def test_deepscaler(response, label, reward):
+    assert get_deepscaler_rule_based_reward(response, label) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score", "prediction"),
+    [
+        ("Answer: 34", "34", 1.0, "34"),
+        ("answer : 34.", "34", -1.0, "34."),
+        ("Answer: 1\nAnswer: 2", "2", 1.0, "2"),
+        ("Answer: $\\boxed{7}$", "7", 1.0, "7"),
+        ("Answer: x = 12", "12", 1.0, "12"),
+        ("Answer: 1,234", "1234", 1.0, "1234"),
+        ("Answer: 15 dollars", "15", 1.0, "15"),
+        ("Answer: 5", "5.0", 1.0, "5"),
+        ("nothing", "5", -1.0, "[INVALID]"),
+        ("Answer: 5" + " " * 300, "5", -1.0, "[INVALID]"),
+        ("Answer: \\frac12", "\\frac{1}{2}", 1.0, "\\frac{1}{2}"),
+        ("Answer: (1, 2)", "(1,2)", 1.0, "(1,2)"),
+    ],
+)
+def test_dapo(response, label, score, prediction):
+    assert compute_score(response, label) == {"score": score, "acc": score > 0, "pred": prediction}
+
+
+def test_dapo_strict_box():
+    assert compute_score(r"so \boxed{9}", "9", strict_box_verify=True)["acc"] is True
+    assert compute_score(r"so \boxed{9}" + "x" * 120, "9", strict_box_verify=True)["acc"] is False
+    assert normalize_final_answer("a \\text{m} 3 meters") == "3"
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "f1"),
+    [
+        ("the Eiffel Tower", "Eiffel tower!", 1.0),
+        ("a b c d", "a b", 2 * (1 / 3) * 1 / (1 / 3 + 1)),  # "a" is an article: {b,c,d} against {b}
+        ("x y", "y z", 0.5),
+        ("yes", "no", 0.0),
+        ("yes it is", "yes", 0.0),
+        ("yes", "Yes.", 1.0),
+        ("", "word", 0.0),
+        ("b b b", "b", 0.5),
+    ],
+)
+def test_f1(given, truth, f1):
+    assert f1_score(given, truth)[0] == pytest.approx(f1)
+    assert f1_score(None, truth) == (0, 0, 0)
+
+
+def test_f1_normalisation():
+    assert normalize_answer("  The, quick  (brown) fox an ") == "quick brown fox"
+
+
+CHOICES = {"choices": ["red", "green", "blue", "dark blue"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "metadata", "reward"),
+    [
+        ("Answer: B", "B", None, 1.0),
+        ("The answer is (C).", "C", None, 1.0),
+        ("The correct option is D", "B", None, 0.0),
+        (r"\boxed{A}", "A", None, 1.0),
+        (r"\boxed{\text{A}}", "A", None, 1.0),
+        ("<think>Answer: B</think> Answer: A", "A", None, 1.0),
+        ("<think>Answer: A</think> Answer: B", "A", None, 0.0),
+        ("First A. Final answer: **B**", "B", None, 1.0),
+        ("B", "B", None, 1.0),
+        ("Answer: B", 1, CHOICES, 1.0),
+        ("Answer: B", "green", CHOICES, 1.0),
+        ("Answer: A", "green", CHOICES, 0.0),
+        ("it is green, I think", "green", CHOICES, 1.0),
+        ("it is dark", "green", CHOICES, 0.0),
+        ("Answer: Z", "B", None, 0.0),
+        ("Answer: E", "E", {"valid_letters": ["A", "B"]}, 0.0),
+        ("Answer: b", "A", {**CHOICES, "correct_letter": "B"}, 0.0),
+        ("Answer: B", None, {**CHOICES, "correct_letter": "b"}, 1.0),
+        ("Answer: C", None, {**CHOICES, "correct_answer": "blue"}, 1.0),
+        (None, "A", None, 0.0),
+        ("", "A", None, 0.0),
+        ("I do not know", "A", None, 0.0),
+    ],
+)
+def test_gpqa(response, label, metadata, reward):
+    assert compute_gpqa_reward(response, label, metadata) == reward
+
+
+def sample(response: str, label: Any = "4", **fields: Any) -> Sample:
+    return Sample(index=1, prompt="q", response=response, label=label, **fields)
+
+
+def args(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"custom_rm_path": None, "rm_type": None, "reward_key": None, **fields})
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "response", "reward"),
+    [
+        ("math", r"\boxed{4}", 1),
+        ("math", "4", 0),
+        ("math", r"\boxed{2+2}", 0),
+        ("deepscaler", r"</think>\boxed{4}", 1),
+        ("dapo", "Answer: 4", {"score": 1.0, "acc": True, "pred": "4"}),
+        ("f1", "4", 1.0),
+        ("boxed_f1", r"the \boxed{4} it is", 1.0),
+        ("boxed_f1", "no box", 0.0),
+        (" math ", r"\boxed{4}", 1),
+    ],
+)
+async def test_dispatch_by_type(rm_type, response, reward):
+    assert await async_rm(args(rm_type=rm_type), sample(response)) == reward
+
+
+async def test_values_that_only_sympy_can_compare_are_right_too():
+    given = [(r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1), (r"\boxed{x+1}", "x+2", 0), (r"\boxed{(x+1)^2}", "x^2+2x+1", 1)]
+    rewards = await asyncio.gather(*(async_rm(args(rm_type="math"), sample(r, label)) for r, label, _ in given))
+    assert rewards == [grade for *_, grade in given]
+    await rm_hub.get_rule_workers().close()
+
+
+async def test_random_is_zero_or_one():
+    rewards = {await async_rm(args(rm_type="random"), sample("")) for _ in range(50)}
+    assert rewards == {0, 1}
+
+
+@pytest.mark.parametrize("rm_type", [None, "", "boxed_", "nonsense", "boxed_nonsense"])
+async def test_unknown_types_are_refused(rm_type):
+    with pytest.raises(NotImplementedError, match="--rm-type"):
+        await async_rm(args(rm_type=rm_type), sample(""))
+
+
+async def constant(a: Any, s: Any, **kwargs: Any) -> Any:
+    return [9.0] * len(s) if isinstance(s, list) else 9.0
+
+
+async def other_constant(a: Any, s: Sample, **kwargs: Any) -> float:
+    return 8.0
+
+
+async def test_precedence():
+    everything = args(custom_rm_path=f"{HERE}.constant", rm_type="math")
+    own = sample("4", custom_rm_path=f"{HERE}.other_constant", metadata={"rm_type": "f1"})
+    assert await async_rm(everything, own) == 8.0
+    own.custom_rm_path = None
+    assert await async_rm(everything, own) == 9.0
+    assert await async_rm(args(rm_type="math"), own) == 1.0  # f1 of the metadata
+    own.metadata = {}
+    assert await async_rm(args(rm_type="math"), own) == 0
+    assert await batched_async_rm(everything, [own, own]) == [9.0, 9.0]
+    assert await batched_async_rm(args(rm_type="f1"), [own, sample("5")]) == [1.0, 0.0]
+
+
+async def test_remote_rewards(monkeypatch):
+    monkeypatch.setattr(rm_hub, "_remote_client", None)
+    with FakeCluster(1) as cluster:
+        engine = cluster.engines[0]
+        engine.failures.extend([Failure(200, b"0.25"), Failure(400, b"bad label"), Failure(200, b'{"score": 1}')])
+        remote = args(rm_type="remote_rm", rm_url=f"{engine.url}/generate")
+        assert await async_rm(remote, sample("r", label="l")) == 0.25
+        assert engine.requests[0].items() >= {"prompt": "q", "response": "r", "label": "l"}.items()
+        with pytest.raises(HttpRequestError, match="bad label"):
+            await remote_rm(remote, sample("r"))
+        boxed = args(rm_type="boxed_remote_rm", rm_url=f"{engine.url}/generate")
+        assert await async_rm(boxed, sample(r"x \boxed{y}")) == {"score": 1}
+        assert engine.requests[-1]["response"] == "y"
+        await rm_hub._remote_client.close()
+    with pytest.raises(ValueError, match="--rm-url"):
+        await remote_rm(args(rm_url=None), sample(""))
+
+
+async def test_a_worker_that_exceeds_its_limit_is_replaced():
+    workers = RuleWorkers(1, 0.0005)
+    with pytest.raises(RewardTimeout, match=r"took more than 0\.0005 s"):
+        await workers.ask("equal_values", "(x+y+1)^60*sin(x)", "(1+y+x)^59*(x+y+2)*cos(y)")  # takes milliseconds
+    workers.limit_s = 20.0
+    assert await workers.ask("equal_values", "2x", "x+x") is True
+    with pytest.raises(RuntimeError, match="failed in the reward worker"):
+        await workers.ask("equal_values", 1, None)
+    assert await workers.ask("equal_values", "2x", "x+1") is False
+    await workers.close()
+
+
+async def test_the_loop_goes_on_while_sympy_works():
+    workers = RuleWorkers(1, 20.0)
+    await workers.ask("equal_values", "x", "x+0")
+    longest, last, done = 0.0, time.monotonic(), False
+
+    async def watch() -> None:
+        nonlocal longest, last
+        while not done:
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    watcher = asyncio.create_task(watch())
+    for n in range(20):
+        assert await workers.ask("equal_values", f"(x+{n})^8*sin(x)^3", f"sin(x)^3*({n}+x)^8")
+    done = True
+    await watcher
+    assert longest < 0.5  # seconds; a blocked loop would show the whole computation
+    await workers.close()
+
+
+async def timing_out(a: Any, s: Sample) -> float:
+    raise RewardTimeout("took more than 5 s")
+
+
+async def fine(a: Any, s: Sample) -> float:
+    return 1.0
+
+
+async def test_one_hanging_reward_costs_one_sample_and_many_stop_the_run():
+    errors = RewardErrors()
+    hung = sample("x")
+    await errors.score_one(args(reward_key="score"), hung, timing_out)
+    assert hung.reward == {"score": 0.0}
+    assert hung.remove_sample
+    assert "took more than" in hung.metadata["reward_error"]
+    assert errors.metrics() == {"rollout/reward_errors": 1}
+    for _ in range(3):
+        await errors.score_one(args(), sample("x"), timing_out)
+    with pytest.raises(RuntimeError, match="5 of 5 rewards failed"):
+        await errors.score_one(args(), sample("x"), timing_out)
+    lucky = RewardErrors()
+    for _ in range(100):
+        await lucky.score_one(args(), sample("x"), fine)
+    for _ in range(10):
+        await lucky.score_one(args(), sample("x"), timing_out)
+    assert lucky.metrics() == {"rollout/reward_errors": 10}
+
+
+async def too_few(a: Any, s: list[Sample]) -> list[float]:
+    return [1.0]
+
+
+async def never(a: Any, s: Sample) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def test_custom_rewards_must_answer_in_time_and_for_all():
+    with pytest.raises(ValueError, match=r"given 2 samples \(indices \[1, 1\]\)"):
+        await RewardErrors().score_batch(args(custom_rm_path="mine.rm"), [sample("a"), sample("b")], too_few)
+    with pytest.raises(TimeoutError, match=r"the reward of samples \[1\] took more than 0\.1 s"):
+        await RewardErrors().score_one(args(rollout_request_timeout=0.1), sample("a"), never)
