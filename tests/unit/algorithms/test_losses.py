@@ -61,7 +61,8 @@ def test_dual_clip_must_exceed_one() -> None:
 def test_cispo(rows) -> None:
     kl, log_probs, advantages = tensor(rows).unbind(1)
     log_probs = log_probs.clone().requires_grad_()
-    loss, clip_fraction = compute_cispo_loss(kl, log_probs, advantages, 0.3, 0.4)
+    # the ratio depends on log_probs too, as in training, and must not pass a gradient on
+    loss, clip_fraction = compute_cispo_loss(kl + log_probs.detach() - log_probs, log_probs, advantages, 0.3, 0.4)
     weights = [brute_force.clip(math.exp(-k), 0.7, 1.4) for k, _, _ in rows]
     close(loss.detach(), [-w * a * p for w, (_, p, a) in zip(weights, rows, strict=True)])
     close(clip_fraction, [float(not 0.7 <= math.exp(-k) <= 1.4) for k, _, _ in rows])
@@ -91,6 +92,16 @@ def test_gspo_and_opsm(samples) -> None:
     assert metric.item() == pytest.approx(
         sum(sum(row) / max(sum(t[2] for t in sample), 1) for row, sample in zip(dropped, samples, strict=True))
     )
+
+
+def test_opsm_threshold_by_hand() -> None:
+    # mean drift 0.15 over the two trained tokens; the masked third would lift it to 3.4
+    old, new = [tensor([0.0, 0.0, 0.0])] * 2, [tensor([-0.1, -0.2, -10.0])] * 2
+    advantages, masks = [tensor([-1.0, 1.0, -1.0]), tensor([-1.0, 1.0, -1.0])], [tensor([1, 1, 0])] * 2
+    for delta, expected, metric in ((0.16, [1, 1, 1] * 2, 0.0), (0.14, [0, 1, 0] * 2, 2.0)):
+        keep, seen = compute_opsm_mask(SimpleNamespace(opsm_delta=delta), new, old, advantages, masks)
+        assert keep.tolist() == expected
+        assert seen.item() == metric
 
 
 def test_gspo_gradient_spreads_over_the_trained_tokens() -> None:

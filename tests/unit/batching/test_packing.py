@@ -137,6 +137,13 @@ def test_zigzag_by_hand() -> None:
     assert response_ranges(7, 4, cp_rank=1, cp_size=2) == ((0, 2), (2, 4))
 
 
+def test_padding_segment_is_even_per_rank_under_context_parallelism() -> None:
+    # 2 local tokens and an alignment of 3 would leave a padding of 1, which two chunks cannot share
+    packed = pack([torch.tensor([1, 2, 3])], [1], cp_rank=1, cp_size=2, pad_multiplier=3)
+    assert packed.tokens.tolist() == [[2, 3, 0, 0, 0, 0]]
+    assert packed.cu_seqlens.tolist() == [0, 4, 12]
+
+
 def test_contiguous_by_hand() -> None:
     packed = pack_all_ranks([(5, 2), (4, 3)], 2, "contiguous", pad_multiplier=6)  # 9 tokens -> 12, 6 per rank
     assert packed[0].tokens.tolist() == [[1, 2, 3, 4, 5, 6]]
