@@ -12,9 +12,9 @@ _POLL_S = 0.2
 _TIMEOUT_S = 30.0
 
 
-def _http(router_url: str, api_key: str | None) -> BlockingHttp:
+def _http(router_url: str, api_key: str | None, timeout: float = _TIMEOUT_S) -> BlockingHttp:
     return BlockingHttp(
-        router_url, api_key=api_key, timeout=_TIMEOUT_S, error=RouterError, timeout_error=RouterTimeoutError
+        router_url, api_key=api_key, timeout=timeout, error=RouterError, timeout_error=RouterTimeoutError
     )
 
 
@@ -42,9 +42,9 @@ def add_worker(
     _http(router_url, api_key).post("/workers", body)
 
 
-def list_workers(router_url: str, *, api_key: str | None = None) -> list[dict[str, Any]]:
+def list_workers(router_url: str, *, api_key: str | None = None, timeout: float = _TIMEOUT_S) -> list[dict[str, Any]]:
     """Return the router's workers: each has at least ``id``, ``url`` and ``is_healthy``."""
-    return list(_http(router_url, api_key).get("/workers").json()["workers"])
+    return list(_http(router_url, api_key, timeout).get("/workers").json()["workers"])
 
 
 def find_worker(router_url: str, engine_url: str, *, api_key: str | None = None) -> dict[str, Any] | None:

@@ -142,7 +142,7 @@ class EngineProcess:
         while True:
             ended = self.poll()
             if ended is not None:
-                if self._chooses_ports and attempts < PORT_ATTEMPTS and looks_like_port_conflict(self.last_lines()):
+                if self._chooses_ports and attempts < PORT_ATTEMPTS and looks_like_port_conflict(self.last_lines(300)):
                     logger.warning("%s: another process took port %d; starting again", self.name, self._spec.port)
                     attempts += 1
                     self.stop()
@@ -153,8 +153,8 @@ class EngineProcess:
                 raise EngineStartError(f"{ended}\n{_ADVICE}")
             if client.is_healthy(timeout=5.0) and self._generates(client, deadline) and self._is_ours(client):
                 logger.info("%s: ready after %.1f s", self.name, time.monotonic() - self._started_at)
-                if self._scratch is not None and self.pid is not None:
-                    self._scratch.note_ready(self.pid)
+                if self._scratch is not None:
+                    self._scratch.remove_secrets()
                 return
             if time.monotonic() > deadline:
                 message = with_last_lines(

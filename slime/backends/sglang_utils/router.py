@@ -104,7 +104,7 @@ class RouterProcess:
         while True:
             ended = self.poll()
             if ended is not None:
-                if self._chooses_port and attempts < PORT_ATTEMPTS and looks_like_port_conflict(self.last_lines()):
+                if self._chooses_port and attempts < PORT_ATTEMPTS and looks_like_port_conflict(self.last_lines(300)):
                     logger.warning("%s: another process took port %s; starting again", self.name, self.port)
                     attempts += 1
                     self.stop()
@@ -113,7 +113,8 @@ class RouterProcess:
                 self.stop()
                 raise RouterStartError(ended)
             try:
-                router_client.list_workers(self.url, api_key=self._api_key)
+                # A stranger at our port may accept the connection and say nothing.
+                router_client.list_workers(self.url, api_key=self._api_key, timeout=2.0)
             except RouterError as e:
                 if time.monotonic() > deadline:
                     what = f"{self.name} at {self.url} does not answer after {deadline_s:g} s ({e})."

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-_SHARED_MEMORY = re.compile(r"/dev/shm/sglang_\S+")
+PREFIX = "slime-engine-"
+SHARED_MEMORY = Path("/dev/shm")
+"""The engine's files there begin with the name of its directory (``engine_plugin/slime_engine_plugin/files.py``)."""
+OWNER = "owner.lock"
+SWEEP_AGE_S = 60.0
+"""An engine may live some seconds longer than its owner."""
 
 
 class Scratch:
-    """A private directory. ``path`` is short: it holds Unix sockets, whose paths may have at most 107 characters."""
+    """A private directory. ``path`` is short: it holds Unix sockets, whose paths may have at most 107 characters.
+
+    It is removed by :meth:`remove`, or when this process ends. What a killed process left is removed by the next one
+    that makes a directory.
+    """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="slime-engine-"))
+        sweep(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        # Held until this process ends: by it others see that the directory is in use.
+        lock = os.open(self.path / OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock)
         self._secrets: Path | None = None
-        self._shared_memory: list[Path] = []
-        # Also when the process ends without stopping its engines.
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._shared_memory)
 
     def write_secrets(self, fields: Mapping[str, str]) -> Path:
         """Write SGLang options to a YAML file that only this user can read, and return its path."""
@@ -31,25 +43,40 @@ class Scratch:
             file.writelines(f'{name.replace("_", "-")}: "{value}"\n' for name, value in fields.items())
         return self._secrets
 
-    def note_ready(self, pid: int) -> None:
-        """The server ``pid`` has read its options: remove the secrets, remember the shared memory it has mapped."""
+    def remove_secrets(self) -> None:
+        """The server has read its options: remove the file."""
         if self._secrets is not None:
             self._secrets.unlink(missing_ok=True)
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            return  # the server has just ended: the caller sees that from the process itself
-        self._shared_memory[:] = sorted({Path(name) for name in _SHARED_MEMORY.findall(maps)})
 
     def remove(self) -> None:
-        """Remove everything; the engine must have ended."""
+        """Remove everything; the engine must have ended. Calling it again does nothing."""
         self._finalizer()
 
 
-def _remove(directory: Path, files: list[Path]) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    for path in files:
+def sweep(directory: Path) -> None:
+    """Remove what killed owners have left in ``directory``."""
+    for path in directory.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path / OWNER, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, or being made or removed at this moment
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_old = time.time() - path.stat().st_mtime > SWEEP_AGE_S
+        except OSError:
+            os.close(lock)
+            continue  # its owner lives
+        if is_old:
+            _remove(path, lock)
+        else:
+            os.close(lock)
+
+
+def _remove(directory: Path, lock: int) -> None:
+    for path in SHARED_MEMORY.glob(f"{directory.name}-*"):
         path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
 
 
 def make_private(log_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from slime.backends.sglang_utils import scratch as scratch_module
 from slime.backends.sglang_utils.errors import with_last_lines
 from slime.backends.sglang_utils.scratch import Scratch, make_private
 
@@ -24,36 +28,58 @@ def test_secrets_are_private_and_gone_once_read() -> None:
         assert path.read_text() == 'api-key: "s3cret"\nadmin-api-key: "adm1n"\n'
         assert mode(path) == 0o600
         assert mode(scratch.path) == 0o700
-        scratch.note_ready(os.getpid())
+        scratch.remove_secrets()
         assert not path.exists()
     finally:
         scratch.remove()
     assert not scratch.path.exists()
+    scratch.remove()
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm on this machine")
-def test_shared_memory_that_the_engine_mapped_is_removed() -> None:
-    mine = Path(f"/dev/shm/sglang_test_{os.getpid()}.shm")
-    other = Path(f"/dev/shm/sglang_other_{os.getpid()}.shm")
-    for path in (mine, other):
-        path.write_bytes(b"\0" * mmap.PAGESIZE)
-    try:
-        with mine.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-            scratch = Scratch()
-            scratch.note_ready(os.getpid())
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(scratch_module, "SHARED_MEMORY", directory)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return directory
+
+
+def test_the_engines_shared_memory_goes_with_it(shared_memory: Path) -> None:
+    scratch, other = Scratch(), Scratch()
+    for each in (scratch, other):
+        (shared_memory / f"{each.path.name}-sglang_loads_1.shm").touch()
+    scratch.remove()
+    assert [p.name for p in shared_memory.iterdir()] == [f"{other.path.name}-sglang_loads_1.shm"]
+    other.remove()
+    assert not list(shared_memory.iterdir())
+
+
+def test_what_a_killed_owner_left_is_swept_and_what_lives_is_not(shared_memory: Path, tmp_path: Path) -> None:
+    code = """
+        import os
+        from slime.backends.sglang_utils.scratch import Scratch
+        scratch = Scratch()
+        print(scratch.path, flush=True)
+        os._exit(9)
+    """
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[4])}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    dead = Path(run.stdout.strip())
+    assert run.returncode == 9
+    assert dead.is_dir()
+    (shared_memory / f"{dead.name}-sglang_loads_1.shm").touch()
+    mine = Scratch()
+    assert dead.is_dir(), "its engine may still be ending"
+    for path in (dead, mine.path):
+        os.utime(path, (0, 0))
+    another = Scratch()
+    assert not dead.exists()
+    assert not list(shared_memory.iterdir())
+    assert mine.path.is_dir()
+    for scratch in (mine, another):
         scratch.remove()
-        assert not mine.exists()
-        assert other.exists()
-    finally:
-        for path in (mine, other):
-            path.unlink(missing_ok=True)
-
-
-def test_a_process_that_has_just_ended_is_no_error() -> None:
-    scratch = Scratch()
-    scratch.note_ready(2**22 + 1)  # beyond the largest process id
-    scratch.remove()
-    scratch.remove()
 
 
 def test_a_private_log_keeps_its_lines(tmp_path: Path) -> None:

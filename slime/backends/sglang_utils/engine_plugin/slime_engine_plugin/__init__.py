@@ -12,9 +12,11 @@ def register() -> None:
     """Register all hooks that apply on this machine."""
     import torch
 
-    from slime_engine_plugin import cpu, pause, start
+    from slime_engine_plugin import cpu, files, pause, start
 
+    on_cpu = not torch.cuda.is_available()
     pause.register()
-    if not torch.cuda.is_available():
+    start.register(on_cpu)
+    files.register()
+    if on_cpu:
         cpu.register()
-        start.register()

@@ -1,0 +1,23 @@
+"""Give the engine's shared memory a name that slime can find when the engine has been killed.
+
+SGLang keeps its load counters in a file of ``/dev/shm`` with a random name, and nobody removes it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+def with_name_of_scratch(path: str, *args: Any, **kwargs: Any) -> str:
+    """After ``shm_path_for``: put the name of the engine's own temporary directory first."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f"{os.path.basename(os.environ['TMPDIR'])}-{name}")
+
+
+def register() -> None:
+    """Register the hook, when the engine has a directory of its own."""
+    if os.environ.get("TMPDIR"):
+        HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", with_name_of_scratch, HookType.AFTER)

@@ -1,0 +1,186 @@
+"""Engines that fail, die, collide and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.backends.sglang_utils import engine as engine_module
+from slime.backends.sglang_utils.engine import EngineProcess
+from slime.backends.sglang_utils.errors import EngineStartError
+from slime.backends.sglang_utils.ports import reserve_ports
+from slime.utils.process_supervisor import descendants
+from tests.support.engines import engine_args
+from tools.tiny_model import make_tiny_checkpoint
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def new_engine(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
+    engines: list[EngineProcess] = []
+
+    def make(model: Path, **fields: object) -> EngineProcess:
+        log_path = tmp_path / f"engine_{len(engines)}.log"
+        engines.append(
+            EngineProcess(engine_args(model, **fields), rank=len(engines), host="127.0.0.1", log_path=log_path)
+        )
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.stop()
+
+
+def alive(pids: list[int]) -> list[int]:
+    running = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX":
+            running.append(pid)
+    return running
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> float:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what} took more than {seconds} s"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def test_a_wrong_checkpoint_fails_with_the_engines_last_lines(
+    new_engine: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    engine = new_engine(tmp_path / "no_such_model")
+    engine.start()
+    with pytest.raises(EngineStartError, match=r"exited with code") as caught:
+        engine.wait_ready(120)
+    message = str(caught.value)
+    assert "no_such_model" in message
+    assert "OSError" in message
+    assert str(engine.log_path) in message
+    assert "--hf-checkpoint" in message
+    assert not alive([engine.pid or 0])
+
+
+def test_a_deadline_that_passes_names_itself_and_ends_the_engine(
+    new_engine: Callable[..., EngineProcess], checkpoint: Path
+) -> None:
+    engine = new_engine(checkpoint)
+    engine.start()
+    with pytest.raises(EngineStartError, match=r"not ready after 1 s \(--engine-ready-timeout\)"):
+        engine.wait_ready(1)
+    assert not alive([engine.pid or 0])
+
+
+def test_stop_kill_and_a_taken_port(
+    new_engine: Callable[..., EngineProcess], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine(checkpoint)
+    # Another process takes the port between its choice and the engine's start.
+    with socket.create_server(("127.0.0.1", reserve_ports(1)[0])) as squatter:
+        taken = squatter.getsockname()[1]
+        choices = iter([[taken, reserve_ports(1)[0]]])
+        monkeypatch.setattr(engine_module, "reserve_ports", lambda n: next(choices, None) or reserve_ports(n))
+        engine.start()
+        assert engine.info.url.endswith(f":{taken}")
+        engine.wait_ready(180)
+    assert not engine.info.url.endswith(f":{taken}")
+    client = engine.client()
+    assert len(client.generate({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}})["output_ids"]) == 3
+
+    # The scheduler dies: the server cannot serve any more, and says so.
+    server = engine.pid or 0
+    family = [server, *descendants(server)]
+    assert len(family) >= 3
+    scheduler = next(p for p in family[1:] if b"scheduler" in Path(f"/proc/{p}/cmdline").read_bytes())
+    os.kill(scheduler, signal.SIGKILL)
+    wait_for(engine.poll, 30, "noticing the dead scheduler")
+    assert "Last lines of" in (engine.poll() or "")
+
+    # It can be started again, and then its server is killed.
+    engine.stop()
+    assert not alive(family)
+    engine.start()
+    engine.wait_ready(180)
+    assert engine.poll() is None
+    server = engine.pid or 0
+    family = [server, *descendants(server)]
+    os.kill(server, signal.SIGKILL)
+    assert wait_for(engine.poll, 10, "noticing the killed server") < 5
+    ended = engine.poll() or ""
+    assert "was ended by signal 9" in ended
+    assert "The server is fired up" in ended
+    wait_for(lambda: not alive(family), 10, "the end of the killed server's children")
+
+
+def test_stopping_leaves_no_process_and_no_file(new_engine: Callable[..., EngineProcess], checkpoint: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    engine = new_engine(checkpoint)
+    engine.start()
+    engine.wait_ready(180)
+    server = engine.pid or 0
+    family = [server, *descendants(server)]
+    scratch = Path(
+        next(
+            e.partition("=")[2]
+            for e in Path(f"/proc/{server}/environ").read_bytes().decode().split("\0")
+            if e.startswith("TMPDIR=")
+        )
+    )
+    assert scratch.is_dir()
+    started = time.monotonic()
+    engine.stop()
+    assert time.monotonic() - started < 5
+    assert not alive(family)
+    assert not scratch.exists()
+    assert set(os.listdir("/dev/shm")) - shared_memory == set()
+    engine.stop()  # once more does nothing
+
+
+def test_an_engine_ends_with_its_owner(checkpoint: Path, tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        f"""
+        import time
+        from slime.backends.sglang_utils.engine import EngineProcess
+        from tests.support.engines import engine_args
+        args = engine_args({str(checkpoint)!r})
+        engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path={str(tmp_path / "e.log")!r})
+        engine.start()
+        print(engine.pid, flush=True)
+        time.sleep(600)
+        """
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    owner = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    try:
+        server = int(owner.stdout.readline())
+        time.sleep(1.0)
+        family = [server, *descendants(server)]
+        assert alive([server])
+    finally:
+        owner.kill()
+        owner.wait(10)
+        owner.stdout.close()
+    wait_for(lambda: not alive(family), 30, "the end of the engine of a killed owner")

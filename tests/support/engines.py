@@ -1,0 +1,50 @@
+"""Real engines on a tiny checkpoint, for integration tests."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.arguments.device import CPU_ENGINE
+
+
+def engine_args(checkpoint: str | Path, **fields: Any) -> Namespace:
+    """The arguments that an engine and a router on a machine without a GPU read."""
+    return Namespace(
+        **{
+            **CPU_ENGINE,
+            "sglang_max_total_tokens": 20000,
+            "hf_checkpoint": str(checkpoint),
+            "rollout_num_gpus_per_engine": 1,
+            "num_gpus_per_node": 8,
+            "seed": 1234,
+            "device_type": "cpu",
+            "trust_remote_code": False,
+            "engine_ready_timeout": 180.0,
+            "router_policy": "round_robin",
+            **fields,
+        }
+    )
+
+
+class Reference:
+    """Log-probs of a checkpoint by transformers: an implementation that shares nothing with the engine."""
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def log_probs(self, prompt: list[int], output: list[int], temperature: float = 1.0) -> torch.Tensor:
+        """Return ``[len(output)]``: log p of each output token given what is before it, at ``temperature``."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + output])).logits[0]
+        table = torch.log_softmax(logits[len(prompt) - 1 : -1].float() / temperature, dim=-1)
+        return table.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def output_log_probs(reply: dict[str, Any]) -> torch.Tensor:
+    """The log-probs of the output tokens in an engine's reply."""
+    return torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
