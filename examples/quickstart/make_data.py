@@ -5,7 +5,7 @@
 Three JSON-lines files come out: ``sft.jsonl`` (chats for SFT), ``train.jsonl`` (prompts and labels for GRPO) and
 ``held_out.jsonl`` (prompts and labels that appear in neither of the others). Numbers are written with leading zeros
 ("07+45=" is answered "052"), so that a digit's place says what it is worth: a model of half a million parameters
-learns that in a minute. The demonstrations come from a hasty teacher: in half of them one digit of the answer is wrong.
+learns that in a minute. The demonstrations come from a hasty teacher: in six of ten one digit of the answer is wrong.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of demonstrations and order (not of the split)")
-    parser.add_argument("--demonstrations", type=int, default=38_400, help="chats for SFT (default: %(default)s)")
-    parser.add_argument("--slips", type=float, default=0.5, help="share of wrong demonstrations (default: %(default)s)")
+    parser.add_argument("--demonstrations", type=int, default=76_800, help="chats for SFT (default: %(default)s)")
+    parser.add_argument("--slips", type=float, default=0.6, help="share of wrong demonstrations (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=512, help="problems kept back (default: %(default)s)")
     options = parser.parse_args()
     make_data(

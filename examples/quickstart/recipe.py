@@ -9,7 +9,7 @@ from tools.tiny_model import megatron_flags
 
 MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "num-attention-heads": 8,
          "num-key-value-heads": 4}  # fmt: skip
-SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 30, 1280, 128
+SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 """One pass over the demonstrations: batches of 1280, ten optimiser steps each; the same budget for every seed."""
 
 DATASET = "addition"
@@ -90,13 +90,13 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--apply-chat-template", "--rollout-shuffle", "--rollout-seed", str(42 + seed),
         "--custom-rm-path", "examples.quickstart.reward.exact_answer", *control,
         "--num-rollout", str(rollouts), "--rollout-batch-size", "64", "--n-samples-per-prompt", "8",
-        "--global-batch-size", "256", "--rollout-max-response-len", "6", "--rollout-temperature", "1",
+        "--num-steps-per-rollout", "2", "--rollout-max-response-len", "6", "--rollout-temperature", "1",
         "--eval-prompt-data", DATASET, str(paths.data / "held_out.jsonl"), "--eval-interval", "10",
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
         "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "1",
         "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
-        "--lr", "5e-4", "--lr-decay-style", "constant", "--weight-decay", "0",
+        "--lr", "3e-4", "--lr-decay-style", "constant", "--lr-warmup-iters", "20", "--weight-decay", "0",
         "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0", "--seed", str(1234 + seed),
         "--run-dir", str(paths.grpo(shuffled)),
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from examples.quickstart.stages import StageError, run_stage
 
 INTRODUCTION = """\
 slime quickstart: a Qwen3 model of half a million parameters is made from nothing and taught to add two numbers.
-First it imitates a hasty teacher whose answers are wrong half of the time (SFT); then it tries for itself and is
+First it imitates a hasty teacher whose answers are more often wrong than right (SFT); then it tries for itself and is
 told only whether an answer was right (GRPO). The loop is slime's real one: a Megatron trainer and two SGLang engines
 behind a router, on Ray. On 2 CPU cores this takes about ten minutes; everything goes to {root}"""
 

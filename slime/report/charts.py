@@ -37,14 +37,14 @@ CHARTS = (
     Chart("Learning rate", "", (r"train/(critic-)?lr-.+",)),
     Chart("Throughput", "tokens per second", (
         r"perf/tokens_per_gpu_per_sec", r"perf/effective_tokens_per_gpu_per_sec", r"perf/actor_train_tok_per_s")),
-    Chart(
-        "Time per stage",
-        "seconds of each rollout's step, stacked",
-        tuple(rf"perf/{name}_time" for name in (
-            "rollout", "data_preprocess", "ref_log_probs", "teacher_log_probs", "log_probs", "actor_train",
-            "ref_model_update", "sleep", "wake_up", "save_model", "update_weights")),
-        stacked=True,
-    ),
+    Chart("Time per stage", "seconds of each step of the loop, stacked", tuple(
+        rf"perf/stage/{name}_time" for name in ("generate", "train", "sync_weights", "save", "eval", ".+")),
+        stacked=True),
+    Chart("Time inside training", "seconds per rollout on the main rank, stacked", tuple(
+        rf"perf/{name}_time" for name in (
+            "data_preprocess", "ref_log_probs", "teacher_log_probs", "log_probs", "actor_train", "ref_model_update",
+            "sleep", "wake_up", "save_model", "update_weights")),
+        stacked=True),
 )  # fmt: skip
 
 

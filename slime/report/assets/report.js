@@ -50,7 +50,7 @@ function stack(series) {
 }
 
 function draw(card, chart, weight) {
-  const W = 400, H = 210, L = 46, R = 10, T = 10, B = 24;
+  const W = 400, H = 210, L = 54, R = 10, T = 10, B = 24;
   const series = chart.stacked ? stack(chart.series) : chart.series.map((s) => ({ ...s, y: smoothed(s.y, weight), raw: s.y }));
   const xs = series.flatMap((s) => s.x);
   const ys = series.flatMap((s) => [...s.y, ...(weight && !chart.stacked ? s.raw : [])]).filter((v) => v !== null);

@@ -24,7 +24,9 @@ def run_dir(tmp_path):
     metrics = "".join(line("rollout/raw_reward", i, i / 4, time=10.0 * i) for i in range(3))
     metrics += line("eval/addition", 0, 0.25, "eval/step") + line("eval/addition", 2, 0.75, "eval/step")
     metrics += line("eval/addition-truncated_ratio", 0, 0.5, "eval/step")
-    metrics += line("perf/rollout_time", 0, 1.5) + line("perf/actor_train_time", 0, 2.5) + line("odd/metric", 0, 1)
+    metrics += (
+        line("perf/stage/generate_time", 0, 1.5) + line("perf/actor_train_time", 0, 2.5) + line("odd/metric", 0, 1)
+    )
     metrics += line("train/kl_loss", 0, "nan", "train/step") + '{"step_key": "train/st'
     (tmp_path / "metrics.jsonl").write_text(metrics)
     (tmp_path / "samples").mkdir()
@@ -98,7 +100,7 @@ def test_every_metric_is_shown_exactly_once():
     names = [
         "train/loss",
         "train/pg_loss",
-        "perf/rollout_time",
+        "perf/stage/eval_time",
         "perf/train_wait_time",
         "x/y",
         "eval/a",
@@ -109,7 +111,7 @@ def test_every_metric_is_shown_exactly_once():
     assert sorted(shown) == sorted(names)
     assert {c.title: group for c, group in placed} == {
         "Evaluation": ["eval/a"], "Loss": ["train/loss", "train/pg_loss"], "Pass rate": ["eval/a-pass@1"],
-        "Time per stage": ["perf/rollout_time"],
+        "Time per stage": ["perf/stage/eval_time"],
     }  # fmt: skip
 
 
