@@ -26,6 +26,7 @@ from slime.rollout.rm_hub.math_utils import (
     remove_boxed,
 )
 from slime.rollout.rm_hub.rule_worker import RuleWorkers
+from slime.utils.async_utils import run
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
 from tests.support.fake_engine import Failure, FakeCluster
@@ -368,3 +369,13 @@ async def test_custom_rewards_must_answer_in_time_and_for_all():
         await RewardErrors().score_batch(args(custom_rm_path="mine.rm"), [sample("a"), sample("b")], too_few)
     with pytest.raises(TimeoutError, match=r"the reward of samples \[1\] took more than 0\.1 s"):
         await RewardErrors().score_one(args(rollout_request_timeout=0.1), sample("a"), never)
+
+
+def test_workers_serve_the_background_loop_that_rollouts_use():
+    async def grade_then_close() -> int:
+        try:
+            return int(await async_rm(args(rm_type="math"), sample(r"\boxed{2\sqrt{2}}", r"\sqrt{8}")))
+        finally:
+            await rm_hub.get_rule_workers().close()
+
+    assert run(grade_then_close()) == 1

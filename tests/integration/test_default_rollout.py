@@ -1,0 +1,159 @@
+"""The default rollout on a real engine behind a real router: partial rollouts, aborts, log-probs, keys."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.sglang_utils.engine import EngineProcess
+from slime.backends.sglang_utils.router import RouterProcess
+from slime.rollout.base_types import iter_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.engine_idle import num_requests_from_load
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.servers.router_client import add_worker, wait_worker_ready
+from slime.utils import http_utils
+from slime.utils.async_utils import interrupt, run
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.support.engines import Reference, engine_args
+from tests.support.rollout_args import rollout_args
+from tools.tiny_model import make_tiny_checkpoint
+
+pytestmark = pytest.mark.integration
+KEY = "a-key-of-this-run"
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    root = tmp_path_factory.mktemp("default_rollout")
+    checkpoint = make_tiny_checkpoint(root / "model")
+    args = engine_args(checkpoint, sglang_api_key=KEY)
+    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / "engine.log")
+    router = RouterProcess(args, "127.0.0.1", log_path=root / "router.log")
+    try:
+        engine.start()
+        router.start()
+        router.wait_ready()
+        engine.wait_ready()
+        url = f"http://127.0.0.1:{router.port}"
+        add_worker(url, engine.info.url, api_key=KEY)
+        wait_worker_ready(url, engine.info.url, deadline_s=30, api_key=KEY)
+        yield SimpleNamespace(
+            root=root, checkpoint=checkpoint, port=router.port, client=engine.client(), reference=Reference(checkpoint)
+        )
+    finally:
+        router.stop()
+        engine.stop()
+
+
+@pytest.fixture
+def make_args(setup: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    SingletonMeta.clear_instances()
+    monkeypatch.setattr(http_utils, "_http_client", None)
+
+    def make(**overrides: Any) -> SimpleNamespace:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"input": f"{i}+{i}=", "label": str(2 * i)}) + "\n" for i in range(20)))
+        args = rollout_args(
+            hf_checkpoint=str(setup.checkpoint), prompt_data=str(prompts), sglang_router_port=setup.port,
+            rollout_num_engines=1, sglang_api_key=KEY, rollout_request_timeout=60.0, **overrides,
+        )  # fmt: skip
+        http_utils.init_http_client(args)
+        return args
+
+    yield make
+    if http_utils._http_client is not None:
+        run(http_utils._http_client.close())
+    SingletonMeta.clear_instances()
+
+
+def check_log_probs(setup: SimpleNamespace, samples: list[Sample]) -> None:
+    """What a sample holds is what transformers computes for its tokens, seam of a resumption included."""
+    for sample in samples:
+        cut = len(sample.tokens) - sample.response_length
+        expected = setup.reference.log_probs(sample.tokens[:cut], sample.tokens[cut:])
+        assert torch.allclose(torch.tensor(sample.rollout_log_probs), expected, atol=1e-5)
+
+
+def requests_left(setup: SimpleNamespace) -> int:
+    return num_requests_from_load(setup.client.loads())
+
+
+def test_samples_hold_the_tokens_and_log_probs_of_the_engine(setup, make_args):
+    args = make_args(rollout_max_response_len=24)
+    samples = list(iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples))
+    assert len(samples) == 8
+    for sample in samples:
+        assert sample.status in (Sample.Status.TRUNCATED, Sample.Status.COMPLETED)
+        assert 0 < sample.response_length <= 24
+        assert len(sample.rollout_log_probs) == sample.response_length == len(sample.loss_mask)
+        assert len(sample.weight_versions) == 1
+    check_log_probs(setup, samples)
+
+
+def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args):
+    args = make_args(over_sampling_batch_size=8, partial_rollout=True, rollout_max_response_len=250)
+    args.rollout_batch_size = 1
+    source = RolloutDataSourceWithBuffer(args)
+    first = generate_rollout(args, 0, source)
+    assert requests_left(setup) == 0
+    partial = [s for s in iter_samples(source.buffer) if s.status == Sample.Status.ABORTED and s.response_length]
+    assert partial, "nothing was in flight when the first group was done"
+    held = {s.index: list(s.tokens) for s in partial}
+    args.rollout_batch_size, args.over_sampling_batch_size = len(source.buffer), len(source.buffer)
+    rest = list(iter_samples(generate_rollout(args, 1, source).samples))
+    for sample in rest:
+        if sample.index in held:
+            assert sample.tokens[: len(held[sample.index])] == held[sample.index]
+            assert sample.metadata["start_rollout_id"] == 0
+    assert {s.index for s in rest} | {s.index for s in iter_samples(first.samples)} == set(range(16))
+    check_log_probs(setup, rest)
+
+
+def test_a_pause_that_aborts_is_survived(setup, make_args):
+    args = make_args(rollout_max_response_len=200)
+    source = RolloutDataSourceWithBuffer(args)
+
+    def pause() -> None:
+        deadline = time.monotonic() + 20
+        while requests_left(setup) == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        setup.client.pause("abort")
+        setup.client.resume()
+
+    pauser = threading.Thread(target=pause)
+    pauser.start()
+    samples = list(iter_samples(generate_rollout(args, 0, source).samples))
+    pauser.join()
+    assert any(len(sample.weight_versions) > 1 for sample in samples)
+    assert all(s.status != Sample.Status.ABORTED for s in samples)
+    check_log_probs(setup, samples)
+
+
+def test_an_interrupted_rollout_leaves_nothing_running(setup, make_args):
+    args = make_args(rollout_max_response_len=900)
+
+    def stop() -> None:
+        deadline = time.monotonic() + 20
+        while requests_left(setup) == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        interrupt(RuntimeError("engine 0 died"))
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(RuntimeError, match="engine 0 died"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    stopper.join()
+    deadline = time.monotonic() + 5
+    while requests_left(setup) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert requests_left(setup) == 0
