@@ -137,6 +137,7 @@ def test_context_parallel_attention_equals_dense(ranks: list[dict[str, Any]]) ->
         ("tied", ["ValueError", "q_layernorm", "llama"]),
         ("into-source", ["ValueError", "--hf-checkpoint"]),
         ("above-source", ["ValueError", "--hf-checkpoint"]),
+        ("below-a-file", ["RuntimeError", "rank 0", "export failed while preparing"]),
         ("twice", ["RuntimeError", "twice"]),
         ("unmatched", ["--freeze-params-name-list", "no_such_parameter"]),
         ("mtp", ["--mtp-num-layers"]),

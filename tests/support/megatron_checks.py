@@ -75,6 +75,7 @@ def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], exp
     model = get_model(args)
     load_hf(model, checkpoint, args)
     if layout in ("tp2", "pp2"):
+        export_hf(model, args, export_dir)  # one shard, to be replaced whole by the second export
         export_hf(model, args, export_dir, max_shard_bytes=60_000)
     own = [(name, tuple(tensor.shape)) for name, tensor in iter_hf_weights(model, args)]
     return {
@@ -166,6 +167,7 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
         "tied": _message(lambda: load_hf(get_model(args, wrap_with_ddp=False), checkpoints["llama"], args)),
         "into-source": _message(lambda: export_hf(model, args, source)),
         "above-source": _message(lambda: export_hf(model, args, Path(source).parent)),
+        "below-a-file": _message(lambda: export_hf(model, args, Path(source) / "config.json" / "export")),
         "twice": _message(lambda: initialize_megatron(args)),
         "unmatched": _message(lambda: get_model(frozen_args)),
         "mtp": _message(lambda: get_model(prediction)),

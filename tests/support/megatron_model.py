@@ -18,10 +18,11 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
     from slime.arguments import finalize_for_device, parse_args
     from tools.tiny_model import megatron_flags
 
-    required = [
-        "--hf-checkpoint", checkpoint, "--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1,
-        "--prompt-data", "prompts.jsonl", "--actor-num-gpus-per-node", os.environ["WORLD_SIZE"], "--rollout-num-gpus", 1,
-    ]  # fmt: skip
+    required = (
+        *("--hf-checkpoint", checkpoint, "--prompt-data", "prompts.jsonl"),
+        *("--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1, "--rollout-num-gpus", 1),
+        *("--actor-num-gpus-per-node", os.environ["WORLD_SIZE"]),
+    )
     rope = json.loads((Path(checkpoint) / "config.json").read_text())["rope_parameters"]
     scaling = ["--use-rope-scaling", "--rope-scaling-factor", rope["factor"]] if rope["rope_type"] == "llama3" else []
     args = parse_args([str(x) for x in (*required, *megatron_flags(checkpoint), *scaling, *flags)])

@@ -120,10 +120,17 @@ def cp_segments(
 
 
 def sequence_lengths(packed_seq_params: Any) -> list[int]:
-    """Return the padded global length of every packed sequence."""
+    """Return the padded global length of every packed sequence.
+
+    Kept with the parameters: reading them from the device once per micro-batch, not in every layer.
+    """
+    known = getattr(packed_seq_params, "_sequence_lengths", None)
+    if known is not None:
+        return known
     padded = packed_seq_params.cu_seqlens_q_padded
     cu_seqlens = (padded if padded is not None else packed_seq_params.cu_seqlens_q).tolist()
-    return [end - start for start, end in itertools.pairwise(cu_seqlens)]
+    packed_seq_params._sequence_lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
+    return packed_seq_params._sequence_lengths
 
 
 class TorchCoreAttention(MegatronModule):

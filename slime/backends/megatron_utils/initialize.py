@@ -22,7 +22,7 @@ def initialize_megatron(args: Namespace) -> None:
 
     Reads ``RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT`` and, for the device, ``LOCAL_RANK`` (default 0) from the
     environment. Collective over all trainer ranks. Raises ValueError when a variable is missing or the parallel sizes
-    do not divide the world size, RuntimeError when called twice.
+    do not divide the world size, RuntimeError when called twice or when CUDA is there but not wanted.
     """
     import_megatron()
     from megatron.core import parallel_state as mpu
@@ -32,6 +32,8 @@ def initialize_megatron(args: Namespace) -> None:
     rank, world_size = _environment()
     _check_sizes(args, world_size)
     accelerator.initialize_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
+    if accelerator.device_type() == "cpu" and torch.cuda.is_available():
+        raise RuntimeError("to train on the CPU of a machine with CUDA, hide the devices: CUDA_VISIBLE_DEVICES=''")
     minutes = getattr(args, "distributed_timeout_minutes", None) or DEFAULT_TIMEOUT_MINUTES
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(

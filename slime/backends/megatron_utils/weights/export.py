@@ -123,17 +123,16 @@ def _write_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace, parti
     from safetensors.torch import save_file
 
     weights = iter_hf_weights(model_chunks, args)
-    if not _is_writer():
-        for _ in weights:  # the gathers of the tensor-parallel group need every rank
+    try:
+        if _is_writer():
+            names = _file_names(plans)[mpu.get_pipeline_model_parallel_rank()]
+            for file, shard in zip(names, plans[dist.get_rank()][1], strict=True):
+                # Every tensor is copied: a view of a parameter buffer cannot be saved on its own.
+                tensors = {name: tensor.cpu().clone() for name, tensor in (next(weights) for _ in shard)}
+                save_file(tensors, partial / file, metadata={"format": "pt"})
+    finally:
+        for _ in weights:  # the gathers need every rank of the tensor-parallel group, even after a failed write
             pass
-        return
-    own = plans[dist.get_rank()]
-    for file, shard in zip(_file_names(plans)[mpu.get_pipeline_model_parallel_rank()], own[1], strict=True):
-        # Every tensor is copied: a view of a parameter buffer cannot be saved on its own.
-        tensors = {name: tensor.cpu().clone() for name, tensor in (next(weights) for _ in shard)}
-        save_file(tensors, partial / file, metadata={"format": "pt"})
-    for _ in weights:
-        raise RuntimeError("the model yielded more tensors than it described")
 
 
 def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> None:

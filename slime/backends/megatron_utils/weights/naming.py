@@ -29,15 +29,16 @@ class Weight:
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside ``DistributedDataParallel`` and ``Float16Module``."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    model: Any = chunk
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def global_named_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield ``(name, parameter)`` of this rank's chunks, with layer numbers counted over the whole model from 0."""
     for chunk in model_chunks:
-        model = unwrap(chunk)
+        model: Any = unwrap(chunk)
         numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
         for name, parameter in model.named_parameters():
             head, layers, tail = name.partition("decoder.layers.")

@@ -136,7 +136,7 @@ def staged_provider(pre_process: bool, post_process: bool, vp_stage: int | None 
     ("name", "expected"), [("plain_provider", (True, False)), ("staged_provider", (True, False, None))]
 )
 def test_custom_providers_are_called_by_keyword(name: str, expected: tuple[Any, ...]) -> None:
-    stage = {"pre_process": True, "post_process": False}
+    stage = {"pre_process": True, "post_process": False, "vp_stage": None}
     custom = model_provider(_args(custom_model_provider_path=f"{__name__}.{name}"), None)
     assert custom(**stage) == expected
     spec = model_provider(_args(spec=[__name__, name]), None)
