@@ -177,3 +177,20 @@ def make_shards(args: argparse.Namespace, data: dict[str, list[Any]], *, dp_size
         rollout_indices=batch.rollout_ids,
     )
     return batch.shards(schedule)
+
+
+def tiny_checkpoint(out: str | Path, *, seed: int, num_hidden_layers: int = 2) -> str:
+    """Write a tiny qwen3 whose norms differ from one and whose predictions differ from uniform; return its path."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tools.tiny_model import make_tiny_checkpoint
+
+    path = make_tiny_checkpoint(out, "qwen3", seed=seed, num_hidden_layers=num_hidden_layers) / "model.safetensors"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: 1 + 0.3 * torch.randn(t.shape, generator=generator) if "norm" in name else 3 * t
+        for name, t in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    return str(out)
