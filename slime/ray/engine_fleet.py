@@ -20,6 +20,7 @@ from slime.ray.errors import EngineDied, one_line_kind
 from slime.ray.layout import EnginePlan, plan_engines
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from slime.ray.waiting import Peer, wait_all
+from slime.servers.auth import ensure_api_key
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
@@ -64,6 +65,8 @@ class EngineFleet:
             self._validate()
         loopback = self._spans_one_host()
         host = "127.0.0.1" if loopback else get_current_node_ip()
+        # Before anything copies args: router, engines and clients all take the key from there.
+        ensure_api_key(self.args, host)
         self.router = RouterProcess(self.args, host, log_path=log_path(self.args, "router"))
         self.router.start()
         self._launch(loopback)

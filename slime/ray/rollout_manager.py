@@ -21,6 +21,7 @@ from slime.ray.engine_fleet import EngineFleet
 from slime.ray.errors import EngineDied, reports_errors
 from slime.ray.rollout_metrics import eval_metrics, rollout_metrics, rollout_step
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
+from slime.rollout.metrics import request_metrics, top_p_metrics
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
 from slime.utils.http_utils import init_http_client
@@ -230,7 +231,8 @@ class RolloutManager:
             return
         if self._log_rollout is not None and self._log_rollout(rollout_id, self.args, samples, metrics, seconds):
             return
-        self._log(rollout_id, rollout_metrics(self.args, samples, seconds) | (metrics or {}), "rollout/step")
+        measured = rollout_metrics(self.args, samples, seconds) | request_metrics(samples) | top_p_metrics(samples)
+        self._log(rollout_id, measured | (metrics or {}), "rollout/step")
 
     def _log(self, rollout_id: int, metrics: dict[str, Any], step_key: str) -> None:
         logger.info("rollout %d: %s", rollout_id, metrics)
