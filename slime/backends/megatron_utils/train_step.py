@@ -87,8 +87,7 @@ def configure_schedules(context: StepContext) -> None:
     # The bf16/fp32 reduction is started per micro-batch only when it overlaps; otherwise once, at the end.
     if ddp.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in context.model])
-        if getattr(context.args, "align_grad_reduce", True):
-            config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in context.model])
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in context.model])
 
 
 def _one_or_all(functions: list[Any]) -> Any:

@@ -128,8 +128,13 @@ class MegatronTrainer:
             iteration = load_checkpoint(self.args, load, self._state, step=getattr(self.args, "ckpt_step", None))
             return 0 if iteration is None else iteration + 1
         sources = (load, getattr(self.args, "ref_load", None), self.args.hf_checkpoint)
-        source = next(path for path in sources if path and (Path(path) / "config.json").is_file())
-        self._load_hf(source)
+        found = [path for path in sources if path and (Path(path) / "config.json").is_file()]
+        if not found:
+            raise FileNotFoundError(
+                "no weights to start from: --load is no Megatron checkpoint, and none of --load, --ref-load, "
+                f"--hf-checkpoint {sources} is a directory with a config.json"
+            )
+        self._load_hf(found[0])
         self.optimizer.reload_model_params()
         return 0
 
@@ -150,6 +155,11 @@ class MegatronTrainer:
         """
         if self._sleeper.asleep:
             raise RuntimeError("train() on a sleeping trainer: wake_up() must come first")
+        if shard.dp_rank != self.parallel_config["dp_rank"]:
+            raise ValueError(
+                f"rollout {rollout_id}: got the shard of data-parallel rank {shard.dp_rank}, this is rank "
+                f"{self.parallel_config['dp_rank']}"
+            )
         self._record_wait()
         with timer("train"):
             self._saver.poll()

@@ -1,0 +1,103 @@
+"""Advantages as the trainer stores them: local to the CP rank, whatever the estimator looks at."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+
+TOTALS, RESPONSES, REWARDS = [6, 5], [4, 2], [1.0, -2.0]
+MASKS = [torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1])]
+
+
+def make_args(**overrides: Any) -> SimpleNamespace:
+    values = {"advantage_estimator": "grpo", "kl_coef": 0.0, "kl_loss_type": "k1", "gamma": 0.5, "lambd": 0.9}
+    return SimpleNamespace(**{**values, **overrides})
+
+
+def make_data(**columns: Any) -> dict[str, Any]:
+    return {
+        "total_lengths": TOTALS, "response_lengths": RESPONSES, "rewards": REWARDS, "loss_masks": MASKS, **columns,
+    }  # fmt: skip
+
+
+def with_kl() -> dict[str, Any]:
+    """The policy exceeds the reference by 0.1 at every token."""
+    log_probs = [torch.linspace(-3, -1, r) for r in RESPONSES]
+    return make_data(log_probs=log_probs, ref_log_probs=[values - 0.1 for values in log_probs])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+def test_group_estimators_spread_the_reward(estimator: str) -> None:
+    data = make_data()
+    compute_advantages_and_returns(make_args(advantage_estimator=estimator), data)
+    for column in (data["advantages"], data["returns"]):
+        assert [values.tolist() for values in column] == [[1.0] * 4, [-2.0] * 2]
+    assert all((kl == 0).all() for kl in data["kl"])
+
+
+def test_reinforce_plus_plus_baseline() -> None:
+    data = with_kl()
+    compute_advantages_and_returns(make_args(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.5), data)
+    torch.testing.assert_close(data["kl"][0], torch.full((4,), 0.1))
+    torch.testing.assert_close(data["advantages"][0], torch.full((4,), 1.0 - 0.05))
+    torch.testing.assert_close(data["advantages"][1], torch.full((2,), -2.0 - 0.05))
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    """Sample 0: reward on token 1, the last unmasked; G = [-.05 + .5 * .95, .95, 0, 0]."""
+    data = with_kl()
+    compute_advantages_and_returns(make_args(advantage_estimator="reinforce_plus_plus", kl_coef=0.5), data)
+    torch.testing.assert_close(data["returns"][0], torch.tensor([-0.05 + 0.5 * 0.95, 0.95, 0.0, 0.0]))
+    torch.testing.assert_close(data["returns"][1], torch.tensor([-0.05 + 0.5 * -2.05, -2.05]))
+
+
+def test_ppo_by_recursion() -> None:
+    values = [torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1.0, -1.0])]
+    data = make_data(values=values)
+    compute_advantages_and_returns(make_args(advantage_estimator="ppo"), data)
+    for i, value in enumerate(values):
+        advantage, expected = 0.0, []
+        for t in reversed(range(len(value))):
+            following = float(value[t + 1]) if t + 1 < len(value) else 0.0
+            reward = REWARDS[i] if t == len(value) - 1 else 0.0
+            advantage = reward + 0.5 * following - float(value[t]) + 0.5 * 0.9 * advantage
+            expected.insert(0, advantage)
+        torch.testing.assert_close(data["advantages"][i], torch.tensor(expected))
+        torch.testing.assert_close(data["returns"][i], torch.tensor(expected) + value)
+
+
+def test_whitening_uses_trained_tokens_and_leaves_returns() -> None:
+    data = make_data()
+    compute_advantages_and_returns(make_args(normalize_advantages=True), data)
+    trained = [1.0, 1.0, -2.0, -2.0]  # two unmasked tokens each
+    mean = sum(trained) / 4
+    std = math.sqrt(sum((a - mean) ** 2 for a in trained) / 3)
+    torch.testing.assert_close(data["advantages"][0], torch.full((4,), (1.0 - mean) / std))
+    torch.testing.assert_close(data["advantages"][1], torch.full((2,), (-2.0 - mean) / std))
+    assert data["returns"][0].tolist() == [1.0] * 4
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match=r"--kl-coef 0\.5 needs log_probs"):
+        compute_advantages_and_returns(make_args(kl_coef=0.5), make_data())
+    with pytest.raises(ValueError, match="critic's values"):
+        compute_advantages_and_returns(make_args(advantage_estimator="ppo"), make_data())
+    with pytest.raises(ValueError, match="magic"):
+        compute_advantages_and_returns(make_args(advantage_estimator="magic"), make_data())
+
+
+def forgetful(args: Any, rollout_data: dict[str, Any]) -> None:
+    """A custom advantage function that sets only one of the two columns."""
+    rollout_data["advantages"] = rollout_data["kl"]
+
+
+def test_custom_function_must_set_both_columns() -> None:
+    path = f"{__name__}.forgetful"
+    with pytest.raises(ValueError, match=r"forgetful did not set \['returns'\]"):
+        compute_advantages_and_returns(make_args(custom_advantage_function_path=path), make_data())

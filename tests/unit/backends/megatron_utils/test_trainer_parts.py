@@ -1,0 +1,116 @@
+"""Small decisions of the trainer: when a pass is skipped, pass rates, step axes, CI assertions, hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import ci_checks
+from slime.backends.megatron_utils.data import steps_of
+from slime.backends.megatron_utils.hooks import load_trainer_hooks
+from slime.backends.megatron_utils.log_prob_pass import old_log_probs_equal_current
+from slime.backends.megatron_utils.train_metrics import pass_rates, rollout_step
+
+
+def skips(steps: int = 1, **overrides: Any) -> bool:
+    args = SimpleNamespace(**{"loss_type": "policy_loss", "advantage_estimator": "grpo", **overrides})
+    return old_log_probs_equal_current(args, {"num_microbatches": [2] * steps})
+
+
+def test_the_pass_is_skipped_for_one_on_policy_step() -> None:
+    assert skips()
+    assert skips(use_tis=True, use_kl_loss=True, entropy_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        {"steps": 2},
+        {"loss_type": "custom_loss"},
+        {"kl_coef": 0.1},
+        {"use_rollout_logprobs": True},
+        {"get_mismatch_metrics": True},
+        {"use_critic": True},
+        {"keep_old_actor": True},
+        {"use_opd": True},
+        {"use_routing_replay": True},
+        {"advantage_estimator": "gspo"},
+        {"custom_advantage_function_path": "a.b"},
+        {"use_rollout_entropy": True},
+        {"hidden_dropout": 0.1},
+    ],
+)
+def test_the_pass_is_not_skipped_when_something_reads_it(reason: dict[str, Any]) -> None:
+    assert not skips(**reason)
+
+
+def test_engine_routing_does_not_need_the_pass() -> None:
+    assert skips(use_routing_replay=True, use_rollout_routing_replay=True)
+
+
+def test_pass_rates_by_counting() -> None:
+    """Two groups of four with 1 and 4 successes: pass@1 = mean(1/4, 1), pass@2 = mean(1 - C(3,2)/C(4,2), 1)."""
+    args = SimpleNamespace(n_samples_per_prompt=4)
+    rates = pass_rates(args, {"raw_reward": [1, 0, 0.5, 0, 1, 1.0, 1, 1]})
+    assert rates == pytest.approx({"passrate/pass@1": 0.625, "passrate/pass@2": (0.5 + 1) / 2, "passrate/pass@4": 1.0})
+    assert pass_rates(args, {"raw_reward": [1, 0, 1]}) == {}
+
+
+def test_steps_are_cut_out_of_the_micro_batches() -> None:
+    data = {"num_microbatches": [2, 1], "micro_batch_indices": [[0], [1, 2], [3]]}
+    assert steps_of(data) == [[[0], [1, 2]], [[3]]]
+
+
+def test_rollout_axis() -> None:
+    args = SimpleNamespace(rollout_batch_size=6, n_samples_per_prompt=4, global_batch_size=8)
+    assert rollout_step(args, 5) == 5
+    args.wandb_always_use_train_step = True
+    assert rollout_step(args, 5) == 5 * 6 * 4 // 8
+
+
+def test_ci_assertions() -> None:
+    args = SimpleNamespace(ci_test=True, ci_train_rollout_logprob_abs_diff_threshold=0.1)
+    good = {"grad_norm": 1.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.05}
+    ci_checks.check_steps(args, 0, [good, {**good, "ppo_kl": 0.3, "kl_loss": 0.3}])
+    for name, value in {"train_rollout_logprob_abs_diff": 0.11, "ppo_kl": 1e-3, "kl_loss": 1e-3}.items():
+        with pytest.raises(AssertionError):
+            ci_checks.check_steps(args, 0, [{**good, name: value}])
+    ci_checks.check_steps(args, 3, [{**good, "kl_loss": 0.2}])  # training has moved the policy by then
+    args.ci_disable_kl_checker = True
+    ci_checks.check_steps(args, 0, [{**good, "ppo_kl": 1e-3, "kl_loss": 1e-3}])
+    ci_checks.check_steps(SimpleNamespace(ci_test=False), 0, [{**good, "ppo_kl": 1.0}])
+
+
+def test_ci_rollout_assertions() -> None:
+    args = SimpleNamespace(ci_test=True)
+    ci_checks.check_rollout(args, 0, {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5})
+    for metrics in (
+        {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.6},
+        {"rollout/log_probs": -1.5},
+        {"rollout/log_probs": 0.0},
+        {"rollout/entropy": 1.2},
+    ):
+        with pytest.raises(AssertionError):
+            ci_checks.check_rollout(args, 0, metrics)
+
+
+def test_gradient_norms_are_recorded_and_compared(tmp_path: Path) -> None:
+    template = str(tmp_path / "{role}_{rollout_id}_{step_id}.pt")
+    ci_checks.check_steps(SimpleNamespace(ci_save_grad_norm=template), 2, [{"grad_norm": 1.5}, {"grad_norm": 4.0}])
+    assert torch.load(tmp_path / "actor_2_1.pt", weights_only=True) == 4.0
+    load = SimpleNamespace(ci_load_grad_norm=template)
+    ci_checks.check_steps(load, 2, [{"grad_norm": 1.51}, {"grad_norm": 3.97}])
+    with pytest.raises(AssertionError, match=r"rollout 2, step 1.*3\.9.*4\.0"):
+        ci_checks.check_steps(load, 2, [{"grad_norm": 1.5}, {"grad_norm": 3.9}])
+
+
+def test_a_wrong_hook_path_fails_at_start() -> None:
+    with pytest.raises((ImportError, AttributeError, ValueError), match="no_such_function"):
+        load_trainer_hooks(SimpleNamespace(custom_tis_function_path="math.no_such_function"))
+    hooks = load_trainer_hooks(SimpleNamespace(custom_megatron_init_path="math.sqrt"))
+    assert hooks.after_megatron_init is not None
+    assert hooks.before_log_prob is None
