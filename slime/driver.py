@@ -69,6 +69,7 @@ class Loop:
         self.args, self.rollout, self.trainer = args, rollout, trainer
         self.rollouts_per_epoch = rollouts_per_epoch
         self.overlap = overlap
+        self._trained: dict[str, float] = {}
 
     def run(self) -> None:
         """Take the trained weights to the engines, then rollout after rollout until ``--num-rollout``."""
@@ -134,7 +135,8 @@ class Loop:
         """Train every rank on its share of the rollout."""
         assert self.trainer is not None
         with timer("train"):
-            self.trainer.wait(self.trainer.async_train(rollout_id, data), f"training on rollout {rollout_id}")
+            ranks = self.trainer.wait(self.trainer.async_train(rollout_id, data), f"training on rollout {rollout_id}")
+        self._trained = headline(ranks)
 
     def save(self, rollout_id: int) -> None:
         """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count."""
@@ -213,10 +215,9 @@ class Loop:
         seconds = get_timers().drain("perf/stage/")
         if seconds:
             log(self.args, seconds | {"rollout/step": rollout_step(self.args, rollout_id)}, "rollout/step")
-        shown = ", ".join(
-            f"{k.split('/')[-1].removesuffix('_time')} {v:.1f} s" for k, v in seconds.items() if v >= 0.05
-        )
-        logger.info("rollout %d of %d done: %s", rollout_id, self.args.num_rollout, shown)
+        results = ", ".join(f"{name} {value:.4g}" for name, value in self._trained.items())
+        stages = ", ".join(f"{name.split('/')[-1].removesuffix('_time')} {t:.2f} s" for name, t in seconds.items())
+        logger.info("rollout %d of %d: %s (%s)", rollout_id, self.args.num_rollout, results or "generated", stages)
 
     def _due(self, rollout_id: int, interval: int | None, *, at_the_end: bool) -> bool:
         last = self.args.num_rollout if at_the_end else None
@@ -228,6 +229,20 @@ class _Done:
 
     def __init__(self, data: Any) -> None:
         self.data = data
+
+
+def headline(ranks: list[Any]) -> dict[str, float]:
+    """Return the few numbers worth a line per rollout; of ``ranks`` those of the last pipeline stage have them."""
+    result: dict[str, Any] = next((r for r in ranks if r and r.get("rollout")), {})
+    steps = result.get("steps") or [{}]
+    found = {
+        "reward": result.get("rollout", {}).get("rollout/raw_reward"),
+        "response length": result.get("rollout", {}).get("rollout/response_lengths"),
+        "loss": steps[-1].get("loss"),
+        "gradient norm": steps[-1].get("grad_norm"),
+        "log-prob difference": steps[-1].get("train_rollout_logprob_abs_diff"),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def train(args: Namespace, *, overlap: bool = False) -> None:

@@ -230,6 +230,7 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
     _keep_to_loopback()
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # says that it protects us; it may
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ray.init(
         address="local",

@@ -109,6 +109,6 @@ def last_lines(log: Path | None, n: int = LAST_LINES) -> str:
 
 def _first_sentence(text: str) -> str:
     """Ray's actor errors are paragraphs; the line with the reason is enough."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    reasons = [line for line in lines if "exit detail" in line or "cause" in line.lower() or "killed" in line.lower()]
-    return (reasons or lines or ["no reason given"])[0]
+    text = text.partition("Worker exit detail:")[2] or text
+    lines = [line.strip() for line in text.partition("Some common causes")[0].splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"

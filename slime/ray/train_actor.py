@@ -78,7 +78,8 @@ class TrainRayActor:
             if engines != self._connected_to:
                 self._updater.connect(engines)
                 self._connected_to = list(engines)
-            return self._updater.update()
+            with self.trainer.weights_present():  # a trainer that sleeps keeps its weights elsewhere
+                return self._updater.update()
 
     @reports_errors
     def disconnect(self) -> None:
