@@ -94,9 +94,10 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--eval-prompt-data", DATASET, str(paths.data / "held_out.jsonl"), "--eval-interval", "10",
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
         "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "1",
-        "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28", "--entropy-coef", "0",
+        "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28",
+        "--use-kl-loss", "--kl-loss-coef", "0.001", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
-        "--lr", "3e-4", "--lr-decay-style", "constant", "--lr-warmup-iters", "20", "--weight-decay", "0",
+        "--lr", "3e-4", "--lr-decay-style", "constant", "--lr-warmup-iters", "10", "--weight-decay", "0",
         "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0", "--seed", str(1234 + seed),
         "--run-dir", str(paths.grpo(shuffled)),
     ]  # fmt: skip

@@ -46,12 +46,12 @@ def run_stage(
     *,
     deadline_s: float,
     metrics: Path | None = None,
-    describe: Callable[[list[dict[str, Any]]], str | None] = lambda rows: None,
+    describe: Callable[[dict[str, Any]], str | None] = lambda row: None,
 ) -> float:
     """Run ``command`` (``python ...``) in the checkout, its output in ``log``; return the seconds it took.
 
-    ``describe`` is called with new rows of ``metrics`` and returns a line to print, or None. Raises StageError with
-    the end of the log when the command fails or is not done after ``deadline_s`` seconds; the command is then
+    ``describe`` is called with every new row of ``metrics`` and returns a line to print, or None. Raises StageError
+    with the end of the log when the command fails or is not done after ``deadline_s`` seconds; the command is then
     interrupted, so that it ends its own processes, and killed when it does not.
     """
     print(f"\n{show_command(command)}\n", flush=True)
@@ -72,16 +72,20 @@ def run_stage(
             while process.poll() is None:
                 if time.monotonic() - begin > deadline_s:
                     raise StageError(f"{name} was not done after {deadline_s:.0f} s\n{_tail(log)}")
-                if line := describe(next(rows)):
-                    print(f"  {line}", flush=True)
+                _tell(next(rows), describe)
                 time.sleep(0.5)
-            if line := describe(next(rows)):
-                print(f"  {line}", flush=True)
+            _tell(next(rows), describe)
         finally:
             _end(process)
     if process.returncode:
         raise StageError(f"{name} failed with exit status {process.returncode}\n{_tail(log)}")
     return time.monotonic() - begin
+
+
+def _tell(rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str | None]) -> None:
+    for row in rows:
+        if line := describe(row):
+            print(f"  {line}", flush=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -20,10 +20,10 @@ class Chart:
 CHARTS = (
     Chart("Evaluation", "mean reward on the held-out data sets", (r"eval/[^/]+(?<!-truncated_ratio)(?<!pass@\d)",)),
     Chart("Reward", "mean raw reward of the rollout", (r"rollout/raw_reward",)),
-    Chart("Response length", "tokens", (r"rollout/response_len/(mean|max)", r"rollout/response_lengths")),
+    Chart("Response length", "tokens", (r"rollout/response_len/(mean|max)",)),
     Chart("Entropy", "nats per token", (r"train/entropy_loss", r"rollout/entropy")),
     Chart("KL", "to the reference (kl_loss) and to the policy that generated (ppo_kl)", (
-        r"train/kl_loss", r"train/ppo_kl", r"rollout/kl")),
+        r"train/kl_loss", r"train/ppo_kl")),
     Chart(
         "Log-prob difference",
         "mean |trainer - engine|; numerical noise only, unless the policies differ",
@@ -31,12 +31,14 @@ CHARTS = (
     ),
     Chart("Loss", "", (r"train/(critic-)?(loss|pg_loss|value_loss)",)),
     Chart("Gradient norm", "before clipping", (r"train/(critic-)?grad_norm",)),
-    Chart("Clipped and unfinished", "share of tokens clipped, of responses cut off, of groups without a signal", (
-        r"train/pg_clipfrac", r"train/tis_clipfrac", r"rollout/truncated_ratio", r"rollout/repetition_frac")),
+    Chart("Clipped tokens", "share of the tokens whose policy ratio was clipped", (
+        r"train/pg_clipfrac", r"train/tis_clipfrac")),
+    Chart("Unfinished responses", "share cut off at the length limit, or repeating themselves", (
+        r"rollout/truncated_ratio", r"rollout/repetition_frac")),
     Chart("Pass rate", "", (r"passrate/.+", r"eval/.+pass@\d+")),
     Chart("Learning rate", "", (r"train/(critic-)?lr-.+",)),
-    Chart("Throughput", "tokens per second", (
-        r"perf/tokens_per_gpu_per_sec", r"perf/effective_tokens_per_gpu_per_sec", r"perf/actor_train_tok_per_s")),
+    Chart("Generation speed", "tokens per second and slot of the engines", (r"perf/tokens_per_gpu_per_sec",)),
+    Chart("Training speed", "tokens per second", (r"perf/actor_train_tok_per_s",)),
     Chart("Time per stage", "seconds of each step of the loop, stacked", tuple(
         rf"perf/stage/{name}_time" for name in ("generate", "train", "sync_weights", "save", "eval", ".+")),
         stacked=True),

@@ -52,12 +52,21 @@ def page_data(run: Run) -> dict[str, Any]:
     return {
         "tiles": tiles(run),
         "charts": [
-            {"title": c.title, "note": c.note, "stacked": c.stacked, "series": [curve(run.series[n]) for n in names]}
+            {"title": c.title, "note": c.note, "stacked": c.stacked, "axis": axis, "series": [curve(s) for s in group]}
             for c, names in charts
+            for axis, group in by_axis([run.series[n] for n in names]).items()
         ],
         "others": [curve(run.series[name]) for name in others],
         "samples": run.samples,
     }
+
+
+def by_axis(series: list[Series]) -> dict[str, list[Series]]:
+    """Group ``series`` by what their steps count: optimiser steps and rollouts do not share a chart."""
+    groups: dict[str, list[Series]] = {}
+    for one in series:
+        groups.setdefault(one.step_key, []).append(one)
+    return groups
 
 
 def curve(series: Series) -> dict[str, Any]:

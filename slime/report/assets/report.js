@@ -50,7 +50,7 @@ function stack(series) {
 }
 
 function draw(card, chart, weight) {
-  const W = 400, H = 210, L = 54, R = 10, T = 10, B = 24;
+  const W = 400, H = 210, L = 54, R = 10, T = 14, B = 24;
   const series = chart.stacked ? stack(chart.series) : chart.series.map((s) => ({ ...s, y: smoothed(s.y, weight), raw: s.y }));
   const xs = series.flatMap((s) => s.x);
   const ys = series.flatMap((s) => [...s.y, ...(weight && !chart.stacked ? s.raw : [])]).filter((v) => v !== null);
@@ -113,7 +113,7 @@ function draw(card, chart, weight) {
     show(step);
   });
   root.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); show(null); });
-  card.replaceChildren(el("h3", { text: chart.title }), el("p", { text: chart.note }), root, legend);
+  card.replaceChildren(el("h3", {}, chart.title, el("span", { class: "axis", text: chart.axis ? `over ${chart.axis}` : "" })), el("p", { text: chart.note }), root, legend);
 }
 
 // ---- headline numbers and charts
@@ -126,7 +126,7 @@ function add(parent, chart) {
   cards.push([card, chart]);
 }
 for (const chart of data.charts) add(document.getElementById("charts"), chart);
-for (const s of data.others) add(document.getElementById("others"), { title: s.name, note: `over ${s.axis}`, series: [s] });
+for (const s of data.others) add(document.getElementById("others"), { title: s.name, note: "", axis: s.axis, series: [s] });
 const redraw = () => cards.forEach(([card, chart]) => draw(card, chart, +smooth.value));
 if (!data.charts.length) document.getElementById("charts").append(el("p", { class: "empty", text: "No metrics were logged." }));
 smooth.addEventListener("input", redraw);
