@@ -73,7 +73,7 @@ def plan_engines(*, rollout_slots: int, slots_per_engine: int, slots_per_node: i
             f"{rollout_slots % slots_per_engine} slots would stay idle"
         )
     nodes = max(1, slots_per_engine // slots_per_node)
-    if nodes > 1 and slots_per_engine % slots_per_node:
+    if slots_per_engine > slots_per_node and slots_per_engine % slots_per_node:
         raise ValueError(
             f"an engine of --rollout-num-gpus-per-engine {slots_per_engine} slots spans nodes of --num-gpus-per-node "
             f"{slots_per_node}, so it must be a multiple of that"
