@@ -90,19 +90,21 @@ def _cause(
     failures = [(failed, error)]
     if is_secondary(error) or len(refs) > 1 or watched:
         others = [ref for ref in refs if ref != failed]
+        watching = list(watched)
         deadline = time.monotonic() + OTHERS_GRACE_S
-        while (others or watched) and time.monotonic() < deadline:
-            ready, _ = ray.wait(others + list(watched), num_returns=1, timeout=0.2, fetch_local=False)
+        while (others or watching) and time.monotonic() < deadline:
+            ready, _ = ray.wait(others + watching, num_returns=1, timeout=0.2, fetch_local=False)
             for ref in ready:
-                if ref in watched:
+                if ref in watching:
                     _raise_watched(ref)
+                    watching.remove(ref)
                     continue
                 others.remove(ref)
                 try:
                     ray.get(ref)
                 except ray.exceptions.RayError as e:
                     failures.append((ref, e))
-            if not is_secondary(failures[-1][1]) and not watched:
+            if not watching and not all(is_secondary(e) for _, e in failures):
                 break
     first = next((f for f in failures if not is_secondary(f[1])), failures[0])
     report = describe(first[1], names[first[0]].name, what, names[first[0]].log)
