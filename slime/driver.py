@@ -10,6 +10,7 @@ import logging
 from argparse import Namespace
 from typing import Any, Protocol
 
+from slime.arguments import ArgumentError
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.timer import get_timers, timer
@@ -224,13 +225,6 @@ class Loop:
         return should_run_periodic_action(rollout_id, interval, self.rollouts_per_epoch, last)
 
 
-class _Done:
-    """The data of a rollout that has been waited for already."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-
 def headline(ranks: list[Any]) -> dict[str, float]:
     """Return the few numbers worth a line per rollout; of ``ranks`` those of the last pipeline stage have them."""
     result: dict[str, Any] = next((r for r in ranks if r and r.get("rollout")), {})
@@ -246,7 +240,12 @@ def headline(ranks: list[Any]) -> dict[str, float]:
 
 
 def train(args: Namespace, *, overlap: bool = False) -> None:
-    """Start everything, run the loop, and end everything. For ``overlap`` see ``Loop``."""
+    """Start everything, run the loop, and end everything. For ``overlap`` see ``Loop``.
+
+    Raises ArgumentError, before anything is started, for flags that the overlapped schedule cannot follow.
+    """
+    if overlap:
+        refuse_taking_turns(args)
     run_dir.prepare(args)
     logger.info("run directory: %s", args.run_dir)
     rollout: RolloutHandle | None = None
@@ -267,12 +266,28 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         _end(rollout, gently=finished)
 
 
+def refuse_taking_turns(args: Namespace) -> None:
+    """Raise ArgumentError unless engines and trainers can work at the same time, each with its memory."""
+    asked = [
+        f"--{name.replace('_', '-')}"
+        for name in ("colocate", "offload_train", "offload_rollout")
+        if getattr(args, name)
+    ]
+    if asked:
+        raise ArgumentError(
+            f"{asked[0]} makes engines and trainers take turns, but train_async.py generates while it trains; use "
+            "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
+        )
+
+
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
     """End every process of the run, whatever state it is in. A second Ctrl-C ends the patience, not the duty."""
     try:
-        if rollout is not None and gently:
-            rollout.dispose()
-        finish_tracking()
+        try:
+            if rollout is not None and gently:
+                rollout.dispose()
+        finally:
+            finish_tracking()
     finally:
         if cluster.is_connected():
             cluster.current().shutdown()

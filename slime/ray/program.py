@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slime.arguments import ArgumentError
 from slime.observability.logging_utils import configure_logger
 from slime.ray.errors import RemoteFailure, clean_traceback, one_line_kind
 
@@ -21,7 +22,7 @@ class Terminated(BaseException):
 
 
 def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
-    """Run ``body`` and return the exit code: 0 success, 1 failure, 130 Ctrl-C, 143 SIGTERM.
+    """Run ``body`` and return the exit code: 0 success, 1 failure, 2 wrong flags, 130 Ctrl-C, 143 SIGTERM.
 
     The cause of a failure is the last thing said; the whole story is in ``<run_dir>/logs/failure.txt``.
     """
@@ -35,6 +36,9 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
     except Terminated:
         print("terminated", file=sys.stderr, flush=True)
         return 128 + signal.SIGTERM
+    except ArgumentError as e:
+        print(f"{Path(sys.argv[0]).name}: error: {e}", file=sys.stderr, flush=True)
+        return 2
     except Exception as e:  # noqa: BLE001  (the program's last resort: told, and turned into an exit code)
         _tell(args, e)
         return 1
