@@ -1,0 +1,133 @@
+"""The checker of the documentation finds what is wrong with a page, and nothing wrong with a good one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import check_docs
+from tools.doc_commands import commands, flag_mistake
+from tools.markdown import Fence, read_page, slug
+
+
+def page(folder: Path, text: str, name: str = "page.md") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+GOOD = """# A page
+See [the other](other.md#two-words), [above](#a-page), [outside](https://example.org/x) and `[not](a-link.md)`.
+
+```bash
+python train.py --hf-checkpoint m --rollout-batch-size 8 --sglang-mem-fraction-static 0.5 \\
+    --tensor-model-parallel-size 2  # a comment --with-words
+FLAG=1 python train_async.py --update-weights-interval 2 ... && make test
+$ python -m tools.tiny_model --family qwen3 --out m
+ls --no-such-flag-of-ls
+```
+Spans: `--sglang-*`, `--no-offload-train`, `slime/driver.py`, `slime.utils.types.Sample`, `--rm-type math`.
+
+```python
+x = 1
+```
+"""
+
+
+def test_a_good_page_has_no_mistake(tmp_path):
+    other = page(tmp_path, "## Two words\n", "other.md")
+    assert check_docs.check_pages([page(tmp_path, GOOD), other]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("\n[x](gone.md)", 2, "gone.md"),
+        ("[x](#nowhere)", 1, "#nowhere"),
+        ("# Here\n[x](page.md#there)", 2, "#there"),
+        ('<img src="gone.svg">', 1, "gone.svg"),
+        ("[x]: gone.md", 1, "gone.md"),
+        ("```bash\npython train.py --rollout-batch-sizes 8\n```", 2, "did you mean --rollout-batch-size"),
+        (
+            "```bash\necho\npython train.py --lr 1e-6 \\\n  --sglang-mem-fraction-statics ...\n```",
+            3,
+            "--sglang-mem-frac",
+        ),
+        ("```bash\npython train.py --rollout-batch-size many\n```", 2, "expected an integer"),
+        ("```bash\npython train.py --advantage-estimator ppo\n```", 2, "not available yet"),
+        ("```bash\nray job submit -- python3 train.py --colocated\n```", 2, "did you mean --colocate"),
+        ("```bash\npython -m tools.no_such_tool\n```", 2, "no module tools.no_such_tool"),
+        ("```bash\npython -m slime.arguments --colocated\n```", 2, "did you mean --colocate"),
+        ("```bash\npython -m tools.tiny_model --size 3\n```", 2, "no flag --size"),
+        ("```bash\nmake everything\n```", 2, "no target everything"),
+        ("```bash\npython train.py --lr '1e-6\n```", 2, "a shell would not understand"),
+        ("Use `--colocated`.", 1, "unknown flag --colocated"),
+        ("Use `--sgl-*`.", 1, "no flag starts with --sgl-"),
+        ("See `slime/drivers.py`.", 1, "there is no slime/drivers.py"),
+        ("See `slime.utils.types.Example`.", 1, "has no Example"),
+        ("See `slime.nothing`.", 1, "no nothing"),
+        ("```python\n\nx =\n```", 3, "does not compile"),
+        ("```bash\nls", 1, "never closed"),
+    ],
+)
+def test_a_mistake_is_named_with_file_and_line(tmp_path, text, line, words):
+    path = page(tmp_path, text)
+    mistakes = check_docs.check_pages([path])
+    assert len(mistakes) == 1, mistakes
+    assert mistakes[0].startswith(f"{path}:{line}: ")
+    assert words in mistakes[0]
+
+
+def test_help_is_no_mistake_and_wildcards_are_prefixes():
+    assert flag_mistake("--help") == ""
+    assert flag_mistake("--router-*") == ""
+    assert flag_mistake("--lr=1e-6") == ""
+    assert flag_mistake("--learning-rates")
+
+
+def test_a_page_that_nothing_leads_to_is_found(tmp_path):
+    index = page(tmp_path, "[a](a.md)", "README.md")
+    a = page(tmp_path, "[b](b.md#b)", "a.md")
+    b = page(tmp_path, "# B", "b.md")
+    assert check_docs.check_pages([index, a, b], index) == []
+    lost = page(tmp_path, "[index](README.md)", "lost.md")
+    assert check_docs.check_pages([index, a, b, lost], index) == [f"{lost}:1: no link leads here from {index}"]
+    assert check_docs.check_pages([a, b], index) == [f"{index}:1: the index of the documentation is missing"]
+
+
+def test_a_generated_page_that_was_edited_is_found(tmp_path, monkeypatch):
+    generator = check_docs.gen_arguments_doc
+    edited = page(tmp_path, generator.render() + "\nBy hand.\n", "arguments.md")
+    monkeypatch.setattr(check_docs, "GENERATED", {edited: generator})
+    assert check_docs.check_generated() == [
+        f"{edited}:1: does not match what it is generated from; run `python -m tools.gen_arguments_doc`"
+    ]
+    edited.write_text(generator.render())
+    assert check_docs.check_generated() == []
+
+
+def test_commands_are_split_like_a_shell_does():
+    text = "A=1 python train.py --x 'a b' \\\n  --y 2  # why\n\n$ make test && ls; echo"
+    assert list(commands(Fence("bash", text, 10))) == [
+        (10, ["A=1", "python", "train.py", "--x", "a b", "--y", "2"]),
+        (13, ["make", "test"]),
+        (13, ["ls"]),
+        (13, ["echo"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [("Two words", "two-words"), ("`--x` and *y*: why?", "--x-and-y-why"), ("A [link](x.md), then", "a-link-then")],
+)
+def test_anchors_are_those_of_github(heading, anchor):
+    assert slug(heading) == anchor
+
+
+def test_repeated_headings_are_numbered(tmp_path):
+    assert read_page(page(tmp_path, "# A\n## B\n## B\n")).anchors == {"a", "b", "b-1"}
+
+
+def test_the_documentation_has_no_mistake():
+    assert [*check_docs.check_pages(check_docs.documents(), check_docs.INDEX), *check_docs.check_generated()] == []

@@ -1,0 +1,124 @@
+"""Check the documentation: ``python -m tools.check_docs``; exit status 1 and one line per mistake when there are any.
+
+What is checked: relative links and anchors; ``train.py``, ``python -m`` and ``make`` command lines in shell fences;
+flags, files and dotted names in code spans; Python fences compile; generated pages match what they are generated
+from; every page of ``docs`` can be reached from its index.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+from tools import gen_arguments_doc
+from tools.doc_commands import ROOT, check_fence, check_spans
+from tools.markdown import Page, read_page
+
+INDEX = ROOT / "docs" / "en" / "README.md"
+TOP = ("README.md", "CONTRIBUTING.md")
+GENERATED = {gen_arguments_doc.PAGE: gen_arguments_doc}
+"""Generated page -> the module whose ``render()`` returns it."""
+
+
+def documents() -> list[Path]:
+    """The pages that are checked."""
+    found = [ROOT / name for name in TOP]
+    for folder in ("docs", "examples", "requirements"):
+        found += sorted((ROOT / folder).rglob("*.md"))
+    return [path for path in found if path.is_file()]
+
+
+def check_links(page: Page, pages: dict[Path, Page]) -> Iterator[tuple[int, str]]:
+    """Yield (line, mistake) of links to files that do not exist and to anchors that no heading makes."""
+    for line, link in page.links:
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = unquote(link).partition("#")
+        target = (page.path.parent / name).resolve() if name else page.path
+        if not target.exists():
+            yield line, f"broken link {link}: there is no {_shown(target)}"
+        elif anchor and target.suffix == ".md":
+            other = pages.get(target) or read_page(target)
+            if anchor not in other.anchors:
+                yield line, f"broken link {link}: {_shown(target)} has no heading with the anchor #{anchor}"
+
+
+def check_python(page: Page) -> Iterator[tuple[int, str]]:
+    """Yield (line, mistake) of Python fences that do not compile."""
+    for fence in page.fences:
+        if fence.language in ("python", "py"):
+            try:
+                ast.parse(textwrap.dedent(fence.text))
+            except SyntaxError as error:
+                yield fence.line + (error.lineno or 1) - 1, f"this Python does not compile: {error.msg}"
+
+
+def unreachable(index: Path, pages: dict[Path, Page]) -> list[Path]:
+    """Return the pages below the folder of ``index`` that no chain of links leads to from it."""
+    seen, todo = {index}, [index]
+    while todo:
+        page = todo.pop()
+        for _, link in pages[page].links:
+            target = (page.parent / unquote(link).partition("#")[0]).resolve()
+            if target in pages and target not in seen:
+                seen.add(target)
+                todo.append(target)
+    return sorted(path for path in pages if path.is_relative_to(index.parent) and path not in seen)
+
+
+def check_pages(paths: Iterable[Path], index: Path | None = None) -> list[str]:
+    """Return one line per mistake, ``file:line: what``."""
+    pages: dict[Path, Page] = {}
+    mistakes: list[str] = []
+    for path in paths:
+        try:
+            pages[path.resolve()] = read_page(path)
+        except ValueError as error:
+            mistakes.append(str(error))
+    for page in pages.values():
+        found = [*check_links(page, pages), *check_python(page)]
+        if page.path not in GENERATED:  # these quote the help texts of other programs
+            found += check_spans(page)
+        for fence in page.fences:
+            found += check_fence(fence)
+        mistakes += [f"{_shown(page.path)}:{line}: {mistake}" for line, mistake in sorted(found)]
+    if index is not None and index in pages:
+        where = _shown(index)
+        mistakes += [f"{_shown(path)}:1: no link leads here from {where}" for path in unreachable(index, pages)]
+    elif index is not None:
+        mistakes.append(f"{_shown(index)}:1: the index of the documentation is missing")
+    return mistakes
+
+
+def check_generated() -> list[str]:
+    """Return one line per generated page that is out of date."""
+    return [
+        f"{_shown(page)}:1: does not match what it is generated from; run `python -m {generator.__name__}`"
+        for page, generator in GENERATED.items()
+        if not page.is_file() or page.read_text(encoding="utf-8") != generator.render()
+    ]
+
+
+def _shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+def main() -> int:
+    """Check everything; return the exit status."""
+    begin = time.monotonic()
+    paths = documents()
+    mistakes = [*check_pages(paths, INDEX), *check_generated()]
+    for mistake in mistakes:
+        print(mistake, file=sys.stderr)
+    verdict = f"{len(mistakes)} mistakes" if mistakes else "no mistake"
+    print(f"docs: {len(paths)} pages, {verdict} ({time.monotonic() - begin:.1f} s)")
+    return 1 if mistakes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
