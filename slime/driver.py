@@ -18,7 +18,7 @@ from slime.ray import cluster
 from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
 from slime.ray.program import handle_sigterm, run_as_program
 from slime.ray.rollout_handle import RolloutHandle
-from slime.ray.rollout_metrics import rollout_step
+from slime.ray.rollout_metrics import headline, rollout_step
 from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger(__name__)
@@ -223,20 +223,6 @@ class Loop:
     def _due(self, rollout_id: int, interval: int | None, *, at_the_end: bool) -> bool:
         last = self.args.num_rollout if at_the_end else None
         return should_run_periodic_action(rollout_id, interval, self.rollouts_per_epoch, last)
-
-
-def headline(ranks: list[Any]) -> dict[str, float]:
-    """Return the few numbers worth a line per rollout; of ``ranks`` those of the last pipeline stage have them."""
-    result: dict[str, Any] = next((r for r in ranks if r and r.get("rollout")), {})
-    steps = result.get("steps") or [{}]
-    found = {
-        "reward": result.get("rollout", {}).get("rollout/raw_reward"),
-        "response length": result.get("rollout", {}).get("rollout/response_lengths"),
-        "loss": steps[-1].get("loss"),
-        "gradient norm": steps[-1].get("grad_norm"),
-        "log-prob difference": steps[-1].get("train_rollout_logprob_abs_diff"),
-    }
-    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def train(args: Namespace, *, overlap: bool = False) -> None:

@@ -104,6 +104,20 @@ def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) ->
     return found
 
 
+def headline(ranks: list[Any]) -> dict[str, float]:
+    """Return the few numbers worth a line per rollout; of ``ranks`` those of the last pipeline stage have them."""
+    result: dict[str, Any] = next((r for r in ranks if r and r.get("rollout")), {})
+    steps = result.get("steps") or [{}]
+    found = {
+        "reward": result.get("rollout", {}).get("rollout/raw_reward"),
+        "response length": result.get("rollout", {}).get("rollout/response_lengths"),
+        "loss": steps[-1].get("loss"),
+        "gradient norm": steps[-1].get("grad_norm"),
+        "log-prob difference": steps[-1].get("train_rollout_logprob_abs_diff"),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
 def statistics(values: Sequence[float], prefix: str) -> dict[str, float]:
     """Return mean, median, max and min of ``values`` (n >= 1)."""
     ordered = sorted(values)

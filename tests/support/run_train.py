@@ -55,7 +55,7 @@ def rl_flags(checkpoint: Path, prompts: Path) -> list[str]:
     words = f"""--hf-checkpoint {checkpoint} --prompt-data {prompts} --input-key prompt --label-key label
         --apply-chat-template --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 16
         --rollout-max-response-len 16 --actor-num-gpus-per-node 1 --rollout-num-gpus 1
-        --lr 1e-3 --lr-decay-style constant --use-dynamic-batch-size --max-tokens-per-gpu 2048 --advantage-estimator grpo"""
+        --lr 1e-3 --lr-decay-style constant --use-dynamic-batch-size --max-tokens-per-gpu 2048"""
     return [*words.split(), *megatron_flags(checkpoint)]
 
 

@@ -1,0 +1,153 @@
+"""Metrics of rollouts, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from slime.ray.rollout_metrics import (
+    eval_metrics,
+    headline,
+    is_repetitive,
+    pass_rates,
+    rollout_metrics,
+    rollout_step,
+    statistics,
+)
+from slime.utils.types import Sample
+
+
+def args(**changes):
+    base = {
+        "advantage_estimator": "grpo",
+        "reward_key": None,
+        "log_reward_category": None,
+        "log_passrate": False,
+        "rollout_num_gpus": 2,
+        "wandb_always_use_train_step": False,
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+def sample(group, reward, length, *, status=Sample.Status.COMPLETED, mask=None, elsewhere=0.0, versions=()):
+    return Sample(
+        group_index=group,
+        reward=reward,
+        response_length=length,
+        loss_mask=mask,
+        status=status,
+        non_generation_time=elsewhere,
+        weight_versions=list(versions),
+    )
+
+
+def test_lengths_truncation_groups_and_speed():
+    samples = [
+        sample(0, 1.0, 4),
+        sample(0, 1.0, 8, status=Sample.Status.TRUNCATED),
+        sample(1, 0.0, 6, mask=[1, 1, 0, 0, 0, 0]),
+        sample(1, 1.0, 2),
+    ]
+    found = rollout_metrics(args(), samples, seconds=2.0)
+    assert found["rollout/response_len/mean"] == (4 + 8 + 2 + 2) / 4  # the third has two trained tokens
+    assert found["rollout/response_len/median"] == 3.0
+    assert found["rollout/response_len/max"] == 8
+    assert found["rollout/response_len/min"] == 2
+    assert found["rollout/truncated_ratio"] == 0.25
+    assert found["rollout/zero_std/count_1.0"] == 1.0
+    assert "rollout/zero_std/count_0.0" not in found
+    assert found["perf/rollout_time"] == 2.0
+    assert found["perf/tokens_per_gpu_per_sec"] == 20 / 2 / 2
+    assert found["perf/effective_tokens_per_gpu_per_sec"] == 16 / 2 / 2
+    assert found["perf/longest_sample_tokens_per_sec"] == 4.0
+    assert "perf/non_generation_time/mean" not in found
+
+
+def test_a_group_of_one_and_samples_without_group_do_not_count_as_equal():
+    found = rollout_metrics(args(), [sample(0, 1.0, 1), sample(None, 1.0, 1), sample(None, 1.0, 1)], seconds=1.0)
+    assert not [name for name in found if "zero_std" in name]
+
+
+def test_time_in_tools_is_taken_off_the_longest_sample():
+    found = rollout_metrics(args(), [sample(0, 1.0, 10, elsewhere=3.0), sample(0, 0.0, 2)], seconds=5.0)
+    assert found["perf/non_generation_time/max"] == 3.0
+    assert found["perf/longest_sample_non_generation_time"] == 3.0
+    assert found["perf/longest_sample_tokens_per_sec_without_non_generation"] == 10 / (5.0 - 3.0)
+
+
+def test_weight_versions_and_cache():
+    samples = [sample(0, 1.0, 1, versions=["3"]), sample(0, 1.0, 1, versions=["4", "5"])]
+    samples[0].prefix_cache_info.cached_tokens = 6
+    samples[0].prefix_cache_info.total_prompt_tokens = 8
+    samples[1].prefix_cache_info.total_prompt_tokens = 8
+    found = rollout_metrics(args(), samples, seconds=1.0)
+    assert (found["rollout/weight_version/min"], found["rollout/weight_version/max"]) == (3.0, 5.0)
+    assert found["rollout/prefix_cache_hit_rate"] == 6 / 16
+    assert found["rollout/avg_cached_tokens_per_sample"] == 3.0
+
+
+def test_reward_categories():
+    samples = [sample(0, {"score": 1.0, "kind": "ok"}, 1), sample(0, {"score": 0.0, "kind": "format"}, 1)]
+    found = rollout_metrics(args(reward_key="score", log_reward_category="kind"), samples, seconds=1.0)
+    assert found["rollout/error_cat/ok"] == 0.5
+    assert found["rollout/error_cat/format"] == 0.5
+
+
+def test_evaluation():
+    samples = [sample(0, 1.0, 3), sample(0, 0.0, 5)]
+    data = {"sums": {"rewards": [1.0, 0.0], "truncated": [False, True], "samples": samples}}
+    found = eval_metrics(args(log_passrate=True), data)
+    assert found["eval/sums"] == 0.5
+    assert found["eval/sums-truncated_ratio"] == 0.5
+    assert found["eval/sums/response_len/mean"] == 4.0
+    assert found["eval/sums-pass@1"] == 0.5
+    assert found["eval/sums-pass@2"] == 1.0
+
+
+def test_an_empty_evaluation_set_is_named():
+    with pytest.raises(ValueError, match="'sums' gave no rewards"):
+        eval_metrics(args(), {"sums": {"rewards": [], "samples": []}})
+
+
+def test_pass_rates_equal_a_count_over_all_subsets():
+    rng = random.Random(0)
+    groups = [[rng.randint(0, 1) for _ in range(4)] for _ in range(5)]
+    found = pass_rates(groups)
+    assert set(found) == {"pass@1", "pass@2", "pass@4"}
+    for k in (1, 2, 4):
+        shares = []
+        for group in groups:
+            subsets = list(itertools.combinations(group, k))
+            shares.append(sum(1 in subset for subset in subsets) / len(subsets))
+        assert found[f"pass@{k}"] == pytest.approx(sum(shares) / len(shares), abs=1e-12)
+
+
+def test_statistics_of_an_even_and_an_odd_count():
+    assert statistics([3, 1, 2], "a/") == {"a/mean": 2.0, "a/median": 2.0, "a/max": 3.0, "a/min": 1.0}
+    assert statistics([4, 1], "")["median"] == 2.5
+
+
+def test_repetition():
+    rng = random.Random(0)
+    assert is_repetitive("the same again. " * 1000)
+    assert not is_repetitive("".join(rng.choice("abcdefghij ") for _ in range(12_000)))
+    assert not is_repetitive("the same again. " * 100)  # short texts are never called repetitive
+
+
+def test_step_axis():
+    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size": 16}
+    assert rollout_step(args(**sizes), 3) == 3
+    assert rollout_step(args(**sizes, wandb_always_use_train_step=True), 3) == 6
+
+
+def test_headline_comes_from_the_rank_that_has_it():
+    last_stage = {"steps": [{"loss": 3.0}, {"loss": 1.0, "grad_norm": 2.0}], "rollout": {"rollout/raw_reward": 0.5}}
+    assert headline([None, {"steps": [], "rollout": {}}, last_stage]) == {
+        "reward": 0.5,
+        "loss": 1.0,
+        "gradient norm": 2.0,
+    }
+    assert headline([None]) == {}
