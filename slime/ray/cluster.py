@@ -154,8 +154,8 @@ def connect(args: Namespace, slots: int) -> Cluster:
         return _current
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     janitor = start_janitor(f"{RUN_TAG}={run_id}")
-    own = _join_or_start(args, run_id, slots)
     try:
+        own = _join_or_start(args, run_id, slots)
         totals = ray.cluster_resources()
         device_type = device_of_cluster(totals, os.environ.get("SLIME_ACCELERATOR"))
         cluster = Cluster(
