@@ -1,0 +1,150 @@
+"""What a slot is, what actors are started with, and a connection that fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.ray import cluster
+from slime.ray.cluster import SLOT, Cluster, describe_resources, device_of_cluster, slot_resources
+
+
+def make_cluster(device: Any = "cpu", *, has_slots: bool = True, janitor: Any = None) -> Cluster:
+    return Cluster(
+        run_id="r1",
+        own=True,
+        device_type=device,
+        slot=slot_resources(device, has_slots=has_slots),
+        node_id="here",
+        janitor=janitor,
+    )
+
+
+def test_device_of_the_cluster() -> None:
+    assert device_of_cluster({"CPU": 2.0}, None) == "cpu"
+    assert device_of_cluster({"CPU": 2.0, "GPU": 0.0}, None) == "cpu"
+    assert device_of_cluster({"CPU": 2.0, "GPU": 8.0}, None) == "cuda"
+    assert device_of_cluster({"CPU": 2.0, "GPU": 8.0}, "cpu") == "cpu"
+    assert device_of_cluster({"CPU": 2.0}, "cuda") == "cuda"
+    assert device_of_cluster({"CPU": 2.0, "GPU": 8.0}, "musa") == "cuda"
+
+
+def test_what_a_slot_reserves() -> None:
+    assert slot_resources("cuda", has_slots=False) == {"GPU": 1.0, "CPU": 1.0}
+    assert slot_resources("cpu", has_slots=True) == {SLOT: 1.0}
+    assert slot_resources("cpu", has_slots=False) == {"CPU": 0.01}
+
+
+def test_shares_of_a_slot() -> None:
+    assert make_cluster("cuda").share_of_slot(0.4) == {"num_cpus": 0.4, "num_gpus": 0.4}
+    assert make_cluster("cpu").share_of_slot(0.4) == {"num_cpus": 0, "resources": {SLOT: 0.4}}
+    assert make_cluster("cpu", has_slots=False).share_of_slot(0.4) == {"num_cpus": 0.004}
+
+
+@pytest.mark.parametrize(("device", "has_slots"), [("cuda", False), ("cpu", True), ("cpu", False)])
+def test_trainer_critic_and_engine_fit_on_one_slot(device: str, has_slots: bool) -> None:
+    here = make_cluster(device, has_slots=has_slots)
+    taken: dict[str, float] = {"GPU": 0.0, "CPU": 0.0, SLOT: 0.0}
+    for share in (0.4, 0.4, 0.2):  # actor, critic, engine
+        options = here.share_of_slot(share)
+        taken["CPU"] += options["num_cpus"]
+        taken["GPU"] += options.get("num_gpus", 0)
+        taken[SLOT] += options.get("resources", {}).get(SLOT, 0)
+    assert all(amount <= here.slot.get(name, 0.0) + 1e-9 for name, amount in taken.items())
+
+
+def test_actors_know_the_run_and_see_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    env = make_cluster().environment({"MINE": "1", "RAY_USE_UVLOOP": "1"})["env_vars"]
+    assert env["SLIME_RUN_ID"] == "r1"
+    for name in ("CUDA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "NEURON_RT_VISIBLE_CORES", "TPU_VISIBLE_CHIPS"):
+        assert env[f"RAY_EXPERIMENTAL_NOSET_{name}"] == "1"
+    assert env["MINE"] == "1"
+    assert env["RAY_USE_UVLOOP"] == "1"  # what is asked for wins
+    first, *rest = env["PYTHONPATH"].split(os.pathsep)
+    assert os.path.isfile(os.path.join(first, "slime", "driver.py"))
+    assert rest == ["/of/the/user"]
+    assert env["OMP_NUM_THREADS"] == "1"  # the cores are shared
+    assert "OMP_NUM_THREADS" not in make_cluster("cuda").environment()["env_vars"]
+
+
+def test_resources_on_one_line() -> None:
+    shown = describe_resources({"memory": 1e9, "GPU": 8.0, "CPU": 64.0, "node:10.0.0.1": 1.0})
+    assert shown == "CPU 64, GPU 8"
+    assert describe_resources({}) == "no CPU, no GPU"
+
+
+def test_before_connect_there_is_no_cluster() -> None:
+    assert not cluster.is_connected()
+    with pytest.raises(RuntimeError, match="connect"):
+        cluster.current()
+
+
+class FakeJanitor:
+    def __init__(self, tag: str) -> None:
+        self.tag, self.swept = tag, 0
+
+    def sweep(self) -> None:
+        self.swept += 1
+
+
+@pytest.fixture
+def janitors(monkeypatch: pytest.MonkeyPatch) -> list[FakeJanitor]:
+    started: list[FakeJanitor] = []
+
+    def start(tag: str) -> FakeJanitor:
+        started.append(FakeJanitor(tag))
+        return started[-1]
+
+    monkeypatch.setattr(cluster, "start_janitor", start)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    return started
+
+
+def test_a_cluster_that_cannot_be_joined_leaves_no_janitor(
+    monkeypatch: pytest.MonkeyPatch, janitors: list[FakeJanitor]
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", refuse)
+    monkeypatch.setattr(cluster, "QUIET_RAY", {})
+    with pytest.raises(ConnectionError, match=r"cannot join the Ray cluster '10\.0\.0\.1:6379' that --ray-address"):
+        cluster.connect(SimpleNamespace(ray_address="10.0.0.1:6379"), 2)  # type: ignore[arg-type]
+    assert [j.swept for j in janitors] == [1]
+    assert not cluster.is_connected()
+
+
+def test_the_variable_that_named_the_cluster_is_told(
+    monkeypatch: pytest.MonkeyPatch, janitors: list[FakeJanitor]
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", refuse)
+    monkeypatch.setattr(cluster, "QUIET_RAY", {})
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    with pytest.raises(ConnectionError, match="environment variable RAY_ADDRESS"):
+        cluster.connect(SimpleNamespace(ray_address=None), 2)  # type: ignore[arg-type]
+
+
+def test_shutdown_sweeps_once_everything_else_has_ended(
+    monkeypatch: pytest.MonkeyPatch, janitors: list[FakeJanitor]
+) -> None:
+    order: list[str] = []
+    janitor = FakeJanitor("t")
+    janitor.sweep = lambda: order.append("sweep")  # type: ignore[method-assign]
+    here = make_cluster(janitor=janitor)
+    here.node_janitors["there"] = "actor there"
+    monkeypatch.setattr(cluster, "_current", here)
+    monkeypatch.setattr(cluster.ray, "kill", lambda actor: order.append(f"kill {actor}"))
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: order.append("ray.shutdown"))
+    here.shutdown()
+    assert order == ["kill actor there", "ray.shutdown", "sweep"]
+    assert not cluster.is_connected()
