@@ -1,0 +1,133 @@
+"""The quickstart's data, reward, control and stages, without the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+
+import pytest
+
+from examples.quickstart import make_data, recipe, reward, stages
+from examples.quickstart.stages import StageError, run_stage, show_command
+from slime.arguments import parse_args
+from slime.utils.types import Sample
+
+
+def total(question):
+    a, b = question.rstrip("=").split("+")
+    return int(a) + int(b)
+
+
+def test_the_held_out_problems_are_in_no_training_file(tmp_path):
+    make_data.make_data(tmp_path, seed=3, demonstrations=5000, slips=0.6, held_out=512)
+    rows = {f.stem: [json.loads(x) for x in f.read_text().splitlines()] for f in tmp_path.glob("*.jsonl")}
+    asked = {name: [row["messages"][0]["content"] for row in group] for name, group in rows.items()}
+    assert len(set(asked["held_out"])) == 512
+    assert not set(asked["held_out"]) & (set(asked["train"]) | set(asked["sft"]))
+    assert all(int(r["label"]) == total(r["messages"][0]["content"]) for r in rows["train"] + rows["held_out"])
+    demonstrated = [(total(r["messages"][0]["content"]), int(r["messages"][1]["content"])) for r in rows["sft"]]
+    wrong = sum(right != shown for right, shown in demonstrated)
+    assert 0.57 <= wrong / 5000 <= 0.63  # 0.6 and four standard deviations
+
+
+def test_the_split_is_the_same_for_every_seed(tmp_path):
+    for seed in (0, 1):
+        make_data.make_data(tmp_path / str(seed), seed=seed, demonstrations=10, slips=0.6, held_out=100)
+    first, second = (tmp_path / str(s) for s in (0, 1))
+    assert (first / "held_out.jsonl").read_text() == (second / "held_out.jsonl").read_text()
+    assert (first / "sft.jsonl").read_text() != (second / "sft.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "expected"),
+    [
+        ("095<|im_end|>", Sample.Status.COMPLETED, 1.0),
+        ("095", Sample.Status.COMPLETED, 1.0),
+        ("095", Sample.Status.TRUNCATED, 0.0),
+        ("95<|im_end|>", Sample.Status.COMPLETED, 0.0),
+        ("0955<|im_end|>", Sample.Status.COMPLETED, 0.0),
+        ("", Sample.Status.COMPLETED, 0.0),
+    ],
+)
+def test_only_the_exact_finished_answer_is_rewarded(response, status, expected):
+    sample = Sample(prompt="37+58=", response=response, label="095", status=status)
+    assert asyncio.run(reward.exact_answer(None, sample)) == expected
+
+
+def test_shuffled_rewards_keep_the_numbers_but_not_their_owners():
+    samples = [Sample(index=i, group_index=i // 4, reward=float(i % 4 == 0 and i < 20)) for i in range(40)]
+    raw, normalised = reward.shuffled_rewards(None, samples)
+    assert raw == [s.reward for s in samples]
+    for group in range(10):
+        dealt = normalised[4 * group : 4 * group + 4]
+        assert sum(dealt) == pytest.approx(0, abs=1e-9)
+        if any(dealt):
+            assert statistics.stdev(dealt) == pytest.approx(1, abs=1e-4)
+    assert any(raw[i] == 1.0 and normalised[i] < 0 for i in range(40))
+    assert reward.shuffled_rewards(None, samples)[1] == normalised
+
+
+def test_the_command_lines_are_accepted_by_train_py(tmp_path):
+    paths = recipe.Paths(tmp_path)
+    for directory in (paths.model, paths.sft_model):
+        directory.mkdir(parents=True)
+        config = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512}
+        config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 384}
+        config |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+        (directory / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0}))
+    sft = parse_args(recipe.sft(paths, 0))
+    assert sft.num_rollout * sft.rollout_batch_size == recipe.SFT_ROLLOUTS * recipe.SFT_BATCH
+    grpo = parse_args(recipe.grpo(paths, 1, rollouts=60, shuffled=True))
+    assert (grpo.num_rollout, grpo.rollout_num_gpus) == (60, 2)
+    assert grpo.custom_reward_post_process_path == "examples.quickstart.reward.shuffled_rewards"
+
+
+def test_a_shown_command_can_be_pasted():
+    import shlex
+
+    command = [
+        "python",
+        "train.py",
+        "--a",
+        "1",
+        "--path",
+        "out/{rollout_id}",
+        "--flag",
+        *(f"--x{i}" for i in range(30)),
+    ]
+    text = show_command(command)
+    assert shlex.split(text.replace("\\\n", "")) == command
+    assert max(map(len, text.splitlines())) < 120
+    assert (
+        show_command(["python", "-m", "tools.tiny_model", "--out", "a b"]) == "python -m tools.tiny_model --out 'a b'"
+    )
+
+
+def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path):
+    with pytest.raises(StageError, match=r"(?s)SFT failed with exit status 3.*the reason"):
+        run_stage("SFT", ["python", "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log", deadline_s=60)
+
+
+def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "GRACE_S", 1)
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    with pytest.raises(StageError, match=r"(?s)GRPO was not done after 1 s.*up"):
+        run_stage("GRPO", ["python", "-c", code], tmp_path / "log", deadline_s=1)
+
+
+def test_a_stage_reports_new_metrics_once(tmp_path, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    code = (
+        "import sys, time\n"
+        "f = open(sys.argv[1], 'w')\n"
+        "for i in range(3): f.write('{\"value\": %d}\\n' % i); f.flush(); time.sleep(0.4)\n"
+        "f.write('{\"value\"')"
+    )
+    command = [sys.executable, "-c", code, str(metrics)]
+    run_stage(
+        "x", command, tmp_path / "log", deadline_s=60, metrics=metrics, describe=lambda row: f"got {row['value']}"
+    )
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  got")]
+    assert printed == ["got 0", "got 1", "got 2"]
