@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import statistics
 import sys
 
@@ -57,7 +58,7 @@ def test_only_the_exact_finished_answer_is_rewarded(response, status, expected):
 
 
 def test_shuffled_rewards_keep_the_numbers_but_not_their_owners():
-    samples = [Sample(index=i, group_index=i // 4, reward=float(i % 4 == 0 and i < 20)) for i in range(40)]
+    samples = [Sample(index=i, group_index=i // 4, reward=float(i % 2)) for i in range(40)]
     raw, normalised = reward.shuffled_rewards(None, samples)
     assert raw == [s.reward for s in samples]
     for group in range(10):
@@ -65,7 +66,8 @@ def test_shuffled_rewards_keep_the_numbers_but_not_their_owners():
         assert sum(dealt) == pytest.approx(0, abs=1e-9)
         if any(dealt):
             assert statistics.stdev(dealt) == pytest.approx(1, abs=1e-4)
-    assert any(raw[i] == 1.0 and normalised[i] < 0 for i in range(40))
+    punished = sum(raw[i] == 1.0 and normalised[i] < 0 for i in range(40))
+    assert 4 <= punished <= 16  # 20 are right; by chance half of them are dealt a zero
     assert reward.shuffled_rewards(None, samples)[1] == normalised
 
 
@@ -85,24 +87,12 @@ def test_the_command_lines_are_accepted_by_train_py(tmp_path):
 
 
 def test_a_shown_command_can_be_pasted():
-    import shlex
-
-    command = [
-        "python",
-        "train.py",
-        "--a",
-        "1",
-        "--path",
-        "out/{rollout_id}",
-        "--flag",
-        *(f"--x{i}" for i in range(30)),
-    ]
+    many = [f"--x{i}" for i in range(30)]
+    command = ["python", "train.py", "--a", "1", "--path", "out/{rollout_id}", "--flag", *many]
     text = show_command(command)
     assert shlex.split(text.replace("\\\n", "")) == command
     assert max(map(len, text.splitlines())) < 120
-    assert (
-        show_command(["python", "-m", "tools.tiny_model", "--out", "a b"]) == "python -m tools.tiny_model --out 'a b'"
-    )
+    assert show_command(["python", "-m", "tools.lock", "--out", "a b"]) == "python -m tools.lock --out 'a b'"
 
 
 def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path):
