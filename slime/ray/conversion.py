@@ -83,8 +83,17 @@ class Converter:
 
     def _carry_over(self, samples: list[Sample], raw: list[Any], rewards: list[Any], batch: RolloutBatch) -> None:
         ids = batch.rollout_ids
-        positions = leftover_positions(ids, self.args.global_batch_size) if len(ids) == len(samples) else []
-        if positions and len(positions) < len(samples):
+        positions = leftover_positions(ids, self.args.global_batch_size)
+        if positions and len(ids) != len(samples):
+            logger.warning(
+                "%d of the %d rows that --custom-convert-samples-to-train-data-path made of %d samples do not fill a "
+                "training step and are dropped; with one row per sample, in order, they would wait for the next rollout",
+                len(positions),
+                len(ids),
+                len(samples),
+            )
+            positions = []
+        elif positions and len(positions) < len(samples):
             logger.info("%d samples do not fill a training step and wait for the next rollout", len(positions))
         # Ids of their own, which no later rollout uses: rollout ids are unique within a rollout only.
         names: dict[int, int] = {}
