@@ -87,7 +87,7 @@ class Converter:
         if positions and len(ids) != len(samples):
             logger.warning(
                 "%d of the %d rows that --custom-convert-samples-to-train-data-path made of %d samples do not fill a "
-                "training step and are dropped; with one row per sample, in order, they would wait for the next rollout",
+                "training step and are dropped; one row per sample, in order, would wait for the next rollout",
                 len(positions),
                 len(ids),
                 len(samples),

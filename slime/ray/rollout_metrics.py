@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import zlib
 from argparse import Namespace
 from collections import Counter
@@ -74,11 +75,15 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
 
 
 def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing."""
+    """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing.
+
+    Groups with rewards that are no numbers (dicts, or None, for a custom post-processing) are not counted.
+    """
     if args.advantage_estimator == "ppo":
         return {}
     groups = _groups(samples, [s.get_reward_value(args) for s in samples])
-    flat = [rewards[0] for rewards in groups if len(rewards) > 1 and len(set(rewards)) == 1]
+    numeric = [rewards for rewards in groups if all(isinstance(reward, numbers.Real) for reward in rewards)]
+    flat = [rewards[0] for rewards in numeric if len(rewards) > 1 and len(set(rewards)) == 1]
     counts = Counter(round(float(reward), 1) for reward in flat)
     return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
 
