@@ -151,3 +151,53 @@ def test_headline_comes_from_the_rank_that_has_it():
         "gradient norm": 2.0,
     }
     assert headline([None]) == {}
+
+
+def test_speculative_decoding():
+    samples = [sample(0, 1.0, 1), sample(0, 1.0, 1)]
+    for s, (accepted, drafted, verified, completion) in zip(samples, [(6, 8, 2, 8), (1, 2, 3, 7)], strict=True):
+        s.spec_info.spec_accept_token_num, s.spec_info.spec_draft_token_num = accepted, drafted
+        s.spec_info.spec_verify_ct, s.spec_info.completion_token_num = verified, completion
+    found = rollout_metrics(args(), samples, seconds=1.0)
+    assert found["rollout/spec_accept_rate"] == 7 / 10
+    assert found["rollout/spec_accept_length"] == 15 / 5
+
+
+def test_groups_without_spread_are_counted_by_their_reward():
+    rewards = [[1.0, 1.0], [0.0, 0.0, 0.0], [0.04, 0.04], [1.0, 0.0], [1, 1]]
+    samples = [sample(group, reward, 1) for group, members in enumerate(rewards) for reward in members]
+    found = rollout_metrics(args(), samples, seconds=1.0)
+    counts = {name.partition("zero_std/")[2]: value for name, value in found.items() if "zero_std" in name}
+    assert counts == {"count_0.0": 2.0, "count_1.0": 2.0}  # 0.04 is shown as 0.0
+    assert not [n for n in rollout_metrics(args(advantage_estimator="ppo"), samples, 1.0) if "zero_std" in n]
+
+
+def test_rewards_that_are_no_numbers_yet_do_not_stop_a_rollout():
+    """A custom reward post-processing or converter may start from dicts, or from nothing."""
+    whole = {"format": 1.0, "answer": 0.0}
+    samples = [sample(0, whole, 1), sample(0, dict(whole), 1), sample(1, None, 1), sample(1, None, 1)]
+    found = rollout_metrics(args(), samples, seconds=1.0)
+    assert not [name for name in found if "zero_std" in name]
+    assert found["rollout/response_len/mean"] == 1.0
+
+
+def test_without_engines_there_is_no_speed_per_gpu():
+    found = rollout_metrics(args(rollout_num_gpus=None), [sample(0, 1.0, 4)], seconds=2.0)
+    assert "perf/tokens_per_gpu_per_sec" not in found
+    assert found["perf/longest_sample_tokens_per_sec"] == 2.0
+
+
+def test_evaluation_without_samples_has_rewards_only():
+    data = {"a": {"rewards": [1.0, 0.0, 0.5], "truncated": [True, False, False]}, "b": {"rewards": [2]}}
+    assert eval_metrics(args(log_passrate=True), data) == {
+        "eval/a": 0.5,
+        "eval/a-truncated_ratio": pytest.approx(1 / 3),
+        "eval/b": 2.0,
+    }
+
+
+def test_pass_rates_stop_at_the_smallest_group():
+    found = pass_rates([[1, 0, 0], [0, 0, 0, 0, 1]])
+    assert set(found) == {"pass@1", "pass@2"}
+    assert found["pass@1"] == pytest.approx((1 / 3 + 1 / 5) / 2)
+    assert found["pass@2"] == pytest.approx((2 / 3 + 2 / 5) / 2)
