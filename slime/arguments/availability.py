@@ -1,4 +1,4 @@
-"""The one table of flags that are declared but whose feature this version does not have yet.
+"""The flags that are declared but whose feature this version does not have yet, and those that can have no effect.
 
 Delete a line (or one value of it) to make a flag available. A run that sets one to anything but its default is
 refused; none is ever ignored.
@@ -7,6 +7,7 @@ refused; none is ever ignored.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
@@ -40,6 +41,7 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "advantage_estimator": ("ppo",),
     "value_clip": ANY,
     "num_critic_only_steps": ANY,
+    "lambd": ANY,
     "use_stateless_adam": ANY,
     "keep_old_actor": ANY,
     "use_routing_replay": ANY,
@@ -53,7 +55,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "mtp_loss_scaling_factor": ANY,
     "enable_mtp_training": ANY,
     # checkpoints
-    "async_save": ANY,
     "megatron_config_path": ANY,
     # weight synchronisation
     "update_weight_mode": ("delta",),
@@ -76,7 +77,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "memory_snapshot_num_steps": ANY,
     "memory_recorder": ANY,
     "record_memory_history": ANY,
-    "load_forge_rollout_data": ANY,
     # teacher server
     "teacher_port": ANY,
     "teacher_warmup_port": ANY,
@@ -94,20 +94,108 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "experimental_attention_variant": ANY,
     "enable_experimental": ANY,
     "add_position_embedding": ANY,
+    "position_embedding_type": ("mrope", "yarn", "relative"),
     "use_gated_attention": ANY,
     "post_self_attn_layernorm": ANY,
     "post_mlp_layernorm": ANY,
 }
 
-# Flags of slime <= 0.3.1 that did nothing there: refused with the way out instead of ignored.
+# Megatron's flags by name or pattern: details of families that are refused above, and features whose other half is
+# a training script's (it builds their process groups, wrappers or graphs), which slime does not have.
+NOT_YET_MEGATRON: tuple[str, ...] = (
+    # mixture of experts
+    "moe_*",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "ep_overlap_early_attn_memory_release",
+    "use_fused_weighted_squared_relu",
+    # low precision
+    "fp8_*",
+    "fp4_*",
+    "tp_only_amax_red",
+    "first_last_layers_bf16",
+    "num_layers_at_*_in_bf16",
+    "disable_parameter_transpose_cache",
+    "keep_fp8_transpose_cache",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "use_kitchen*",
+    "kitchen_attention_backend",
+    # latent attention, sparse and linear attention, state-space models, multimodal positions
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "cache_mla_latents",
+    "dsa_*",
+    "linear_*",
+    "mamba_*",
+    "use_mamba_mem_eff_path",
+    "is_hybrid_model",
+    "mrope_section",
+    "mtp_standalone",
+    "heterogeneous_block_specs",
+    "hetereogenous_dist_checkpoint",
+    "qk_clip*",
+    "log_max_attention_logit",
+    # sharded data parallelism
+    "use_megatron_fsdp",
+    "use_custom_fsdp",
+    "fsdp_*",
+    "data_parallel_sharding_strategy",
+    "outer_dp_sharding_strategy",
+    "gradient_reduce_div_fusion",
+    "suggested_communication_unit_size",
+    "preserve_fp32_weights",
+    "init_model_with_meta_device",
+    # communication and graphs
+    "tp_comm_*",
+    "hierarchical_context_parallel_sizes",
+    "hybrid_context_parallel",
+    "max_seqlen_per_dp_cp_rank",
+    "pipeline_model_parallel_comm_backend",
+    "overlap_param_gather_with_optimizer_step",
+    "cuda_graph_*",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "batch_invariant_mode",
+    # optimiser
+    "muon_*",
+)
+
+# Flags that can have no effect: refused with the way out instead of ignored.
+_INFERENCE = "it concerns generation with Megatron; engines generate here"
 INERT: dict[str, str] = {
     "http_proxy": "set the environment variables http_proxy and no_proxy instead",
     "min_batch_collection_ratio": "it never had an effect; leave it out",
+    "cross_entropy_loss_fusion": "slime computes log-probs itself; see --log-probs-chunk-size",
+    "cross_entropy_fusion_impl": "slime computes log-probs itself; see --log-probs-chunk-size",
+    "apply_residual_connection_post_layernorm": "megatron-core does not read it; leave it out",
+    "async_tensor_model_parallel_allreduce": "megatron-core does not read it; leave it out",
+    "barrier_with_L1_time": "slime has timers of its own; leave it out",
+    "inference_rng_tracker": _INFERENCE,
+    "inference_sampling_seed": _INFERENCE,
+    "inference_fuse_tp_communication": _INFERENCE,
+    "use_inference_optimized_layers": _INFERENCE,
+    "flash_decode": _INFERENCE,
+    "mlp_chunks_for_prefill": _INFERENCE,
+    "symmetric_ar_type": _INFERENCE,
 }
 
 
 def is_available(flag: Flag) -> bool:
     """Whether some value other than the default may be given."""
+    if flag.source == "megatron" and any(fnmatchcase(flag.dest, pattern) for pattern in NOT_YET_MEGATRON):
+        return False
     return flag.dest not in INERT and NOT_YET.get(flag.dest) != ANY
 
 

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag, add_to_parser
 from slime.arguments.groups import slime_flags
+from slime.arguments.passthrough import router, sglang
 from slime.arguments.passthrough.megatron import megatron_flags
-from slime.arguments.passthrough.router import router_flags
-from slime.arguments.passthrough.sglang import owned_options, sglang_flags
 
 AddCustomArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -32,7 +31,7 @@ def all_flags() -> tuple[Flag, ...]:
     own = slime_flags()
     options = {o for flag in own for o in flag.options}
     dests = {flag.dest for flag in own}
-    passed = [*megatron_flags(), *sglang_flags(), *router_flags()]
+    passed = [*megatron_flags(), *sglang.sglang_flags(), *router.router_flags()]
     kept = [flag for flag in passed if flag.dest not in dests and not options.intersection(flag.options)]
     return (*own, *kept)
 
@@ -99,8 +98,9 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _unknown_message(name: str, known: Sequence[str]) -> str:
-    if name in owned_options():
-        return f"{name} is set by slime itself: {owned_options()[name]}"
+    owned = {**sglang.owned_options(), **router.owned_options()}
+    if name in owned:
+        return f"{name} is set by slime itself: {owned[name]}"
     guess = nearest(name, known)
     if guess is None:
         word = max(re.split(r"[-_]", name.lstrip("-")), key=len)

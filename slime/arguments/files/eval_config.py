@@ -88,6 +88,11 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
     "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
     "custom_rm_path": ("eval_custom_rm_path", "custom_rm_path"),
 }
+# Kept for evaluation functions and plug-ins of users; the built-in evaluation does not read them.
+FOR_PLUGINS = (
+    "min_eval_samples", "app_service", "eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout",
+    "message_processor", "reward_model", "remote_environment",
+)  # fmt: skip
 FIELD_NAMES = tuple(f.name for f in fields(EvalDatasetConfig))
 DEFAULT_NAMES = frozenset(FIELD_NAMES) - {"name", "path"}
 

@@ -17,10 +17,41 @@ DEFAULTS: dict[str, Any] = {
 # smg, the successor with the same interface, has these policies; the router's start says what is missing without it.
 MORE_POLICIES = ("consistent_hashing", "prefix_hash", "least_load")
 
+_FLEET = "slime starts and registers its engines itself"
+_WATCHED = "slime watches its engines itself; the router's own checks are off"
+# Decided by slime for every router -> what to do instead.
+OWNED: dict[str, str] = {
+    "worker_urls": _FLEET,
+    "router_prefill": _FLEET,
+    "router_decode": _FLEET,
+    "router_pd_disaggregation": "it follows from the kinds of engines",
+    "router_request_timeout_secs": "give --sglang-router-request-timeout-secs",
+    "router_api_key": "give --sglang-api-key",
+    "router_cb_failure_threshold": _WATCHED,
+    "router_cb_success_threshold": _WATCHED,
+    "router_cb_timeout_duration_secs": _WATCHED,
+    "router_cb_window_duration_secs": _WATCHED,
+    "router_health_failure_threshold": _WATCHED,
+    "router_health_success_threshold": _WATCHED,
+    "router_health_check_timeout_secs": _WATCHED,
+    "router_health_check_interval_secs": _WATCHED,
+    "router_health_check_endpoint": _WATCHED,
+}
+
+
+def owned_options() -> dict[str, str]:
+    """Option that is not offered (``--router-api-key``) -> what to do instead."""
+    return {
+        option: OWNED[record["dest"]]
+        for record in catalog.records(catalog.ROUTER)
+        if record["dest"] in OWNED
+        for option in record["options"]
+    }
+
 
 def router_flags() -> list[Flag]:
     """Every flag of the installed router; its address is slime's own (``--sglang-router-ip`` and ``-port``)."""
-    return [_adjusted(_flag(record)) for record in catalog.records(catalog.ROUTER)]
+    return [_adjusted(_flag(record)) for record in catalog.records(catalog.ROUTER) if record["dest"] not in OWNED]
 
 
 def _flag(record: dict[str, Any]) -> Flag:

@@ -39,12 +39,26 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             "--only-train-params-name-list and --freeze-params-name-list exclude each other; say it with one of them"
         )
+    if args.use_unbiased_kl and not args.use_kl_loss:
+        raise ArgumentError("--use-unbiased-kl changes the KL of --use-kl-loss and has no effect without it; add it")
+    if not args.compute_advantages_and_returns:
+        _check_without_advantages(args)
     if args.ref_update_interval is not None and args.kl_coef == 0 and not args.use_kl_loss:
         raise ArgumentError(
             f"--ref-update-interval {args.ref_update_interval} needs a reference model: add --use-kl-loss or --kl-coef"
         )
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         raise ArgumentError("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
+
+
+def _check_without_advantages(args: Namespace) -> None:
+    """Neither log-probs nor advantages are computed before the step: what works on them is not asked for."""
+    for name in ("kl_coef", "custom_advantage_function_path", "normalize_advantages", "use_rollout_entropy"):
+        if getattr(args, name):
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} has no effect with --disable-compute-advantages-and-returns; "
+                "leave one of them out"
+            )
 
 
 def derive(args: Namespace) -> None:

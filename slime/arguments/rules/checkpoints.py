@@ -39,6 +39,11 @@ def fall_back_to_hf_checkpoint(args: Namespace) -> None:
 
 def resolve_load(args: Namespace) -> None:
     """Continue a Megatron checkpoint when ``--load`` is one; otherwise start from weights alone, at rollout 0."""
+    if args.ref_ckpt_step is not None and not is_megatron_checkpoint(args.ref_load):
+        raise ArgumentError(
+            f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load {args.ref_load} has no {TRACKER} and so no steps; "
+            "leave it out"
+        )
     if is_megatron_checkpoint(args.load):
         return
     args.no_load_optim = args.no_load_rng = args.finetune = True
@@ -50,6 +55,8 @@ def resolve_load(args: Namespace) -> None:
         args.load = args.ref_load
         if args.ref_ckpt_step is not None:
             args.ckpt_step = args.ref_ckpt_step
+    if args.ckpt_step is not None and not is_megatron_checkpoint(args.load):
+        raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {args.load} has no {TRACKER} and so no steps")
     if args.start_rollout_id is None:
         args.start_rollout_id = 0
 
@@ -58,6 +65,8 @@ def check_save(args: Namespace) -> None:
     """Intervals and exports need a directory to save to."""
     if args.save_interval is not None and args.save is None:
         raise ArgumentError(f"--save-interval {args.save_interval} needs --save DIRECTORY")
+    if args.save is not None and args.save_interval is None:
+        logger.warning("--save %s: nothing is saved without --save-interval N", args.save)
     if args.save_hf is not None:
         if args.save is None:
             raise ArgumentError(f"--save-hf {args.save_hf} is written with every checkpoint and needs --save DIRECTORY")

@@ -6,6 +6,8 @@ from argparse import Namespace
 
 from slime.arguments.errors import ArgumentError
 
+DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+
 
 def expand_dumps(args: Namespace) -> None:
     """``--dump-details DIR`` sets both dump paths; the two must differ and must tell rollouts apart."""
@@ -26,6 +28,11 @@ def expand_dumps(args: Namespace) -> None:
             )
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
         raise ArgumentError("--load-debug-rollout-data-subsample needs --load-debug-rollout-data")
+    if args.load_forge_rollout_data is not None and args.rollout_function_path == DEFAULT_ROLLOUT:
+        raise ArgumentError(
+            f"--load-forge-rollout-data {args.load_forge_rollout_data} is not read by {DEFAULT_ROLLOUT}; "
+            "add --rollout-function-path slime.rollout.forge_load.generate_rollout"
+        )
 
 
 def choose_loop(args: Namespace) -> None:

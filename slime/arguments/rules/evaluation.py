@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files.eval_config import datasets_from_args
+from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args
+from slime.arguments.rules.debug import DEFAULT_ROLLOUT
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_datasets(args: Namespace) -> None:
@@ -27,3 +31,23 @@ def fall_back_to_rollout(args: Namespace) -> None:
         args.eval_function_path = args.rollout_function_path
     if args.eval_max_context_len is None:
         args.eval_max_context_len = args.rollout_max_context_len
+    if args.eval_function_path == DEFAULT_ROLLOUT:
+        _check_built_in(args)
+
+
+def _check_built_in(args: Namespace) -> None:
+    """The built-in evaluation scores single samples, and leaves some keys of the file to plug-ins."""
+    if args.group_rm and args.eval_interval is not None and not args.debug_train_only:
+        raise ArgumentError(
+            "--group-rm scores groups, of which the built-in evaluation has none; give --eval-function-path, or leave "
+            "--eval-interval out"
+        )
+    for dataset in args.eval_datasets:
+        unread = [name for name in FOR_PLUGINS if getattr(dataset, name) is not None]
+        if unread:
+            logger.warning(
+                "--eval-config, data set %s: %s without effect in the built-in evaluation (plug-ins find the values in "
+                "args.eval_datasets)",
+                dataset.name,
+                ", ".join(unread),
+            )

@@ -115,7 +115,9 @@ def _derive_virtual_stages(args: Namespace) -> None:
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
             "--pipeline-model-parallel-size above 1; leave them out"
         )
-    if pp > 1 and ends == (None, None) and args.pipeline_model_parallel_layout is None and layers % pp != 0:
+    # Embedding and loss may count as a layer each.
+    counted = layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    if pp > 1 and ends == (None, None) and args.pipeline_model_parallel_layout is None and counted % pp != 0:
         raise ArgumentError(
             f"--num-layers {layers} cannot be divided among --pipeline-model-parallel-size {pp} stages; "
             "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"

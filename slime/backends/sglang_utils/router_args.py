@@ -65,13 +65,14 @@ def router_fields(
         disable_circuit_breaker=True,
         disable_health_check=True,
         request_timeout_secs=int(getattr(args, "sglang_router_request_timeout_secs", None) or LARGEST_WAIT_S),
-        # Requests in flight do not hold up the end of a run.
-        shutdown_grace_period_secs=1,
-        # A worker is ready when it answers; slime registers engines that are.
-        worker_startup_check_interval=1,
     )
+    # Requests in flight do not hold up the end of a run.
+    fields.setdefault("shutdown_grace_period_secs", 1)
+    # A worker is ready when it answers; slime registers engines that are.
+    fields.setdefault("worker_startup_check_interval", 1)
     if prometheus_port is not None:
-        fields.update(prometheus_port=prometheus_port, prometheus_host=host)
+        fields["prometheus_port"] = prometheus_port
+        fields.setdefault("prometheus_host", host)
     if pd_disaggregation:
         fields["pd_disaggregation"] = True
     api_key = getattr(args, "sglang_api_key", None)

@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+import fnmatch
+
 import pytest
 
-from slime.arguments.availability import ANY, INERT, NOT_YET, is_available, refuse_unavailable, refused_values
+from slime.arguments.availability import (
+    ANY,
+    INERT,
+    NOT_YET,
+    NOT_YET_MEGATRON,
+    is_available,
+    refuse_unavailable,
+    refused_values,
+)
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
 
@@ -14,6 +24,9 @@ def test_the_table_names_declared_flags_and_choices(flags):
         if entry != ANY:
             assert set(entry) <= set(known[name].choices), name
     assert set(INERT) <= set(known)
+    megatron = [flag.dest for flag in flags if flag.source == "megatron"]
+    for pattern in NOT_YET_MEGATRON:
+        assert fnmatch.filter(megatron, pattern), pattern
 
 
 def test_every_unavailable_flag_is_refused_by_name(flags):

@@ -39,7 +39,6 @@ def test_given_engine_values_hold_on_cpu():
     [
         ("--bf16",),
         ("--fp16",),
-        ("--moe-grouped-gemm",),
         ("--attention-backend", "flash"),
         ("--transformer-impl", "transformer_engine"),
         ("--sglang-device", "cuda"),

@@ -72,6 +72,16 @@ def test_prefill_and_decode_workers_the_key_and_metrics() -> None:
     assert (fields["prometheus_port"], fields["prometheus_host"]) == (4000, "h")
 
 
+def test_what_was_set_wins_over_what_slime_would_choose() -> None:
+    args = run_args(
+        router_shutdown_grace_period_secs=20, router_worker_startup_check_interval=5, router_prometheus_host="h2"
+    )
+    fields = router_fields(args, host="h", port=1, prometheus_port=4000)
+    assert fields["shutdown_grace_period_secs"] == 20
+    assert fields["worker_startup_check_interval"] == 5
+    assert fields["prometheus_host"] == "h2"
+
+
 @dataclass
 class FakeRouterArgs:
     host: str = "0.0.0.0"
