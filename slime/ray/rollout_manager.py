@@ -222,8 +222,7 @@ class RolloutManager:
             return rollout_dumps.load(self.args, rollout_id), None
         self._wait_for_engines()
         output: Any = call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
-        for group in output.samples:
-            check_sibling_rollout_ids(group)
+        check_sibling_rollout_ids(output.samples)
         return list(iter_samples(output.samples)), output.metrics
 
     def _report(self, rollout_id: int, samples: list[Sample], metrics: dict[str, Any] | None, seconds: float) -> None:
