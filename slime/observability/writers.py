@@ -92,8 +92,9 @@ class WandbWriter:
         import wandb
 
         mode: Any = getattr(args, "wandb_mode", None) or os.environ.get("WANDB_MODE") or "online"
-        if mode != "offline" and getattr(args, "wandb_key", None):
-            wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
+        host = getattr(args, "wandb_host", None)
+        if mode == "online" and getattr(args, "wandb_key", None):
+            wandb.login(key=args.wandb_key, host=host)
         group = getattr(args, "wandb_group", None)
         name = group
         if group and getattr(args, "wandb_random_suffix", True):
@@ -112,7 +113,9 @@ class WandbWriter:
             dir=directory,
             mode=mode,
             config=wandb_config(args),
+            settings=wandb.Settings(base_url=host) if host else None,
         )
+        args.wandb_run_id = self._run.id  # plug-ins and a later --wandb-run-id refer to it
         for step_key, prefixes in STEP_AXES.items():
             self._run.define_metric(step_key)
             for prefix in prefixes:
@@ -123,8 +126,11 @@ class WandbWriter:
         self._run.log({step_key: step, **metrics})
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the run and end W&B's helper process, which would otherwise live as long as this one."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()
 
 
 def wandb_config(args: argparse.Namespace) -> dict[str, Any]:
