@@ -153,6 +153,14 @@ class Run:
             time.sleep(0.1)
         raise AssertionError(f"no line like {pattern!r} within {deadline_s} s:\n{self.output}{self.logs()}")
 
+    def wait_for_log(self, component: str, text: str, deadline_s: float) -> None:
+        """Wait until the log of ``component`` holds ``text``."""
+        path = self.run_dir / "logs" / f"{component}.log"
+        end = time.monotonic() + deadline_s
+        while not path.exists() or text not in path.read_text(errors="replace"):
+            assert time.monotonic() < end, f"no {text!r} in {path} within {deadline_s} s:\n{self.output}{self.logs()}"
+            time.sleep(0.1)
+
     def finish(self, timeout_s: float) -> Finished:
         """Wait for the end. Fails when it does not come within ``timeout_s``."""
         try:

@@ -1,0 +1,88 @@
+"""``train.py`` without engines: SFT, resume to the bit, failures and signals. Two real trainer ranks on two slots."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.run_train import Run, run_train, sft_file, sft_flags
+from tools.tiny_model import make_tiny_checkpoint
+
+pytestmark = pytest.mark.integration
+STEPS = 4
+HOLD = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.hold"]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    root = tmp_path_factory.mktemp("sft")
+    base = sft_flags(make_tiny_checkpoint(root / "model"), sft_file(root / "sft.jsonl"))
+    return [*base, "--actor-num-gpus-per-node", "2", "--num-rollout", str(STEPS)]
+
+
+def saving(root: Path) -> list[str]:
+    return [
+        "--save",
+        str(root),
+        "--load",
+        str(root),
+        "--save-interval",
+        "1",
+        "--save-hf",
+        str(root / "hf-{rollout_id}"),
+    ]
+
+
+def test_a_killed_run_resumes_to_the_same_weights(flags, tmp_path):
+    whole = run_train([*flags, *saving(tmp_path / "whole")], tmp_path / "run")
+    loss = whole.metric("train/loss")
+    assert sorted(loss) == list(range(STEPS))
+    assert loss[STEPS - 1] < loss[0]
+    assert re.search(rf"rollout {STEPS - 1} of {STEPS}: .*loss", whole.output)
+
+    again = [*flags, *saving(tmp_path / "again"), *HOLD]
+    with Run(again, tmp_path / "killed", env={"SLIME_TEST_HOLD_AT": "2"}) as run:
+        run.wait_for(r"rollout 1 of", 120)
+        run.wait_for_log("actor_rank1", "holding rollout 2", 60)
+        run.process.kill()
+        run.process.wait(10)
+        assert run.assert_nothing_left() < 30
+    resumed = run_train(again, tmp_path / "resumed")
+    assert resumed.metric("train/loss") == {step: loss[step] for step in (2, 3)}
+    last = f"hf-{STEPS - 1}/model-00001-of-00001.safetensors"
+    assert (tmp_path / "again" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+    # Nothing is left to do for the same command: it says so and succeeds.
+    finished = run_train(again, tmp_path / "finished")
+    assert "nothing to do" in finished.output
+
+
+def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
+    hook = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.fail_on_rank_1"]
+    failed = run_train([*flags, *hook], tmp_path / "run", returncode=1)
+    told = failed.output[failed.output.index("error: ") :].splitlines()
+    assert told[0] == "error: ValueError: the sauce is burnt in rank 1"
+    assert told[1].strip() == "in actor rank 1, during training on rollout 1"
+    assert "fail_on_rank_1" in failed.output  # where in the code
+    assert "ray/_private" not in failed.output
+    assert len(failed.output.splitlines()) < 60
+    assert failed.seconds < 60
+    assert "the sauce is burnt" in (failed.run_dir / "logs" / "failure.txt").read_text()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_everything(flags, tmp_path, signum, code):
+    with Run([*flags, "--num-rollout", "100000"], tmp_path / "run") as run:
+        run.wait_for(r"rollout 2 of", 120)
+        if signum == signal.SIGINT:
+            os.killpg(run.process.pid, signum)  # as a terminal does
+        else:
+            run.send(signum)
+        ended = run.finish(30)
+        assert ended.returncode == code
+        assert "Traceback" not in ended.output
+        run.assert_nothing_left(5)

@@ -1,0 +1,30 @@
+"""Hooks that integration tests give to ``train.py`` by path."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.utils.types import Sample
+
+
+async def parity_reward(args: Any, sample: Sample, **_: Any) -> float:
+    """Return 1.0 when the sum of the tokens is odd: a random model gets it half the time."""
+    return float(sum(sample.tokens) % 2)
+
+
+def fail_on_rank_1(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """``--rollout-data-postprocess-path`` that breaks on one rank, while the other waits for it in a collective."""
+    if dist.get_rank() == 1 and rollout_id == 1:
+        raise ValueError("the sauce is burnt in rank 1")
+
+
+def hold(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """``--rollout-data-postprocess-path`` that stays in rollout ``SLIME_TEST_HOLD_AT``: time to kill the run."""
+    if rollout_id == int(os.environ.get("SLIME_TEST_HOLD_AT", "-1")):
+        logging.getLogger(__name__).info("holding rollout %d", rollout_id)
+        time.sleep(600)
