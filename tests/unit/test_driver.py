@@ -1,13 +1,18 @@
-"""The order of the loop's steps, recorded by plain objects that stand for the two sides."""
+"""The order of the loop's steps, recorded by plain objects that stand for the two sides; the start and end of a run."""
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 
 import pytest
 
+from slime import driver
+from slime.arguments.errors import ArgumentError
 from slime.driver import Loop
 from slime.observability.timer import get_timers
+from slime.ray import program
+from slime.ray.program import Terminated
 
 
 class Recorder:
@@ -80,7 +85,7 @@ class TrainerRecorder(Recorder):
         self._call("finish")
 
 
-def run(*, overlap: bool = False, with_trainer: bool = True, per_epoch: int | None = None, **changes) -> list[str]:
+def loop_args(**changes):
     base = {
         "num_rollout": 2,
         "start_rollout_id": 0,
@@ -96,9 +101,13 @@ def run(*, overlap: bool = False, with_trainer: bool = True, per_epoch: int | No
         "device_type": "cpu",
         "wandb_always_use_train_step": False,
     }
+    return SimpleNamespace(**{**base, **changes})
+
+
+def run(*, overlap: bool = False, with_trainer: bool = True, per_epoch: int | None = None, **changes) -> list[str]:
     calls: list[str] = []
     trainer = TrainerRecorder(calls) if with_trainer else None
-    Loop(SimpleNamespace(**{**base, **changes}), RolloutRecorder(calls), trainer, per_epoch, overlap=overlap).run()
+    Loop(loop_args(**changes), RolloutRecorder(calls), trainer, per_epoch, overlap=overlap).run()
     return calls
 
 
@@ -208,3 +217,213 @@ def test_resume_continues_and_a_finished_run_does_nothing(caplog):
     assert run(num_rollout=5, start_rollout_id=5) == ["sync", "finish"]
     assert "nothing to do" in caplog.text
     assert run(num_rollout=5, start_rollout_id=5, overlap=True) == ["sync (requests survive)", "finish"]
+
+
+def test_the_next_rollout_runs_while_this_one_is_saved():
+    calls = run(overlap=True, num_rollout=3, save_interval=1, eval_interval=2)
+    assert calls == (
+        ["sync (requests survive)", "start 0"]
+        + ["wait 0", "start 1", "train 0", "save prompts 0", "save model 0", "wait 1", "sync (requests survive)"]
+        + ["wait 1", "start 2", "train 1", "save prompts 1", "save model 1", "wait 2", "sync (requests survive)"]
+        + ["eval 1"]
+        + ["wait 2", "train 2", "save prompts 2", "save model 2 to the end", "sync (requests survive)"]
+        + ["finish"]
+    )
+
+
+def test_one_step_ahead_resumes_where_it_was():
+    calls = run(overlap=True, num_rollout=5, start_rollout_id=3)
+    assert [c for c in calls if c.startswith(("start", "train"))] == ["start 3", "start 4", "train 3", "train 4"]
+
+
+def test_one_step_ahead_without_a_trainer_generates_everything_once():
+    calls = run(overlap=True, with_trainer=False, num_rollout=3)
+    assert calls == ["start 0", "wait 0", "start 1", "wait 1", "start 2", "wait 2"]
+
+
+def test_saves_at_epoch_ends_do_not_come_twice():
+    calls = run(num_rollout=4, save_interval=2, per_epoch=2)
+    assert [c for c in calls if c.startswith("save model")] == ["save model 1", "save model 3 to the end"]
+
+
+def test_without_an_interval_nothing_is_saved_or_evaluated_at_any_epoch_end():
+    calls = run(num_rollout=4, per_epoch=2)
+    assert not [c for c in calls if c.startswith(("save", "eval"))]
+
+
+def test_prompts_that_are_not_ours_are_not_saved():
+    calls = run(num_rollout=1, save_interval=1, rollout_global_dataset=False)
+    assert [c for c in calls if c.startswith("save")] == ["save model 0 to the end"]
+
+
+def test_evaluations_at_their_interval_and_not_at_the_end():
+    calls = run(num_rollout=5, eval_interval=2)
+    assert [c for c in calls if c.startswith("eval")] == ["eval 0", "eval 1", "eval 3"]
+
+
+def test_only_engines_sleep():
+    assert run(num_rollout=1, offload_rollout=True) == (
+        ["engine weights on", "sync", "engine caches on"]
+        + ["start 0", "wait 0", "engines off", "train 0"]
+        + ["engine weights on", "sync", "engine caches on", "finish"]
+    )
+
+
+def test_only_trainers_sleep():
+    assert run(num_rollout=1, offload_train=True) == (
+        ["trainer off", "sync", "start 0", "wait 0", "trainer on", "train 0", "trainer off", "sync", "finish"]
+    )
+
+
+def test_engines_that_share_devices_evaluate_with_their_memory_back():
+    calls = run(num_rollout=2, offload_train=True, offload_rollout=True, eval_interval=1)
+    awake = False
+    for call in calls:
+        awake = {"engines off": False, "engine caches on": True}.get(call, awake)
+        assert awake or not call.startswith(("eval", "start"))
+    assert calls.count("eval 1") == 1
+
+
+def test_a_failing_step_ends_the_loop_at_once():
+    class Failing(TrainerRecorder):
+        def wait(self, refs, what):
+            raise ValueError(what)
+
+    calls: list[str] = []
+    loop = Loop(loop_args(save_interval=1), RolloutRecorder(calls), Failing(calls), None, overlap=False)
+    with pytest.raises(ValueError, match="training on rollout 0"):
+        loop.run()
+    assert calls == ["sync", "start 0", "wait 0"]  # nothing is saved of a rollout that was not trained
+
+
+def test_each_rollout_reports_the_seconds_of_its_stages(monkeypatch):
+    logged = []
+    monkeypatch.setattr(driver, "log", lambda args, metrics, key: logged.append((metrics, key)))
+    run(num_rollout=2, save_interval=2)
+    assert [(metrics["rollout/step"], key) for metrics, key in logged] == [(0, "rollout/step"), (1, "rollout/step")]
+    assert set(logged[0][0]) - {"rollout/step"} == {
+        f"perf/stage/{stage}_time" for stage in ("generate", "train", "sync_weights")
+    }
+    assert "perf/stage/save_time" in logged[1][0]
+
+
+# From the start of everything to its end
+
+
+class World:
+    """Stands for everything that ``train`` starts; ``fails`` names the step that raises ``error``."""
+
+    def __init__(self, monkeypatch, fails: str | None = None, error: BaseException | None = None) -> None:
+        self.calls: list[str] = []
+        self.fails, self.error = fails, error
+        monkeypatch.setattr(driver.run_dir, "prepare", self.step("run directory"))
+        monkeypatch.setattr(driver, "create_placement_groups", self.step("slots", {"rollout": "slots"}))
+        monkeypatch.setattr(driver, "handle_sigterm", self.step("handle SIGTERM"))
+        monkeypatch.setattr(driver, "init_tracking", self.step("open trackers"))
+        monkeypatch.setattr(driver, "create_rollout_manager", self.step("manager", ("manager", None)))
+        monkeypatch.setattr(driver, "create_training_models", self.step("trainers", (None, None)))
+        monkeypatch.setattr(driver, "RolloutHandle", lambda args, manager: self)
+        monkeypatch.setattr(driver.Loop, "run", self.step("loop"))
+        monkeypatch.setattr(driver, "finish_tracking", self.step("close trackers"))
+        monkeypatch.setattr(driver.cluster, "is_connected", lambda: "slots" in self.calls)
+        monkeypatch.setattr(driver.cluster, "current", lambda: SimpleNamespace(shutdown=self.step("shut down")))
+
+    def step(self, name: str, result=None):
+        def take(*_, **__):
+            self.calls.append(name)
+            if name == self.fails:
+                raise self.error
+            return result
+
+        return take
+
+    def __getattr__(self, name: str):  # the rollout handle: prepare_engines, wait_ready, dispose
+        return self.step(name)
+
+
+def train_args(**changes):
+    base = {
+        "run_dir": "nowhere",
+        "colocate": False,
+        "offload_train": False,
+        "offload_rollout": False,
+        "check_weight_update_equal": False,
+        "update_weights_interval": 1,
+    }
+    return SimpleNamespace(**{**base, **changes})
+
+
+START = ["run directory", "slots", "handle SIGTERM", "open trackers", "manager", "trainers", "wait_ready", "loop"]
+
+
+def test_a_run_from_start_to_end(monkeypatch):
+    world = World(monkeypatch)
+    driver.train(train_args())
+    assert world.calls == [*START, "dispose", "close trackers", "shut down"]
+
+
+@pytest.mark.parametrize("flags", [{"offload_rollout": True}, {"check_weight_update_equal": True}])
+def test_engines_make_room_before_trainers_are_built(monkeypatch, flags):
+    world = World(monkeypatch)
+    driver.train(train_args(**flags))
+    assert world.calls.index("prepare_engines") == world.calls.index("trainers") - 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad"), KeyboardInterrupt(), Terminated()])
+@pytest.mark.parametrize("fails", START[1:])
+def test_whatever_fails_everything_is_ended(monkeypatch, fails, error):
+    world = World(monkeypatch, fails, error)
+    with pytest.raises(type(error)) as raised:
+        driver.train(train_args())
+    assert raised.value is error
+    # Nobody waits for a polite end of what may hang.
+    assert world.calls == [*START[: START.index(fails) + 1], "close trackers", "shut down"]
+
+
+@pytest.mark.parametrize("fails", ["dispose", "close trackers"])
+def test_an_interrupted_end_is_an_end_all_the_same(monkeypatch, fails):
+    world = World(monkeypatch, fails, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        driver.train(train_args())
+    assert world.calls[-3:] == ["dispose", "close trackers", "shut down"]
+
+
+def test_nothing_was_connected_nothing_is_shut_down(monkeypatch):
+    world = World(monkeypatch, "slots", ConnectionError("no route"))
+    monkeypatch.setattr(driver.cluster, "is_connected", lambda: False)
+    with pytest.raises(ConnectionError):
+        driver.train(train_args())
+    assert world.calls == ["run directory", "slots", "close trackers"]
+
+
+@pytest.mark.parametrize("name", ["colocate", "offload_train", "offload_rollout"])
+def test_the_overlapped_loop_cannot_take_turns(monkeypatch, name, capsys):
+    world = World(monkeypatch)
+    monkeypatch.setattr(program, "configure_logger", lambda prefix: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert driver.run(train_args(**{name: True}), overlap=True) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert f"--{name.replace('_', '-')}" in said
+    assert "train.py" in said
+    assert world.calls == []  # before Ray, and before a run directory
+
+
+def test_an_interval_between_syncs_is_for_the_overlapped_loop(monkeypatch):
+    world = World(monkeypatch)
+    with pytest.raises(ArgumentError, match="--update-weights-interval 2 has no effect in train.py"):
+        driver.train(train_args(update_weights_interval=2))
+    assert world.calls == []
+
+
+def test_the_loop_learns_how_it_runs(monkeypatch):
+    seen = []
+    for overlap in (False, True):
+        World(monkeypatch)
+        monkeypatch.setattr(driver, "create_rollout_manager", lambda args, pg: ("manager", 7))
+        monkeypatch.setattr(driver.Loop, "run", lambda self: seen.append((self.overlap, self.rollouts_per_epoch)))
+        driver.train(train_args(), overlap=overlap)
+    assert seen == [(False, 7), (True, 7)]
