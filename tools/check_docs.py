@@ -1,5 +1,7 @@
 """Check the documentation: ``python -m tools.check_docs``; exit status 1 and one line per mistake when there are any.
 
+With ``--run RUN_DIR`` only compare the metrics that a run has logged with their reference page.
+
 What is checked: relative links and anchors; ``train.py``, ``python -m`` and ``make`` command lines in shell fences;
 flags, files and dotted names in code spans; Python fences compile; generated pages match what they are generated
 from; every page of ``docs`` can be reached from its index.
@@ -7,6 +9,7 @@ from; every page of ``docs`` can be reached from its index.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 import textwrap
@@ -15,14 +18,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-from tools import gen_arguments_doc
+from tools import gen_arguments_doc, gen_quick_start_doc
 from tools.doc_commands import ROOT, check_fence, check_spans
 from tools.markdown import Page, read_page
+from tools.metric_names import PAGE as METRICS
+from tools.metric_names import names_of_run, undocumented
 
 INDEX = ROOT / "docs" / "en" / "README.md"
 TOP = ("README.md", "CONTRIBUTING.md")
-GENERATED = {gen_arguments_doc.PAGE: gen_arguments_doc}
-"""Generated page -> the module whose ``render()`` returns it."""
+GENERATED = {module.PAGE: module for module in (gen_arguments_doc, gen_quick_start_doc)}
+"""Page that is generated, as a whole or in part -> the module whose ``render()`` returns it."""
+QUOTES = (gen_arguments_doc.PAGE,)
+"""Pages that quote the help texts of other programs: their code spans are not checked."""
 
 
 def documents() -> list[Path]:
@@ -82,7 +89,7 @@ def check_pages(paths: Iterable[Path], index: Path | None = None) -> list[str]:
             mistakes.append(str(error))
     for page in pages.values():
         found = [*check_links(page, pages), *check_python(page)]
-        if page.path not in GENERATED:  # these quote the help texts of other programs
+        if page.path not in QUOTES:
             found += check_spans(page)
         for fence in page.fences:
             found += check_fence(fence)
@@ -110,6 +117,13 @@ def _shown(path: Path) -> str:
 
 def main() -> int:
     """Check everything; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", metavar="RUN_DIR", help="compare the metrics of this run with their reference page")
+    run_dir = parser.parse_args().run
+    if run_dir is not None:
+        missing = undocumented(names_of_run(run_dir))
+        print("\n".join(f"{_shown(METRICS)} does not describe {name}" for name in missing), end="\n" * bool(missing))
+        return 1 if missing else 0
     begin = time.monotonic()
     paths = documents()
     mistakes = [*check_pages(paths, INDEX), *check_generated()]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tools import check_docs
+from slime.arguments.availability import is_available
+from slime.arguments.groups import slime_flags
+from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
+from slime.utils.types import Sample
+from tools import check_docs, gen_quick_start_doc
 from tools.doc_commands import commands, flag_mistake
 from tools.markdown import Fence, read_page, slug
+from tools.metric_names import undocumented
 
 
 def page(folder: Path, text: str, name: str = "page.md") -> Path:
@@ -131,3 +138,61 @@ def test_repeated_headings_are_numbered(tmp_path):
 
 def test_the_documentation_has_no_mistake():
     assert [*check_docs.check_pages(check_docs.documents(), check_docs.INDEX), *check_docs.check_generated()] == []
+
+
+def test_every_hook_is_on_the_customisation_page():
+    page = (check_docs.ROOT / "docs/en/get_started/customization.md").read_text()
+    hooks = [
+        flag.option
+        for flag in slime_flags()
+        if flag.option.endswith("-path") and flag.dest != "custom_config_path" and is_available(flag)
+    ]
+    assert len(hooks) > 20
+    assert [hook for hook in hooks if f"`{hook}`" not in page] == []
+
+
+def test_every_variable_that_slime_reads_is_documented():
+    page = (check_docs.ROOT / "docs/en/reference/environment_variables.md").read_text()
+    read = re.compile(r"environ(?:\.get\(|\.setdefault\(|\[)\s*\"([A-Z][A-Z0-9_]+)\"|\"(SLIME_[A-Z0-9_]+)\"")
+    sources = [p for p in (check_docs.ROOT / "slime").rglob("*.py") if "cpu_standins" not in p.parts]
+    found = {name for p in sources for match in read.findall(p.read_text()) for name in match if name}
+    assert {"SLIME_HOST_IP", "SLIME_RUN_ID", "TENSORBOARD_DIR"} <= found
+    internal = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "SLURM_JOB_ID"}
+    assert sorted(name for name in found - internal if f"`{name}`" not in page) == []
+
+
+def test_every_metric_of_a_rollout_is_documented():
+    args = SimpleNamespace(
+        advantage_estimator="grpo", reward_key=None, log_reward_category="kind", log_passrate=True, log_multi_turn=True,
+        rollout_num_gpus=2, rollout_max_response_len=4,
+    )  # fmt: skip
+    samples = [
+        Sample(
+            index=i, group_index=i // 2, response="ab", response_length=2, reward=1.0, weight_versions=["3"],
+            non_generation_time=0.5, metadata={"round_number": 1}, status=Sample.Status.COMPLETED,
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    for sample in samples:
+        sample.spec_info.spec_draft_token_num = sample.spec_info.spec_verify_ct = 2
+        sample.prefix_cache_info.total_prompt_tokens = 4
+    names = set(rollout_metrics(args, samples, 1.0)) | set(asked_for_metrics(args, samples))
+    names |= set(eval_metrics(args, {"sums": {"rewards": [1.0] * 4, "truncated": [0] * 4, "samples": samples}}))
+    assert {"rollout/zero_std/count_1.0", "passrate/pass@2", "eval/sums-pass@1"} <= names
+    assert undocumented(names) == []
+    assert undocumented(["rollout/nonsense", "train/loss", "nonsense"]) == ["nonsense", "rollout/nonsense"]
+
+
+def test_a_run_is_compared_with_the_page(tmp_path, monkeypatch, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"name": "train/loss"}\n{"name": "train/unheard_of"}\n')
+    monkeypatch.setattr("sys.argv", ["check_docs", "--run", str(tmp_path)])
+    assert check_docs.main() == 1
+    assert capsys.readouterr().out == "docs/en/reference/metrics.md does not describe train/unheard_of\n"
+
+
+def test_the_quick_start_shows_what_the_quickstart_runs(monkeypatch):
+    shown = gen_quick_start_doc.render()
+    monkeypatch.setattr(gen_quick_start_doc.recipe, "SFT_BATCH", 9999)
+    assert "--rollout-batch-size 9999" in gen_quick_start_doc.render()
+    assert "--rollout-batch-size 9999" not in shown
+    assert set(re.findall(r"<!-- recipe: (\w+) -->", shown)) == set(gen_quick_start_doc.commands())

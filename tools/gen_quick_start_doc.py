@@ -1,0 +1,59 @@
+"""Put the quickstart's command lines into ``docs/en/get_started/quick_start.md``; ``--check`` only compares.
+
+Each code fence below a comment ``<!-- recipe: NAME -->`` is replaced by the command of that name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+from examples.quickstart import recipe
+from examples.quickstart.stages import show_command
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "get_started" / "quick_start.md"
+ROOT = Path("runs/quickstart")
+MODEL_FLAGS = '"${MODEL_FLAGS[@]}"'
+_BLOCK = re.compile(r"(<!-- recipe: (\w+) -->\n```bash\n)(?:(?!```).*\n)*(```)")
+
+
+def commands() -> dict[str, str]:
+    """Return name -> shell text of every command of the quickstart, with seed 0 and the model's flags in an array."""
+    paths = recipe.Paths(ROOT)
+    with mock.patch.object(recipe, "megatron_flags", return_value=[MODEL_FLAGS]):
+        grpo = {
+            name: ["train.py", *recipe.grpo(paths, 0, rollouts=60, shuffled=shuffled)]
+            for name, shuffled in (("grpo", False), ("shuffled", True))
+        }
+        lines = {"sft": ["train.py", *recipe.sft(paths, 0)], **grpo}
+    shown = {name: show_command(["python", *words]) for name, words in lines.items()}
+    shown["model"] = f"MODEL_FLAGS=($({show_command(['python', '-m', *recipe.make_model(paths, 0)])}))"
+    shown["data"] = show_command(["python", "-m", *recipe.make_data(paths, 0)])
+    return {name: text.replace(f"'{MODEL_FLAGS}'", MODEL_FLAGS) for name, text in shown.items()}
+
+
+def render() -> str:
+    """Return the page with today's command lines. Raises KeyError for a comment that names no command."""
+    known = commands()
+    return _BLOCK.sub(lambda block: f"{block[1]}{known[block[2]]}\n{block[3]}", PAGE.read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    """Rewrite the page; with ``--check`` only say (exit status 1) whether it is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="do not write; fail when the page is out of date")
+    page = render()
+    if not parser.parse_args().check:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{PAGE} does not show the quickstart's command lines; run `python -m {__spec__.name}`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
