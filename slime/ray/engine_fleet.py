@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from slime.backends.sglang_utils.router import RouterProcess
+from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
 from slime.ray.cluster import on_slot
 from slime.ray.engine_actor import EngineActor
@@ -20,7 +20,7 @@ from slime.ray.errors import EngineDied, one_line_kind
 from slime.ray.layout import EnginePlan, plan_engines
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from slime.ray.waiting import Peer, wait_all
-from slime.servers.auth import ensure_api_key
+from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
@@ -50,7 +50,7 @@ class EngineFleet:
             slots_per_node=args.num_gpus_per_node,
         )
         self.infos: list[EngineInfo] = []
-        self.router: RouterProcess | None = None
+        self.router: RouterProcess | RunningRouter | None = None
         self._actors: dict[tuple[int, int], Any] = {}
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -63,11 +63,12 @@ class EngineFleet:
         """
         if self.plans:
             self._validate()
-        loopback = self._spans_one_host()
+        elsewhere = self.args.sglang_router_ip is not None and not is_loopback(self.args.sglang_router_ip)
+        loopback = self._spans_one_host() and not elsewhere
         host = "127.0.0.1" if loopback else get_current_node_ip()
         # Before anything copies args: router, engines and clients all take the key from there.
         ensure_api_key(self.args, host)
-        self.router = RouterProcess(self.args, host, log_path=log_path(self.args, "router"))
+        self.router = self._router(host)
         self.router.start()
         self._launch(loopback)
         deadline = self.args.engine_ready_timeout
@@ -82,8 +83,8 @@ class EngineFleet:
         self.infos = [info for (_, node_rank), info in zip(keys, infos, strict=True) if node_rank == 0]
         for info in self.infos:
             self.router.add_engine(info)
-        self.args.sglang_router_ip, self.args.sglang_router_port = host, self.router.port
-        self.args.sglang_model_routers = {"default": (host, self.router.port)}
+        self.args.sglang_router_ip, self.args.sglang_router_port = self.router.host, self.router.port
+        self.args.sglang_model_routers = {"default": (self.router.host, self.router.port)}
         self._watcher = threading.Thread(target=self._watch, name="engine-watcher", daemon=True)
         self._watcher.start()
         logger.info("%d engines behind %s: %s", len(self.infos), self.router.url, ", ".join(i.url for i in self.infos))
@@ -111,6 +112,11 @@ class EngineFleet:
             self.router.stop()
 
     # Inside
+
+    def _router(self, host: str) -> RouterProcess | RunningRouter:
+        if self.args.sglang_router_ip is not None:
+            return RunningRouter(self.args)
+        return RouterProcess(self.args, host, self.args.sglang_router_port, log_path=log_path(self.args, "router"))
 
     def _validate(self) -> None:
         plan = self.plans[0]

@@ -1,4 +1,4 @@
-"""A router as a child process of the caller."""
+"""Routers: one as a child process of the caller, and one that somebody else runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,85 @@ _POLL_S = 0.1
 _SOURCE_ROOT = str(Path(slime.__file__).parents[1])
 
 
-class RouterProcess:
+class Router:
+    """A router at ``host:port`` that answers: which engines it sends requests to."""
+
+    def __init__(self, args: Namespace, host: str, port: int | None) -> None:
+        self.host, self.port = host, port
+        self._api_key: str | None = getattr(args, "sglang_api_key", None)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the router."""
+        return f"http://{_wrap_ipv6(self.host)}:{self.port}"
+
+    def add_engine(
+        self, engine: EngineInfo, *, bootstrap_port: int | None = None, deadline_s: float = WORKER_DEADLINE_S
+    ) -> None:
+        """Send requests to ``engine`` too; return when the router lists it as healthy.
+
+        Raises ``RouterError`` when the router refuses, ``RouterTimeoutError`` when it does not within ``deadline_s``
+        seconds.
+        """
+        router_client.add_worker(
+            self.url,
+            engine.url,
+            worker_type=engine.worker_type,
+            bootstrap_port=bootstrap_port,
+            api_key=engine.api_key,
+        )
+        router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
+
+    def remove_engine(self, engine: EngineInfo) -> bool:
+        """Send no more requests to ``engine``; False when the router does not list it."""
+        return router_client.remove_worker(self.url, engine.url, api_key=self._api_key)
+
+
+class RunningRouter(Router):
+    """A router that somebody else started (``--sglang-router-ip``, ``--sglang-router-port``) and will end.
+
+    It has the verbs of :class:`RouterProcess`; engines that were added are taken off it again by :meth:`stop`.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(args, args.sglang_router_ip, args.sglang_router_port)
+        self._added: list[EngineInfo] = []
+
+    def start(self) -> None:
+        """It runs already."""
+
+    def wait_ready(self) -> None:
+        """Raise RouterStartError unless the router answers."""
+        try:
+            router_client.list_workers(self.url, api_key=self._api_key)
+        except RouterError as e:
+            raise RouterStartError(
+                f"no router answers at {self.url} (--sglang-router-ip, --sglang-router-port): {e}. Start it first, or "
+                "leave the flags out and slime starts one"
+            ) from e
+
+    def add_engine(
+        self, engine: EngineInfo, *, bootstrap_port: int | None = None, deadline_s: float = WORKER_DEADLINE_S
+    ) -> None:
+        """See :meth:`Router.add_engine`."""
+        self._added.append(engine)
+        super().add_engine(engine, bootstrap_port=bootstrap_port, deadline_s=deadline_s)
+
+    def poll(self) -> str | None:
+        """None: its life is not watched here; requests that it does not answer fail by themselves."""
+        return None
+
+    def stop(self) -> None:
+        """Take this run's engines off the router."""
+        while self._added:
+            engine = self._added.pop()
+            try:
+                self.remove_engine(engine)
+            except RouterError as e:
+                logger.warning("engine %s stays on the router %s: %s", engine.url, self.url, e)
+
+
+class RouterProcess(Router):
     """Start, watch and stop a router. It ends when this process ends, by SIGKILL too.
 
     ``port`` None is chosen at the start, and again when another process takes it first: ``url`` is final once
@@ -48,19 +126,14 @@ class RouterProcess:
         name: str = "router",
         pd_disaggregation: bool = False,
     ) -> None:
-        self.args, self.host, self.port, self.name = args, host, port, name
+        super().__init__(args, host, port)
+        self.args, self.name = args, name
         self.log_path = Path(log_path)
         self.package = choose_package(args)
         self._chooses_port = port is None
         self._pd_disaggregation = pd_disaggregation
-        self._api_key: str | None = getattr(args, "sglang_api_key", None)
         self._process: GuardedProcess | None = None
         self._options: Path | None = None
-
-    @property
-    def url(self) -> str:
-        """Base URL of the router."""
-        return f"http://{_wrap_ipv6(self.host)}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -125,27 +198,6 @@ class RouterProcess:
                 continue
             self._remove_options()
             return
-
-    def add_engine(
-        self, engine: EngineInfo, *, bootstrap_port: int | None = None, deadline_s: float = WORKER_DEADLINE_S
-    ) -> None:
-        """Send requests to ``engine`` too; return when the router lists it as healthy.
-
-        Raises ``RouterError`` when the router refuses, ``RouterTimeoutError`` when it does not within ``deadline_s``
-        seconds.
-        """
-        router_client.add_worker(
-            self.url,
-            engine.url,
-            worker_type=engine.worker_type,
-            bootstrap_port=bootstrap_port,
-            api_key=engine.api_key,
-        )
-        router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
-
-    def remove_engine(self, engine: EngineInfo) -> bool:
-        """Send no more requests to ``engine``; False when the router does not list it."""
-        return router_client.remove_worker(self.url, engine.url, api_key=self._api_key)
 
     def poll(self) -> str | None:
         """Return None while the router runs, else what ended it, with its last log lines."""
