@@ -19,8 +19,9 @@ from slime.ray import rollout_dumps, worker
 from slime.ray.conversion import Converter, carried_over_path, write_carried_over
 from slime.ray.engine_fleet import EngineFleet
 from slime.ray.errors import EngineDied, reports_errors
-from slime.ray.rollout_metrics import eval_metrics, rollout_metrics, rollout_step
+from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics, rollout_step
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
+from slime.rollout.debug_data import save_tokenizer
 from slime.rollout.metrics import request_metrics, top_p_metrics
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
@@ -62,6 +63,8 @@ class RolloutManager:
             args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
         )
         self.converter = Converter(args)
+        if args.dump_details:
+            save_tokenizer(args)
         if not args.debug_train_only:
             self.fleet = EngineFleet(args, pg, wiring, self._fail)
             threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
@@ -226,6 +229,8 @@ class RolloutManager:
         return list(iter_samples(output.samples)), output.metrics
 
     def _report(self, rollout_id: int, samples: list[Sample], metrics: dict[str, Any] | None, seconds: float) -> None:
+        if asked_for := asked_for_metrics(self.args, samples):
+            self._log(rollout_id, asked_for, "rollout/step")
         if self.args.load_debug_rollout_data:
             return
         if self._log_rollout is not None and self._log_rollout(rollout_id, self.args, samples, metrics, seconds):

@@ -31,6 +31,39 @@ def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) 
     return found
 
 
+def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return ``passrate/*`` (``--log-passrate``) and ``multi_turn/*`` (``--log-multi-turn``) of flat samples (n >= 1).
+
+    A pass is a raw reward of exactly 1; groups go by ``group_index``.
+    """
+    found: dict[str, float] = {}
+    if args.log_passrate:
+        groups = _groups(samples, [(s.metadata or {}).get("raw_reward", s.get_reward_value(args)) for s in samples])
+        found |= {f"passrate/{name}": value for name, value in pass_rates(groups).items()}
+    if args.log_multi_turn:
+        found |= multi_turn_metrics(args, samples)
+    return found
+
+
+def multi_turn_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return response lengths with and without the tokens the environment wrote, and ``metadata["round_number"]``."""
+    raw = [s.response_length for s in samples]
+    columns = {
+        "raw_response_length/response_length": raw,
+        "wo_obs_response_length/response_length": [s.effective_response_length for s in samples],
+        "multi_turn_metric/round_number": [s.metadata["round_number"] for s in samples if "round_number" in s.metadata],
+    }
+    found = {
+        f"multi_turn/{name}_{kind}": value
+        for name, values in columns.items()
+        if values
+        for kind, value in (("mean", sum(values) / len(values)), ("max", max(values)), ("min", min(values)))
+    }
+    if limit := args.rollout_max_response_len:
+        found["multi_turn/raw_response_length/response_length_clip_ratio"] = _share(length >= limit for length in raw)
+    return found
+
+
 def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return ``eval/*``: per data set its mean reward, the share of truncated samples and what rollouts report too."""
     found: dict[str, float] = {}
@@ -69,7 +102,8 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
     if versions:
         found["weight_version/min"], found["weight_version/max"] = float(min(versions)), float(max(versions))
     if args.log_reward_category:
-        kinds = Counter(s.reward[args.log_reward_category] for s in samples if isinstance(s.reward, dict))
+        rewards = [s.reward for s in samples if isinstance(s.reward, dict)]
+        kinds = Counter(reward[args.log_reward_category] for reward in rewards if args.log_reward_category in reward)
         found |= {f"error_cat/{kind}": count / len(samples) for kind, count in kinds.items()}
     return found
 

@@ -60,6 +60,17 @@ def load_rollout(path: str | os.PathLike[str], subsample_ratio: float | None = N
     return samples if subsample_ratio is None else subsample(samples, subsample_ratio)
 
 
+def save_tokenizer(args: Any) -> None:
+    """Write tokenizer and processor of the run beside its dumps: ``<--dump-details>/tokenizer`` and ``processor``."""
+    from slime.utils.processing_utils import load_processor, load_tokenizer
+
+    trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    load_tokenizer(args.hf_checkpoint, **trust).save_pretrained(Path(args.dump_details) / "tokenizer")
+    processor = load_processor(args.hf_checkpoint, **trust)
+    if processor is not None:
+        processor.save_pretrained(Path(args.dump_details) / "processor")
+
+
 def subsample(samples: list[Sample], ratio: float) -> list[Sample]:
     """Keep ``int(len * ratio)`` samples: the first half of that number and the rest from the end."""
     count = int(len(samples) * ratio)

@@ -42,6 +42,7 @@ def rollout_args(**overrides: Any) -> SimpleNamespace:
         "input_key": "input",
         "label_key": "label",
         "load": None,
+        "log_multi_turn": False,
         "log_passrate": False,
         "mask_offpolicy_in_partial_rollout": False,
         "metadata_key": "metadata",

@@ -80,67 +80,16 @@ def _all_gather(value: Any) -> list[Any]:
 
 
 def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> dict[str, float]:
-    """Log and return ``rollout/*`` (and ``multi_turn/*``, ``passrate/*`` when asked for) of this rollout.
+    """Log and return ``rollout/*`` of this rollout.
 
     Collective over DP x CP on the last stage; the others return {}.
     """
     if not is_last_stage():
         return {}
     metrics = {f"rollout/{name}": value for name, value in rollout_means(args, data).items()}
-    if getattr(args, "log_multi_turn", False):
-        metrics.update(_multi_turn_metrics(args, data))
-    if getattr(args, "log_passrate", False):
-        metrics.update(pass_rates(args, data))
     if is_main_rank():
         log(args, {**metrics, "rollout/step": rollout_step(args, rollout_id)}, "rollout/step")
     return metrics
-
-
-def _multi_turn_metrics(args: Namespace, data: RolloutData) -> dict[str, float]:
-    """Response lengths with and without the tokens that the environment wrote (mask 0), and rounds per sample."""
-    local = {
-        "raw": [int(length) for length in data["response_lengths"]],
-        "own": [int(mask.sum()) for mask in data["loss_masks"]],
-        "rounds": [float(r) for r in data.get("round_number") or []],
-    }
-    parts = _all_gather(local if context_parallel().rank == 0 else {name: [] for name in local})
-    raw, own, rounds = ([value for part in parts for value in part[name]] for name in ("raw", "own", "rounds"))
-    limit = getattr(args, "rollout_max_response_len", None)
-    metrics = {
-        **_mean_max_min("multi_turn/raw_response_length/response_length", raw),
-        **_mean_max_min("multi_turn/wo_obs_response_length/response_length", own),
-    }
-    if limit:
-        metrics["multi_turn/raw_response_length/response_length_clip_ratio"] = sum(x >= limit for x in raw) / len(raw)
-    if rounds:
-        metrics.update(_mean_max_min("multi_turn/multi_turn_metric/round_number", rounds))
-    return metrics
-
-
-def _mean_max_min(prefix: str, values: list[float]) -> dict[str, float]:
-    return {
-        f"{prefix}_mean": sum(values) / len(values),
-        f"{prefix}_max": max(values),
-        f"{prefix}_min": min(values),
-    }
-
-
-def pass_rates(args: Namespace, data: RolloutData) -> dict[str, float]:
-    """Return ``passrate/pass@k`` for k = 1, 2, 4 ... up to the group size, from the whole batch's raw rewards.
-
-    The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. (2021), with success meaning raw reward 1. Needs
-    complete groups; returns {} otherwise.
-    """
-    rewards, group = list(data.get("raw_reward") or []), args.n_samples_per_prompt
-    if not rewards or len(rewards) % group:
-        return {}
-    correct = [sum(r == 1 for r in rewards[i : i + group]) for i in range(0, len(rewards), group)]
-    rates, k = {}, 1
-    while k <= group:
-        missed = [math.comb(group - c, k) / math.comb(group, k) for c in correct]
-        rates[f"passrate/pass@{k}"] = 1.0 - sum(missed) / len(missed)
-        k *= 2
-    return rates
 
 
 def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, float]]) -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from slime.rollout import forge_load
-from slime.rollout.debug_data import load_rollout, save_rollout, subsample
+from slime.rollout.debug_data import load_rollout, save_rollout, save_tokenizer, subsample
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
+from tools.tiny_model import make_tiny_checkpoint
 
 
 def samples(count: int) -> list[Sample]:
@@ -102,3 +104,12 @@ def test_samples_without_a_group_stay_alone(tmp_path):
     save_rollout(tmp_path / "0.pt", 0, [Sample(index=i) for i in range(3)])
     output = forge_load.generate_rollout(SimpleNamespace(load_forge_rollout_data=str(tmp_path / "0.pt")), 0, None)
     assert [len(group) for group in output.samples] == [1, 1, 1]
+
+
+def test_the_tokenizer_is_written_beside_the_dumps(tmp_path):
+    """``--dump-details``: a dump's token ids can be read without the checkpoint; a text model has no processor."""
+    checkpoint = make_tiny_checkpoint(tmp_path / "model", num_layers=1)
+    save_tokenizer(SimpleNamespace(hf_checkpoint=str(checkpoint), dump_details=str(tmp_path / "details")))
+    saved = load_tokenizer(str(tmp_path / "details" / "tokenizer"))
+    assert saved.encode("1 + 2 = 3") == load_tokenizer(str(checkpoint)).encode("1 + 2 = 3")
+    assert not (tmp_path / "details" / "processor").exists()

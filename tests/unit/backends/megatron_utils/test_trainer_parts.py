@@ -1,4 +1,4 @@
-"""Small decisions of the trainer: when a pass is skipped, pass rates, step axes, CI assertions, hooks."""
+"""Small decisions of the trainer: when a pass is skipped, step axes, CI assertions, hooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.backends.megatron_utils import ci_checks
 from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
 from slime.backends.megatron_utils.log_prob_pass import old_log_probs_equal_current
-from slime.backends.megatron_utils.train_metrics import pass_rates, rollout_step
+from slime.backends.megatron_utils.train_metrics import rollout_step
 
 
 def skips(steps: int = 1, **overrides: Any) -> bool:
@@ -50,14 +50,6 @@ def test_the_pass_is_not_skipped_when_something_reads_it(reason: dict[str, Any])
 
 def test_engine_routing_does_not_need_the_pass() -> None:
     assert skips(use_routing_replay=True, use_rollout_routing_replay=True)
-
-
-def test_pass_rates_by_counting() -> None:
-    """Two groups of four with 1 and 4 successes: pass@1 = mean(1/4, 1), pass@2 = mean(1 - C(3,2)/C(4,2), 1)."""
-    args = SimpleNamespace(n_samples_per_prompt=4)
-    rates = pass_rates(args, {"raw_reward": [1, 0, 0.5, 0, 1, 1.0, 1, 1]})
-    assert rates == pytest.approx({"passrate/pass@1": 0.625, "passrate/pass@2": (0.5 + 1) / 2, "passrate/pass@4": 1.0})
-    assert pass_rates(args, {"raw_reward": [1, 0, 1]}) == {}
 
 
 def test_steps_are_cut_out_of_the_micro_batches() -> None:
