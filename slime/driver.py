@@ -228,10 +228,15 @@ class Loop:
 def train(args: Namespace, *, overlap: bool = False) -> None:
     """Start everything, run the loop, and end everything. For ``overlap`` see ``Loop``.
 
-    Raises ArgumentError, before anything is started, for flags that the overlapped schedule cannot follow.
+    Raises ArgumentError, before anything is started, for flags that the schedule cannot follow.
     """
     if overlap:
         refuse_taking_turns(args)
+    elif args.update_weights_interval != 1:
+        raise ArgumentError(
+            f"--update-weights-interval {args.update_weights_interval} has no effect in train.py, which takes the "
+            "weights to the engines after every rollout; use train_async.py or leave it out"
+        )
     run_dir.prepare(args)
     logger.info("run directory: %s", args.run_dir)
     rollout: RolloutHandle | None = None

@@ -170,6 +170,7 @@ NOT_YET_MEGATRON: tuple[str, ...] = (
     "batch_invariant_mode",
     # optimiser
     "muon_*",
+    "log_num_zeros_in_grad",
 )
 
 # Flags that can have no effect: refused with the way out instead of ignored.

@@ -368,11 +368,13 @@ def _load(path: str | None, flag: str) -> Callable[..., Any] | None:
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
     """Evaluate all data sets of ``args.eval_datasets`` concurrently; the second item is always empty."""
     assert not args.group_rm, "--group-rm is not supported by the built-in evaluation; use --eval-function-path"
-    GenerateState(args).reward_errors = RewardErrors()
+    state = GenerateState(args)
+    state.reward_errors = RewardErrors()
     results = await gather_or_cancel(
         [eval_rollout_single_dataset(args, rollout_id, config) for config in getattr(args, "eval_datasets", None) or []]
     )
-    return RolloutFnEvalOutput(data={name: data for result in results for name, data in result.items()}), []
+    data = {name: found for result in results for name, found in result.items()}
+    return RolloutFnEvalOutput(data=data, metrics=state.reward_errors.metrics("eval/")), []
 
 
 async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:

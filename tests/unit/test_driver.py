@@ -414,7 +414,7 @@ def test_the_overlapped_loop_cannot_take_turns(monkeypatch, name, capsys):
 
 def test_an_interval_between_syncs_is_for_the_overlapped_loop(monkeypatch):
     world = World(monkeypatch)
-    with pytest.raises(ArgumentError, match="--update-weights-interval 2 has no effect in train.py"):
+    with pytest.raises(ArgumentError, match="--update-weights-interval 2 has no effect"):
         driver.train(train_args(update_weights_interval=2))
     assert world.calls == []
 

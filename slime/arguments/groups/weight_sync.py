@@ -18,7 +18,7 @@ class WeightSync(ArgumentGroup):
         "nccl", "nccl: a process group to the engines (gloo without GPUs), shared memory with --colocate; disk: files"
     )
     update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", gt=0)
-    update_weights_interval: int = flag(1, "asynchronous loop: rollouts between two syncs", ge=1)
+    update_weights_interval: int = flag(1, "train_async.py: rollouts between two syncs", ge=1)
     update_weight_disk_dir: str | None = flag(None, "shared directory of the disk transport")
     update_weight_disk_keep_files: bool = flag(False, "keep the files after engines have read them")
     update_weight_local_checkpoint_dir: str | None = flag(None, "checkpoint kept on each engine host")

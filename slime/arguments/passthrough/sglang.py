@@ -15,7 +15,7 @@ OWNED: dict[str, str] = {
     "random_seed": "give --seed",
     "enable_memory_saver": "give --offload-rollout",
     "tp_size": "give --rollout-num-gpus-per-engine",
-    "host": "engines bind to the address of their host; the environment variable SLIME_HOST_IP sets it",
+    "host": "engines bind to loopback, or to the address of their host when the run spans several",
     "port": "slime picks a free one",
     "nnodes": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
     "node_rank": "it follows from the placement",

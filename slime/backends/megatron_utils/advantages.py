@@ -52,10 +52,11 @@ def _kl(args: Namespace, data: dict) -> Column:
     masks = _local(data, data["loss_masks"])
     if args.kl_coef == 0:
         return [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for mask in masks]
-    for key in ("log_probs", "ref_log_probs"):
-        if key not in data:
-            raise ValueError(f"--kl-coef {args.kl_coef} needs {key}, which no pass has computed")
-    pairs = zip(data["log_probs"], data["ref_log_probs"], strict=True)
+    policy = "rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs"
+    for key in (policy, "ref_log_probs"):
+        if data.get(key) is None:
+            raise ValueError(f"--kl-coef {args.kl_coef} needs {key}, which the samples and passes do not have")
+    pairs = zip(data[policy], data["ref_log_probs"], strict=True)
     return [compute_approx_kl(log_probs, ref, args.kl_loss_type) for log_probs, ref in pairs]
 
 

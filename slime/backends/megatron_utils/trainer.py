@@ -192,7 +192,8 @@ class MegatronTrainer:
                 data.update(self._forward_only(data, prefix="ref_"))
         mismatch = getattr(self.args, "get_mismatch_metrics", False)
         engine_policy = getattr(self.args, "use_rollout_logprobs", False) and not mismatch
-        if not engine_policy and not old_log_probs_equal_current(self.args, data):
+        for_entropy = getattr(self.args, "use_rollout_entropy", False)
+        if for_entropy or not (engine_policy or old_log_probs_equal_current(self.args, data)):
             with timer("log_probs"):
                 data.update(self._forward_only(data, prefix=""))
 

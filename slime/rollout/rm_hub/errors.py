@@ -30,9 +30,9 @@ class RewardErrors:
         self.scored = 0
         self.failed: list[int | None] = []
 
-    def metrics(self) -> dict[str, int]:
+    def metrics(self, prefix: str = "rollout/") -> dict[str, int]:
         """Return ``{"rollout/reward_errors": count}`` when there were any."""
-        return {"rollout/reward_errors": len(self.failed)} if self.failed else {}
+        return {f"{prefix}reward_errors": len(self.failed)} if self.failed else {}
 
     async def score_one(self, args: Any, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
         """Set ``sample.reward`` to ``rm(args, sample)``."""

@@ -343,6 +343,7 @@ async def test_one_hanging_reward_costs_one_sample_and_many_stop_the_run():
     assert hung.remove_sample
     assert "took more than" in hung.metadata["reward_error"]
     assert errors.metrics() == {"rollout/reward_errors": 1}
+    assert errors.metrics("eval/") == {"eval/reward_errors": 1}
     for _ in range(3):
         await errors.score_one(args(), sample("x"), timing_out)
     with pytest.raises(RuntimeError, match="5 of 5 rewards failed"):

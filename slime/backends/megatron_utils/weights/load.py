@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint, read_config
+from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
-from slime.backends.megatron_utils.weights.maps import Family, family_of
+from slime.backends.megatron_utils.weights.maps import Family
 from slime.backends.megatron_utils.weights.maps.dense import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
-from slime.backends.megatron_utils.weights.naming import Weight, model_dims, tied, unwrap, weights_of
+from slime.backends.megatron_utils.weights.naming import Weight, model_dims, model_family, tied, unwrap, weights_of
 
 MAX_LISTED = 8
 
@@ -29,7 +29,7 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
     import_megatron()
     from megatron.core import parallel_state as mpu
 
-    family = family_of(read_config(hf_dir).get("model_type", "missing"))
+    family = model_family(args, hf_dir)
     dims = model_dims(args, unwrap(model_chunks[0]).config)
     tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     weights = weights_of(model_chunks, args, family)

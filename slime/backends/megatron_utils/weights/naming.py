@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,9 +54,15 @@ def tied(args: Namespace) -> bool:
     return not getattr(args, "untie_embeddings_and_output_weights", False)
 
 
-def model_family(args: Namespace) -> Family:
-    """Return the family of ``args.hf_checkpoint``."""
-    return family_of(read_config(args.hf_checkpoint).get("model_type", "missing"))
+def model_family(args: Namespace, hf_dir: str | Path | None = None) -> Family:
+    """Return the family that ``--model-name`` names, else that of the checkpoint ``hf_dir`` (``args.hf_checkpoint``).
+
+    slime <= 0.3.1 took the names of configuration classes (``qwen3config``), which are understood too.
+    """
+    given = getattr(args, "model_name", None)
+    if given:
+        return family_of(given.lower().removesuffix("config"))
+    return family_of(read_config(hf_dir or args.hf_checkpoint).get("model_type", "missing"))
 
 
 def model_dims(args: Namespace, config: Any) -> Dims:

@@ -101,3 +101,11 @@ def test_custom_function_must_set_both_columns() -> None:
     path = f"{__name__}.forgetful"
     with pytest.raises(ValueError, match=r"forgetful did not set \['returns'\]"):
         compute_advantages_and_returns(make_args(custom_advantage_function_path=path), make_data())
+
+
+def test_the_engines_log_probs_are_the_policy_when_they_are_the_old_policy() -> None:
+    """No pass computes the trainer's log-probs then; the KL is taken from the engines."""
+    reference = [torch.linspace(-3, -1, r) for r in RESPONSES]
+    data = make_data(ref_log_probs=reference, rollout_log_probs=[values + 0.4 for values in reference])
+    compute_advantages_and_returns(make_args(kl_coef=0.1, use_rollout_logprobs=True), data)
+    torch.testing.assert_close(torch.cat(data["kl"]), torch.full((6,), 0.4))

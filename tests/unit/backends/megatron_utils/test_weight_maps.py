@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
 
 from slime.backends.megatron_utils.weights.layouts import QueryKeyValue
 from slime.backends.megatron_utils.weights.maps import FAMILIES, Family, family_of
 from slime.backends.megatron_utils.weights.maps.rule import as_template
+from slime.backends.megatron_utils.weights.naming import model_family
 
 
 def test_families_are_found_by_model_type() -> None:
@@ -65,3 +69,14 @@ def test_which_checkpoint_tensors_a_family_knows() -> None:
     assert not family.knows_hf("model.layers.0.self_attn.q_proj.bias")
     assert family.ignores_hf("model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not family.ignores_hf("model.layers.0.self_attn.rotary_emb.weight")
+
+
+def test_the_model_name_wins_over_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "a_new_llama"}')
+    args = Namespace(hf_checkpoint=str(tmp_path), model_name=None)
+    with pytest.raises(ValueError, match="a_new_llama"):
+        model_family(args)
+    for given in ("llama", "LlamaConfig"):
+        args.model_name = given
+        assert model_family(args).name == "llama"
+        assert model_family(args, tmp_path).name == "llama"
