@@ -79,7 +79,7 @@ class RolloutHandle:
         self._wait(self.manager.get_updatable_engines.remote(), "starting the engines", deadline)
 
     def dispose(self) -> None:
-        """End engines and router and take the last metrics in."""
+        """End engines and router. What does not end in time is ended with the run's other processes."""
         ray.wait([self.manager.dispose.remote()], timeout=DISPOSE_DEADLINE_S)
 
     def _wait(self, ref: Any, what: str, deadline_s: float) -> Any:

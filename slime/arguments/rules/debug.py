@@ -47,3 +47,8 @@ def choose_loop(args: Namespace) -> None:
         raise ArgumentError(
             "--debug-rollout-only and --debug-train-only exclude each other; leave both out for the whole loop"
         )
+    if args.debug_rollout_only and args.check_weight_update_equal:
+        raise ArgumentError(
+            "--check-weight-update-equal overwrites the engines' weights before the first sync, and with "
+            "--debug-rollout-only there is none; leave one out"
+        )

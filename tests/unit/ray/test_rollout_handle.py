@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from slime.arguments import ArgumentError
 from slime.observability import tracking
 from slime.observability.tracking import Tracker
 from slime.ray import rollout_handle, train_group, waiting
 from slime.ray.errors import EngineDied, RemoteFailure
 from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.train_group import RayTrainGroup
+from tests.support.arguments import parse
 from tests.support.fake_ray import NEVER, FakeRay, Ref
 
 
@@ -119,6 +121,11 @@ def test_engines_are_prepared_before_trainers_take_memory(clock: FakeRay) -> Non
         ("check_weights", "reset_tensors"),
         ("offload",),
     ]
+
+
+def test_weights_are_not_reset_where_nothing_restores_them() -> None:
+    with pytest.raises(ArgumentError, match=r"--check-weight-update-equal .* --debug-rollout-only"):
+        parse("--debug-rollout-only", "--check-weight-update-equal")
 
 
 def test_different_checksums_end_the_run(clock: FakeRay) -> None:
