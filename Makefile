@@ -24,7 +24,7 @@ test: lint docs  ## what CI runs: lint, docs, unit and integration tests
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_FLAGS)
 
 unit: setup  ## the unit tests (under 3 minutes)
-	$(BIN)/python -m pytest tests/unit $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/unit -m "not soak" $(PYTEST_FLAGS)
 
 soak: setup  ## full counts, seeds and timings; GPU tests where there is a GPU
 	$(BIN)/python -m pytest -m "soak or gpu" -rA $(PYTEST_FLAGS)
