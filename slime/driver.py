@@ -13,12 +13,13 @@ from typing import Any, Protocol
 from slime.arguments import ArgumentError
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
+from slime.observability.steps import rollout_step
 from slime.observability.timer import get_timers, timer
 from slime.ray import cluster
 from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
 from slime.ray.program import handle_sigterm, run_as_program
 from slime.ray.rollout_handle import RolloutHandle
-from slime.ray.rollout_metrics import headline, rollout_step
+from slime.ray.rollout_metrics import headline
 from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,14 @@ import ray
 from slime.observability import tracking
 from slime.observability.logging_utils import log
 from slime.observability.samples import write as write_samples
+from slime.observability.steps import rollout_step
 from slime.ray import rollout_dumps, worker
 from slime.ray.conversion import Converter, carried_over_path, write_carried_over
 from slime.ray.engine_fleet import EngineFleet
 from slime.ray.errors import EngineDied, reports_errors
-from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics, rollout_step
+from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
+from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
 from slime.rollout.metrics import request_metrics, top_p_metrics
 from slime.servers.types import EngineInfo
@@ -30,8 +32,6 @@ from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
-
-SNAPSHOTS_KEPT = 4
 
 
 class RolloutManager:

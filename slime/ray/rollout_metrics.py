@@ -16,13 +16,6 @@ REPETITION_WINDOW = 10_000
 REPETITION_RATIO = 10.0
 
 
-def rollout_step(args: Namespace, rollout_id: int) -> int:
-    """Return the place of a rollout on the ``rollout/step`` axis: its id, or samples trained so far in train steps."""
-    if not args.wandb_always_use_train_step:
-        return rollout_id
-    return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
-
-
 def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     """Return ``rollout/*`` and ``perf/*`` of one training rollout that took ``seconds``; samples are flat (n >= 1)."""
     found = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
@@ -68,9 +61,13 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
     """Return ``eval/*``: per data set its mean reward, the share of truncated samples and what rollouts report too."""
     found: dict[str, float] = {}
     for name, result in data.items():
+        odd = next((r for r in result["rewards"] if not isinstance(r, numbers.Real)), None)
+        if odd is not None or not result["rewards"]:
+            raise ValueError(
+                f"evaluation data set {name!r}: expected a number as the reward of every sample, got "
+                f"{'none' if odd is None else repr(odd)}. Of rewards that are objects --eval-reward-key takes one entry"
+            )
         rewards = [float(r) for r in result["rewards"]]
-        if not rewards:
-            raise ValueError(f"evaluation data set {name!r} gave no rewards: is it empty?")
         found[f"eval/{name}"] = sum(rewards) / len(rewards)
         if samples := result.get("samples"):
             found |= {f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()}

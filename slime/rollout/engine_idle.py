@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
 
+from slime.servers.loads import num_requests_from_load
 from slime.utils.http_client import HttpRequestError
 from slime.utils.http_utils import get_http_client
 
@@ -15,22 +14,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 REPEAT_ABORT_S = 3.0
-
-
-def num_requests_from_load(load: Any) -> int:
-    """Return the number of running and waiting requests in a reply of ``/v1/loads`` or an older load endpoint."""
-    if isinstance(load, list):
-        return sum(num_requests_from_load(item) for item in load)
-    if not isinstance(load, Mapping):
-        return 0
-    if "loads" in load:
-        return num_requests_from_load(load["loads"])
-    for name in ("num_reqs", "num_total_reqs", "total_reqs"):
-        if isinstance(load.get(name), int):
-            return int(load[name])
-    running = next((load[n] for n in ("num_running_reqs", "total_running_reqs") if n in load), 0)
-    waiting = next((load[n] for n in ("num_waiting_reqs", "total_waiting_reqs") if n in load), 0)
-    return int(running) + int(waiting)
 
 
 async def abort_all_until_idle(router_url: str, deadline_s: float) -> None:

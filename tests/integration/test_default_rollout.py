@@ -17,8 +17,8 @@ from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.router import RouterProcess
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_idle import num_requests_from_load
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.servers.loads import num_requests_from_load
 from slime.servers.router_client import add_worker, wait_worker_ready
 from slime.utils import http_utils
 from slime.utils.async_utils import interrupt, run

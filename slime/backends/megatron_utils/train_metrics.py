@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sam
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, is_main_rank
 from slime.batching.flops import forward_flops
 from slime.observability.logging_utils import log
+from slime.observability.steps import rollout_step
 from slime.observability.timer import drain_metrics
 
 _NOT_METRICS = {
@@ -21,13 +22,6 @@ _NOT_METRICS = {
     "round_number", "multimodal_train_inputs", "rollout_routed_experts", "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 }  # fmt: skip
-
-
-def rollout_step(args: Namespace, rollout_id: int) -> int:
-    """Return the value of the ``rollout/step`` axis: the rollout id, or the samples-based train step when asked for."""
-    if getattr(args, "wandb_always_use_train_step", False):
-        return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-    return rollout_id
 
 
 def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:

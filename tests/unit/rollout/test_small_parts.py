@@ -12,7 +12,6 @@ from slime.rollout.base_types import (
     call_rollout_fn,
     check_sibling_rollout_ids,
 )
-from slime.rollout.engine_idle import num_requests_from_load
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -101,21 +100,6 @@ def test_groups_of_equal_rewards_are_dropped(rewards, keep, reason):
     )
     assert not output.keep_when_insufficient
     assert check_reward_nonzero_std_with_fallback(ARGS, [[x] for x in group]).keep_when_insufficient
-
-
-@pytest.mark.parametrize(
-    ("reply", "count"),
-    [
-        ({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_running_reqs": 4}]}, 7),
-        ([{"num_reqs": 3}, {"num_total_reqs": 2}], 5),
-        ({"total_reqs": 1, "num_running_reqs": 9}, 1),
-        ({"total_running_reqs": 2, "total_waiting_reqs": 3}, 5),
-        ({}, 0),
-        ("unexpected", 0),
-    ],
-)
-def test_load_replies(reply, count):
-    assert num_requests_from_load(reply) == count
 
 
 def test_metrics_of_engine_calls():

@@ -1,4 +1,4 @@
-"""Small decisions of the trainer: when a pass is skipped, step axes, CI assertions, hooks."""
+"""Small decisions of the trainer: when a pass is skipped, CI assertions, hooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from slime.backends.megatron_utils import ci_checks
 from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
 from slime.backends.megatron_utils.log_prob_pass import old_log_probs_equal_current
-from slime.backends.megatron_utils.train_metrics import rollout_step
 
 
 def skips(steps: int = 1, **overrides: Any) -> bool:
@@ -55,13 +54,6 @@ def test_engine_routing_does_not_need_the_pass() -> None:
 def test_steps_are_cut_out_of_the_micro_batches() -> None:
     data = {"num_microbatches": [2, 1], "micro_batch_indices": [[0], [1, 2], [3]]}
     assert steps_of(data) == [[[0], [1, 2]], [[3]]]
-
-
-def test_rollout_axis() -> None:
-    args = SimpleNamespace(rollout_batch_size=6, n_samples_per_prompt=4, global_batch_size=8)
-    assert rollout_step(args, 5) == 5
-    args.wandb_always_use_train_step = True
-    assert rollout_step(args, 5) == 5 * 6 * 4 // 8
 
 
 def test_ci_assertions() -> None:
