@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.command_line import all_flags
-
-SECRETS = ("wandb_key", "api_key", "password", "token_file")
+from slime.utils.secrets import MASK, is_secret
 
 
 def dump(args: Namespace) -> dict[str, dict[str, Any]]:
@@ -39,8 +38,8 @@ def to_yaml(args: Namespace) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if value is not None and any(secret in name for secret in SECRETS) and isinstance(value, str):
-        return "***"
+    if value is not None and is_secret(name) and isinstance(value, str | list):
+        return MASK
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

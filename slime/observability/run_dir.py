@@ -23,7 +23,8 @@ from typing import Any
 
 import yaml
 
-from slime.observability.writers import SECRET_SUFFIXES, without_secrets
+from slime.observability.writers import without_secrets
+from slime.utils.secrets import is_secret
 
 PACKAGES = (
     "slime", "torch", "ray", "megatron-core", "sglang", "sglang-router", "smg", "transformers", "tokenizers",
@@ -110,7 +111,7 @@ def command_line(argv: list[str] | None = None) -> str:
     words = list(sys.argv if argv is None else argv)
     for i, word in enumerate(words):
         flag, equals, _ = word.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_").lower().endswith(SECRET_SUFFIXES):
+        if flag.startswith("--") and is_secret(flag):
             if equals:
                 words[i] = f"{flag}=***"
             elif i + 1 < len(words):

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from slime.observability.tracking import STEP_AXES, is_scalar
+from slime.utils.secrets import MASK, is_secret
 
 logger = logging.getLogger(__name__)
-
-SECRET_SUFFIXES = ("api_key", "wandb_key", "secret", "password", "admin_key", "auth_token", "hf_token")
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy ``config`` with the values of keys, tokens and passwords blotted out."""
-    return {k: "***" if v and k.lower().endswith(SECRET_SUFFIXES) else v for k, v in config.items()}
+    return {k: MASK if v and is_secret(k) else v for k, v in config.items()}
 
 
 class JsonlWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -40,7 +41,7 @@ class Scratch:
         self._secrets = self.path / "secrets.yaml"
         fd = os.open(self._secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as file:
-            file.writelines(f'{name.replace("_", "-")}: "{value}"\n' for name, value in fields.items())
+            file.writelines(f"{name.replace('_', '-')}: {json.dumps(value)}\n" for name, value in fields.items())
         return self._secrets
 
     def remove_secrets(self) -> None:

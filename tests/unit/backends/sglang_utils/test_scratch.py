@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slime.backends.sglang_utils import scratch as scratch_module
 from slime.backends.sglang_utils.errors import with_last_lines
@@ -24,8 +25,8 @@ def mode(path: Path) -> int:
 def test_secrets_are_private_and_gone_once_read() -> None:
     scratch = Scratch()
     try:
-        path = scratch.write_secrets({"api_key": "s3cret", "admin_api_key": "adm1n"})
-        assert path.read_text() == 'api-key: "s3cret"\nadmin-api-key: "adm1n"\n'
+        path = scratch.write_secrets({"api_key": "s3cret", "admin_api_key": 'a"d\\m1n'})
+        assert yaml.safe_load(path.read_text()) == {"api-key": "s3cret", "admin-api-key": 'a"d\\m1n'}
         assert mode(path) == 0o600
         assert mode(scratch.path) == 0o700
         scratch.remove_secrets()
