@@ -239,7 +239,8 @@ class Dataset:
         total = len(samples)
         self.origin_samples = filter_long_prompt(samples, tokenizer, processor, max_length)
         if not self.origin_samples:
-            raise ValueError(f"{path} holds no usable prompt: {total} rows, all longer than {max_length} tokens")
+            why = f"{total} rows, all longer than {max_length} tokens" if total else "no rows, or none in the slice"
+            raise ValueError(f"{path} holds no usable prompt: {why}")
         self.samples = self.origin_samples
 
     def shuffle(self, new_epoch_id: int) -> None:

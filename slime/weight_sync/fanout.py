@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -33,9 +34,10 @@ class FanOut:
             deadline_s: seconds for the slowest engine.
         """
         results, failures = [], []
+        end = time.monotonic() + deadline_s
         for client, future in zip(self.clients, futures, strict=True):
             try:
-                results.append(future.result(timeout=deadline_s))
+                results.append(future.result(timeout=max(0.0, end - time.monotonic())))
             except TimeoutError:
                 failures.append(f"{client.url}: no answer within {deadline_s:.0f} s (--weight-sync-timeout)")
             except Exception as error:  # noqa: BLE001 - collected, named and raised below

@@ -14,13 +14,12 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
-import torch
 import torch.distributed as dist
 
+from slime.backends.sglang_utils.ports import reserve_ports
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.http_utils import get_host_info
-from slime.utils.misc import get_free_port
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError
 
@@ -47,7 +46,7 @@ class EngineGroup:
         self._join(engines, backend)
 
     def _join(self, engines: Sequence[EngineInfo], backend: str) -> None:
-        address, port = _rendezvous_address(engines), get_free_port()
+        address, port = _rendezvous_address(engines), reserve_ports(1)[0]
         world_size = 1 + sum(engine.num_gpus for engine in engines)
         offsets, offset = {}, 1
         for engine in engines:
@@ -147,8 +146,3 @@ def _join_as_first(init_method: str, world_size: int, name: str, backend: str, t
     )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
-
-
-def device_of(backend: str) -> torch.device:
-    """Return the device whose tensors ``backend`` carries."""
-    return torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
