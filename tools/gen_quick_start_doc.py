@@ -25,7 +25,7 @@ def commands() -> dict[str, str]:
     paths = recipe.Paths(ROOT)
     with mock.patch.object(recipe, "megatron_flags", return_value=[MODEL_FLAGS]):
         grpo = {
-            name: ["train.py", *recipe.grpo(paths, 0, rollouts=60, shuffled=shuffled)]
+            name: ["train.py", *recipe.grpo(paths, 0, rollouts=recipe.GRPO_ROLLOUTS, shuffled=shuffled)]
             for name, shuffled in (("grpo", False), ("shuffled", True))
         }
         lines = {"sft": ["train.py", *recipe.sft(paths, 0)], **grpo}

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _FENCE = re.compile(r"^\s*(`{3,}|~{3,})\s*([\w-]*)")
-_HEADING = re.compile(r"^(#{1,6})\s+(.*?)\s*#*$")
-_SPAN = re.compile(r"(`+)(.+?)\1")
+_HEADING = re.compile(r"^(#{1,6})[ \t]+(.*?)[ \t]*#*$", re.MULTILINE)
+_SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\s*\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^()\s<>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
-_DEFINITION = re.compile(r"^\s{0,3}\[[^\]]+\]:\s*(\S+)")
+_DEFINITION = re.compile(r"^ {0,3}\[[^\]\n]+\]:[ \t]*(\S+)", re.MULTILINE)
 _ATTRIBUTE = re.compile(r"<(?:img|a|source)\b[^>]*?\b(?:src|href|srcset)=\"([^\"]+)\"")
 _ANCHOR = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
 
@@ -45,34 +45,44 @@ def slug(heading: str) -> str:
 def read_page(path: Path) -> Page:
     """Parse ``path``. Raises ValueError for a code fence that is never closed."""
     page = Page(path)
+    prose = _take_fences(page, path.read_text(encoding="utf-8").splitlines())
     counts: dict[str, int] = {}
-    fence: tuple[str, str, int, list[str]] | None = None  # mark, language, first line, text
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        mark = _FENCE.match(line)
-        if fence is not None:
-            if mark and mark[1].startswith(fence[0]) and not mark[2]:
-                page.fences.append(Fence(fence[1], "\n".join(fence[3]), fence[2]))
-                fence = None
-            else:
-                fence[3].append(line)
-        elif mark:
-            fence = (mark[1], mark[2].lower(), number + 1, [])
-        else:
-            _read_line(page, line, number, counts)
-    if fence is not None:
-        raise ValueError(f"{path}:{fence[2] - 1}: this code fence is never closed")
-    return page
-
-
-def _read_line(page: Page, line: str, number: int, counts: dict[str, int]) -> None:
-    if heading := _HEADING.match(line):
+    for heading in _HEADING.finditer(prose):
         page.headings.append(heading[2])
         anchor = slug(heading[2])
         seen = counts.get(anchor, 0)
         counts[anchor] = seen + 1
         page.anchors.add(f"{anchor}-{seen}" if seen else anchor)
-    page.spans += [(number, span[2].strip()) for span in _SPAN.finditer(line)]
-    plain = _SPAN.sub("`code`", line)
+    page.spans = [(_line(prose, span), " ".join(span[2].split())) for span in _SPAN.finditer(prose)]
+    # What spans hold is code, not links; line breaks inside stay, so that line numbers hold.
+    plain = _SPAN.sub(lambda span: "code" + "\n" * span[2].count("\n"), prose)
     page.anchors |= set(_ANCHOR.findall(plain))
     for pattern in (_LINK, _DEFINITION, _ATTRIBUTE):
-        page.links += [(number, target) for target in pattern.findall(plain)]
+        page.links += [(_line(plain, link, 1), link[1]) for link in pattern.finditer(plain)]
+    return page
+
+
+def _take_fences(page: Page, lines: list[str]) -> str:
+    """Put the code fences of ``lines`` into ``page``; return the text with their lines empty."""
+    prose: list[str] = []
+    fence: tuple[str, str, int, list[str]] | None = None  # mark, language, first line, text
+    for number, line in enumerate(lines, start=1):
+        mark = _FENCE.match(line)
+        if fence is not None and mark and mark[1].startswith(fence[0]) and not mark[2]:
+            page.fences.append(Fence(fence[1], "\n".join(fence[3]), fence[2]))
+            fence = None
+        elif fence is not None:
+            fence[3].append(line)
+        elif mark:
+            fence = (mark[1], mark[2].lower(), number + 1, [])
+        else:
+            prose.append(line)
+            continue
+        prose.append("")
+    if fence is not None:
+        raise ValueError(f"{page.path}:{fence[2] - 1}: this code fence is never closed")
+    return "\n".join(prose)
+
+
+def _line(text: str, match: re.Match[str], group: int = 0) -> int:
+    return text.count("\n", 0, match.start(group)) + 1

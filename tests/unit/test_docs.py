@@ -55,6 +55,9 @@ def test_a_good_page_has_no_mistake(tmp_path):
         ("# Here\n[x](page.md#there)", 2, "#there"),
         ('<img src="gone.svg">', 1, "gone.svg"),
         ("[x]: gone.md", 1, "gone.md"),
+        ("a\n![two\nlines](gone.svg)", 3, "gone.svg"),
+        ("`a span\nof two lines`\n[x](gone.md)", 3, "gone.md"),
+        ("and `--lr 1\n--colocated`", 1, "unknown flag --colocated"),
         ("```bash\npython train.py --rollout-batch-sizes 8\n```", 2, "did you mean --rollout-batch-size"),
         (
             "```bash\necho\npython train.py --lr 1e-6 \\\n  --sglang-mem-fraction-statics ...\n```",

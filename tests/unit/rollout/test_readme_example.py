@@ -29,7 +29,10 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_readme_plugin_asks_twice_and_trains_on_the_models_words_only(cluster, make_args, plugin):
     args = make_args(
-        custom_rm_path=f"{NAME}.last_word", custom_generate_function_path=f"{NAME}.two_turns", n_samples_per_prompt=1
+        custom_rm_path=f"{NAME}.last_word",
+        custom_generate_function_path=f"{NAME}.two_turns",
+        n_samples_per_prompt=1,
+        rollout_max_response_len=len(plugin.AGAIN) + 20,
     )
     samples = list(iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples))
     assert len(samples) == 4
@@ -40,6 +43,16 @@ def test_the_readme_plugin_asks_twice_and_trains_on_the_models_words_only(cluste
         assert sample.loss_mask == [1] * len(first) + [0] * len(again) + [1] * len(second)
         assert sample.tokens == [ord(c) for c in sample.prompt + sample.response]
         assert sample.status == Sample.Status.COMPLETED
+
+
+def test_the_readme_plugin_keeps_to_the_length_limit(cluster, make_args, plugin):
+    args = make_args(
+        custom_rm_path=f"{NAME}.last_word",
+        custom_generate_function_path=f"{NAME}.two_turns",
+        rollout_max_response_len=len(plugin.AGAIN),
+    )
+    samples = list(iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples))
+    assert len(cluster.requests) == len(samples) == 8
 
 
 async def test_the_readme_reward(plugin):
