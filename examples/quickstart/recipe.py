@@ -12,6 +12,7 @@ MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "
 SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 """One pass over the demonstrations: batches of 1280, ten optimiser steps each; the same budget for every seed."""
 
+GRPO_ROLLOUTS = 80
 DATASET = "addition"
 
 
@@ -96,9 +97,9 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
         "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "1",
         "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28",
-        "--use-kl-loss", "--kl-loss-coef", "0.001", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
+        "--use-kl-loss", "--kl-loss-coef", "0.15", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
-        "--lr", "3e-4", "--lr-decay-style", "constant", "--lr-warmup-iters", "10", "--weight-decay", "0",
+        "--lr", "2e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", "10", "--weight-decay", "0",
         "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0", "--seed", str(1234 + seed),
         "--run-dir", str(paths.grpo(shuffled)),
     ]  # fmt: skip

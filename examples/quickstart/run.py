@@ -113,7 +113,9 @@ def main() -> int:
     """Command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling (default: 0)")
-    parser.add_argument("--rollouts", type=int, default=60, help="rollouts of GRPO (default: %(default)s)")
+    parser.add_argument(
+        "--rollouts", type=int, default=recipe.GRPO_ROLLOUTS, help="rollouts of GRPO (default: %(default)s)"
+    )
     parser.add_argument("--shuffled-rewards", action="store_true", help="the control: rewards dealt out at random")
     parser.add_argument("--dir", type=Path, help="directory; where it holds an SFT model, only GRPO is run")
     options = parser.parse_args()

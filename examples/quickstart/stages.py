@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.utils.process_guard import GuardedProcess, spawn
+
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 60
-"""Time a stage gets to end its own processes after it has been interrupted."""
+"""Seconds a stage gets to end its own processes after it has been asked to."""
 
 
 class StageError(Exception):
@@ -51,34 +52,26 @@ def run_stage(
     """Run ``command`` (``python ...``) in the checkout, its output in ``log``; return the seconds it took.
 
     ``describe`` is called with every new row of ``metrics`` and returns a line to print, or None. Raises StageError
-    with the end of the log when the command fails or is not done after ``deadline_s`` seconds; the command is then
-    interrupted, so that it ends its own processes, and killed when it does not.
+    with the end of the log when the command fails or is not done after ``deadline_s`` seconds. Whatever ends this
+    function or this process ends the command and all that it started.
     """
     print(f"\n{show_command(command)}\n", flush=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
     begin = time.monotonic()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-u", *command[1:]],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-            start_new_session=True,
-        )
-        try:
-            rows = _follow(metrics) if metrics else iter(list, None)
-            while process.poll() is None:
-                if time.monotonic() - begin > deadline_s:
-                    raise StageError(f"{name} was not done after {deadline_s:.0f} s\n{_tail(log)}")
-                _tell(next(rows), describe)
-                time.sleep(0.5)
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    process = spawn([sys.executable, "-u", *command[1:]], env, log.absolute(), name, cwd=str(ROOT))
+    rows = _follow(metrics) if metrics else itertools.repeat([])
+    try:
+        while (code := process.poll()) is None:
+            if time.monotonic() - begin > deadline_s:
+                raise StageError(f"{name} was not done after {deadline_s:.0f} s\n{_end_of(log, process)}")
             _tell(next(rows), describe)
-        finally:
-            _end(process)
-    if process.returncode:
-        raise StageError(f"{name} failed with exit status {process.returncode}\n{_tail(log)}")
+            time.sleep(0.5)
+        _tell(next(rows), describe)
+    finally:
+        process.stop(GRACE_S)
+    if code:
+        raise StageError(f"{name} failed with exit status {code}\n{_end_of(log, process)}")
     return time.monotonic() - begin
 
 
@@ -86,18 +79,6 @@ def _tell(rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str |
     for row in rows:
         if line := describe(row):
             print(f"  {line}", flush=True)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let the command shut down by itself, as on Ctrl-C; then leave nothing behind."""
-    for number, patience in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        if process.poll() is not None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _follow(path: Path) -> Iterator[list[dict[str, Any]]]:
@@ -116,6 +97,5 @@ def _follow(path: Path) -> Iterator[list[dict[str, Any]]]:
         yield rows
 
 
-def _tail(log: Path, lines: int = 40) -> str:
-    end = log.read_text(errors="replace").splitlines()[-lines:]
-    return "\n".join([f"--- the end of {log} ---", *end])
+def _end_of(log: Path, process: GuardedProcess) -> str:
+    return "\n".join([f"--- the end of {log} ---", *process.last_lines(40)])

