@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import sys
 import time
 from argparse import Namespace
@@ -21,6 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import slime
+from slime.observability import run_dir
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ SLOT = "slime_slot"
 SMALL_MACHINE_BYTES = 64 * 2**30
 SMALL_OBJECT_STORE_BYTES = 1 * 2**30
 JANITOR_DEADLINE_S = 60.0
-CONNECT_SECONDS = 120
+CONNECT_SECONDS = 20.0
 _SOURCE_ROOT = str(Path(slime.__file__).parents[1])
 
 QUIET_RAY = {
@@ -147,7 +149,8 @@ def connect(args: Namespace, slots: int) -> Cluster:
 
     ``--ray-address``, ``RAY_ADDRESS`` (``ray job submit`` sets it) or an earlier ``ray.init`` join a running
     cluster; otherwise one is started in processes of this host that listens on loopback only, with ``slots`` slots.
-    Sets ``args.run_id`` and, through ``finalize_for_device``, ``args.device_type`` and its defaults.
+    Sets ``args.run_id``, ``args.run_dir`` where it is not set and, through ``finalize_for_device``, what depends on the
+    device.
     """
     global _current
     if _current is not None:
@@ -168,6 +171,8 @@ def connect(args: Namespace, slots: int) -> Cluster:
         )
         from slime.arguments import finalize_for_device
 
+        if not args.run_dir:  # a driver of the user's own
+            run_dir.prepare(args)
         args.run_id = run_id
         finalize_for_device(args, device_type)
     except BaseException:
@@ -218,8 +223,9 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
         try:
+            _require_listener(address)
             ray.init(address=address, namespace=f"slime-{run_id}", logging_level=logging.WARNING, log_to_driver=True)
-        except (ConnectionError, ValueError, RuntimeError) as e:
+        except (OSError, ValueError, RuntimeError) as e:
             origin = "--ray-address" if args.ray_address else "the environment variable RAY_ADDRESS"
             raise ConnectionError(
                 f"cannot join the Ray cluster {address!r} that {origin} names: {e}. "
@@ -245,6 +251,13 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
         _temp_dir=_short_temp_dir(),
     )
     return True
+
+
+def _require_listener(address: str) -> None:
+    """Raise OSError when nothing listens at ``host:port``; Ray itself would try for minutes before it said so."""
+    host, _, port = address.rpartition(":")
+    if "://" not in address and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
 def _keep_to_loopback() -> None:

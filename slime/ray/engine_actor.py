@@ -12,6 +12,9 @@ from slime.ray.errors import reports_errors
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
 
+STOP_GRACE_S = 1.0
+"""At the end of a run an engine has nothing to save; left to itself it takes seconds to say goodbye."""
+
 
 class EngineActor:
     """Starts, watches and stops one engine process on the node where Ray put this actor."""
@@ -58,7 +61,7 @@ class EngineActor:
     @reports_errors
     def stop(self) -> None:
         if self._process is not None:
-            self._process.stop()
+            self._process.stop(STOP_GRACE_S)
 
     def _running(self) -> EngineProcess:
         if self._process is None:

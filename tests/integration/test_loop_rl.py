@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.rollout.debug_data import load_rollout
-from tests.support.run_train import Finished, Run, rl_flags, run_train, sums_file
+from tests.support.run_train import Finished, Run, read_metric, rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -26,9 +26,22 @@ def flags(tmp_path_factory) -> list[str]:
     return [*rl_flags(make_tiny_checkpoint(root / "model"), sums_file(root / "sums.jsonl")), *extra.split()]
 
 
+def saving(root: Path) -> list[str]:
+    words = [
+        "--save",
+        root / "save",
+        "--load",
+        root / "save",
+        "--save-interval",
+        1,
+        "--save-hf",
+        root / "hf-{rollout_id}",
+    ]
+    return list(map(str, words))
+
+
 def keeping(root: Path) -> list[str]:
-    words = ["--save", root / "save", "--load", root / "save", "--save-interval", 1]
-    return [*map(str, words), "--save-debug-rollout-data", str(root / "dumps" / "{rollout_id}.pt")]
+    return [*saving(root), "--save-debug-rollout-data", str(root / "dumps" / "{rollout_id}.pt")]
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +96,20 @@ def test_every_prompt_is_used_once(whole):
     assert len(set(texts.values())) == 4 * ROLLOUTS
 
 
-def test_replayed_rollouts_give_the_same_losses_without_engines(whole, flags, tmp_path):
+def test_replayed_rollouts_give_the_same_weights_without_engines_also_when_killed(whole, flags, tmp_path):
     run, root = whole
-    replay = ["--load-debug-rollout-data", str(root / "dumps" / "{rollout_id}.pt")]
-    again = run_train([*flags, *replay], tmp_path / "run")
+    command = [*flags, *saving(tmp_path), "--load-debug-rollout-data", str(root / "dumps" / "{rollout_id}.pt")]
+    with Run(command, tmp_path / "killed", env={"SLIME_TEST_HOLD_AT": "1"}) as killed:
+        killed.wait_for_log("actor_rank0", "holding rollout 1", 120)
+        killed.process.kill()
+        killed.process.wait(10)
+    again = run_train(command, tmp_path / "run")
     for name in ("train/loss", "train/grad_norm", "train/kl_loss", "train/entropy_loss"):
-        assert again.metric(name) == pytest.approx(run.metric(name), rel=1e-5, abs=1e-9), name
+        replayed = {**read_metric(tmp_path / "killed", name), **again.metric(name)}
+        assert sorted(again.metric(name)) == [1, 2]
+        assert replayed == pytest.approx(run.metric(name), rel=1e-5, abs=1e-9), name
+    last = f"hf-{ROLLOUTS - 1}/model-00001-of-00001.safetensors"
+    assert (tmp_path / last).read_bytes() == (root / last).read_bytes()
     assert not (again.run_dir / "logs" / "router.log").exists()
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_train import Run, run_train, sft_file, sft_flags
+from tests.support.run_train import Run, command_line, run_train, sft_file, sft_flags
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
-STEPS = 4
+ROLLOUTS = 4
 HOLD = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.hold"]
 
 
@@ -21,7 +21,7 @@ HOLD = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.hold"]
 def flags(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("sft")
     base = sft_flags(make_tiny_checkpoint(root / "model"), sft_file(root / "sft.jsonl"))
-    return [*base, "--actor-num-gpus-per-node", "2", "--num-rollout", str(STEPS)]
+    return [*base, "--actor-num-gpus-per-node", "2", "--num-rollout", str(ROLLOUTS)]
 
 
 def saving(root: Path) -> list[str]:
@@ -38,22 +38,26 @@ def saving(root: Path) -> list[str]:
 
 
 def test_a_killed_run_resumes_to_the_same_weights(flags, tmp_path):
+    # 6 of the 8 conversations of a rollout fill a step: the others are carried over, also over the restart.
+    flags = [*flags, "--global-batch-size", "6"]
     whole = run_train([*flags, *saving(tmp_path / "whole")], tmp_path / "run")
-    loss = whole.metric("train/loss")
-    assert sorted(loss) == list(range(STEPS))
-    assert loss[STEPS - 1] < loss[0]
-    assert re.search(rf"rollout {STEPS - 1} of {STEPS}: .*loss", whole.output)
+    loss = whole.values("train/loss")
+    assert len(loss) == ROLLOUTS * 8 // 6
+    assert loss[-1] < loss[0]
+    assert re.search(rf"rollout {ROLLOUTS - 1} of {ROLLOUTS}: .*loss", whole.output)
 
     again = [*flags, *saving(tmp_path / "again"), *HOLD]
     with Run(again, tmp_path / "killed", env={"SLIME_TEST_HOLD_AT": "2"}) as run:
         run.wait_for(r"rollout 1 of", 120)
         run.wait_for_log("actor_rank1", "holding rollout 2", 60)
+        assert any("torch_shm_manager" in command_line(pid) for pid in run.processes())
         run.process.kill()
         run.process.wait(10)
         assert run.assert_nothing_left() < 30
     resumed = run_train(again, tmp_path / "resumed")
-    assert resumed.metric("train/loss") == {step: loss[step] for step in (2, 3)}
-    last = f"hf-{STEPS - 1}/model-00001-of-00001.safetensors"
+    assert (tmp_path / "again" / "rollout" / "carried_over_1.json").exists()
+    assert resumed.values("train/loss") == loss[2:]
+    last = f"hf-{ROLLOUTS - 1}/model-00001-of-00001.safetensors"
     assert (tmp_path / "again" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
     # Nothing is left to do for the same command: it says so and succeeds.
@@ -86,3 +90,11 @@ def test_signals_end_everything(flags, tmp_path, signum, code):
         assert ended.returncode == code
         assert "Traceback" not in ended.output
         run.assert_nothing_left(5)
+
+
+def test_a_driver_of_the_users_own(flags, tmp_path):
+    """The three public functions, used the way scripts written for slime <= 0.3.1 use them."""
+    script = "tests/support/own_driver.py"
+    run = run_train([*flags, "--num-rollout", "2"], tmp_path / "run", script=script)
+    assert "rollouts per epoch: None, start: 0, critic: None" in run.output
+    assert len(run.values("train/loss")) == 2

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from slime.utils.types import Sample
@@ -24,7 +25,13 @@ def fail_on_rank_1(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> 
 
 
 def hold(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """``--rollout-data-postprocess-path`` that stays in rollout ``SLIME_TEST_HOLD_AT``: time to kill the run."""
+    """``--rollout-data-postprocess-path`` that stays in rollout ``SLIME_TEST_HOLD_AT``: time to kill the run.
+
+    It leaves a ``torch_shm_manager`` behind, a daemon that outlives whoever made PyTorch start it.
+    """
     if rollout_id == int(os.environ.get("SLIME_TEST_HOLD_AT", "-1")):
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        shared = torch.ones(8).share_memory_()
+        assert shared.is_shared()
         logging.getLogger(__name__).info("holding rollout %d", rollout_id)
         time.sleep(600)

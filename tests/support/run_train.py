@@ -84,6 +84,11 @@ class Finished:
         """Return ``{step: value}`` of one metric."""
         return read_metric(self.run_dir, name)
 
+    def values(self, name: str) -> list[float]:
+        """Return the values of one metric in the order in which they were written."""
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [record["value"] for record in map(json.loads, lines) if record["name"] == name]
+
 
 def read_metric(run_dir: Path, name: str) -> dict[int, float]:
     """Return ``{step: value}`` of one metric of a run, as far as it has been written."""
