@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from slime.ray import cluster
+from slime.ray.devices import own_gpu_index
 from slime.ray.layout import Layout, layout_of, node_sort_key
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.train_group import RayTrainGroup
@@ -158,10 +159,10 @@ def _what_is_missing(here: cluster.Cluster, layout: Layout, state: str) -> str:
 
 
 class _SlotProbe:
-    """Runs on a slot and says which GPU Ray gave it."""
+    """Runs on a slot and says which GPU Ray gave it, by its index on the node."""
 
     def gpu(self) -> int:
-        return int(ray.get_gpu_ids()[0])
+        return own_gpu_index()
 
 
 def _in_order(here: cluster.Cluster, pg: PlacementGroup, layout: Layout) -> Slots:

@@ -13,6 +13,7 @@ import ray
 from slime.observability import tracking
 from slime.observability.timer import timer
 from slime.ray import worker
+from slime.ray.devices import own_gpu_index
 from slime.ray.errors import reports_errors
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip, get_free_port
@@ -46,7 +47,7 @@ class TrainRayActor:
             MASTER_PORT=str(master[1]),
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
-            LOCAL_RANK=str(_local_device()),
+            LOCAL_RANK=str(own_gpu_index()),
         )
         if self.args.device_type == "cpu" and master[0] == "127.0.0.1":
             # Otherwise gloo resolves the host's name, which may lead to an interface that is down, or nowhere.
@@ -108,15 +109,6 @@ class TrainRayActor:
     def drain_records(self) -> list[Any]:
         """Return the metrics logged here since the last call."""
         return tracking.drain()
-
-
-def _local_device() -> int:
-    """Return the index, among the devices this process sees, of the GPU that Ray gave it; 0 without one."""
-    ids = ray.get_gpu_ids()
-    if not ids:
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return int(ids[0]) if not visible else visible.split(",").index(str(ids[0]))
 
 
 def _loopback_interface() -> str:
