@@ -92,7 +92,18 @@ def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, fl
         return
     for step_id, metrics in enumerate(steps):
         named = {f"train/{name}": value for name, value in metrics.items()}
-        log(args, {**named, "train/step": rollout_id * len(steps) + step_id}, "train/step")
+        log(args, {**named, "train/step": train_step(args, rollout_id, step_id, len(steps))}, "train/step")
+
+
+def train_step(args: Namespace, rollout_id: int, step_id: int, num_steps: int) -> int:
+    """Return the place of an optimiser step on the ``train/step`` axis.
+
+    The number of steps differs between rollouts where samples are carried over to the next one, so each rollout has
+    room for the most that it can make, ``ceil(samples of a rollout / global batch size)``: places are never used twice
+    and do not depend on where a run was resumed. Rollouts that make fewer steps leave gaps.
+    """
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    return rollout_id * max(num_steps, -(-samples // args.global_batch_size)) + step_id
 
 
 def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int]) -> dict[str, float]:

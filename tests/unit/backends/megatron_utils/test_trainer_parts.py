@@ -13,6 +13,7 @@ from slime.backends.megatron_utils import ci_checks
 from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
 from slime.backends.megatron_utils.log_prob_pass import old_log_probs_equal_current
+from slime.backends.megatron_utils.train_metrics import train_step
 
 
 def skips(steps: int = 1, **overrides: Any) -> bool:
@@ -98,3 +99,17 @@ def test_a_wrong_hook_path_fails_at_start() -> None:
     hooks = load_trainer_hooks(SimpleNamespace(custom_megatron_init_path="math.sqrt"))
     assert hooks.after_megatron_init is not None
     assert hooks.before_log_prob is None
+
+
+@pytest.mark.parametrize("samples", [8, 12, 4, 9])
+def test_no_place_on_the_step_axis_is_used_twice(samples: int) -> None:
+    """Samples that do not fill a step wait for the next rollout, so rollouts make different numbers of steps."""
+    args = SimpleNamespace(rollout_batch_size=samples, n_samples_per_prompt=1, global_batch_size=4)
+    places, waiting = [], 0
+    for rollout_id in range(9):
+        steps, waiting = divmod(waiting + samples, 4)
+        places += [train_step(args, rollout_id, step_id, steps) for step_id in range(steps)]  # type: ignore[arg-type]
+    assert len(places) == 9 * samples // 4
+    assert places == sorted(set(places))
+    if samples % 4 == 0:
+        assert places == list(range(len(places)))  # without anything carried over the axis has no gaps
