@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 from argparse import Namespace
 from typing import Any
@@ -26,6 +27,7 @@ NEEDS_FUSED_KERNELS = (
     "moe_router_fusion",
     "tp_comm_overlap",
 )
+GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 # Fused by torch's compiler: pointless on a CPU, where compiling takes longer than it saves.
 NEEDS_CUDA = ("bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion")
 
@@ -54,11 +56,17 @@ def transformer_config_from_args(args: Namespace) -> Any:
     on_cuda = accelerator.device_type() == "cuda"
     without = list(NEEDS_FUSED_KERNELS) if not (on_cuda and HAVE_TE) else []
     without += [] if on_cuda else NEEDS_CUDA
+    if not _has_module(GRADIENT_ACCUMULATION_KERNEL):  # a part of apex; megatron's own layers refuse to do without
+        without.append("gradient_accumulation_fusion")
     off = [name for name in without if values.get(name)]
     if off:
         logger.info("switched off for want of their kernels on this machine: %s", ", ".join(off))
     values.update(dict.fromkeys(without, False))
     return config_class(**values)
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def _same_named(config_class: type, args: Namespace) -> dict[str, Any]:

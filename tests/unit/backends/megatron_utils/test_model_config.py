@@ -141,3 +141,15 @@ def test_custom_providers_are_called_by_keyword(name: str, expected: tuple[Any, 
     assert custom(**stage) == expected
     spec = model_provider(_args(spec=[__name__, name]), None)
     assert spec(**stage) == expected
+
+
+def test_fused_gradient_accumulation_needs_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine on a GPU does not bring it; megatron's output layer raises when it is on without it."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", True)
+    monkeypatch.setattr(model_config.accelerator, "device_type", lambda: "cuda")
+    asked = {"gradient_accumulation_fusion": True, "apply_rope_fusion": False, "moe_grouped_gemm": False}
+    for present in (False, True):
+        monkeypatch.setattr(model_config, "_has_module", lambda name, present=present: present)
+        assert transformer_config_from_args(_args(**asked)).gradient_accumulation_fusion is present
