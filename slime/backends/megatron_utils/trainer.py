@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.parallel import (
     pipeline_parallel,
     tensor_parallel,
 )
+from slime.backends.megatron_utils.reference import refreshed_reference
 from slime.backends.megatron_utils.train_dump import save_train_dump
 from slime.backends.megatron_utils.train_metrics import log_perf, log_rollout_metrics, log_train_metrics
 from slime.backends.megatron_utils.train_step import StepContext, configure_schedules, train_rollout
@@ -114,8 +115,10 @@ class MegatronTrainer:
 
     def _load_reference(self) -> None:
         source = getattr(self.args, "ref_load", None) or self.args.hf_checkpoint
+        step = getattr(self.args, "ref_ckpt_step", None)
+        if refreshed := refreshed_reference(self.args):
+            source, step = refreshed
         if is_megatron_checkpoint(source):
-            step = getattr(self.args, "ref_ckpt_step", None)
             load_checkpoint(self.args, source, TrainerState(self.model), step=step, weights_only=True)
         else:
             self._load_hf(source)
