@@ -75,6 +75,8 @@ class TensorTransport:
             if self._slots_group is not None:
                 self._send_local(bucket, version)
             sent += bucket.nbytes
+        if sent and self._slots_group is not None and torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # blocks that an engine still held when the bucket was dropped here
         return sent
 
     def _send_local(self, bucket: Bucket, weight_version: str | None) -> None:
