@@ -44,6 +44,11 @@ PAIRED: dict[str, dict[str, Any]] = {
     "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "PP2": {"pipeline_model_parallel_size": 2},
     "PP2, packed": {"pipeline_model_parallel_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64},
+    "PP2 x VPP2": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "overlap_p2p_comm": True,
+    },
     "CP2": {"context_parallel_size": 2},
     "CP2, packed": {"context_parallel_size": 2, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 32},
     "DP2": {},
@@ -57,8 +62,8 @@ CASES = [(a, layout) for layout in [*ALONE, *PAIRED] for a in ALGORITHMS if (a, 
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """By (algorithm, layout): the reports of two rollouts, from a rank of the last pipeline stage."""
     folder = tmp_path_factory.mktemp("layouts")
-    checkpoint = tiny_checkpoint(folder / "actor", seed=0)
-    reference = tiny_checkpoint(folder / "ref", seed=1)
+    checkpoint = tiny_checkpoint(folder / "actor", seed=0, num_hidden_layers=4)
+    reference = tiny_checkpoint(folder / "ref", seed=1, num_hidden_layers=4)
     found = {}
     for world_size, layouts in ((1, ALONE), (2, PAIRED)):
         cases = [(a, layout) for layout in layouts for a in ALGORITHMS]

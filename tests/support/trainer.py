@@ -113,7 +113,8 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
 
 
 OPTIONAL = {
-    "async_save", "check_for_nan_in_loss_and_grad", "ci_test", "ckpt_step", "custom_advantage_function_path",
+    "async_save", "overlap_p2p_comm", "virtual_pipeline_model_parallel_size",
+    "check_for_nan_in_loss_and_grad", "ci_test", "ckpt_step", "custom_advantage_function_path",
     "custom_loss_function_path", "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path", "custom_megatron_init_path",
     "custom_pg_loss_reducer_function_path", "custom_tis_function_path", "finetune", "log_multi_turn",
@@ -157,21 +158,15 @@ def make_train_data(
     return data
 
 
-def make_shards(args: argparse.Namespace, data: dict[str, list[Any]], *, dp_size: int) -> list[Any]:
-    """Return the shards that the rollout manager would make of ``data`` for ``dp_size`` ranks."""
+def make_shards(args: argparse.Namespace, data: dict[str, list[Any]], parallel_config: dict[str, int]) -> list[Any]:
+    """Return the shards that the rollout manager would make of ``data`` for trainers with ``parallel_config``."""
     from slime.batching.columns import RolloutBatch
     from slime.batching.schedule import build_dp_schedule
 
     batch = RolloutBatch.from_train_data(data)
-    layout = {
-        "dp_size": dp_size,
-        "cp_size": args.context_parallel_size,
-        "vpp_size": 1,
-        "microbatch_group_size_per_vp_stage": 1,
-    }
     schedule = build_dp_schedule(
         args,
-        layout,
+        parallel_config,
         batch.total_lengths,
         global_batch_size=args.global_batch_size,
         rollout_indices=batch.rollout_ids,

@@ -29,7 +29,7 @@ def new_trainer(checkpoint: str | Path, *, with_ref: bool = False, **overrides: 
 
 def train_once(trainer: Any, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
     """Train on ``data`` and return what this rank reports."""
-    shards = make_shards(trainer.args, data, dp_size=trainer.parallel_config["dp_size"])
+    shards = make_shards(trainer.args, data, trainer.parallel_config)
     return trainer.train(rollout_id, shards[trainer.parallel_config["dp_rank"]])
 
 
@@ -323,8 +323,6 @@ def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
         custom_megatron_before_log_prob_hook_path=here + "note_log_prob",
         custom_megatron_before_train_step_hook_path=here + "note_step",
         save_debug_train_data=folder + "/dump_{rollout_id}.pt",
-        log_passrate=True,
-        log_multi_turn=True,
     )
     CALLS.clear()
     found["refreshed"] = [train_once(trainer, i, data) for i in range(3)]
@@ -354,7 +352,7 @@ def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     for name, spoil in {"vocabulary": ("tokens", 2, 10**6), "infinite": ("rewards", None, float("inf"))}.items():
         from slime.batching.columns import RolloutBatch
 
-        shards = make_shards(trainer.args, data, dp_size=trainer.parallel_config["dp_size"])
+        shards = make_shards(trainer.args, data, trainer.parallel_config)
         shard = shards[trainer.parallel_config["dp_rank"]]
         batch: RolloutBatch = shard.batch
         if spoil[0] == "tokens":

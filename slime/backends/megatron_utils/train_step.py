@@ -15,7 +15,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs, sample_name, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
-from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage
+from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, pipeline_parallel
 
 
 class NonFiniteError(RuntimeError):
@@ -73,6 +73,17 @@ def configure_schedules(context: StepContext) -> None:
     from megatron.core.utils import get_model_config
 
     config = get_model_config(context.model[0])
+    if len(context.model) > 1 and pipeline_parallel().size == 2 and not config.overlap_p2p_comm:
+        # Each stage is then both the next and the previous one of the other, and a batch of sends and receives between
+        # the same two ranks is matched in order: activations and gradients would change places without an error.
+        raise ValueError(
+            "virtual pipeline stages on --pipeline-model-parallel-size 2 need overlapped pipeline communication: "
+            "leave out --no-overlap-p2p-communication"
+        )
+    if config.overlap_p2p_comm and context.device.type == "cpu":
+        # The schedule frees an output right after it began to send it. CUDA's streams keep the memory until it is sent;
+        # gloo sends from another thread, at times what the next user of the memory wrote there.
+        config.deallocate_pipeline_outputs = False
     config.grad_scale_func = context.optimizer.scale_loss
     config.timers = None
     config.finalize_model_grads_func = finalize_model_grads
