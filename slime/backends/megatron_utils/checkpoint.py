@@ -90,7 +90,8 @@ def load_checkpoint(
     if with_rng:
         _restore_rng(loaded["rng_state"])
     elif not finetune and not getattr(args, "no_load_rng", False):
-        logger.info("random states of %s are not restored: it was saved under another parallel layout", directory)
+        why = "it has none (--no-save-rng)" if _saved_layout(common) is None else "saved under another parallel layout"
+        logger.info("random states of %s are not restored: %s", directory, why)
     logger.info("loaded %s (optimizer: %s, random states: %s)", directory, with_optimizer, with_rng)
     return None if finetune else iteration
 
@@ -113,7 +114,7 @@ class CheckpointSaver:
         with_rng = not getattr(self._args, "no_save_rng", False)
         content = dict(_CONTENT)
         sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
-        sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout())
+        sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout() if with_rng else None)
         if dist.get_rank() == 0:
             checkpoint_dir.begin(root, iteration)
         dist.barrier()

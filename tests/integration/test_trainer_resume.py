@@ -1,0 +1,47 @@
+"""Resuming without saved random states, and with a reference model that was refreshed before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.distributed import run_distributed
+from tests.support.trainer import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("resume")
+    arguments = {"checkpoint": tiny_checkpoint(folder / "model", seed=0), "save": str(folder / "save")}
+    return run_distributed("tests.support.resume_ranks:resume_options", 1, arguments, timeout=180)[0]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_checkpoint_without_random_states_can_be_resumed(found: dict[str, Any]) -> None:
+    assert found["start"] == 2
+    assert same(found["resumed"], found["after 1"])
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        ("reference, interval 1", "after 1"),
+        ("reference, interval 2", "after 1"),
+        ("reference, interval 3", "initial"),  # never refreshed yet
+        ("reference of step 0", "after 0"),
+    ],
+)
+def test_the_reference_is_the_one_of_before(found: dict[str, Any], reference: str, expected: str) -> None:
+    others = {"initial", "after 0", "after 1"} - {expected}
+    assert same(found[reference], found[expected])
+    assert not any(same(found[reference], found[other]) for other in others)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_the_actor_is_resumed_whatever_the_reference(found: dict[str, Any], interval: int) -> None:
+    assert same(found[f"actor, interval {interval}"], found["after 1"])
