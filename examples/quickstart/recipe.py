@@ -12,7 +12,7 @@ MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "
 SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 """One pass over the demonstrations: batches of 1280, ten optimiser steps each; the same budget for every seed."""
 
-GRPO_ROLLOUTS = 80
+GRPO_ROLLOUTS = 100
 DATASET = "addition"
 
 
@@ -99,7 +99,7 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28",
         "--use-kl-loss", "--kl-loss-coef", "0.15", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
-        "--lr", "2e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", "10", "--weight-decay", "0",
+        "--lr", "1.5e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", "10", "--weight-decay", "0",
         "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0", "--seed", str(1234 + seed),
         "--run-dir", str(paths.grpo(shuffled)),
     ]  # fmt: skip
