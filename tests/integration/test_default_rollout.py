@@ -101,7 +101,14 @@ def test_samples_hold_the_tokens_and_log_probs_of_the_engine(setup, make_args):
 
 
 def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args):
-    args = make_args(over_sampling_batch_size=8, partial_rollout=True, rollout_max_response_len=250)
+    # Ten stop tokens in 384: responses of about 40 tokens, rarely of the same length, so that some are in flight when
+    # the first group is done.
+    args = make_args(
+        over_sampling_batch_size=8,
+        partial_rollout=True,
+        rollout_max_response_len=250,
+        rollout_stop_token_ids=list(range(10)),
+    )
     args.rollout_batch_size = 1
     source = RolloutDataSourceWithBuffer(args)
     first = generate_rollout(args, 0, source)
