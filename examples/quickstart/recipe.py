@@ -99,7 +99,8 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28",
         "--use-kl-loss", "--kl-loss-coef", "0.15", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
-        "--lr", "1.5e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", "10", "--weight-decay", "0",
-        "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0", "--seed", str(1234 + seed),
+        "--lr", "1.5e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", "10",
+        "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
+        "--seed", str(1234 + seed),
         "--run-dir", str(paths.grpo(shuffled)),
     ]  # fmt: skip
