@@ -146,7 +146,9 @@ class RouterProcess(Router):
             raise RuntimeError(f"{self.name} runs already (pid {self.pid})")
         if self._chooses_port:
             self.port = reserve_ports(1)[0]
-        prometheus_port = getattr(self.args, "router_prometheus_port", None) or reserve_ports(1)[0]
+        # The default of the router package is one port for all runs of the host: only one that was asked for is kept.
+        asked_for = "router_prometheus_port" in getattr(self.args, "explicit_flags", ())
+        prometheus_port = self.args.router_prometheus_port if asked_for else reserve_ports(1)[0]
         fields = router_fields(
             self.args,
             host=self.host,
