@@ -13,6 +13,8 @@ from slime.observability.logging_utils import configure_logger, init_tracking
 from slime.observability.run_dir import log_path
 from slime.utils.process_guard import guard_self
 
+logger = logging.getLogger(__name__)
+
 TO_DRIVER = ("slime.observability.progress",)
 """Loggers whose INFO records the driver's terminal shows too (through Ray); of the others it shows warnings."""
 
@@ -45,4 +47,5 @@ def begin(args: Namespace, component: str) -> Path:
     handler.setFormatter(logging.Formatter(f"[{component}] %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     init_tracking(args, primary=False)
+    logger.info("%s of run %s: pid %d", component, getattr(args, "run_id", None), os.getpid())
     return path

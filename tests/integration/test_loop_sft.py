@@ -78,6 +78,19 @@ def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
     assert "the sauce is burnt" in (failed.run_dir / "logs" / "failure.txt").read_text()
 
 
+def test_a_killed_rank_is_named_not_its_neighbour_that_lost_it(flags, tmp_path):
+    with Run([*flags, "--num-rollout", "100000"], tmp_path / "run") as run:
+        run.wait_for(r"rollout 2 of", 120)
+        log = (tmp_path / "run" / "logs" / "actor_rank1.log").read_text()
+        os.kill(int(re.search(r"actor_rank1 of run .*: pid (\d+)", log).group(1)), signal.SIGKILL)
+        ended = run.finish(30)
+        assert ended.returncode == 1
+        run.assert_nothing_left(5)
+    told = ended.output[ended.output.index("error: ") :].splitlines()
+    assert re.match(r"error: actor rank 1 ended unexpectedly during .+: ", told[0])
+    assert any(line.startswith("The last lines of ") and "actor_rank1.log" in line for line in told)
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_everything(flags, tmp_path, signum, code):
     with Run([*flags, "--num-rollout", "100000"], tmp_path / "run") as run:
