@@ -61,7 +61,6 @@ def create_rollout_manager(args: Namespace, pg: Slots) -> tuple[Any, int | None]
         .options(
             max_concurrency=MANAGER_THREADS,
             runtime_env=here.environment(),
-            name=f"rollout_manager-{here.run_id}",
             **here.whole_cpu(),
         )
         .remote(args)
@@ -115,7 +114,7 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
     here = cluster.current()
     if here.own:
         _refuse_what_cannot_fit(here, layout)
-    pg = placement_group([dict(here.slot)] * layout.slots, strategy="PACK", name=f"slime-{here.run_id}")
+    pg = placement_group([dict(here.slot)] * layout.slots, strategy="PACK")
     started = time.monotonic()
     next_sign = SIGN_OF_LIFE_S
     while not pg.wait(timeout_seconds=1):
