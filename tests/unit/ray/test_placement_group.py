@@ -43,7 +43,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
     )
 
-    def reserve(bundles: list[dict[str, float]], strategy: str, name: str) -> FakeGroup:
+    def reserve(bundles: list[dict[str, float]], strategy: str) -> FakeGroup:
         here.asked = (bundles, strategy)
         return FakeGroup(here.ready_after, clock)
 
