@@ -148,11 +148,12 @@ def _what_is_missing(here: cluster.Cluster, layout: Layout, state: str) -> str:
         if n["Alive"]
     ]
     each = ", ".join(f"{k} {v:g}" for k, v in here.slot.items())
+    shared = layout.rollout_offset == 0 and layout.trainer_slots and layout.rollout_slots
     return (
         f"{layout.slots} slots of [{each}] are {state}.\n"
         f"Asked for: {layout.trainer_slots} for training (--actor-num-nodes x --actor-num-gpus-per-node), "
         f"{layout.rollout_slots} for inference (--rollout-num-gpus)"
-        f"{'' if layout.rollout_offset else ', on the same slots'}.\nThe cluster has:\n" + "\n".join(nodes) + "\n"
+        f"{', on the same slots' if shared else ''}.\nThe cluster has:\n" + "\n".join(nodes) + "\n"
         "Lower these numbers, use --colocate to share slots, or add machines."
     )
 
