@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from slime.arguments.availability import refuse_unavailable
+from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import all_flags, build_parser, nearest, read_words
 from slime.arguments.errors import ArgumentError
 from tools.markdown import Fence, Page
@@ -95,9 +95,11 @@ def _check_train(words: list[str]) -> Iterator[str]:
     flags = all_flags()
     try:
         given, _ = read_words(build_parser(flags), words)
-        refuse_unavailable(given, flags)
     except ArgumentError as error:
         yield from str(error).splitlines()
+        return
+    if not given.get("dry_run"):
+        yield from unavailable_messages(given, flags)
 
 
 def flag_mistake(word: str) -> str:

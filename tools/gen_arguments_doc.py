@@ -42,7 +42,7 @@ def _row(flag: Flag) -> str:
     attribute = "" if flag.dest == flag.option[2:].replace("-", "_") else f" → `{flag.dest}`"
     notes = [flag.help]
     if flag.dest in INERT:
-        notes.append(f"**Refused**: {INERT[flag.dest]}.")
+        notes.append(f"**Without effect** (a warning says so): {INERT[flag.dest]}.")
     elif not is_available(flag):
         notes.append("**Not available yet.**")
     elif refused_values(flag):

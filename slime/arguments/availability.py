@@ -1,7 +1,7 @@
 """The flags that are declared but whose feature this version does not have yet, and those that can have no effect.
 
-Delete a line (or one value of it) to make a flag available. A run that sets one to anything but its default is
-refused; none is ever ignored.
+Delete a line (or one value of it) to make a flag available. A run that sets one to anything but its default is refused;
+``--dry-run`` lists what would be. Flags of slime <= 0.3.1 and of Megatron that can have no effect warn and say why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
 
 ANY = "any value"
@@ -173,7 +172,7 @@ NOT_YET_MEGATRON: tuple[str, ...] = (
     "log_num_zeros_in_grad",
 )
 
-# Flags that can have no effect: refused with the way out instead of ignored.
+# Flags that can have no effect -> why, or what to do instead.
 _INFERENCE = "it concerns generation with Megatron; engines generate here"
 INERT: dict[str, str] = {
     "http_proxy": "set the environment variables http_proxy and no_proxy instead",
@@ -206,20 +205,28 @@ def refused_values(flag: Flag) -> tuple[Any, ...]:
     return entry if isinstance(entry, tuple) else ()
 
 
-def refuse_unavailable(values: dict[str, Any], flags: Iterable[Flag]) -> None:
-    """Raise ``ArgumentError`` for every given value (attribute -> value) whose feature does not exist yet."""
+def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:
+    """One sentence for every given value (attribute -> value) whose feature does not exist yet."""
     messages = []
-    for flag in flags:
-        if flag.dest not in values or values[flag.dest] == flag.default:
-            continue
+    for flag in _changed(values, flags):
         value = values[flag.dest]
         if flag.dest in INERT:
-            messages.append(f"{flag.option} has no effect: {INERT[flag.dest]}")
-        elif not is_available(flag):
+            continue
+        if not is_available(flag):
             messages.append(f"{flag.option} is not available yet in this version; leave it out")
         elif value in refused_values(flag):
             others = [c for c in flag.choices or () if c not in refused_values(flag)]
             way_out = f"use one of {', '.join(map(str, others))}" if others else "leave it out"
             messages.append(f"{flag.option} {value} is not available yet in this version; {way_out}")
-    if messages:
-        raise ArgumentError("\n".join(messages))
+    return messages
+
+
+def inert_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:
+    """One sentence for every given value (attribute -> value) that can have no effect."""
+    return [
+        f"{flag.option} has no effect: {INERT[flag.dest]}" for flag in _changed(values, flags) if flag.dest in INERT
+    ]
+
+
+def _changed(values: dict[str, Any], flags: Iterable[Flag]) -> list[Flag]:
+    return [flag for flag in flags if flag.dest in values and values[flag.dest] != flag.default]

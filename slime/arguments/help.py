@@ -116,7 +116,7 @@ def _sections(flags: Sequence[Flag], width: int) -> list[str]:
 def _entry(flag: Flag, width: int) -> list[str]:
     notes = [default_text(flag)]
     if flag.dest in INERT:
-        notes.append("refused")
+        notes.append("without effect")
     elif not is_available(flag):
         notes.append("not available yet")
     elif refused_values(flag):

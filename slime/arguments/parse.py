@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from slime.arguments.availability import refuse_unavailable
+from slime.arguments import unchecked
+from slime.arguments.availability import inert_messages, unavailable_messages
 from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files import custom_config
@@ -27,7 +28,8 @@ def parse_args(
     """Parse, check and derive. ``argv`` None reads ``sys.argv``.
 
     ``add_custom_arguments(parser)`` may add a user's own flags. On a wrong command line: a message on stderr and exit
-    status 2 when ``sys.argv`` is read, an ``ArgumentError`` when ``argv`` is given. ``--help [WORD]`` prints and exits.
+    status 2 when ``sys.argv`` is read, an ``ArgumentError`` when ``argv`` is given. ``--help [WORD]`` and
+    ``--dry-run`` print and exit with status 0.
     ``args.explicit_flags`` (a frozenset of attributes) says what was given on the command line.
     """
     if callable(argv):  # slime <= 0.3.1 takes add_custom_arguments first
@@ -37,26 +39,40 @@ def parse_args(
         flags = all_flags()
         parser = build_parser(flags, add_custom_arguments)
         _answer_help(words, flags, parser)
-        return resolve(words, flags, parser)
+        args = resolve(words, flags, parser)
     except ArgumentError as error:
         if argv is not None:
             raise
         _exit(error)
+    if args.dry_run:
+        _answer_dry_run(args)
+    for warning in args.warnings:
+        print(f"{_program()}: warning: {warning}", file=sys.stderr)
+    unchecked.end(args)
+    return args
 
 
 def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read ``words`` with ``parser``, fill defaults, apply every rule. Raises ``ArgumentError``."""
+    """Read ``words`` with ``parser``, fill defaults, apply every rule. Raises ``ArgumentError``.
+
+    What is found on the way is on the namespace, in the lists of ``unchecked``.
+    """
+    from slime.arguments.files import run_config
     from slime.arguments.rules import apply_rules
 
-    given, ignored = read_words(parser, words, ignore_unknown="--ignore-unknown-flags" in words)
-    if ignored:
-        print(f"slime: ignoring unknown words: {' '.join(ignored)}", file=sys.stderr)
+    typed, ignored = read_words(parser, words, ignore_unknown="--ignore-unknown-flags" in words)
+    file = run_config.read(typed["config"], flags) if typed.get("config") else run_config.RunConfig()
+    given = {**file.given, **typed}
     given |= custom_config.read(given.get("custom_config_path"), flags)
-    refuse_unavailable(given, flags)
     _check_required(given, flags)
     args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
-    for name, value in {**parser.custom_defaults, **given}.items():  # type: ignore[attr-defined]
+    custom_defaults: dict[str, Any] = parser.custom_defaults  # type: ignore[attr-defined]
+    for name, value in {**custom_defaults, **file.defaults, **given}.items():
         setattr(args, name, value)
+    unchecked.begin(args)
+    if ignored:
+        unchecked.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
+    _check_availability(args, given, flags)
     _check_groups(args, given)
     args.explicit_flags = frozenset(given)
     for name, value in megatron.config_defaults().items():
@@ -64,7 +80,28 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     apply_rules(args)
     for dest, field in megatron.aliases().items():
         setattr(args, field, getattr(args, dest))
+    if file.given and not set(typed) - run_config.OWN_FLAGS:
+        for difference in run_config.differences(args, file):
+            unchecked.warn(args, difference)
+    if args.dump_config is not None:
+        run_config.write(args, args.dump_config)
     return args
+
+
+def _check_availability(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[Flag]) -> None:
+    """Refuse features that do not exist yet, in a dry run keep them; warn of flags without effect."""
+    for message in inert_messages(given, flags):
+        unchecked.warn(args, message)
+    args.not_available = unavailable_messages(given, flags)
+    if args.not_available and not args.dry_run:
+        raise ArgumentError("\n".join(args.not_available))
+
+
+def _answer_dry_run(args: argparse.Namespace) -> NoReturn:
+    from slime.arguments.plan.text import plan_text
+
+    _print(plan_text(args))
+    sys.exit(0)
 
 
 def _check_required(given: dict[str, Any], flags: Sequence[Flag]) -> None:
@@ -106,17 +143,24 @@ def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.A
 
     following = words[place + 1] if place + 1 < len(words) else None
     topic = following if following is not None and following not in ("-h", "--help") else None
-    try:
-        print(help_text([*flags, *custom_flags(parser, flags)], topic), flush=True)
-    except BrokenPipeError:  # `--help | head`: nobody reads the rest
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (stays open until the process ends)
+    _print(help_text([*flags, *custom_flags(parser, flags)], topic))
     sys.exit(0)
 
 
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `--help | head`: nobody reads the rest
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (stays open until the process ends)
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "slime.arguments" if name in ("__main__.py", "-c", "") else name
+
+
 def _exit(error: ArgumentError) -> NoReturn:
-    program = Path(sys.argv[0]).name
-    program = "slime.arguments" if program in ("__main__.py", "-c", "") else program
     for line in str(error).splitlines():
-        print(f"{program}: error: {line}", file=sys.stderr)
+        print(f"{_program()}: error: {line}", file=sys.stderr)
     print("`--help WORD` lists the flags that mention WORD.", file=sys.stderr)
     sys.exit(2)

@@ -43,3 +43,12 @@ def parse(*flags: Any, **keywords: Any) -> argparse.Namespace:
     from slime.arguments import parse_args
 
     return parse_args([*minimal_flags(), *map(str, flags)], **keywords)
+
+
+def dry(*flags: Any) -> argparse.Namespace:
+    """What ``--dry-run`` resolves ``minimal_flags`` and ``flags`` to, with its findings; nothing is printed."""
+    from slime.arguments.command_line import all_flags, build_parser
+    from slime.arguments.parse import resolve
+
+    known = all_flags()
+    return resolve([*minimal_flags(), "--dry-run", *map(str, flags)], known, build_parser(known))

@@ -7,6 +7,7 @@ from slime.arguments.group import ArgumentGroup, flags_of
 from slime.arguments.groups.algorithm import Algorithm, Distillation, MultiTokenPrediction, OffPolicy
 from slime.arguments.groups.checkpoint import Checkpoint, Optimizer
 from slime.arguments.groups.cluster import Cluster, ExternalEngines
+from slime.arguments.groups.configuration import Configuration
 from slime.arguments.groups.data import Batch, Data
 from slime.arguments.groups.debug import ContinuousIntegration, Debug, Profiling
 from slime.arguments.groups.eval import Eval
@@ -20,8 +21,8 @@ from slime.arguments.groups.weight_sync import WeightSync
 
 ALL_GROUPS: tuple[type[ArgumentGroup], ...] = (
     Cluster, Train, Rollout, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint, WeightSync,
-    Logging, Debug, MegatronHooks, FaultTolerance, ExternalEngines, Distillation, MultiTokenPrediction, Profiling,
-    ContinuousIntegration, TeacherServer,
+    Logging, Configuration, Debug, MegatronHooks, FaultTolerance, ExternalEngines, Distillation, MultiTokenPrediction,
+    Profiling, ContinuousIntegration, TeacherServer,
 )  # fmt: skip
 
 

@@ -24,7 +24,6 @@ class Debug(ArgumentGroup):
     )
     save_debug_train_data: str | None = flag(None, "path template with {rollout_id} and {rank}: dump what trainers get")
     dump_details: str | None = flag(None, "directory for both dumps and the tokenizer")
-    ignore_unknown_flags: bool = flag(False, "warn about unknown flags instead of refusing them (old launch scripts)")
 
 
 class Profiling(ArgumentGroup):

@@ -52,6 +52,3 @@ class MegatronHooks(ArgumentGroup):
     megatron_deepgemm_forward_modules: list[str] | None = flag(None, "module-name suffixes of those linears")
     megatron_deepgemm_moe_forward_layers: list[int] | None = flag(None, "the same for expert layers")
     megatron_deepgemm_moe_forward_modules: list[str] | None = flag(None, "module-name suffixes of those experts")
-    custom_config_path: str | None = flag(
-        None, "YAML mapping whose keys are set on the namespace (the values of your own plug-ins)"
-    )

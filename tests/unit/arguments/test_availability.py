@@ -9,12 +9,14 @@ from slime.arguments.availability import (
     INERT,
     NOT_YET,
     NOT_YET_MEGATRON,
+    inert_messages,
     is_available,
-    refuse_unavailable,
     refused_values,
+    unavailable_messages,
 )
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
+from tests.support.arguments import dry, parse
 
 
 def test_the_table_names_declared_flags_and_choices(flags):
@@ -34,20 +36,35 @@ def test_every_unavailable_flag_is_refused_by_name(flags):
     for flag in flags:
         values = [object()] if not is_available(flag) else list(refused_values(flag))
         for value in values:
-            with pytest.raises(ArgumentError, match=flag.option):
-                refuse_unavailable({flag.dest: value}, flags)
+            messages = inert_messages if flag.dest in INERT else unavailable_messages
+            (message,) = messages({flag.dest: value}, flags)
+            assert flag.option in message
 
 
 def test_the_default_of_an_unavailable_flag_may_be_spelled_out(flags):
-    refuse_unavailable({"rollout_top_p": 1.0, "update_weight_mode": "full", "use_opd": False}, flags)
+    values = {"rollout_top_p": 1.0, "update_weight_mode": "full", "use_opd": False, "min_batch_collection_ratio": 1.0}
+    assert unavailable_messages(values, flags) == inert_messages(values, flags) == []
 
 
 def test_one_line_of_the_table_makes_a_flag_available(monkeypatch, flags):
     monkeypatch.delitem(NOT_YET, "use_opd")
-    refuse_unavailable({"use_opd": True}, flags)
+    assert unavailable_messages({"use_opd": True}, flags) == []
 
 
 def test_the_way_out_lists_the_other_choices():
     flag = Flag("advantage_estimator", ("--advantage-estimator",), "grpo", choices=("grpo", "gspo", "ppo"))
-    with pytest.raises(ArgumentError, match=r"--advantage-estimator ppo is not available yet .* use one of grpo, gspo"):
-        refuse_unavailable({"advantage_estimator": "ppo"}, [flag])
+    (message,) = unavailable_messages({"advantage_estimator": "ppo"}, [flag])
+    assert message == ("--advantage-estimator ppo is not available yet in this version; use one of grpo, gspo")
+
+
+def test_a_run_is_refused_and_a_dry_run_lists():
+    with pytest.raises(ArgumentError, match="--use-opd is not available yet"):
+        parse("--use-opd", "--opd-type", "sglang")
+    args = dry("--use-opd", "--opd-type", "sglang")
+    assert [message.split()[0] for message in args.not_available] == ["--use-opd", "--opd-type"]
+
+
+def test_flags_without_effect_warn(capsys):
+    args = parse("--http-proxy", "http://proxy:80")
+    assert args.http_proxy == "http://proxy:80"
+    assert "warning: --http-proxy has no effect: set the environment" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_unknown_flags_can_be_ignored(capsys):
     args = parse("--colocat", "yes", "--ignore-unknown-flags", "--lr", "0.5")
     assert args.lr == 0.5
     assert args.colocate is False
-    assert "ignoring unknown words: --colocat yes" in capsys.readouterr().err
+    assert "warning: unknown words are ignored: --colocat yes" in capsys.readouterr().err
 
 
 def test_the_last_of_repeated_flags_wins_and_lists_are_not_shared():

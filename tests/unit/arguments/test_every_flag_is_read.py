@@ -24,7 +24,7 @@ ARGS_NAMES = {"args", "_args"}
 # Attribute -> the module of slime/arguments that acts on it; nothing is left to do afterwards.
 CONSUMED_WHILE_PARSING = {
     "custom_config_path": "parse.py",  # its keys are set on the namespace
-    "ignore_unknown_flags": "parse.py",
+    **dict.fromkeys(("ignore_unknown_flags", "config", "dump_config", "dry_run"), "parse.py"),
     "fp32": "device.py",  # decides bf16
     "grad_reduce_in_bf16": "device.py",  # decides accumulate_allreduce_grads_in_fp32
     "offload": "rules/placement.py",  # stands for two other flags
