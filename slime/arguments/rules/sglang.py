@@ -19,22 +19,56 @@ def derive_sizes(args: Namespace) -> None:
     for short, long in ALIASES.items():
         if hasattr(args, f"sglang_{short}_size"):
             setattr(args, f"sglang_{long}", getattr(args, f"sglang_{short}_size"))
-    slots, stages = args.rollout_num_gpus_per_engine, getattr(args, "sglang_pp_size", 1) or 1
-    if slots % stages != 0:
-        raise ArgumentError(
-            f"--rollout-num-gpus-per-engine {slots} cannot hold --sglang-pp-size {stages} equal pipeline stages"
-        )
-    args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages
-    dp = getattr(args, "sglang_dp_size", 1) or 1
-    if dp > 1 and not args.sglang_enable_dp_attention:
-        raise ArgumentError(f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention")
-    if dp > args.sglang_tp_size or args.sglang_tp_size % dp != 0:
-        raise ArgumentError(
-            f"--sglang-dp-size {dp} must divide the tensor-parallel size {args.sglang_tp_size} of an engine "
-            "(--rollout-num-gpus-per-engine / --sglang-pp-size)"
-        )
+    _check_sizes(args)
+    _check_nodes(args)
     address = args.sglang_router_ip
     if address is not None and ":" in address and not address.startswith("["):
         args.sglang_router_ip = f"[{address}]"
     if address is not None and args.sglang_router_port is None:
         raise ArgumentError(f"--sglang-router-ip {address} names a running router and needs --sglang-router-port")
+
+
+def _check_sizes(args: Namespace) -> None:
+    found = {name: getattr(args, f"sglang_{name}_size", None) for name in ("pp", "dp", "ep", "moe_dp")}
+    sizes: dict[str, int] = {name: 1 if size is None else size for name, size in found.items()}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ArgumentError(f"--sglang-{name.replace('_', '-')}-size {size}: at least 1")
+    slots, stages, dp = args.rollout_num_gpus_per_engine, sizes["pp"], sizes["dp"]
+    if slots % stages != 0:
+        raise ArgumentError(
+            f"--rollout-num-gpus-per-engine {slots} cannot hold --sglang-pp-size {stages} equal pipeline stages"
+        )
+    tp = args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages
+    of_engine = f"the tensor-parallel size {tp} of an engine (--rollout-num-gpus-per-engine / --sglang-pp-size)"
+    if dp > 1 and not args.sglang_enable_dp_attention:
+        raise ArgumentError(f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention")
+    if tp % dp != 0:
+        raise ArgumentError(f"--sglang-dp-size {dp} must divide {of_engine}")
+    if tp % sizes["ep"] != 0:
+        raise ArgumentError(f"--sglang-ep-size {sizes['ep']} must divide {of_engine}")
+    _check_experts(args, tp, sizes, of_engine)
+
+
+def _check_experts(args: Namespace, tp: int, sizes: dict[str, int], of_engine: str) -> None:
+    """Data parallelism of the experts alone, as SGLang restricts it."""
+    ep, moe_dp, dense_tp = sizes["ep"], sizes["moe_dp"], getattr(args, "sglang_moe_dense_tp_size", None)
+    if moe_dp > 1 and sizes["pp"] > 1:
+        raise ArgumentError(f"--sglang-moe-dp-size {moe_dp} excludes --sglang-pp-size {sizes['pp']}; leave one out")
+    if tp % moe_dp != 0 or (moe_dp > 1 and ep > 1 and ep * moe_dp != tp):
+        product = f" x --sglang-ep-size {ep} must be" if tp % moe_dp == 0 else " must divide"
+        raise ArgumentError(f"--sglang-moe-dp-size {moe_dp}{product} {of_engine}")
+    if dense_tp not in (None, 1, tp):
+        raise ArgumentError(f"--sglang-moe-dense-tp-size {dense_tp} must be 1 or {of_engine}")
+
+
+def _check_nodes(args: Namespace) -> None:
+    """An engine on several nodes has whole stages on each, or whole nodes for each stage."""
+    nodes = args.rollout_num_gpus_per_engine // args.num_gpus_per_node
+    stages = args.rollout_num_gpus_per_engine // args.sglang_tp_size
+    if nodes > 1 and nodes % stages != 0 and stages % nodes != 0:
+        raise ArgumentError(
+            f"--sglang-pp-size {stages}: an engine of {nodes} nodes (--rollout-num-gpus-per-engine "
+            f"{args.rollout_num_gpus_per_engine} / --num-gpus-per-node {args.num_gpus_per_node}) needs a multiple or a "
+            "divisor of them"
+        )
