@@ -6,6 +6,7 @@ divided into micro-batches, whose number every rank must share equally, and thes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from slime.batching.seqlen_balancing import (
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class DpSchedule(NamedTuple):
@@ -43,7 +46,8 @@ def build_dp_schedule(
     partitions of equal FLOPs), else ``micro_batch_size`` samples per micro-batch; ``balance_data`` evens out the FLOPs
     of ranks. train_parallel_config: ``dp_size``, ``cp_size``, ``vpp_size``, ``microbatch_group_size_per_vp_stage``.
     total_lengths: tokens per sample [n]. rollout_indices: rollout id per sample [n]; rollouts form steps in first-seen
-    order. Rollouts past the last whole step are in no partition (see ``leftover_positions``).
+    order. Rollouts past the last whole step are in no partition (see ``leftover_positions``). Micro-batches packed by
+    tokens exceed their limit when a step has too few samples for as many micro-batches as ranks share equally.
 
     Raises ScheduleError for less than one step of rollouts, a step with fewer samples than ranks, and micro-batches
     that the ranks (and virtual pipeline groups) cannot share equally.
@@ -139,7 +143,29 @@ def _micro_batches(
             bins = get_seqlen_balanced_partitions([weights[position] for position in members], count, equal_size=False)
         else:
             bins = first_fit_pack(sizes, capacity)
-        bins = expand_bins_by_splitting(bins, sizes, -(-len(bins) // multiple) * multiple)
+        target = -(-len(bins) // multiple) * multiple
+        if multiple <= len(members) < target:
+            return _fewer_than_fit(members, sizes, len(members) // multiple * multiple, capacity)
+        bins = expand_bins_by_splitting(bins, sizes, target)
+    return [[members[i] for i in micro_batch] for micro_batch in bins]
+
+
+def _fewer_than_fit(members: list[int], sizes: list[int], count: int, capacity: int) -> list[list[int]]:
+    """Divide samples into ``count`` micro-batches of about equal tokens, although some will exceed the limit.
+
+    The number of micro-batches must be a multiple, and there are too few samples, most of them alone in theirs, for the
+    next larger one.
+    """
+    bins = get_seqlen_balanced_partitions(sizes, count, equal_size=False)
+    largest = max(sum(sizes[i] for i in micro_batch) for micro_batch in bins)
+    logger.warning(
+        "%d samples cannot fill more than %d micro-batches that all ranks share equally: the largest has %d tokens "
+        "(limit %d). A larger --global-batch-size avoids that",
+        len(members),
+        count,
+        largest,
+        capacity,
+    )
     return [[members[i] for i in micro_batch] for micro_batch in bins]
 
 

@@ -98,6 +98,8 @@ def check_invariants(case: dict[str, Any]) -> bool:
     start = 0
     for step, count in enumerate(num_microbatches):
         step_ids = set(order[step * gbs : (step + 1) * gbs])
+        samples = sum(rollout in step_ids for rollout in ids)
+        more_would_fit = (count + multiple) * dp <= samples
         for partition, micro_batches in zip(partitions, micro_batch_indices, strict=True):
             for micro_batch in micro_batches[start : start + count]:
                 positions = [partition[i] for i in micro_batch]
@@ -106,7 +108,7 @@ def check_invariants(case: dict[str, Any]) -> bool:
                 if not args.use_dynamic_batch_size:
                     assert len(positions) <= args.micro_batch_size
                 elif not args.balance_by_flops:
-                    assert tokens <= capacity or len(positions) == 1
+                    assert tokens <= capacity or len(positions) == 1 or not more_would_fit
         start += count
     return True
 
@@ -122,9 +124,9 @@ def check_refusal(case: dict[str, Any], message: str) -> None:
         assert not steps
     elif "data-parallel ranks;" in message:
         assert min(counts) < config["dp_size"]
-    elif "cannot fill" in message:  # rounding up to the multiple needs more micro-batches than there are samples
+    elif "cannot fill" in message:  # not even one micro-batch for each
         assert args.use_dynamic_batch_size
-        assert any(count % multiple or count < multiple for count in counts)
+        assert any(count < multiple for count in counts)
     else:
         assert "expected a multiple of" in message
         assert any(-(-count // args.micro_batch_size) % multiple for count in counts)
@@ -176,6 +178,20 @@ def test_context_parallelism_multiplies_the_capacity() -> None:
     for cp, expected in ((1, 4), (2, 2), (4, 1)):
         schedule = build_dp_schedule(args, make_config(cp=cp), [10] * 4, global_batch_size=4, rollout_indices=range(4))
         assert schedule.num_microbatches == [expected]
+
+
+def test_micro_batches_grow_when_a_step_has_too_few_samples_for_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Five samples fill the limit alone, but two ranks share 4 or 6 micro-batches: the two shortest go together."""
+    args = make_args(use_dynamic_batch_size=True, max_tokens_per_gpu=10)
+    lengths = [10, 9, 8, 7, 6]
+    schedule = build_dp_schedule(args, make_config(dp=2), lengths, global_batch_size=5, rollout_indices=range(5))
+    micro_batches = [
+        sorted(lengths[partition[i]] for i in indices)
+        for partition, rank in zip(schedule.partitions, schedule.micro_batch_indices, strict=True)
+        for indices in rank
+    ]
+    assert sorted(micro_batches) == [[6, 7], [8], [9], [10]]
+    assert "the largest has 13 tokens (limit 10)" in caplog.text
 
 
 def test_siblings_of_one_rollout_count_once_and_stay_together() -> None:
