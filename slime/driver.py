@@ -10,7 +10,7 @@ import logging
 from argparse import Namespace
 from typing import Any, Protocol
 
-from slime.arguments import ArgumentError
+from slime.arguments.plan.loop import refuse_impossible_loop
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.steps import rollout_step
@@ -231,13 +231,7 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
 
     Raises ArgumentError, before anything is started, for flags that the schedule cannot follow.
     """
-    if overlap:
-        refuse_taking_turns(args)
-    elif args.update_weights_interval != 1:
-        raise ArgumentError(
-            f"--update-weights-interval {args.update_weights_interval} has no effect in train.py, which takes the "
-            "weights to the engines after every rollout; use train_async.py or leave it out"
-        )
+    refuse_impossible_loop(args, overlap=overlap)
     run_dir.prepare(args)
     logger.info("run directory: %s", args.run_dir)
     rollout: RolloutHandle | None = None
@@ -256,20 +250,6 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         finished = True
     finally:
         _end(rollout, gently=finished)
-
-
-def refuse_taking_turns(args: Namespace) -> None:
-    """Raise ArgumentError unless engines and trainers can work at the same time, each with its memory."""
-    asked = [
-        f"--{name.replace('_', '-')}"
-        for name in ("colocate", "offload_train", "offload_rollout")
-        if getattr(args, name)
-    ]
-    if asked:
-        raise ArgumentError(
-            f"{asked[0]} makes engines and trainers take turns, but train_async.py generates while it trains; use "
-            "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
-        )
 
 
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import ray
 
+from slime.arguments.plan.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
 from slime.ray.cluster import on_slot
 from slime.ray.engine_actor import EngineActor
 from slime.ray.errors import EngineDied, one_line_kind
-from slime.ray.layout import EnginePlan, plan_engines
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from slime.ray.waiting import Peer, wait_all
 from slime.servers.auth import ensure_api_key, is_loopback
@@ -44,11 +44,7 @@ class EngineFleet:
     ) -> None:
         self.args, self._wiring, self._on_death = args, wiring, on_death
         self._pg, self._bundles, self._gpu_ids = slots
-        self.plans = plan_engines(
-            rollout_slots=args.rollout_num_gpus or 0,
-            slots_per_engine=args.rollout_num_gpus_per_engine,
-            slots_per_node=args.num_gpus_per_node,
-        )
+        self.plans = engines_of(args)
         self.infos: list[EngineInfo] = []
         self.router: RouterProcess | RunningRouter | None = None
         self._actors: dict[tuple[int, int], Any] = {}

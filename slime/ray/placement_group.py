@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from slime.arguments.plan.placement import Layout, layout_of
 from slime.ray import cluster
 from slime.ray.devices import own_gpu_index
-from slime.ray.layout import Layout, layout_of, node_sort_key
+from slime.ray.node_order import node_sort_key
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.train_group import RayTrainGroup
 from slime.ray.waiting import Peer, wait_all, wait_one

@@ -1,0 +1,152 @@
+"""Which loop a command line runs, and what that loop cannot follow."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.arguments.errors import ArgumentError
+from slime.arguments.plan.batch import SFT_ROLLOUT
+from slime.arguments.plan.words import count
+
+Kind = Literal["synchronous", "asynchronous", "rollout only", "train only", "SFT", "replay", "evaluation only"]
+
+SENTENCES: dict[Kind, str] = {
+    "synchronous": "train.py: generate, train, take the weights to the engines, one after the other",
+    "asynchronous": "train_async.py: while one rollout is trained on, the next is generated with older weights",
+    "rollout only": "--debug-rollout-only: engines generate, nothing is trained",
+    "train only": "--debug-train-only: no engines; the rollout function makes samples without them",
+    "SFT": "supervised fine-tuning on conversations; nothing is generated, no engines",
+    "replay": "--load-debug-rollout-data: training on dumps of earlier rollouts, no engines",
+    "evaluation only": "--num-rollout 0: the weights go to the engines, and they are evaluated once",
+}
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """The loop and what it does between rollouts, as (what, sentence)."""
+
+    kind: Kind
+    rows: tuple[tuple[str, str], ...]
+
+
+def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
+    """Return the loop that ``train.py``, or with ``overlap`` ``train_async.py``, runs."""
+    kind = _kind(args, overlap)
+    sentence = SENTENCES[kind]
+    if kind == "SFT" and not args.debug_train_only:
+        sentence = "supervised fine-tuning on conversations; engines only evaluate"
+    rows = [("loop", sentence)]
+    if not args.debug_rollout_only:
+        rows.append(("trains", _trains(args, kind)))
+    if not args.debug_rollout_only and not args.debug_train_only:
+        rows.append(("weight sync", _weight_sync(args, overlap)))
+        if args.offload_train or args.offload_rollout:
+            rows.append(("taking turns", _taking_turns(args)))
+    if args.eval_interval is not None:
+        rows.append(("evaluation", _evaluation(args, kind)))
+    if not args.debug_rollout_only:
+        rows.append(("first weights", str(args.load)))
+        rows.append(("checkpoints", _checkpoints(args)))
+    return LoopPlan(kind, tuple(rows))
+
+
+def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
+    """Raise ``ArgumentError`` for flags that ``train.py``, with ``overlap`` ``train_async.py``, cannot follow."""
+    if not overlap:
+        if args.update_weights_interval != 1:
+            raise ArgumentError(
+                f"--update-weights-interval {args.update_weights_interval} has no effect in train.py, which takes the "
+                "weights to the engines after every rollout; use train_async.py or leave it out"
+            )
+        return
+    names = ("colocate", "offload_train", "offload_rollout")
+    asked = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    if asked:
+        raise ArgumentError(
+            f"{asked[0]} makes engines and trainers take turns, but train_async.py generates while it trains; use "
+            "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
+        )
+
+
+def _kind(args: Namespace, overlap: bool) -> Kind:
+    if args.debug_rollout_only:
+        return "rollout only"
+    if args.load_debug_rollout_data is not None:
+        return "replay"
+    if args.num_rollout == 0 and not args.debug_train_only:
+        return "evaluation only"
+    if args.rollout_function_path == SFT_ROLLOUT:
+        return "SFT"
+    if args.debug_train_only:
+        return "train only"
+    return "asynchronous" if overlap else "synchronous"
+
+
+def _trains(args: Namespace, kind: Kind) -> str:
+    if kind == "evaluation only":
+        return "nothing; the trainer only loads the weights that are evaluated"
+    if args.loss_type != "policy_loss":
+        custom = f" {args.custom_loss_function_path}" if args.custom_loss_function_path else ""
+        return f"--loss-type {args.loss_type}{custom}"
+    parts = [f"the actor ({args.advantage_estimator})"]
+    if args.use_critic:
+        parts.append("a critic")
+    text = " and ".join(parts)
+    if args.kl_coef != 0 or args.use_kl_loss:
+        text += f"; the reference model for the KL is {args.ref_load}"
+    return text
+
+
+def _weight_sync(args: Namespace, overlap: bool) -> str:
+    what = "all weights" if args.update_weight_mode == "full" else "what changed of the weights"
+    if args.update_weight_transport == "disk":
+        way = f"through files in {args.update_weight_disk_dir}"
+    elif args.colocate:
+        way = "through shared memory of the node"
+    else:
+        way = "through a process group of trainers and engines"
+    interval = args.update_weights_interval
+    when = "after every rollout" if interval == 1 else f"after every {interval} rollouts"
+    when += ", between two generations" if overlap else ""
+    return f"{what} {way}, before the first and {when}"
+
+
+def _taking_turns(args: Namespace) -> str:
+    parts = []
+    if args.offload_train:
+        parts.append("the trainer leaves the device memory while engines generate (--offload-train)")
+    if args.offload_rollout:
+        parts.append("engines leave it while the trainer trains (--offload-rollout)")
+    return "; ".join(parts)
+
+
+def _evaluation(args: Namespace, kind: Kind) -> str:
+    if args.debug_train_only:
+        return f"none without engines (--eval-interval {args.eval_interval})"
+    sets = [
+        f"{dataset.name} ({count(dataset.n_samples_per_eval_prompt or 1, 'sample')} per prompt)"
+        for dataset in args.eval_datasets or []
+    ]
+    shown = ", ".join(sets[:6]) + (f" and {len(sets) - 6} more" if len(sets) > 6 else "")
+    if kind == "evaluation only":
+        return f"once: {shown}"
+    when = f"after {_every(args.eval_interval, args)}"
+    if kind in ("synchronous", "rollout only") and not args.skip_eval_before_train:
+        when = f"before rollout 0 and {when}"
+    return f"{when}: {shown}"
+
+
+def _every(interval: int, args: Namespace) -> str:
+    rollouts = "every rollout" if interval == 1 else f"every {interval} rollouts"
+    return rollouts if args.num_epoch is None else f"{rollouts}, every epoch"
+
+
+def _checkpoints(args: Namespace) -> str:
+    if args.save is None:
+        return "none are written (--save)"
+    if args.save_interval is None:
+        return f"none are written to --save {args.save} without --save-interval"
+    text = f"after {_every(args.save_interval, args)} and at the end, to {args.save}"
+    return text + (f"; Hugging Face exports to {args.save_hf}" if args.save_hf else "")

@@ -1,0 +1,174 @@
+"""Which slots a run asks for, who gets them, and the engines they hold. Pure: the run and ``--dry-run`` share it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``slots`` to reserve; trainers take the first ones, engines those from ``rollout_offset`` on."""
+
+    slots: int
+    rollout_offset: int
+    trainer_slots: int
+    rollout_slots: int
+
+
+def plan_layout(
+    *,
+    actor_slots: int,
+    rollout_slots: int,
+    colocate: bool = False,
+    train_only: bool = False,
+    rollout_only: bool = False,
+    external: bool = False,
+) -> Layout:
+    """Return the layout of a run: side by side, or on the same slots with ``colocate``; external engines take none."""
+    if train_only:
+        return Layout(actor_slots, 0, actor_slots, 0)
+    if external:
+        return Layout(actor_slots, 0 if rollout_only else actor_slots, actor_slots, 0)
+    if rollout_only:
+        return Layout(rollout_slots, 0, 0, rollout_slots)
+    if colocate:
+        return Layout(max(actor_slots, rollout_slots), 0, actor_slots, rollout_slots)
+    return Layout(actor_slots + rollout_slots, actor_slots, actor_slots, rollout_slots)
+
+
+def layout_of(args: Namespace) -> Layout:
+    """Return the layout that the flags ask for."""
+    return plan_layout(
+        actor_slots=args.actor_num_nodes * args.actor_num_gpus_per_node,
+        rollout_slots=args.rollout_num_gpus or 0,
+        colocate=args.colocate,
+        train_only=args.debug_train_only,
+        rollout_only=args.debug_rollout_only,
+        external=args.rollout_external,
+    )
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine: its ``rank`` among all, its first slot among the rollout's, its slots in total and per node.
+
+    ``group``: the number of its group among all groups of all models.
+    """
+
+    rank: int
+    gpu_offset: int
+    num_gpus: int
+    num_gpus_on_node: int
+    nodes: int
+    worker_type: str = "regular"
+    model: str = "default"
+    group: int = 0
+
+    def parts(self) -> list[range]:
+        """The slots, among the rollout's, of the engine's process on each of its nodes."""
+        starts = range(self.gpu_offset, self.gpu_offset + self.num_gpus, self.num_gpus_on_node)
+        return [range(start, start + self.num_gpus_on_node) for start in starts]
+
+
+def plan_engines(*, rollout_slots: int, slots_per_engine: int, slots_per_node: int) -> list[EnginePlan]:
+    """Return the engines that ``rollout_slots`` hold.
+
+    Raises ValueError when the slots are no multiple of an engine's, or an engine of several nodes does not fill them.
+    """
+    if rollout_slots % slots_per_engine:
+        raise ValueError(
+            f"--rollout-num-gpus {rollout_slots} is no multiple of --rollout-num-gpus-per-engine {slots_per_engine}: "
+            f"{rollout_slots % slots_per_engine} slots would stay idle"
+        )
+    nodes = max(1, slots_per_engine // slots_per_node)
+    if slots_per_engine > slots_per_node and slots_per_engine % slots_per_node:
+        raise ValueError(
+            f"an engine of --rollout-num-gpus-per-engine {slots_per_engine} slots spans nodes of --num-gpus-per-node "
+            f"{slots_per_node}, so it must be a multiple of that"
+        )
+    return [
+        EnginePlan(rank, rank * slots_per_engine, slots_per_engine, min(slots_per_engine, slots_per_node), nodes)
+        for rank in range(rollout_slots // slots_per_engine)
+    ]
+
+
+class ServerGroup(Protocol):
+    """Engines of one kind on consecutive slots; the kind ``placeholder`` keeps its slots free."""
+
+    @property
+    def worker_type(self) -> str: ...
+    @property
+    def num_gpus(self) -> int: ...
+    @property
+    def num_gpus_per_engine(self) -> int | None: ...
+    @property
+    def overrides(self) -> Mapping[str, Any]: ...
+
+
+class Model(Protocol):
+    """A model that engines serve, behind a router of its own."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def server_groups(self) -> Sequence[ServerGroup]: ...
+
+
+def plan_groups(models: Iterable[Model], *, slots_per_node: int) -> list[EnginePlan]:
+    """Return the engines of every group of every model, on consecutive slots in the order in which they are listed.
+
+    Raises ValueError, naming model and group, where the slots of a group do not make whole engines.
+    """
+    engines: list[EnginePlan] = []
+    offset = 0
+    groups = [(model.name, group) for model in models for group in model.server_groups]
+    for number, (model, group) in enumerate(groups):
+        for plan in _engines_of_group(model, group, slots_per_node):
+            place = {"rank": len(engines), "gpu_offset": offset + plan.gpu_offset, "group": number}
+            engines.append(replace(plan, worker_type=group.worker_type, model=model, **place))
+        offset += group.num_gpus
+    return engines
+
+
+def _engines_of_group(model: str, group: ServerGroup, slots_per_node: int) -> list[EnginePlan]:
+    if group.worker_type == "placeholder":
+        return []
+    if group.num_gpus_per_engine is None:
+        raise ValueError(f"model {model}: its {group.worker_type} engines have no num_gpus_per_engine yet")
+    try:
+        return plan_engines(
+            rollout_slots=group.num_gpus, slots_per_engine=group.num_gpus_per_engine, slots_per_node=slots_per_node
+        )
+    except ValueError as error:
+        raise ValueError(f"model {model}, {group.worker_type} engines: {error}") from error
+
+
+def models_of(args: Namespace) -> Sequence[Model] | None:
+    """Return the models that ``--sglang-config`` or ``--prefill-num-servers`` describe; None without them."""
+    if getattr(args, "sglang_config", None) is None and getattr(args, "prefill_num_servers", None) is None:
+        return None
+    from slime.arguments.files.sglang_config import deployment
+
+    models: Sequence[Model] = deployment(args).models
+    return models
+
+
+def engines_of(args: Namespace) -> list[EnginePlan]:
+    """Return the engines that the flags ask for; none on slots that are not the rollout's.
+
+    Raises ValueError where the slots do not make whole engines.
+    """
+    slots = layout_of(args).rollout_slots
+    if slots == 0:
+        return []
+    models = models_of(args)
+    if models is not None:
+        return plan_groups(models, slots_per_node=args.num_gpus_per_node)
+    return plan_engines(
+        rollout_slots=slots,
+        slots_per_engine=args.rollout_num_gpus_per_engine,
+        slots_per_node=args.num_gpus_per_node,
+    )
