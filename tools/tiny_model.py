@@ -79,28 +79,16 @@ def make_tiny_checkpoint(
 
 
 def megatron_flags(checkpoint: str | Path) -> list[str]:
-    """Return the Megatron command-line flags that describe the dense model in ``checkpoint``."""
+    """Return the Megatron command-line flags that describe the model in ``checkpoint``, and those without dropout."""
     import json
 
-    c = json.loads((Path(checkpoint) / "config.json").read_text())
-    rope = c.get("rope_parameters") or {}
-    heads, hidden = c["num_attention_heads"], c["hidden_size"]
-    flags = [
-        "--num-layers", c["num_hidden_layers"], "--hidden-size", hidden, "--ffn-hidden-size", c["intermediate_size"],
-        "--num-attention-heads", heads, "--group-query-attention", "--num-query-groups", c["num_key_value_heads"],
-        "--kv-channels", c.get("head_dim") or hidden // heads, "--vocab-size", c["vocab_size"],
-        "--normalization", "RMSNorm", "--norm-epsilon", c["rms_norm_eps"], "--swiglu", "--disable-bias-linear",
-        "--use-rotary-position-embeddings", "--position-embedding-type", "rope",
-        "--rotary-base", int(rope.get("rope_theta", c.get("rope_theta", 10000))),
-        "--max-position-embeddings", c["max_position_embeddings"], "--attention-dropout", "0", "--hidden-dropout", "0",
-    ]  # fmt: skip
-    if not c.get("tie_word_embeddings"):
-        flags.append("--untie-embeddings-and-output-weights")
-    if c["model_type"] == "qwen3":
-        flags.append("--qk-layernorm")
-    if c["model_type"] == "qwen2":
-        flags.append("--add-qkv-bias")
-    return [str(f) for f in flags]
+    from slime.arguments.models.megatron_flags import megatron_flags as flags_of
+
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    words = flags_of(config)
+    if "--max-position-embeddings" not in words:
+        words += ["--max-position-embeddings", str(config["max_position_embeddings"])]
+    return [*words, "--attention-dropout", "0", "--hidden-dropout", "0"]
 
 
 def main() -> None:

@@ -1,0 +1,233 @@
+"""Say a Hugging Face config in Megatron's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.arguments.models import hf_fields
+from slime.arguments.models.expert_flags import expert_flags
+from slime.arguments.models.facts import family_of
+from slime.arguments.models.model_flag import GROUPS, ModelFlag
+
+Config = dict[str, Any]
+
+# Switches that make another model; a family that does not list one in the table goes without it.
+_ARCHITECTURE = {
+    "--apply-layernorm-1p": "norms",
+    "--post-self-attn-layernorm": "norms",
+    "--post-mlp-layernorm": "norms",
+    "--attention-output-gate": "attention",
+    "--rotary-interleaved": "positions",
+}
+_LISTS = {"norms": "norms", "attention": "attention", "positions": "positions", "vocabulary": "vocabulary",
+          "router_words": "router", "run": "run"}  # fmt: skip
+# Megatron's form of Llama 3's scaling and of latent attention's YaRN knows these values only or by default.
+_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+
+
+@dataclass(frozen=True)
+class Description:
+    """The flags of a model in the order in which they are written, and what flags could not say (whole sentences)."""
+
+    flags: tuple[ModelFlag, ...]
+    notes: tuple[str, ...]
+    specs: tuple[list[str], ...]
+    """Layer specifications that build this architecture; empty where Megatron's own does or none is known."""
+
+
+def megatron_flags(config: Config) -> list[str]:
+    """The Megatron command-line words for ``config``, the content of a ``config.json`` or of the table of models.
+
+    Of a family that is not in the table only what the config says in numbers is returned; see ``describe``.
+    """
+    return [word for flag in describe(config).flags for word in flag.words()]
+
+
+def describe(config: Config) -> Description:
+    """The flags for ``config``, each with the config key it comes from, and notes about what they leave open.
+
+    ``config["megatron"]``, where it is given, replaces what the table says of the family.
+    """
+    text = hf_fields.text_part(config)
+    family = text.get("megatron") or family_of(text)
+    flags = [
+        *_size_flags(text, family),
+        *_norm_flags(text, family),
+        *(_latent_flags(text, family) if hf_fields.is_latent(text) else _attention_flags(text, family)),
+        *_position_flags(text, family),
+        *_vocabulary_flags(text, family),
+        *expert_flags(text, family),
+        *(_family_flags(text, family) if family is not None else ()),
+    ]
+    specs = [] if family is None or "spec" not in family else [family["spec"], *family.get("also_specs", ())]
+    if specs:
+        flags.append(ModelFlag("spec", "--spec", specs[0], checked=False))
+    flags = [flag for flag in flags if flag.value is not None or _says_none(flag, text)]
+    flags.sort(key=lambda flag: GROUPS.index(flag.group))
+    return Description(tuple(flags), tuple(_notes(text, family)), tuple(specs))
+
+
+def _says_none(flag: ModelFlag, config: Config) -> bool:
+    """Whether a flag without a value is a statement: the config's `null` rank, or what the family goes without."""
+    return not flag.key or (flag.key == "q_lora_rank" and "q_lora_rank" in config)
+
+
+def _size_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
+    yield ModelFlag("size", "--num-layers", config.get("num_hidden_layers"), "num_hidden_layers")
+    yield ModelFlag("size", "--hidden-size", config.get("hidden_size"), "hidden_size")
+    layers = hf_fields.expert_layers(config) if hf_fields.experts(config) else None
+    no_dense_layer = layers is not None and 0 not in layers
+    ffn = config.get("intermediate_size")
+    if ffn is None and no_dense_layer:
+        ffn = config.get("moe_intermediate_size")  # no layer has this size; Megatron wants one
+    yield ModelFlag("size", "--ffn-hidden-size", ffn, "intermediate_size", checked=not no_dense_layer)
+    if family is not None:
+        yield ModelFlag("size", "--swiglu", True)
+        yield ModelFlag("size", "--disable-bias-linear", True)
+
+
+def _norm_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
+    if family is not None:
+        yield ModelFlag("norms", "--normalization", "RMSNorm")
+    if config.get("rms_norm_eps") is not None:
+        yield ModelFlag("norms", "--norm-epsilon", config["rms_norm_eps"], "rms_norm_eps")
+
+
+def _attention_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
+    if family is not None:
+        yield ModelFlag("attention", "--multi-latent-attention", False)
+    yield ModelFlag("attention", "--num-attention-heads", config.get("num_attention_heads"), "num_attention_heads")
+    groups = config.get("num_key_value_heads")
+    if groups is not None:
+        yield ModelFlag("attention", "--group-query-attention", True, checked=False)
+        yield ModelFlag("attention", "--num-query-groups", groups, "num_key_value_heads")
+    if config.get("head_dim") is not None:
+        yield ModelFlag("attention", "--kv-channels", config["head_dim"], "head_dim")
+    if family is not None:
+        yield ModelFlag("attention", "--qk-layernorm", _has_qk_norm(config, family))
+        yield ModelFlag("attention", "--add-qkv-bias", bool(family.get("qkv_bias") or config.get("attention_bias")))
+
+
+def _latent_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
+    yield ModelFlag("attention", "--multi-latent-attention", True)
+    yield ModelFlag("attention", "--num-attention-heads", config.get("num_attention_heads"), "num_attention_heads")
+    for option, key in (
+        ("--q-lora-rank", "q_lora_rank"),
+        ("--kv-lora-rank", "kv_lora_rank"),
+        ("--qk-head-dim", "qk_nope_head_dim"),
+        ("--qk-pos-emb-head-dim", "qk_rope_head_dim"),
+        ("--v-head-dim", "v_head_dim"),
+    ):
+        yield ModelFlag("attention", option, config.get(key), key)
+    # Latent attention does not read it; without it Megatron wants a hidden size that the heads divide.
+    channels = (family or {}).get("kv_channels", config.get("qk_nope_head_dim"))
+    yield ModelFlag("attention", "--kv-channels", channels, checked=False)
+    if family is not None:
+        yield ModelFlag("attention", "--qk-layernorm", _has_qk_norm(config, family))
+
+
+def _has_qk_norm(config: Config, family: Config) -> bool:
+    stated = family["qk_layernorm"]
+    return bool(config.get(stated)) if isinstance(stated, str) else bool(stated)
+
+
+def _position_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
+    if family is not None:
+        yield ModelFlag("positions", "--position-embedding-type", "rope")
+    theta = hf_fields.rope_theta(config)
+    if theta is not None:
+        yield ModelFlag("positions", "--rotary-base", theta, "rope_theta")
+    part = hf_fields.partial_rotary_factor(config)
+    if hf_fields.is_latent(config):
+        yield from _latent_position_flags(config)
+        return
+    if part is not None or family is not None:
+        key = "partial_rotary_factor" if part is not None else ""
+        yield ModelFlag("positions", "--rotary-percent", part or 1.0, key, written=(part or 1.0) != 1.0)
+    scaling = hf_fields.rope_scaling(config) or {}
+    llama3 = scaling.get("rope_type") == "llama3"
+    if family is not None or llama3:
+        yield ModelFlag("positions", "--use-rope-scaling", llama3)
+    if llama3:
+        yield ModelFlag("positions", "--rope-scaling-factor", scaling.get("factor"), "the factor of rope_scaling")
+
+
+def _latent_position_flags(config: Config) -> Iterator[ModelFlag]:
+    """YaRN, which with a factor of 1 is the plain rotary embedding."""
+    scaling = hf_fields.rope_scaling(config) or {}
+    if scaling.get("rope_type", "yarn") != "yarn":
+        return
+    yield ModelFlag("positions", "--rotary-scaling-factor", scaling.get("factor", 1), "the factor of rope_scaling")
+    if not scaling:
+        return
+    yield ModelFlag("positions", "--rope-type", "yarn", "the rope_type of rope_scaling", written=False)
+    for key in ("mscale", "mscale_all_dim"):
+        if scaling.get(key) is not None:
+            yield ModelFlag("positions", _option(key), scaling[key], f"{key} of rope_scaling")
+    for key, default in _YARN.items():
+        value = scaling.get(key, default)
+        yield ModelFlag("positions", _option(key), value, f"{key} of rope_scaling", written=value != default)
+
+
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _vocabulary_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
+    yield ModelFlag("vocabulary", "--vocab-size", config.get("vocab_size"), "vocab_size")
+    tied = config.get("tie_word_embeddings")
+    if tied is not None or family is not None:  # where a config of these families does not say, they are not tied
+        yield ModelFlag(
+            group="vocabulary",
+            option="--untie-embeddings-and-output-weights",
+            value=not tied,
+            key="tie_word_embeddings",
+            stated=str(tied).lower(),
+            checked=tied is not None,
+        )
+    if (family or {}).get("max_position_embeddings") and config.get("max_position_embeddings"):
+        length = config["max_position_embeddings"]
+        yield ModelFlag("vocabulary", "--max-position-embeddings", length, checked=False)
+
+
+def _family_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
+    """The flags the table lists for the family, and the absence of the architectures it does not list."""
+    listed = set()
+    for name, group in _LISTS.items():
+        for option, value in _split(family.get(name, ())):
+            listed.add(option)
+            yield ModelFlag(group, option, value, checked=option in _ARCHITECTURE)
+    for option, group in _ARCHITECTURE.items():
+        if option not in listed:
+            yield ModelFlag(group, option, False)
+
+
+def _split(words: Any) -> Iterator[tuple[str, Any]]:
+    rest = list(words)
+    while rest:
+        option, values = rest.pop(0), []
+        while rest and not str(rest[0]).startswith("--"):
+            values.append(rest.pop(0))
+        yield option, values or True
+
+
+def _notes(config: Config, family: Config | None) -> Iterator[str]:
+    name = config.get("model_type", "without a model_type")
+    if family is None:
+        yield (
+            f"the family {name} is not known: activation, biases, norms, the kind of position embedding and, with "
+            "experts, the router are for you to describe"
+        )
+    scaling = hf_fields.rope_scaling(config)
+    if scaling is None:
+        return
+    kind = scaling["rope_type"]
+    if kind not in ("llama3", "yarn") or (kind == "yarn") != hf_fields.is_latent(config):
+        yield f"its rope_scaling of the type {kind} has no flags"
+    elif kind == "llama3" and any(scaling.get(key, value) != value for key, value in _LLAMA3.items()):
+        given = ", ".join(f"{key} {scaling.get(key, value)}" for key, value in _LLAMA3.items())
+        wanted = ", ".join(f"{key} {value}" for key, value in _LLAMA3.items())
+        yield f"its rope_scaling has {given}; Megatron's has {wanted}"
