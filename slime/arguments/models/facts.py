@@ -16,6 +16,7 @@ class Model:
 
     ``config`` is in the vocabulary of a Hugging Face config and holds ``model_type``; ``megatron`` is what no config
     says. ``variants`` maps further repositories to what differs there. ``parameters`` is in billions.
+    ``about`` says which part of the repositories' model this is, where it is not the whole language model.
     """
 
     script: str
@@ -26,6 +27,7 @@ class Model:
     local_names: tuple[str, ...] = ()
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: float | None = None
+    about: str = ""
     like: str | None = None
 
 
@@ -59,6 +61,7 @@ def models() -> dict[str, Model]:
             local_names=tuple(entry.get("local_names", ())),
             variants=entry.get("variants", {}),
             parameters=entry.get("parameters"),
+            about=entry.get("about", ""),
             like=entry.get("like"),
         )
     return found

@@ -56,8 +56,7 @@ def _base_name(checkpoint: str) -> str:
 def _by_name() -> dict[str, KnownModel]:
     found: dict[str, KnownModel] = {}
     for model in models().values():
-        named: dict[str, dict[str, Any]] = dict.fromkeys((*model.repositories, *model.local_names), {}) | model.variants
-        for repository, changes in named.items():
-            known = KnownModel(repository, model.script, {**model.config, **changes})
-            found.setdefault(_base_name(repository), known)
+        for repository in (*model.repositories, *model.local_names, *model.variants):
+            config = {**model.config, **model.variants.get(repository, {})}
+            found.setdefault(_base_name(repository), KnownModel(repository, model.script, config))
     return found

@@ -1,0 +1,12 @@
+# glm4-32B: zai-org/GLM-4-32B-0414, zai-org/GLM-4-32B-Base-0414 and 1 more
+# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# shellcheck shell=bash disable=SC2034
+MODEL_ARGS=(
+    --spec "slime_plugins.models.glm4" "get_glm_spec"
+    --num-layers 61 --hidden-size 6144 --ffn-hidden-size 23040 --swiglu --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-5 --post-self-attn-layernorm --post-mlp-layernorm
+    --num-attention-heads 48 --group-query-attention --num-query-groups 2 --kv-channels 128
+    --position-embedding-type rope --rotary-base 10000 --rotary-percent 0.5 --rotary-interleaved --no-rope-fusion
+    --vocab-size 151552 --untie-embeddings-and-output-weights --max-position-embeddings 32768
+    --seq-length 32768
+)

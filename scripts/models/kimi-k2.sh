@@ -1,0 +1,17 @@
+# kimi-k2: moonshotai/Kimi-K2-Instruct, moonshotai/Kimi-K2-Base
+# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# shellcheck shell=bash disable=SC2034
+MODEL_ARGS=(
+    --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --swiglu --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-6
+    --multi-latent-attention --num-attention-heads 64 --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
+    --qk-pos-emb-head-dim 64 --v-head-dim 128 --kv-channels 64 --qk-layernorm --attention-softmax-in-fp32
+    --position-embedding-type rope --rotary-base 50000 --rotary-scaling-factor 32 --mscale 1 --mscale-all-dim 1
+    --beta-fast 1 --no-rope-fusion
+    --vocab-size 163840 --untie-embeddings-and-output-weights
+    --num-experts 384 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048
+    --moe-layer-freq '[0]*1+[1]*60' --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-pre-softmax
+    --moe-router-num-groups 1 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.827 --moe-router-dtype fp32
+    --moe-aux-loss-coeff 0 --moe-router-bias-update-rate 0 --moe-router-load-balancing-type seq_aux_loss
+)

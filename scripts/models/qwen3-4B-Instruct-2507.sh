@@ -1,0 +1,10 @@
+# qwen3-4B-Instruct-2507: Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-4B-Thinking-2507
+# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# shellcheck shell=bash disable=SC2034
+MODEL_ARGS=(
+    --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --swiglu --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-6
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm
+    --position-embedding-type rope --rotary-base 5000000
+    --vocab-size 151936
+)

@@ -1,0 +1,16 @@
+# qwen3-next-80B-A3B: Qwen/Qwen3-Next-80B-A3B-Instruct, Qwen/Qwen3-Next-80B-A3B-Thinking
+# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# shellcheck shell=bash disable=SC2034
+MODEL_ARGS=(
+    --spec "slime_plugins.models.qwen3_next" "get_qwen3_next_spec"
+    --num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120 --swiglu --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-6 --apply-layernorm-1p
+    --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 256 --qk-layernorm
+    --use-gated-attention --attention-output-gate
+    --position-embedding-type rope --rotary-base 10000000 --rotary-percent 0.25
+    --vocab-size 151936 --untie-embeddings-and-output-weights
+    --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512
+    --moe-shared-expert-gate --moe-layer-freq '[1]*48' --moe-grouped-gemm --moe-permute-fusion
+    --moe-token-dispatcher-type alltoall
+    --moe-router-score-function softmax --moe-router-dtype fp32 --moe-aux-loss-coeff 0 --moe-token-drop-policy probs
+)
