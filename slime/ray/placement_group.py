@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from slime.arguments.plan.placement import Layout, layout_of
+from slime.arguments.plan.nodes import torn_engines
+from slime.arguments.plan.placement import EnginePlan, Layout, engines_of, layout_of
 from slime.ray import cluster
 from slime.ray.devices import own_gpu_index
 from slime.ray.node_order import node_sort_key
@@ -129,7 +131,24 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
         if waited > next_sign:
             next_sign += SIGN_OF_LIFE_S
             logger.info("%s", _what_is_missing(here, layout, f"waiting for {waited:.0f} s"))
-    return _in_order(here, pg, layout)
+    slots, nodes = _in_order(here, pg, layout)
+    if "GPU" in here.slot:  # without GPUs, slots are processes, which share a machine in any number
+        refuse_torn_engines(engines_of(args), nodes, layout.rollout_offset)
+    return slots
+
+
+def refuse_torn_engines(engines: Sequence[EnginePlan], nodes: Sequence[str], rollout_offset: int) -> None:
+    """Raise PlacementError when an engine process would need GPUs of two nodes; ``nodes``: address of every slot."""
+    torn = torn_engines(engines, nodes, rollout_offset)
+    if torn:
+        first = torn[0].gpu_offset + rollout_offset
+        found = " and ".join(dict.fromkeys(nodes[first : first + torn[0].num_gpus]))
+        raise PlacementError(
+            f"engine {torn[0].rank} would get its {torn[0].num_gpus} slots on {found}, but those of an "
+            f"engine process ({torn[0].num_gpus_on_node}) must be on one node. Change --actor-num-gpus-per-node, "
+            "--rollout-num-gpus-per-engine or --num-gpus-per-node so that nodes hold whole engines; "
+            "`--dry-run` shows the plan."
+        )
 
 
 def _refuse_what_cannot_fit(here: cluster.Cluster, layout: Layout) -> None:
@@ -166,7 +185,8 @@ class _SlotProbe:
         return own_gpu_index()
 
 
-def _in_order(here: cluster.Cluster, pg: PlacementGroup, layout: Layout) -> Slots:
+def _in_order(here: cluster.Cluster, pg: PlacementGroup, layout: Layout) -> tuple[Slots, list[str]]:
+    """The slots by node and GPU, and the address of the node of each."""
     node_of = {int(i): node for i, node in placement_group_table(pg)["bundles_to_node_id"].items()}
     address_of = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
     here.watch_nodes(list(node_of.values()))
@@ -177,7 +197,7 @@ def _in_order(here: cluster.Cluster, pg: PlacementGroup, layout: Layout) -> Slot
         for bundle in order:  # without GPUs, slots of a node are simply numbered
             gpus[bundle] = on_node[node_of[bundle]] = on_node.get(node_of[bundle], -1) + 1
     logger.info("slots: %s", ", ".join(f"{address_of[node_of[b]]}/{gpus[b]}" for b in order))
-    return pg, order, [gpus[b] for b in order]
+    return (pg, order, [gpus[b] for b in order]), [address_of[node_of[b]] for b in order]
 
 
 def _probe_gpus(here: cluster.Cluster, pg: PlacementGroup, slots: int) -> list[int]:

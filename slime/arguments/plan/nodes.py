@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from slime.arguments.plan.placement import EnginePlan, Layout
@@ -44,14 +44,13 @@ def node_of_slot(nodes: Iterable[Node]) -> list[int]:
     return [node.index for node in nodes for _ in node.slots]
 
 
-def torn_engines(engines: Iterable[EnginePlan], nodes: Iterable[Node], offset: int) -> list[EnginePlan]:
+def torn_engines(engines: Iterable[EnginePlan], node_of_slot: Sequence[Hashable], offset: int) -> list[EnginePlan]:
     """Return the engines that cannot work: a process of theirs would need slots of two nodes.
 
     ``offset`` is the first slot of the rollout.
     """
-    node = node_of_slot(nodes)
     return [
         engine
         for engine in engines
-        if any(node[offset + part.start] != node[offset + part.stop - 1] for part in engine.parts())
+        if any(len({node_of_slot[offset + slot] for slot in part}) > 1 for part in engine.parts())
     ]

@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.arguments.plan.nodes import Node, nodes_of, torn_engines
+from slime.arguments.plan.nodes import Node, node_of_slot, nodes_of, torn_engines
 from slime.arguments.plan.placement import EnginePlan, Layout, engines_of, layout_of, models_of
 from slime.arguments.plan.ranks import TrainerRanks, ranks_of
 
@@ -80,7 +80,7 @@ def placement_of(args: Namespace) -> Placement:
         routers=tuple(_routers(args)),
         external=tuple(args.rollout_external_engine_addrs or ()) if not args.debug_train_only else (),
         idle=layout.rollout_slots - sum(engine.num_gpus for engine in engines),
-        torn=tuple(torn_engines(engines, nodes, layout.rollout_offset)),
+        torn=tuple(torn_engines(engines, node_of_slot(nodes), layout.rollout_offset)),
     )
 
 

@@ -71,6 +71,8 @@ def run_args(**changes: Any) -> Any:
         "actor_num_nodes": 1,
         "actor_num_gpus_per_node": 2,
         "rollout_num_gpus": 3,
+        "rollout_num_gpus_per_engine": 1,
+        "num_gpus_per_node": 8,
         "colocate": False,
         "debug_train_only": False,
         "debug_rollout_only": False,
@@ -92,6 +94,15 @@ def test_slots_are_ordered_by_node_address_and_gpu(world: Any, monkeypatch: pyte
     assert groups["critic"] == groups["actor"]
     assert groups["rollout"] == (pg, [2, 4, 0], [0, 1, 2])  # after the two of the trainers
     assert set(world.watched) == {"n9", "n10"}
+
+
+def test_an_engine_that_would_lie_on_two_nodes_is_refused(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connected(monkeypatch, "cuda")
+    world.bundles, world.gpus = ["n9", "n9", "n9", "n10", "n10"], {0: 0, 1: 1, 2: 2, 3: 0, 4: 1}
+    with pytest.raises(PlacementError, match=r"engine 0 would get its 3 slots on 10\.0\.0\.9 and 10\.0\.0\.10"):
+        create_placement_groups(run_args(rollout_num_gpus_per_engine=3))
+    connected(monkeypatch, "cpu")
+    create_placement_groups(run_args(rollout_num_gpus_per_engine=3))  # processes of two machines would do
 
 
 def test_colocated_engines_get_the_trainers_slots(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
