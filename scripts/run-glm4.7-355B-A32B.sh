@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# GLM-4.7 (355B, 32B active; the architecture of GLM-4.5), GSPO on 8 nodes x 8 GPUs that training and generation share.
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
+source "$SCRIPTS/models/glm4.5-355B-A32B.sh"
+
+: "${NODES:=8}" "${TP:=8}" "${PP:=4}" "${CP:=2}" "${EP:=16}"
+: "${ENGINE_GPUS:=32}" "${ENGINE_DP:=4}" "${MAX_TOKENS:=16384}"
+
+CLUSTER_ARGS=(
+    --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
+    --colocate
+)
+
+CKPT_ARGS=(
+    --hf-checkpoint "$BASE_DIR/GLM-4.7"
+    --load "$BASE_DIR/GLM-4.7_slime"
+    --save "$BASE_DIR/GLM-4.7_slime"
+    --save-interval 20
+)
+
+ROLLOUT_ARGS=(
+    --prompt-data "$BASE_DIR/dapo-math-17k/dapo-math-17k.jsonl"
+    --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
+    --rm-type deepscaler
+    --num-rollout 3000
+    --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512
+    --over-sampling-batch-size 128
+    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+    --rollout-max-response-len 8192
+    --rollout-temperature 1
+)
+
+EVAL_ARGS=(
+    --eval-interval 20
+    --eval-prompt-data aime "$BASE_DIR/aime-2024/aime-2024.jsonl"
+    --n-samples-per-eval-prompt 8
+    --eval-max-response-len 16384
+)
+
+PERF_ARGS+=(
+    --tensor-model-parallel-size "$TP" --sequence-parallel
+    --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
+    --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
+    --moe-enable-deepep --moe-token-dispatcher-type flex
+    --max-tokens-per-gpu "$MAX_TOKENS"
+)
+
+# Where scores are close, engine and trainer choose different experts: importance weights, at most 2, correct for it.
+TIS_ARGS=(--use-tis --tis-clip 2.0)
+
+OPTIMIZER_ARGS+=("${CPU_ADAM_ARGS[@]}")
+
+SGLANG_ARGS=(
+    --rollout-num-gpus-per-engine "$ENGINE_GPUS"
+    --sglang-mem-fraction-static 0.7
+    "${DP_ATTENTION_ARGS[@]}" --sglang-dp-size "$ENGINE_DP"
+    "${DEEPEP_ARGS[@]}"
+    "${EAGLE_ARGS[@]}"
+)
+
+launch train.py "${CLUSTER_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
+    "${PERF_ARGS[@]}" "${GSPO_ARGS[@]}" "${TIS_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" \
+    "${MISC_ARGS[@]}" "$@"
