@@ -1,0 +1,161 @@
+"""An estimate of the memory that a run needs on every GPU, from its flags alone.
+
+``memory(args)`` gives the numbers, ``memory_text(args)`` the table of ``--dry-run``. Formulas and what is left out are
+described in docs/en/advanced/memory.md.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.arguments.plan.memory_engine import EngineMemory, engine_memory
+from slime.arguments.plan.memory_trainer import CONTEXT, TrainerMemory, trainer_memory
+from slime.arguments.plan.model_size import ModelSize, model_size
+
+GIB, MIB = 2**30, 2**20
+
+# What the driver reports for GPUs sold with so many GB (nvidia-smi, rocm-smi), in MiB; of several the smallest.
+CAPACITIES: dict[int, int] = {
+    24: 23_028 * MIB,  # L4, A10; RTX 4090: 24,564
+    40: 40_536 * MIB,  # A100 40GB with error correction
+    48: 46_068 * MIB,  # L40S, A40; RTX A6000: 49,140
+    80: 81_079 * MIB,  # A100 80GB with error correction; H100: 81,559
+    96: 97_871 * MIB,  # H20; GH200: 97,871
+    141: 143_771 * MIB,  # H200
+    192: 183_359 * MIB,  # B200, sold with 180 to 192 GB; MI300X: 196,592
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a run needs. ``trainer`` is the GPU of the pipeline stage that needs most, None without a trainer;
+    ``engine`` a GPU of an engine, None without engines of our own. ``remarks`` are sentences.
+    """
+
+    size: ModelSize
+    trainer: TrainerMemory | None
+    engine: EngineMemory | None
+    colocate: bool
+    offload_train: bool
+    offload_rollout: bool
+    remarks: tuple[str, ...]
+
+    def training(self, capacity: float) -> float:
+        """Bytes that are in use on a GPU of ``capacity`` bytes at the peak of training or of a weight update."""
+        if self.trainer is None:
+            return 0.0
+        if self.engine is None or not self.colocate:
+            return float(self.trainer.total)
+        return max(self.trainer.total + self._engine_beside(capacity), self._weight_update())
+
+    def generating_fits(self, capacity: float) -> bool:
+        """Whether an engine on a GPU of ``capacity`` bytes holds a request, beside what the trainer leaves behind."""
+        if self.engine is None:
+            return True
+        if not self.engine.fits(capacity):
+            return False
+        return not self.colocate or self.engine.reserve(capacity) >= self.engine.context + self._trainer_beside()
+
+    def fits(self, capacity: float) -> bool:
+        """Whether both fit on GPUs of ``capacity`` bytes."""
+        return self.training(capacity) <= capacity and self.generating_fits(capacity)
+
+    def _engine_beside(self, capacity: float) -> float:
+        """What an engine on the same GPU keeps while the trainer trains."""
+        assert self.engine is not None
+        if self.offload_rollout:
+            return self.engine.context
+        return capacity - self.engine.reserve(capacity) + self.engine.context
+
+    def _trainer_beside(self) -> float:
+        """What a trainer on the same GPU keeps while the engine generates."""
+        if self.trainer is None:
+            return 0.0
+        return self.trainer.context if self.offload_train else self.trainer.static
+
+    def _weight_update(self) -> float:
+        """Both on the GPU: the trainer's parameters and buckets, and the engine's weights."""
+        assert self.engine is not None
+        assert self.trainer is not None
+        return float(self.trainer.sending + self.engine.weights + self.engine.context)
+
+
+def memory(args: Namespace) -> Memory:
+    """Return the estimate for ``args`` (from ``parse_args``). Raises ValueError when they do not describe the model."""
+    config = checkpoint_config(args)
+    size = model_size(args, config)
+    trains = not getattr(args, "debug_rollout_only", False)
+    engine = engine_memory(args, size.shape, config) if _has_engines(args) else None
+    return Memory(
+        size=size,
+        trainer=max(trainer_memory(args, size), key=lambda stage: stage.total) if trains else None,
+        engine=engine,
+        colocate=bool(getattr(args, "colocate", False)),
+        offload_train=bool(getattr(args, "offload_train", False)),
+        offload_rollout=bool(getattr(args, "offload_rollout", False)),
+        remarks=tuple(_remarks(args, size, engine)),
+    )
+
+
+def memory_text(args: Namespace) -> str:
+    """Return the table, at most 100 columns wide; a sentence where the model is not described."""
+    from slime.arguments.plan.memory_text import render
+
+    try:
+        found = memory(args)
+    except ValueError as error:
+        return f"  No estimate: {error}."
+    return render(args, found)
+
+
+def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
+    """Return the ``config.json`` of ``--hf-checkpoint``; where that is not there, of the published model of its name.
+
+    Empty when there is neither.
+    """
+    checkpoint = getattr(args, "hf_checkpoint", None)
+    if not checkpoint:
+        return {}
+    try:
+        found = json.loads((Path(checkpoint) / "config.json").read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, json.JSONDecodeError):
+        from slime.arguments.models.known import known_config
+
+        return known_config(checkpoint) or {}
+
+
+def _has_engines(args: Namespace) -> bool:
+    if getattr(args, "debug_train_only", False) or getattr(args, "rollout_external", False):
+        return False
+    return bool(getattr(args, "rollout_num_gpus", None))
+
+
+def _remarks(args: Namespace, size: ModelSize, engine: EngineMemory | None) -> list[str]:
+    found = list(size.shape.remarks)
+    given = [name for name in ("only_train_params_name_list", "freeze_params_name_list") if getattr(args, name, None)]
+    if given:
+        found.append(f"frozen parameters are counted as trained: --{given[0].replace('_', '-')}")
+    if getattr(args, "custom_model_provider_path", None):
+        found.append("--custom-model-provider-path builds the model; counted is what the model flags describe")
+    if getattr(args, "use_critic", False):
+        found.append("the critic takes turns with the actor and needs about as much")
+    if getattr(args, "fp8", None) or getattr(args, "fp4", None):
+        found.append("training in fp8 or fp4 is counted as 16 bits")
+    if size.shape.experts is not None:
+        found.append("experts are counted with an even load; the busiest rank may get more tokens")
+    if getattr(args, "balance_by_flops", False):
+        found.append("--balance-by-flops may exceed the tokens of a micro-batch")
+    if engine is not None and not engine.format.known:
+        found.append(f"quantisation {engine.format.name}: its size is not known, weights are counted unquantised")
+    if engine is not None and getattr(args, "sglang_config", None):
+        found.append("--sglang-config: counted is an engine of --rollout-num-gpus-per-engine GPUs")
+    return found
+
+
+__all__ = ["CAPACITIES", "CONTEXT", "Memory", "checkpoint_config", "memory", "memory_text"]

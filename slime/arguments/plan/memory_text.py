@@ -1,0 +1,165 @@
+"""The memory table of ``--dry-run``."""
+
+from __future__ import annotations
+
+import textwrap
+from argparse import Namespace
+
+from slime.arguments.plan.memory import CAPACITIES, GIB, Memory
+from slime.arguments.plan.memory_advice import Advice, engine_advice, trainer_advice
+from slime.arguments.plan.memory_engine import EngineMemory
+from slime.arguments.plan.memory_trainer import TrainerMemory, element_size, memory_by_part, state_bytes
+from slime.arguments.plan.model_size import ModelSize
+
+WIDTH = 98  # and two for the indent
+USUAL = 80  # GB: advice is given for a run that does not fit on such a GPU
+TIGHT = 0.9  # beyond this part of a GPU, fragmentation decides
+
+
+def render(args: Namespace, found: Memory) -> str:
+    """Return the table of ``found``, indented by two columns."""
+    lines = ["Per GPU, in GiB, on CUDA GPUs; what is counted and what is not: docs/en/advanced/memory.md"]
+    lines += textwrap.wrap(_model_line(found.size), WIDTH, subsequent_indent=" " * 11)
+    if found.trainer is not None:
+        lines += _trainer_lines(args, found.size, found.trainer)
+    if found.engine is not None:
+        lines += _engine_lines(found.engine)
+    if found.colocate and found.trainer is not None and found.engine is not None:
+        lines += [_colocated_line(found)]
+    lines += ["", *_verdict_lines(found)]
+    lines += _advice_lines(args, found)
+    for remark in found.remarks:
+        lines += textwrap.wrap(f"note: {remark}", WIDTH, subsequent_indent="      ")
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def _model_line(size: ModelSize) -> str:
+    parts = ", ".join(f"{name} {_billions(count)}" for name, count in size.parts.items() if count and name != "norms")
+    active = f", {_billions(size.active)} per token" if size.shape.experts else ""
+    return f"model      {_billions(size.total)} parameters{active}: {parts}"
+
+
+def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> list[str]:
+    parallel, rank = size.parallel, size.ranks[trainer.stage]
+    sizes = f"tensor {parallel.tp}, pipeline {parallel.pp}, context {parallel.cp}, data {parallel.dp}"
+    if size.shape.experts:
+        sizes += f", expert {parallel.ep} x {parallel.etp}"
+    stage = f"; pipeline stage {trainer.stage + 1} of {parallel.pp} needs most" if parallel.pp > 1 else ""
+    shared = f"shared by {parallel.dense_ranks} ranks" if parallel.dense_ranks > 1 else "not shared"
+    if rank.expert:
+        shared += f", of experts by {parallel.expert_ranks}" if parallel.expert_ranks > 1 else ", of experts not"
+    if not trainer.optimizer:
+        shared = "in the host's memory"
+    width = {2: "fp16" if getattr(args, "fp16", False) else "bf16", 4: "fp32"}[element_size(args)]
+    recompute = getattr(args, "recompute_granularity", None) or "no"
+    held = f", {trainer.in_flight:g} micro-batches" if trainer.in_flight > 1 else ""
+    explained = {
+        "parameters": f"{_billions(rank.total)} in {width}",
+        "gradients": "fp32" if trainer.gradients > trainer.parameters or width == "fp32" else width,
+        "optimiser": f"{state_bytes(args):g} bytes per parameter on the GPU, {shared}",
+        "activations": f"{trainer.tokens:,} tokens{held}, {recompute} recomputation",
+        "logits": f"{trainer.tokens:,} x {size.shape.vocab // parallel.tp:,} in fp32, with their gradient",
+        "one layer's backward": "gradients of activations" + (", recomputed ones" if recompute == "full" else ""),
+        "CUDA and NCCL": "a constant: context, kernels, communication buffers",
+    }
+    lines = [f"trainer    {sizes}{stage}"]
+    lines += [_row(name, count, explained[name]) for name, count in memory_by_part(trainer).items()]
+    what = "peak of a step" if trainer.step == trainer.total else "peak while weights are sent"
+    lines.append(_row("total", trainer.total, what))
+    if trainer.host:
+        lines.append(_row("in host memory", trainer.host, _host_copies(args, trainer)))
+    return lines
+
+
+def _host_copies(args: Namespace, trainer: TrainerMemory) -> str:
+    """Say what of this GPU is kept in the host's memory."""
+    what = []
+    if trainer.sleeps:
+        what.append("the sleeping trainer")
+    if (getattr(args, "kl_coef", 0) or 0) != 0 or getattr(args, "use_kl_loss", False):
+        what.append("actor and reference")
+    if getattr(args, "optimizer_cpu_offload", False):
+        what.append("optimiser state")
+    return "on top: " + ", ".join(what)
+
+
+def _engine_lines(engine: EngineMemory) -> list[str]:
+    sizes = f"tensor {engine.sizes.tp}" + (f", pipeline {engine.sizes.pp}" if engine.sizes.pp > 1 else "")
+    sizes += f", data-parallel attention {engine.sizes.dp}" if engine.sizes.dp > 1 else ""
+    gpus = "1 GPU" if engine.sizes.gpus == 1 else f"{engine.sizes.gpus} GPUs"
+    lines = [f"engine     {gpus}: {sizes}", _row("weights", engine.weights, engine.format.name)]
+    per_token = f"{engine.kv_per_token / 1024:,.1f} KiB per token"
+    state = f", {engine.state_per_request / 2**20:,.1f} MiB of state" if engine.state_per_request else ""
+    if engine.request_tokens:
+        cache = engine.request_tokens * engine.kv_per_token + engine.state_per_request
+        lines.append(_row("one request", cache, f"{engine.request_tokens:,} tokens, {per_token}{state}"))
+    else:
+        lines.append(_row("one request", engine.state_per_request, per_token + state))
+    return lines
+
+
+def _colocated_line(found: Memory) -> str:
+    asleep = "asleep" if found.offload_rollout else "awake (--no-offload-rollout)"
+    return f"colocated  they take turns; while one works, the other is {asleep} and keeps its CUDA and NCCL buffers"
+
+
+def _verdict_lines(found: Memory) -> list[str]:
+    head = ["GPU"]
+    head += ["training"] if found.trainer is not None else []
+    head += ["generating (per engine)"] if found.engine is not None else []
+    rows = []
+    for gigabytes, capacity in CAPACITIES.items():
+        row = [f"{gigabytes} GB"]
+        if found.trainer is not None:
+            row.append(_training(found.training(capacity), capacity))
+        if found.engine is not None:
+            row.append(_generating(found, found.engine, capacity))
+        rows.append(row)
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+
+
+def _training(used: float, capacity: int) -> str:
+    if used > capacity:
+        return f"does not fit: {(used - capacity) / GIB:,.1f} over"
+    if used > TIGHT * capacity:
+        return f"tight: {(capacity - used) / GIB:,.1f} free"
+    return f"fits: {(capacity - used) / GIB:,.1f} free"
+
+
+def _generating(found: Memory, engine: EngineMemory, capacity: int) -> str:
+    cache = engine.cache_bytes(capacity)
+    if cache <= 0:
+        return f"does not fit: weights {-cache / GIB:,.1f} over"
+    requests = engine.requests(capacity)
+    room = f"{engine.tokens(capacity):,} tokens in {cache / GIB:,.1f} of cache"
+    if requests is not None:
+        room += f": {requests:,} such requests" if requests != 1 else ": 1 such request"
+    if not engine.fits(capacity):
+        return "does not fit: " + room
+    return room if found.generating_fits(capacity) else "does not fit beside the trainer: " + room
+
+
+def _advice_lines(args: Namespace, found: Memory) -> list[str]:
+    capacity = CAPACITIES[USUAL]
+    lines: list[str] = []
+    if found.trainer is not None and found.training(capacity) > capacity:
+        lines += _three("training", trainer_advice(args, capacity))
+    if found.engine is not None and not found.generating_fits(capacity):
+        lines += _three("generating", engine_advice(args))
+    return lines
+
+
+def _three(what: str, advice: list[Advice]) -> list[str]:
+    if not advice:
+        return []
+    head = f"to need less while {what}, one of:"
+    return ["", head, *(f"  {item.flags}  -> {item.needed / GIB:,.1f} GiB" for item in advice[:3])]
+
+
+def _row(name: str, count: float, explained: str) -> str:
+    return f"  {name:<21}{count / GIB:>7.1f}  {explained}"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:,.2f} B" if count >= 5e6 else f"{count / 1e6:,.2f} M"

@@ -1,0 +1,270 @@
+"""Memory of a GPU of the trainer: weights, gradients, optimiser state, activations, logits, weight transfer."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slime.arguments.plan.memory_activations import Kept, gradient_bytes, kept_of, layer_bytes, spared
+from slime.arguments.plan.model_size import ModelSize, RankSize
+from slime.arguments.plan.model_stages import Chunk, Parallel
+
+GIB = 2**30
+CONTEXT = 2 * GIB
+"""CUDA context, loaded kernels, cuBLAS workspaces and NCCL's channels of one process; it stays while it sleeps."""
+
+LOG_PROB_CHUNK = 2**26  # elements, what slime.algorithms.log_probs takes on a GPU without --log-probs-chunk-size
+LOG_PROB_BUFFERS = 3  # of a chunk at a time: the scaled logits, the selected rows, their probabilities
+DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on a GPU of pipeline stage ``stage``, for micro-batches of ``tokens`` tokens per GPU.
+
+    ``activations`` are kept from forward to backward; ``recomputed`` and ``logits`` come on top of them, one after
+    the other; ``transfer`` are the buckets of a weight update, between the steps, when a trainer that sleeps
+    (``sleeps``) has only its parameters. ``host`` is in the host's memory: copies of weights, of a sleeping trainer,
+    and an offloaded optimiser.
+    """
+
+    stage: int
+    tokens: int
+    in_flight: float
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    recomputed: int
+    transfer: int
+    host: int
+    sleeps: bool = False
+    context: int = CONTEXT
+
+    @property
+    def static(self) -> int:
+        """What is there from the start to the end."""
+        return self.parameters + self.gradients + self.optimizer + self.context
+
+    @property
+    def step(self) -> int:
+        """The peak of a training step."""
+        return self.static + self.activations + max(self.logits, self.recomputed)
+
+    @property
+    def sending(self) -> int:
+        """What is in use while weights are sent to the engines."""
+        return (self.parameters + self.context if self.sleeps else self.static) + self.transfer
+
+    @property
+    def total(self) -> int:
+        """The most at any time."""
+        return max(self.step, self.sending)
+
+
+def trainer_memory(args: Namespace, size: ModelSize) -> tuple[TrainerMemory, ...]:
+    """Return the memory of a GPU of every pipeline stage."""
+    return tuple(_stage_memory(args, size, rank) for rank in size.ranks)
+
+
+def element_size(args: Namespace) -> int:
+    """Return the bytes of a parameter on GPUs: bf16, unless ``--fp16`` or ``--fp32`` is given."""
+    return 4 if getattr(args, "fp32", False) else 2
+
+
+def longest_sample(args: Namespace) -> int | None:
+    """Return the tokens of the longest sample that the flags allow, None when they do not say."""
+    context = getattr(args, "rollout_max_context_len", None)
+    response = getattr(args, "rollout_max_response_len", None)
+    if context is not None:
+        return int(context)
+    return None if response is None else int(response) + int(getattr(args, "rollout_max_prompt_len", None) or 0)
+
+
+def micro_batch_tokens(args: Namespace, parallel: Parallel) -> int:
+    """Return the tokens of the longest micro-batch on one rank, padded as the trainer pads them.
+
+    With dynamic batches that is ``--max-tokens-per-gpu``, or the longest sample where that is longer; otherwise
+    ``--micro-batch-size`` samples of the greatest length.
+    """
+    longest = longest_sample(args)
+    if getattr(args, "use_dynamic_batch_size", False) and getattr(args, "max_tokens_per_gpu", None):
+        total = max(int(args.max_tokens_per_gpu) * parallel.cp, longest or 0)
+    else:
+        total = int(getattr(args, "micro_batch_size", None) or 1) * (longest or int(args.seq_length or 4096))
+    alignment = parallel.tp * int(getattr(args, "data_pad_size_multiplier", None) or 128)
+    return -(-total // (parallel.cp * alignment)) * alignment
+
+
+def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMemory:
+    element, parallel = element_size(args), size.parallel
+    tokens = micro_batch_tokens(args, parallel)
+    kept = kept_of(args, element)
+    activations, recomputed = _activations(args, size, rank, tokens, kept)
+    parameters = element * (rank.dense_buffer + rank.expert_buffer)
+    optimizer = int(state_bytes(args) * _shard(args, rank, parallel))
+    with_reference = (getattr(args, "kl_coef", 0) or 0) != 0 or getattr(args, "use_kl_loss", False)
+    copies = 2 * with_reference + bool(getattr(args, "keep_old_actor", False))
+    sleeps = bool(getattr(args, "offload_train", False))
+    offloaded = int(_shard(args, rank, parallel) * _state_size(args) * _offloaded(args))
+    return TrainerMemory(
+        stage=rank.stage,
+        tokens=tokens,
+        in_flight=sum(_in_flight(args, parallel, rank.stage)) / parallel.vpp,
+        parameters=parameters,
+        gradients=_gradient_size(args, element) * (rank.dense_buffer + rank.expert_buffer),
+        optimizer=optimizer,
+        activations=activations,
+        logits=_logits(args, size, tokens) if any(chunk.output for chunk in rank.chunks) else 0,
+        recomputed=recomputed,
+        transfer=_transfer(args, size, element),
+        host=element * rank.total * copies + offloaded + (parameters + optimizer if sleeps else 0),
+        sleeps=sleeps,
+    )
+
+
+def _gradient_size(args: Namespace, element: int) -> int:
+    """Gradients are kept in fp32, but for fp16 and ``--grad-reduce-in-bf16``."""
+    asked = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
+    bf16 = not getattr(args, "fp16", False) and not getattr(args, "grad_reduce_in_bf16", False)
+    return 4 if asked or bf16 else element
+
+
+def state_bytes(args: Namespace) -> float:
+    """Return the bytes of optimiser state per parameter on the GPU."""
+    return _state_size(args) * (1 - _offloaded(args))
+
+
+def _offloaded(args: Namespace) -> float:
+    """The part of the optimiser state that lives in the host's memory."""
+    if not getattr(args, "optimizer_cpu_offload", False):
+        return 0.0
+    return float(getattr(args, "optimizer_offload_fraction", None) or 0)
+
+
+def _state_size(args: Namespace) -> float:
+    """Bytes of optimiser state per parameter, wherever it lives.
+
+    Adam keeps two moments in fp32 and, for 16-bit parameters, an fp32 copy of them: K = 12 of Rajbhandari et al. 2020,
+    "ZeRO" (https://arxiv.org/abs/1910.02054), of which the distributed optimiser leaves each rank its share. The
+    precision-aware optimiser keeps of the copy only the 16 bits that the bf16 parameter lacks.
+    """
+    copy = 0.0 if element_size(args) == 4 else 4.0
+    aware = bool(getattr(args, "use_precision_aware_optimizer", False))
+    if aware and copy:
+        main = _dtype_bytes(args, "main_params_dtype")
+        copy = main if main < 4 else (2.0 if getattr(args, "store_param_remainders", True) else 4.0)
+    if getattr(args, "use_stateless_adam", False):
+        moments = 0.0
+    elif (getattr(args, "optimizer", None) or "adam") == "adam":
+        sizes = ("exp_avg_dtype", "exp_avg_sq_dtype")
+        moments = sum(_dtype_bytes(args, name) if aware else 4.0 for name in sizes)
+    else:
+        moments = 4.0  # momentum
+    return copy + moments
+
+
+def _dtype_bytes(args: Namespace, name: str) -> float:
+    value = str(getattr(args, name, None) or "fp32").removeprefix("torch.")
+    return float(DTYPE_BYTES.get(value, 4))
+
+
+def _shard(args: Namespace, rank: RankSize, parallel: Parallel) -> int:
+    """Parameters whose optimiser state one rank has."""
+    sharded = getattr(args, "use_distributed_optimizer", True) is not False
+    instances = int(getattr(args, "num_distributed_optimizer_instances", None) or 1)
+    dense = max(1, parallel.dense_ranks // instances) if sharded else 1
+    expert = max(1, parallel.expert_ranks // instances) if sharded else 1
+    return -(-rank.dense_buffer // dense) + -(-rank.expert_buffer // expert)
+
+
+def _in_flight(args: Namespace, parallel: Parallel, stage: int) -> list[int]:
+    """Return for every chunk of the stage how many micro-batches it holds at the most, as Megatron schedules them.
+
+    One forward, one backward: stage p of n holds n - p micro-batches, the first the most (Narayanan et al. 2021,
+    https://arxiv.org/abs/2104.04473). Interleaved, 2 (n - p - 1) + (v - 1) g + 1 forwards of a chunk, taken in turns
+    of g micro-batches.
+    """
+    n, v = parallel.pp, parallel.vpp
+    most = _micro_batches(args, parallel)
+    if v == 1:
+        return [n - stage if most is None else min(n - stage, most)]
+    group = int(getattr(args, "microbatch_group_size_per_vp_stage", None) or n)
+    forwards = 2 * (n - stage - 1) + (v - 1) * group + 1
+    held = [0] * v
+    for i in range(forwards if most is None else min(forwards, most * v)):
+        held[i // group % v] += 1
+    return held
+
+
+def _micro_batches(args: Namespace, parallel: Parallel) -> int | None:
+    """Return the micro-batches of a step per rank; None where their number depends on the lengths."""
+    if getattr(args, "use_dynamic_batch_size", False) or not getattr(args, "global_batch_size", None):
+        return None
+    return max(1, int(args.global_batch_size) // (parallel.dp * int(getattr(args, "micro_batch_size", None) or 1)))
+
+
+def _activations(args: Namespace, size: ModelSize, rank: RankSize, tokens: int, kept: Kept) -> tuple[int, int]:
+    """Return (bytes kept from forward to backward, bytes on top while one layer or block runs backward)."""
+    held, on_top = 0.0, 0.0
+    for chunk, count in zip(rank.chunks, _in_flight(args, size.parallel, rank.stage), strict=True):
+        stored, block = _chunk_bytes(size, chunk, kept)
+        held += count * stored * tokens
+        on_top = max(on_top, block * tokens)
+    return int(held), int(on_top)
+
+
+def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, float]:
+    """Return bytes per token: (kept by a chunk, more of them while a layer or a recomputed block runs backward)."""
+    shape, parallel = size.shape, size.parallel
+    pieces = {kind: layer_bytes(shape, kind, parallel, kept) for kind in set(shape.kinds)}
+    layers = [pieces[shape.kinds[i]] for i in chunk.layers] + [pieces[shape.kinds[-1]]] * chunk.mtp
+    full = [sum(piece.values()) for piece in layers]
+    # The gradients of a layer's activations, and the sequence that sequence parallelism gathers.
+    working = max(map(gradient_bytes, layers), default=0.0) + (kept.element * shape.hidden if parallel.sp > 1 else 0)
+    ends = 2 * kept.element * shape.hidden / parallel.sp if chunk.output else 0.0
+    if kept.granularity != "full":
+        return ends + sum(spared(piece, kept) for piece in layers), working
+    one_input = kept.element * shape.hidden / (parallel.tp if kept.distributed else parallel.sp)
+    if kept.method == "block":
+        block = min(kept.block, len(full))
+        return ends + block * one_input + sum(full[block:]), max(full[:block], default=0.0) + working
+    blocks = -(-len(full) // kept.block)
+    return ends + blocks * one_input, sum(sorted(full, reverse=True)[: kept.block]) + working
+
+
+def _logits(args: Namespace, size: ModelSize, tokens: int) -> int:
+    """Return the bytes of the last stage's logits: in fp32, with their gradient, and a chunk of log-probs at a time.
+
+    They are divided over the tensor-parallel ranks. Before they are fp32 they were of the parameters' size, which is
+    less than the gradient that comes later. Every layer of multi-token prediction keeps a softmax of its own.
+    """
+    columns = size.shape.vocab // size.parallel.tp
+    rows = int(getattr(args, "log_probs_chunk_size", None) or -1)
+    chunk = min(tokens, rows if rows > 0 else max(1, LOG_PROB_CHUNK // columns))
+    return 4 * columns * ((2 + size.shape.mtp) * tokens + LOG_PROB_BUFFERS * chunk)
+
+
+def _transfer(args: Namespace, size: ModelSize, element: int) -> int:
+    """Return the bytes of a weight update: a bucket of whole tensors, and the flat copy that is sent."""
+    if getattr(args, "debug_train_only", False):
+        return 0
+    bucket = int(getattr(args, "update_weight_buffer_size", None) or 0)
+    largest = element * size.shape.vocab * size.shape.hidden  # a tensor above the limit travels alone
+    return 2 * max(bucket, largest)
+
+
+def memory_by_part(memory: TrainerMemory) -> Mapping[str, int]:
+    """Return the rows of the table: name -> bytes. They add up to the peak of a training step."""
+    return {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimiser": memory.optimizer,
+        "activations": memory.activations,
+        "logits" if memory.logits >= memory.recomputed else "one layer's backward": max(
+            memory.logits, memory.recomputed
+        ),
+        "CUDA and NCCL": memory.context,
+    }

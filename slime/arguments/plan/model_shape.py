@@ -1,0 +1,278 @@
+"""What the flags say about a model: its sizes, and what every layer is made of."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class LayerKind(NamedTuple):
+    """A transformer layer: linear instead of softmax attention, experts instead of a dense MLP."""
+
+    linear: bool
+    moe: bool
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434): ranks, and sizes per head."""
+
+    q_rank: int | None
+    kv_rank: int
+    qk_dim: int
+    rope_dim: int
+    v_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Size of a query or key of one head."""
+        return self.qk_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta net (https://arxiv.org/abs/2412.06464): heads and sizes per head."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys (and of its queries)."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values (and of their gate)."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The part of sparse attention (DeepSeek-V3.2) that chooses the keys."""
+
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture-of-experts layer. ``shared`` is the width of the shared experts, 0 without."""
+
+    number: int
+    top_k: int
+    ffn: int
+    shared: int
+    shared_gate: bool
+    latent: int | None
+    bias: bool
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a GPT model in Megatron's vocabulary. ``vocab`` is padded, ``vocab_unpadded`` the checkpoint's.
+
+    ``norm`` counts the vectors of a norm: 1 for RMSNorm, 2 for LayerNorm. ``positions`` are the rows of a learned
+    position embedding. ``kinds`` has one entry per decoder layer. ``remarks`` say what the flags leave open.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    vocab_unpadded: int
+    kinds: tuple[LayerKind, ...]
+    gated: bool = True
+    untied: bool = True
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm: int = 1
+    positions: int = 0
+    output_gate: bool = False
+    post_attention_norm: bool = False
+    post_mlp_norm: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+    linear: LinearAttention | None = None
+    indexer: Indexer | None = None
+    mtp: int = 0
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers, without those of multi-token prediction."""
+        return len(self.kinds)
+
+
+def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
+    """Return the shape that ``args`` describes; ``hf_config`` fills in what no Megatron flag says.
+
+    That is which layers of Qwen3-Next and Qwen3.5 have linear attention, and the indexer of sparse attention: their
+    ``--spec`` reads both from the checkpoint. Raises ValueError when the model is not described.
+    """
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(args, name, None)]
+    vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")
+    if missing or not vocab:
+        raise ValueError(f"the model is not described: {', '.join(missing or ['vocab_size'])} missing")
+    config = _text_config(hf_config or {})
+    remarks: list[str] = []
+    linear, linear_layers = _linear_attention(args, config, remarks)
+    experts = _experts(args)
+    moe_layers = _pattern(_get(args, "moe_layer_freq", 1), args.num_layers, first=True)
+    heads, hidden = int(args.num_attention_heads), int(args.hidden_size)
+    gated = bool(_get(args, "swiglu", False) or _get(args, "gated_linear_unit", False))
+    return ModelShape(
+        hidden=hidden,
+        ffn=int(_get(args, "ffn_hidden_size") or _default_ffn(hidden, gated)),
+        heads=heads,
+        groups=int(args.num_query_groups) if _get(args, "group_query_attention", False) else heads,
+        head_dim=int(_get(args, "kv_channels") or hidden // heads),
+        vocab=padded_vocab(args),
+        vocab_unpadded=int(vocab),
+        kinds=tuple(
+            LayerKind(linear=is_linear, moe=experts is not None and is_moe)
+            for is_linear, is_moe in zip(linear_layers, moe_layers, strict=True)
+        ),
+        gated=gated,
+        untied=bool(_get(args, "untie_embeddings_and_output_weights", False)),
+        linear_bias=bool(_get(args, "add_bias_linear", True)),
+        qkv_bias=bool(_get(args, "add_qkv_bias", False)),
+        qk_norm=bool(_get(args, "qk_layernorm", False)),
+        norm=1 if _get(args, "normalization", "LayerNorm") == "RMSNorm" else 2,
+        positions=_learned_positions(args),
+        output_gate=bool(_get(args, "attention_output_gate", False) or _get(args, "use_gated_attention", False)),
+        post_attention_norm=bool(_get(args, "post_self_attn_layernorm", False)),
+        post_mlp_norm=bool(_get(args, "post_mlp_layernorm", False)),
+        latent=_latent(args) if _get(args, "multi_latent_attention", False) else None,
+        experts=experts,
+        linear=linear,
+        indexer=_indexer(args, config, remarks),
+        mtp=int(_get(args, "mtp_num_layers", 0)),
+        remarks=tuple(remarks),
+    )
+
+
+def padded_vocab(args: Namespace) -> int:
+    """Return the rows of the embedding as Megatron makes it: a multiple of a number x the tensor-parallel size."""
+    given = _get(args, "padded_vocab_size")
+    if given:
+        return int(given)
+    multiple = int(_get(args, "make_vocab_size_divisible_by", 128)) * int(_get(args, "tensor_model_parallel_size", 1))
+    return -(-int(args.vocab_size) // multiple) * multiple
+
+
+def _get(args: Namespace, name: str, default: Any = None) -> Any:
+    value = getattr(args, name, None)
+    return default if value is None else value
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _default_ffn(hidden: int, gated: bool) -> int:
+    return int((4 * hidden * 2 / 3) / 64) * 64 if gated else 4 * hidden
+
+
+def _pattern(frequency: Any, layers: int, *, first: bool) -> list[bool]:
+    """Spell out Megatron's layer frequency: a list says it itself; N means every N-th, the first or the last of N."""
+    if isinstance(frequency, list | tuple):
+        if len(frequency) != layers:
+            raise ValueError(f"a layer pattern of {len(frequency)} entries for {layers} layers")
+        return [bool(entry) for entry in frequency]
+    return [(i if first else i + 1) % int(frequency) == 0 for i in range(layers)]
+
+
+def _learned_positions(args: Namespace) -> int:
+    kind = _get(args, "position_embedding_type", "learned_absolute")
+    if _get(args, "use_rotary_position_embeddings", False) or kind != "learned_absolute":
+        return 0
+    if not _get(args, "add_position_embedding", True):
+        return 0
+    return int(_get(args, "max_position_embeddings") or _get(args, "seq_length") or 0)
+
+
+def _latent(args: Namespace) -> Latent:
+    q_rank = _get(args, "q_lora_rank")
+    return Latent(
+        q_rank=None if q_rank is None else int(q_rank),
+        kv_rank=int(_get(args, "kv_lora_rank", 32)),
+        qk_dim=int(_get(args, "qk_head_dim", 128)),
+        rope_dim=int(_get(args, "qk_pos_emb_head_dim", 64)),
+        v_dim=int(_get(args, "v_head_dim", 128)),
+    )
+
+
+def _experts(args: Namespace) -> Experts | None:
+    number = _get(args, "num_experts") or _get(args, "num_moe_experts")
+    if not number:
+        return None
+    return Experts(
+        number=int(number),
+        top_k=int(_get(args, "moe_router_topk", 2)),
+        ffn=int(_get(args, "moe_ffn_hidden_size") or args.ffn_hidden_size),
+        shared=int(_get(args, "moe_shared_expert_intermediate_size", 0)),
+        shared_gate=bool(_get(args, "moe_shared_expert_gate", False)),
+        latent=_get(args, "moe_latent_size"),
+        bias=bool(_get(args, "moe_router_enable_expert_bias", False)),
+    )
+
+
+def _linear_attention(
+    args: Namespace, config: Mapping[str, Any], remarks: list[str]
+) -> tuple[LinearAttention | None, list[bool]]:
+    """Return the gated delta net and which layers have it, from the flags or else from the checkpoint's config."""
+    layers = int(args.num_layers)
+    frequency = _get(args, "linear_attention_freq")
+    if frequency is not None:
+        is_list = isinstance(frequency, list | tuple)
+        softmax = [] if is_list else _pattern(frequency, layers, first=False)
+        linear_layers = _pattern(frequency, layers, first=True) if is_list else [not entry for entry in softmax]
+        return _gated_delta_net(lambda name: getattr(args, name, None)), linear_layers
+    types = config.get("layer_types") or _types_from_interval(config, layers)
+    if len(types) == layers and "linear_attention" in types:
+        return _gated_delta_net(config.get), [kind == "linear_attention" for kind in types]
+    spec = " ".join(map(str, _get(args, "spec", [])))
+    if any(family in spec for family in ("qwen3_next", "qwen3_5")):
+        remarks.append("linear-attention layers are counted as softmax attention: no flag describes them")
+    return None, [False] * layers
+
+
+def _types_from_interval(config: Mapping[str, Any], layers: int) -> list[str]:
+    interval = config.get("full_attention_interval")
+    if not interval or not config.get("linear_num_value_heads"):
+        return []
+    return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
+
+
+def _gated_delta_net(get: Any) -> LinearAttention:
+    def number(name: str, default: int) -> int:
+        value = get(name)
+        return default if value is None else int(value)
+
+    return LinearAttention(
+        key_heads=number("linear_num_key_heads", 16),
+        value_heads=number("linear_num_value_heads", 32),
+        key_dim=number("linear_key_head_dim", 128),
+        value_dim=number("linear_value_head_dim", 128),
+        kernel=number("linear_conv_kernel_dim", 4),
+    )
+
+
+def _indexer(args: Namespace, config: Mapping[str, Any], remarks: list[str]) -> Indexer | None:
+    heads = _get(args, "dsa_indexer_n_heads") or config.get("index_n_heads")
+    dim = _get(args, "dsa_indexer_head_dim") or config.get("index_head_dim")
+    if heads and dim:
+        return Indexer(int(heads), int(dim))
+    if "glm5" in " ".join(map(str, _get(args, "spec", []))):
+        remarks.append("the indexer of sparse attention is not counted: no flag describes it")
+    return None
