@@ -181,7 +181,7 @@ def _shared_by(args: Namespace, weight: Weight, sizes: EngineSizes) -> int:
 
 def _weight_bytes(weight: Weight, layout: WeightFormat) -> float:
     routes = weight.part == "experts" and weight.split == "none"
-    if weight.part == "norms" or routes or (layout.experts_only and weight.part != "experts"):
+    if weight.part == "norms" or routes or (layout.experts_only and weight.split != "expert"):
         return layout.element
     return layout.bytes_per_weight
 

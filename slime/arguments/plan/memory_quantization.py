@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 DTYPES = {"float32": 4.0, "float": 4.0, "float16": 2.0, "half": 2.0, "bfloat16": 2.0}
@@ -19,6 +21,14 @@ METHODS: dict[str, float] = {
     **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "auto-round", "moe_wna16", "bitsandbytes"), FOUR_BIT),
     **dict.fromkeys(("mxfp4", "modelopt_fp4", "nvfp4_online", "petit_nvfp4", "w4afp8", "mxfp_w4a8"), FOUR_BIT),
 }
+# Published models whose own checkpoints are quantised, by name.
+PUBLISHED = {
+    **dict.fromkeys(("deepseek-v3", "deepseek-v3-0324", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v3.2-exp"), "fp8"),
+    **dict.fromkeys(("deepseek-r1", "deepseek-r1-0528", "deepseek-r1-zero", "minimax-m2"), "fp8"),
+    **dict.fromkeys(("kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-base"), "fp8"),
+    "kimi-k2-thinking": "int4",
+}
+_IN_NAME = re.compile(r"[-_.](fp8|int4|bf16|fp16)$")
 ONLY_EXPERTS = frozenset({"moe_wna16", "w4afp8", "mxfp4"})
 
 
@@ -38,9 +48,10 @@ class WeightFormat:
 
 
 def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> WeightFormat:
-    """Return the format of an engine's weights: ``--sglang-quantization``, or that of the checkpoint's config.
+    """Return the format of an engine's weights: ``--sglang-quantization``, or that of the checkpoint.
 
-    A dry run without the checkpoint cannot see the latter; the dtype ``auto`` is then taken for 16 bits.
+    A checkpoint says its own in ``hf_config``. Where it is not there, its name does (``Qwen3-4B-FP8``), or that of the
+    published model; the dtype ``auto`` is otherwise taken for 16 bits.
     """
     chosen = getattr(args, "sglang_dtype", None) or "auto"
     if getattr(args, "fp16", False):
@@ -50,6 +61,12 @@ def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -
     stored = (hf_config or {}).get("quantization_config") or {}
     method = getattr(args, "sglang_quantization", None) or stored.get("quant_method")
     if method in (None, "unquant"):
+        by_name = None if method else _quantization_by_name(getattr(args, "hf_checkpoint", None) or "")
+        if by_name == "fp8":
+            return WeightFormat("fp8, by the checkpoint's name", element, EIGHT_BIT)
+        if by_name == "int4":
+            experts = any(key in (hf_config or {}) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+            return WeightFormat("int4, by the checkpoint's name", element, FOUR_BIT, experts_only=experts)
         return WeightFormat(name, element, element)
     if method in ("compressed-tensors", "quark"):
         return _described(str(method), element, stored)
@@ -57,6 +74,12 @@ def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -
     if size is None:
         return WeightFormat(method, element, element, known=False)
     return WeightFormat(method, element, size, experts_only=method in ONLY_EXPERTS)
+
+
+def _quantization_by_name(checkpoint: str) -> str | None:
+    name = PurePath(checkpoint).name.lower()
+    found = _IN_NAME.search(name)
+    return found.group(1) if found else PUBLISHED.get(name)
 
 
 def _described(method: str, element: float, stored: Mapping[str, Any]) -> WeightFormat:

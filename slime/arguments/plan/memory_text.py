@@ -44,7 +44,7 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
     sizes = f"tensor {parallel.tp}, pipeline {parallel.pp}, context {parallel.cp}, data {parallel.dp}"
     if size.shape.experts:
         sizes += f", expert {parallel.ep} x {parallel.etp}"
-    stage = f"; pipeline stage {trainer.stage + 1} of {parallel.pp} needs most" if parallel.pp > 1 else ""
+    stage = f"; stage {trainer.stage + 1} needs most" if parallel.pp > 1 else ""
     shared = f"shared by {parallel.dense_ranks} ranks" if parallel.dense_ranks > 1 else "not shared"
     if rank.expert:
         shared += f", of experts by {parallel.expert_ranks}" if parallel.expert_ranks > 1 else ", of experts not"
@@ -56,7 +56,7 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
     explained = {
         "parameters": f"{_billions(rank.total)} in {width}",
         "gradients": "fp32" if trainer.gradients > trainer.parameters or width == "fp32" else width,
-        "optimiser": f"{state_bytes(args):g} bytes per parameter on the GPU, {shared}",
+        "optimiser": f"{state_bytes(args):g} bytes per parameter, {shared}",
         "activations": f"{trainer.tokens:,} tokens{held}, {recompute} recomputation",
         "logits": f"{trainer.tokens:,} x {size.shape.vocab // parallel.tp:,} in fp32, with their gradient",
         "one layer's backward": "gradients of activations" + (", recomputed ones" if recompute == "full" else ""),
@@ -99,8 +99,11 @@ def _engine_lines(engine: EngineMemory) -> list[str]:
 
 
 def _colocated_line(found: Memory) -> str:
-    asleep = "asleep" if found.offload_rollout else "awake (--no-offload-rollout)"
-    return f"colocated  they take turns; while one works, the other is {asleep} and keeps its CUDA and NCCL buffers"
+    offloaded = {"trainer": found.offload_train, "engine": found.offload_rollout}
+    awake = [name for name, sleeps in offloaded.items() if not sleeps]
+    if awake:
+        return f"colocated  both on every GPU; what is not offloaded stays there: {', '.join(awake)}"
+    return "colocated  they take turns; the one that sleeps keeps its CUDA and NCCL buffers"
 
 
 def _verdict_lines(found: Memory) -> list[str]:
@@ -132,12 +135,12 @@ def _generating(found: Memory, engine: EngineMemory, capacity: int) -> str:
     if cache <= 0:
         return f"does not fit: weights {-cache / GIB:,.1f} over"
     requests = engine.requests(capacity)
-    room = f"{engine.tokens(capacity):,} tokens in {cache / GIB:,.1f} of cache"
-    if requests is not None:
-        room += f": {requests:,} such requests" if requests != 1 else ": 1 such request"
     if not engine.fits(capacity):
-        return "does not fit: " + room
-    return room if found.generating_fits(capacity) else "does not fit beside the trainer: " + room
+        return f"does not fit: {cache / GIB:,.1f} of cache hold no request"
+    if not found.generating_fits(capacity):
+        return "does not fit beside the trainer"
+    room = f"{cache / GIB:,.1f} of cache: {engine.tokens(capacity):,} tokens"
+    return room if requests is None else f"{room}, {requests:,} of these requests"
 
 
 def _advice_lines(args: Namespace, found: Memory) -> list[str]:
