@@ -23,8 +23,8 @@ class Plan:
     """A run before it starts.
 
     ``refused``: sentences that a real run would end with at once; ``refused_without_gpus``: what one on a machine
-    without GPUs would, else None. ``unchecked``, ``warnings``: what the flags' rules found (empty for the arguments of
-    a real run, whose findings are reported when they are parsed).
+    without GPUs would, else None. ``unchecked``, ``warnings``: what the rules of the flags found under ``--dry-run`` (a
+    real run is told when it is parsed), and engines that do not fit nodes.
     """
 
     loop: LoopPlan
@@ -44,17 +44,19 @@ def plan(args: Namespace, *, overlap: bool | None = None) -> Plan:
     """
     from slime.arguments.plan.batch import batch_of
     from slime.arguments.plan.loop import loop_of
+    from slime.arguments.plan.placement_text import torn_warnings
     from slime.arguments.plan.processes import placement_of
     from slime.arguments.plan.refusals import refused, refused_without_gpus
 
     if overlap is None:
         overlap = Path(sys.argv[0]).name == "train_async.py"
+    placement = placement_of(args)
     return Plan(
         loop=loop_of(args, overlap=overlap),
         batch=batch_of(args),
-        placement=placement_of(args),
+        placement=placement,
         refused=tuple(refused(args, overlap=overlap)),
         refused_without_gpus=refused_without_gpus(args),
         unchecked=tuple(getattr(args, "unchecked", ())),
-        warnings=tuple(getattr(args, "warnings", ())),
+        warnings=(*getattr(args, "warnings", ()), *torn_warnings(placement)),
     )

@@ -29,7 +29,6 @@ class BatchPlan:
     micro_batch_size: int | None = None
     max_tokens_per_gpu: int | None = None
     context_parallel_size: int = 1
-    longest_response: int | None = None
     num_rollout: int | None = None
     num_epoch: int | None = None
     start_rollout_id: int | None = 0
@@ -87,7 +86,6 @@ def batch_of(args: Namespace) -> BatchPlan:
         micro_batch_size=None if args.use_dynamic_batch_size else args.micro_batch_size,
         max_tokens_per_gpu=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
         context_parallel_size=args.context_parallel_size,
-        longest_response=args.rollout_max_response_len,
         num_rollout=args.num_rollout,
         num_epoch=args.num_epoch,
         start_rollout_id=args.start_rollout_id,
@@ -105,8 +103,6 @@ def batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
         rows.append(("one step", _step(batch)))
         if batch.left_over and not batch.from_dumps:
             rows.append(("left over", _left_over(batch)))
-        if batch.max_tokens_per_gpu is not None and _may_exceed(batch):
-            rows.append(("long samples", _long_samples(batch)))
     if batch.fans_out:
         rows.append(
             (
@@ -162,19 +158,6 @@ def _left_over(batch: BatchPlan) -> str:
     return f"{left} of the first rollout fill no step; they wait and are trained on first after the next rollout"
 
 
-def _may_exceed(batch: BatchPlan) -> bool:
-    cap = (batch.max_tokens_per_gpu or 0) * batch.context_parallel_size
-    return batch.longest_response is not None and batch.longest_response > cap
-
-
-def _long_samples(batch: BatchPlan) -> str:
-    cap = (batch.max_tokens_per_gpu or 0) * batch.context_parallel_size
-    return (
-        f"a response may have {batch.longest_response:,} tokens, more than a micro-batch is packed to: such a sample "
-        f"makes a micro-batch alone, of more than {cap:,} tokens"
-    )
-
-
 def _submission(batch: BatchPlan) -> str:
     if batch.wave == batch.prompts and not batch.filtered:
         return "all prompts of a rollout at once"
@@ -188,8 +171,8 @@ def _run(batch: BatchPlan) -> str:
         return "no rollout (--num-rollout 0): evaluated once"
     if batch.num_rollout is None:
         return (
-            f"{count(batch.num_epoch or 0, 'pass', 'passes')} over the prompts (--num-epoch), each of as many rollouts "
-            f"as {count(batch.prompts, 'prompt')} go into the data; counted at the start"
+            f"{count(batch.num_epoch or 0, 'pass')} over the prompts (--num-epoch), each of as many rollouts as "
+            f"{count(batch.prompts, 'prompt')} go into the data, which is counted when the run starts"
         )
     if batch.start_rollout_id is None:
         return f"rollouts up to number {batch.num_rollout - 1}, from the one after the checkpoint's on"

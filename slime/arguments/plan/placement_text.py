@@ -240,7 +240,7 @@ def _notes(placement: Placement, args: Namespace) -> list[str]:
     notes = [_about_nodes(placement, args)] if placement.nodes else []
     if len(placement.nodes) > 1 and not (args.ray_address or os.environ.get("RAY_ADDRESS")):
         notes.append(
-            f"{len(placement.nodes)} nodes must be a running Ray cluster that the run joins (--ray-address or "
+            f"{len(placement.nodes):,} nodes must be a running Ray cluster that the run joins (--ray-address or "
             "$RAY_ADDRESS); without one it has the slots of the machine on which it is started."
         )
     if placement.idle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from itertools import groupby
 from typing import Any
 
 from slime.arguments.command_line import all_flags
@@ -10,9 +11,12 @@ from slime.arguments.flag import Flag
 from slime.arguments.plan.words import labelled
 from slime.utils.secrets import MASK, is_secret
 
-WITHOUT_FLAG = ("world_size", "data_parallel_size", "rollout_num_engines", "sglang_tp_size", "use_critic")
+PARALLEL_SIZES = ("world_size", "data_parallel_size")
+SETTLED = frozenset({"teacher server", "Megatron: training scripts"})
+"""Groups whose derived values are the same in every run."""
 HIDDEN = frozenset({"dry_run", "config", "dump_config"})
 NO_BREAK = "\u00a0"
+LONG = 48
 
 
 def given_lines(args: Namespace) -> list[str]:
@@ -25,17 +29,15 @@ def given_lines(args: Namespace) -> list[str]:
 
 
 def derived_lines(args: Namespace) -> list[str]:
-    """The flags whose value differs from the default without having been given, and the sizes that have no flag."""
+    """The flags whose value differs from the default without having been given, and the trainer's sizes."""
     groups: dict[str, list[str]] = {}
     known = {flag.dest: flag for flag in all_flags()}
     for flag in known.values():
         value = getattr(args, flag.dest, flag.default)
-        if flag.dest not in args.explicit_flags and value != flag.default:
+        if flag.dest not in args.explicit_flags and value != flag.default and flag.group not in SETTLED:
             groups.setdefault(flag.group, []).append(_words(flag, value))
-    others = [
-        f"{name}={_shown(name, getattr(args, name))}" for name in WITHOUT_FLAG if getattr(args, name, None) is not None
-    ]
-    return _wrapped([*groups.items(), ("without a flag", others)])
+    sizes = [] if args.debug_rollout_only else [f"{name}={getattr(args, name)}" for name in PARALLEL_SIZES]
+    return _wrapped([*groups.items(), ("parallel sizes", sizes)])
 
 
 def _wrapped(groups: list[tuple[str, list[str]]]) -> list[str]:
@@ -44,20 +46,21 @@ def _wrapped(groups: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def _words(flag: Flag, value: Any) -> str:
-    """The flag as it would be typed; a value and its flag stay on one line."""
+    """The flag as it would be typed; a short value and its flag stay on one line."""
     if flag.action in ("true", "false"):
         switched = value is (flag.action == "true")
         return flag.option if switched else f"{flag.dest}={value}"
     if flag.action == "tristate" and isinstance(value, bool):
         return flag.options[0] if value else flag.options[-1]
-    return f"{flag.option}{NO_BREAK}{_shown(flag.dest, value)}"
+    text = _shown(flag.dest, value)
+    return f"{flag.option}{NO_BREAK if len(text) < LONG else ' '}{text}"
 
 
 def _shown(name: str, value: Any) -> str:
     if value is not None and is_secret(name):
         return MASK
-    if isinstance(value, list | tuple) and value and all(isinstance(item, str | int | float) for item in value):
-        text = " ".join(map(str, value))
-    else:
-        text = str(value)
-    return text.replace(" ", NO_BREAK)
+    if isinstance(value, list | tuple) and len(value) > 8:
+        return "+".join(f"[{item}]*{len(list(same))}" for item, same in groupby(value))
+    if isinstance(value, list | tuple):
+        return NO_BREAK.join(map(str, value)) or "[]"
+    return str(value).replace(" ", NO_BREAK)

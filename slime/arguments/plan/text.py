@@ -6,9 +6,9 @@ from argparse import Namespace
 
 from slime.arguments.plan import Plan, plan
 from slime.arguments.plan.batch import batch_rows
-from slime.arguments.plan.placement_text import placement_lines, torn_warnings
+from slime.arguments.plan.placement_text import placement_lines
 from slime.arguments.plan.settings import derived_lines, given_lines
-from slime.arguments.plan.words import bullets, count, labelled, paragraph
+from slime.arguments.plan.words import WIDTH, bullets, count, labelled
 
 
 def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
@@ -18,41 +18,45 @@ def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
     """
     from slime.arguments.view import to_yaml
 
-    head = "# Resolved configuration. --dump-config FILE writes it, --config FILE reads it."
-    return f"{head}\n{to_yaml(args)}\n{summary_text(args, overlap=overlap)}"
+    head = "# Resolved configuration (--dump-config FILE writes one that --config FILE reads)"
+    return "\n".join([head, to_yaml(args), "-" * WIDTH, "", summary_text(args, overlap=overlap)])
 
 
 def summary_text(args: Namespace, *, overlap: bool | None = None) -> str:
     """Return the page without the configuration: what was given and derived, and the plan."""
+    planned = plan(args, overlap=overlap)
+    lines: list[str] = []
+    for title, body in sections(args, planned):
+        lines += [title, *body, ""]
+    return "\n".join([*lines, *verdict(planned)])
+
+
+def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
+    """Return the titles and lines of the summary; what there is nothing to say about is left out."""
     from slime.arguments.plan.memory import memory_text
 
-    planned = plan(args, overlap=overlap)
-    sections = [
+    found = [
         ("Given", given_lines(args)),
         ("Derived", derived_lines(args)),
         ("Loop", labelled(planned.loop.rows)),
         ("Batches", labelled(batch_rows(planned.batch))),
         ("Placement", placement_lines(planned.placement, args)),
         ("Memory", memory_text(args).splitlines()),
-        ("Warnings", bullets([*planned.warnings, *torn_warnings(planned.placement)])),
+        ("Warnings", bullets(planned.warnings)),
         ("Not checked", bullets(planned.unchecked)),
     ]
-    lines: list[str] = []
-    for title, body in sections:
-        if body:
-            lines += [title, *body, ""]
-    return "\n".join([*lines, *_verdict(planned)])
+    return [(title, body) for title, body in found if body]
 
 
-def _verdict(planned: Plan) -> list[str]:
-    """What a real run would do with this command line."""
+def verdict(planned: Plan) -> list[str]:
+    """Return what a real run would do with this command line."""
     lines = []
     if planned.refused_without_gpus is not None:
-        lines += paragraph(f"On a machine without GPUs it would be refused: {planned.refused_without_gpus}.")
+        lines += [f"On a machine without GPUs a run would be refused: {planned.refused_without_gpus}"]
     if planned.refused:
         why = bullets(planned.refused)
         return [*lines, f"A real run would be refused, for {count(len(planned.refused), 'reason')}:", *why]
+    seen = f" with {count(len(planned.warnings), 'warning')}" if planned.warnings else ""
     if planned.unchecked:
-        things = count(len(planned.unchecked), "thing")
-        return [*lines, f"A real run would start once {things} that this machine lacks are there (Not checked, above)."]
-    return [*lines, "A real run would start."]
+        return [*lines, f"A real run would start{seen}, if everything is there that could not be checked here."]
+    return [*lines, f"A real run would start{seen}."]

@@ -10,12 +10,11 @@ WIDTH = 108
 INDENT = 2
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
+def count(number: int, one: str) -> str:
     """``1 sample``, ``1,024 samples``."""
     if number == 1:
         return f"1 {one}"
-    plural = many or (one + "es" if one.endswith(("ch", "s")) else one + "s")
-    return f"{number:,} {plural}"
+    return f"{number:,} {one}{'es' if one.endswith(('ch', 's')) else 's'}"
 
 
 def span(numbers: Sequence[int]) -> str:
@@ -33,7 +32,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, width: int =
     """Left-aligned columns, numbers right-aligned; the last column is wrapped."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(head), *cells]) for i in range(len(head))]
-    numeric = [all(line[i].isdigit() for line in cells) for i in range(len(head))]
+    numeric = [all(line[i].replace(",", "").isdigit() for line in cells) for i in range(len(head))]
     before = INDENT + sum(widths[:-1]) + 2 * (len(head) - 1)
 
     def line(row: Sequence[str]) -> list[str]:

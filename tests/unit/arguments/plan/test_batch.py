@@ -105,15 +105,13 @@ def test_what_fills_no_step_is_said() -> None:
 
 
 def test_packed_micro_batches() -> None:
-    packed = replace(GRPO, micro_batch_size=None, max_tokens_per_gpu=8192, longest_response=10_000)
+    packed = replace(GRPO, micro_batch_size=None, max_tokens_per_gpu=8192)
     said = rows(packed)
     assert said["one step"] == (
         "128 samples over 4 data-parallel ranks, packed into micro-batches of up to 8,192 tokens"
     )
-    assert said["long samples"].startswith("a response may have 10,000 tokens")
     along = rows(replace(packed, context_parallel_size=2))
     assert along["one step"].endswith("16,384 tokens (8,192 on each of its 2 context-parallel slots)")
-    assert "long samples" not in along
 
 
 def test_conversations() -> None:
@@ -160,7 +158,6 @@ def flags(**overrides: Any) -> SimpleNamespace:
         "micro_batch_size": 8,
         "max_tokens_per_gpu": 4096,
         "context_parallel_size": 2,
-        "rollout_max_response_len": None,
         "num_rollout": 10,
         "num_epoch": None,
         "start_rollout_id": 0,
