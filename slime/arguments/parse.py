@@ -61,7 +61,8 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     from slime.arguments.rules import apply_rules
 
     typed, ignored = read_words(parser, words, ignore_unknown="--ignore-unknown-flags" in words)
-    file = run_config.read(typed["config"], flags) if typed.get("config") else run_config.RunConfig()
+    own = {action.dest for action in parser._actions}
+    file = run_config.read(typed["config"], flags, own) if typed.get("config") else run_config.RunConfig()
     given = {**file.given, **typed}
     given |= custom_config.read(given.get("custom_config_path"), flags)
     _check_required(given, flags)
@@ -72,19 +73,22 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     unchecked.begin(args)
     if ignored:
         unchecked.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
+    for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own, flags):
+        unchecked.warn(args, message)
     _check_availability(args, given, flags)
     _check_groups(args, given)
     args.explicit_flags = frozenset(given)
     for name, value in megatron.config_defaults().items():
         setattr(args, name, value)
+    before = run_config.snapshot(args)
     apply_rules(args)
     for dest, field in megatron.aliases().items():
         setattr(args, field, getattr(args, dest))
     if file.given and not set(typed) - run_config.OWN_FLAGS:
-        for difference in run_config.differences(args, file):
+        for difference in run_config.differences(args, before, file):
             unchecked.warn(args, difference)
     if args.dump_config is not None:
-        run_config.write(args, args.dump_config)
+        run_config.write(args, before, args.dump_config)
     return args
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from slime.observability.writers import without_secrets
+from slime.utils.plain import plain
 from slime.utils.secrets import is_secret
 
 PACKAGES = (
@@ -43,7 +43,7 @@ def prepare(args: argparse.Namespace) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     args.run_dir = str(path)
     for name, text in (
-        ("config.yaml", yaml.safe_dump(plain_config(args), sort_keys=True, allow_unicode=True)),
+        ("config.yaml", yaml.safe_dump(plain("", args), sort_keys=True, allow_unicode=True)),
         ("versions.json", json.dumps(versions(), indent=2) + "\n"),
         ("command.txt", command_line() + "\n"),
     ):
@@ -58,39 +58,27 @@ def log_path(args: argparse.Namespace, component: str) -> Path:
     return path
 
 
-def plain_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return all arguments as YAML-able values, without secrets; what YAML cannot hold is written as its ``str``."""
-    return {k: _plain(v) for k, v in sorted(without_secrets(vars(args)).items())}
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in without_secrets({str(k): v for k, v in value.items()}).items()}
-    if isinstance(value, argparse.Namespace):
-        return plain_config(value)
-    return str(value)
-
-
 def versions() -> dict[str, Any]:
     """Return the versions of Python and of the packages a result depends on, the machine and the commit."""
-    found: dict[str, Any] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
-        "packages": found,
+        "packages": package_versions(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "commit": _commit(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the installed packages that a result depends on."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _commit() -> str | None:

@@ -1,54 +1,52 @@
-"""``--custom-config-path``: a YAML mapping of namespace attributes."""
+"""``--custom-config-path``: a YAML mapping of namespace attributes, of flags and of users' own plug-ins."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from slime.arguments.errors import ArgumentError
-from slime.arguments.flag import CONVERTERS, Flag
+from slime.arguments.command_line import nearest
+from slime.arguments.files.flag_values import FlagNames, read_flags
+from slime.arguments.files.yaml_source import read as read_yaml
+from slime.arguments.flag import Flag
 
+OPTION = "--custom-config-path"
 logger = logging.getLogger(__name__)
 
 
-def read_mapping(path: str, option: str) -> dict[str, Any]:
-    """The mapping in the YAML file ``path`` that ``option`` names. Raises ``ArgumentError``."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except FileNotFoundError as error:
-        raise ArgumentError(f"{option} {path}: there is no such file") from error
-    except (OSError, yaml.YAMLError) as error:
-        raise ArgumentError(f"{option} {path}: cannot be read: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ArgumentError(f"{option} {path}: expected a YAML mapping of names to values")
-    return content
-
-
 def read(path: str | None, flags: Iterable[Flag]) -> dict[str, Any]:
-    """Attribute -> value of the file; values of known flags get the flag's type (YAML reads ``1e-5`` as text).
+    """Attribute -> value of the file; values of flags are typed and checked as on the command line.
 
-    They count as given on the command line, so every check sees them. Raises ``ArgumentError``.
+    They count as given, so every check sees them. Other names are attributes of users' own plug-ins. Raises
+    ``ArgumentError`` for all mistakes at once.
     """
     if path is None:
         return {}
-    known = {flag.dest: flag for flag in flags}
-    found: dict[str, Any] = {}
-    for name, value in read_mapping(path, "--custom-config-path").items():
-        attribute = name.replace("-", "_")
-        found[attribute] = _typed(value, known[attribute], path) if attribute in known else value
-        if attribute in known:
-            logger.info("--custom-config-path sets %s to %r", known[attribute].option, found[attribute])
+    names = FlagNames.of(flags)
+    document = read_yaml(path, OPTION)
+    found, others = read_flags(document, (), names)
+    own: dict[str, Any] = {}
+    for name, place in others.items():
+        if not name.replace("-", "_").isidentifier():
+            document.note(place, "expected the name of an attribute: letters, digits and underscores")
+        own[name.replace("-", "_")] = document.value(place)
+    document.check()
+    for name, value in found.items():
+        logger.info("%s sets %s to %r", OPTION, name, value)
+    return {**found, **own}
+
+
+def look_alikes(path: str | None, given: Iterable[str], flags: Iterable[Flag]) -> list[str]:
+    """A sentence for every attribute in ``given`` that is no flag but spelled almost like one: a mistyped flag?"""
+    if path is None:
+        return []
+    known = {flag.dest for flag in flags}
+    options = ["--" + name.replace("_", "-") for name in known]
+    found = []
+    for name in sorted(set(given) - known):
+        guess = nearest("--" + name.replace("_", "-"), options)
+        if guess is not None:
+            meant = guess[2:].replace("-", "_")
+            found.append(f"{OPTION} {path}: no flag is named {name}; it is kept for plug-ins. Did you mean {meant}?")
     return found
-
-
-def _typed(value: Any, flag: Flag, path: str) -> Any:
-    if not isinstance(value, str) or flag.kind in ("str", "nullable_str"):
-        return value
-    try:
-        return CONVERTERS[flag.kind](value)
-    except ValueError as error:
-        raise ArgumentError(f"--custom-config-path {path}: {flag.dest}: expected {flag.kind}, got {value!r}") from error

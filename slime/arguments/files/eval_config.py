@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
+from slime.arguments.files import eval_file
 
 
 @dataclass
@@ -145,7 +145,8 @@ def _build(args: Namespace, entry: dict[str, Any], defaults: dict[str, Any]) -> 
 def datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
     """The data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none. Raises ``ArgumentError``."""
     if args.eval_config is not None:
-        return _from_file(args)
+        entries, defaults = eval_file.read(args.eval_config)
+        return build_eval_dataset_configs(args, entries, defaults)
     pairs = args.eval_prompt_data
     if not pairs:
         return []
@@ -160,26 +161,3 @@ def datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
         return build_eval_dataset_configs(args, entries)
     except (ValueError, TypeError) as error:
         raise ArgumentError(f"--eval-prompt-data: {error}") from error
-
-
-def _from_file(args: Namespace) -> list[EvalDatasetConfig]:
-    path = Path(args.eval_config)
-    if not path.is_file():
-        raise ArgumentError(f"--eval-config {path}: there is no such file")
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        root = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-        if not isinstance(root, dict):
-            raise ValueError("expected a mapping with `datasets`")
-        section = root.get("eval", root)
-        if not isinstance(section, dict):
-            raise ValueError("expected a mapping under `eval`")
-        unknown = sorted(str(key) for key in set(section) - {"defaults", "datasets"})
-        if unknown:
-            raise ValueError(f"unknown keys {', '.join(unknown)}; known are defaults and datasets")
-        return build_eval_dataset_configs(args, section.get("datasets") or [], section.get("defaults"))
-    except (ValueError, TypeError, OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ArgumentError(f"--eval-config {path}: {error}") from error

@@ -5,13 +5,23 @@ from __future__ import annotations
 import copy
 import logging
 from argparse import Namespace
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
-from slime.arguments.errors import ArgumentError
-from slime.arguments.files.custom_config import read_mapping
+from pydantic import AliasChoices, Field, field_validator
 
+from slime.arguments import unchecked
+from slime.arguments.command_line import all_flags
+from slime.arguments.errors import ArgumentError
+from slime.arguments.files.flag_values import FlagNames, read_flags
+from slime.arguments.files.schema import FileModel, validate
+from slime.arguments.files.yaml_source import Document, KeyPath, seen
+from slime.arguments.files.yaml_source import read as read_yaml
+
+OPTION = "--megatron-config-path"
 PLACEMENT_KEYS = frozenset({"num_nodes", "num_gpus_per_node"})
-ENTRY_KEYS = frozenset({"name", "role", "overrides", "args"})
+ROLES = ("actor", "critic")
 CRITIC_VALUES: dict[str, Any] = {
     "kl_coef": 0,
     "use_opd": False,
@@ -21,21 +31,65 @@ CRITIC_VALUES: dict[str, Any] = {
 logger = logging.getLogger(__name__)
 
 
+class RoleEntry(FileModel):
+    """What differs for one role."""
+
+    name: str = Field(default="default", description="free text")
+    role: str = Field(description="actor or critic")
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        validation_alias=AliasChoices("overrides", "args"),
+        description="attributes of the arguments and their values for this role",
+    )
+
+    @field_validator("overrides", mode="before")
+    @classmethod
+    def _nothing_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class RoleConfig(FileModel):
+    """The file."""
+
+    megatron: list[RoleEntry] = Field(description="at most one entry per role")
+
+
+def read_roles(path: str, more_roles: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """Role -> attribute -> value of the file ``path``; values of flags are typed and checked as on the command line.
+
+    ``more_roles`` are accepted beside ``ROLES``. Raises ``ArgumentError`` for all mistakes at once.
+    """
+    document = read_yaml(path, OPTION)
+    config = validate(document, RoleConfig)
+    roles = [entry.role for entry in config.megatron] if config is not None else []
+    known = (*ROLES, *more_roles)
+    for place, role in enumerate(roles):
+        if role not in known:
+            document.note(("megatron", place, "role"), f"expected one of {', '.join(known)}, got {role!r}")
+        elif role in roles[:place]:
+            document.note(("megatron", place, "role"), f"role {role} has an entry above already; merge the two")
+    entries = document.value(("megatron",))
+    overrides = [_overrides(document, place) for place in range(len(entries) if isinstance(entries, list) else 0)]
+    document.check()
+    return dict(zip(roles, overrides, strict=True))
+
+
 def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) -> Namespace:
     """A copy of ``base_args`` with the overrides that the YAML file ``path`` has for ``role``.
 
-    A role without an entry inherits everything. A text value is converted to the type of an existing number. The critic
-    always gets ``CRITIC_VALUES``, and its parameters keep a CPU copy unless overridden. Raises ``ArgumentError``.
+    A role without an entry inherits everything. The critic always gets ``CRITIC_VALUES``, and its parameters keep a CPU
+    copy unless overridden. Raises ``ArgumentError``.
     """
     args = copy.deepcopy(base_args)
-    overrides = _overrides(path, role) if path is not None else {}
+    overrides = read_roles(path, (role,)).get(role, {}) if path is not None else {}
     for name, value in overrides.items():
         if name in PLACEMENT_KEYS:
             logger.warning("%s: %s of role %s is ignored; roles share the actor's placement", path, name, role)
             continue
         if not hasattr(args, name):
-            logger.warning("%s: role %s sets %s, which no flag is named after", path, role, name)
-        setattr(args, name, _typed(value, getattr(args, name, None), f"{path}: role {role}: {name}"))
+            unchecked.warn(base_args, f"{OPTION} {path}, role {role}: {name}: {_flag_names().unknown(name)}")
+        existing = getattr(args, name, None)
+        setattr(args, name, _like(existing, value, f"{OPTION} {path}: role {role}: {name}"))
     if role == "critic":
         for name, value in CRITIC_VALUES.items():
             setattr(args, name, value)
@@ -44,28 +98,26 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
     return args
 
 
-def _overrides(path: str, role: str) -> dict[str, Any]:
-    entries = read_mapping(path, "--megatron-config-path").get("megatron")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ArgumentError(f"--megatron-config-path {path}: expected a list of roles under the key `megatron`")
-    mine = [entry for entry in entries if entry.get("role") == role]
-    if len(mine) > 1:
-        raise ArgumentError(f"--megatron-config-path {path}: role {role} appears {len(mine)} times; merge its entries")
-    if not mine:
-        return {}
-    unknown = sorted(set(mine[0]) - ENTRY_KEYS)
-    if unknown:
-        raise ArgumentError(f"--megatron-config-path {path}: role {role}: unknown keys {', '.join(unknown)}")
-    overrides = mine[0].get("overrides", mine[0].get("args")) or {}
-    if not isinstance(overrides, dict):
-        raise ArgumentError(f"--megatron-config-path {path}: role {role}: overrides must be a mapping")
-    return {str(name).replace("-", "_"): value for name, value in overrides.items()}
+def _overrides(document: Document, place: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key in ("overrides", "args"):
+        at: KeyPath = ("megatron", place, key)
+        if isinstance(document.value(at), dict):
+            of_flags, others = read_flags(document, at, _flag_names())
+            found |= of_flags | {name.replace("-", "_"): document.value(where) for name, where in others.items()}
+    return found
 
 
-def _typed(value: Any, existing: Any, where: str) -> Any:
+@cache
+def _flag_names() -> FlagNames:
+    return FlagNames.of(all_flags())
+
+
+def _like(existing: Any, value: Any, where: str) -> Any:
+    """``value`` with the type of the number it replaces: attributes of plug-ins have no flag that types them."""
     if not isinstance(value, str) or isinstance(existing, bool) or not isinstance(existing, int | float):
         return value
     try:
         return type(existing)(value)
     except ValueError as error:
-        raise ArgumentError(f"{where}: expected {type(existing).__name__}, got {value!r}") from error
+        raise ArgumentError(f"{where}: expected {type(existing).__name__}, got {seen(value)}") from error

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.files import custom_config
+from slime.arguments.command_line import all_flags
+from slime.arguments.errors import ArgumentError
+from slime.arguments.files import yaml_source
+from slime.arguments.files.flag_values import FlagNames, read_flags
+from slime.arguments.files.schema import unknown_key
+from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.flag import Flag
+from slime.arguments.passthrough import megatron
+from slime.arguments.unchecked import FINDINGS
+from slime.utils.plain import plain
+from slime.utils.secrets import is_secret
 
+OPTION = "--config"
 OWN_FLAGS = frozenset({"config", "dump_config", "dry_run"})
+SECTIONS = ("versions", "arguments", "defaults", "derived")
 
 
 @dataclass(frozen=True)
@@ -23,23 +37,138 @@ class RunConfig:
     derived: dict[str, Any] = field(default_factory=dict)
 
 
-def read(path: str, flags: Sequence[Flag]) -> RunConfig:
-    """The contents of ``path``. Raises ``ArgumentError``."""
-    return RunConfig(given=custom_config.read(path, flags))
+def read(path: str, flags: Sequence[Flag], own: Collection[str] = ()) -> RunConfig:
+    """The contents of ``path``: what ``write`` has written, or a mapping of flags to values made by hand.
+
+    Values are typed and checked as on the command line. ``own`` are attributes of flags that a user's own code adds;
+    their values are taken as they are. Raises ``ArgumentError`` for all mistakes at once.
+    """
+    document = yaml_source.read(path, OPTION)
+    names = FlagNames.of(flag for flag in flags if flag.dest not in OWN_FLAGS)
+    if not any(section in document.data for section in SECTIONS):
+        given = _values(document, (), names, own)
+        document.check()
+        return RunConfig(given=given)
+    for name in document.data:
+        if name not in SECTIONS:
+            inside = isinstance(name, str) and names.find(name) is not None
+            document.note((name,), "flags belong below `arguments:`" if inside else unknown_key(str(name), SECTIONS))
+        elif not isinstance(document.data[name], dict | None):
+            document.note((name,), f"expected a mapping (`name: value` lines), got {seen(document.data[name])}")
+            document.data[name] = None
+    given = _values(document, ("arguments",), names, own)
+    defaults = _values(document, ("defaults",), names, own)
+    document.check()
+    return RunConfig(given, defaults, document.data.get("derived") or {})
 
 
-def write(args: Namespace, path: str) -> None:
-    """Write what was given on the command line of ``args`` to ``path``."""
-    import yaml
+def _values(document: Document, at: KeyPath, names: FlagNames, own: Collection[str]) -> dict[str, Any]:
+    found, others = read_flags(document, at, names)
+    for name, place in others.items():
+        attribute = name.lstrip("-").replace("-", "_")
+        if attribute in own and attribute not in OWN_FLAGS:
+            found[attribute] = document.value(place)
+        elif attribute == "config":
+            document.note(place, "a configuration file cannot name another one; copy its lines")
+        elif attribute in OWN_FLAGS:
+            document.note(place, "belongs on the command line, not in the file")
+        else:
+            document.note(place, names.unknown(name))
+    return found
 
-    given = {name: getattr(args, name) for name in sorted(args.explicit_flags - OWN_FLAGS)}
-    Path(path).write_text(yaml.safe_dump(given, sort_keys=False))
+
+def snapshot(args: Namespace) -> dict[str, Any]:
+    """The attributes as they are now; taken before the rules change them."""
+    return {name: deepcopy(value) for name, value in vars(args).items() if name not in FINDINGS}
 
 
-def differences(args: Namespace, config: RunConfig) -> list[str]:
-    """What the rules derive now, where it is not what they derived when the file was written."""
-    return [
-        f"--config: {name} was {old!r} when the file was written and is {getattr(args, name, None)!r} now"
-        for name, old in config.derived.items()
-        if getattr(args, name, None) != old
+def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
+    """Write a file to ``path`` from which ``--config`` starts the same run; an existing one is replaced.
+
+    ``before`` is the ``snapshot`` of ``args`` from before the rules. Secrets are left out. Raises ``ArgumentError``
+    when the file cannot be written.
+    """
+    import slime
+    from slime.observability.run_dir import package_versions
+
+    flags = {flag.dest: flag for flag in all_flags() if flag.dest not in OWN_FLAGS}
+    hidden: list[str] = []
+    given = {name: before[name] for name in sorted(args.explicit_flags - OWN_FLAGS)}
+    defaults = {name: before[name] for name, f in flags.items() if f.source == "slime" and name not in given}
+    content = {
+        "versions": {"slime": slime.__version__, "packages": package_versions()},
+        "arguments": {name: _written(name, value, flags.get(name), hidden) for name, value in given.items()},
+        "defaults": {name: _written(name, value, flags[name], hidden) for name, value in defaults.items()},
+        "derived": derived(args, before),
+    }
+    for section in ("arguments", "defaults"):
+        content[section] = {name: value for name, value in content[section].items() if name not in hidden}
+    _write_atomically(path, _opening(hidden) + yaml_source.dump(content))
+
+
+def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rules made of the flags: every attribute that is not as it was in ``before``, as plain data."""
+    skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", *megatron.aliases().values()}
+    names = sorted(name for name in vars(args) if name not in skipped and not is_secret(name))
+    now = {name: plain(name, getattr(args, name)) for name in names}
+    return {name: now[name] for name in names if name not in before or not _same(plain(name, before[name]), now[name])}
+
+
+def differences(args: Namespace, before: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """What the rules derive now and did not derive when the file was written: a checkpoint appeared, for example."""
+    if not config.derived:
+        return []
+    now = derived(args, before)
+    found = []
+    for name in sorted({*now, *config.derived}):
+        was = config.derived[name] if name in config.derived else plain(name, before.get(name))
+        value = plain(name, getattr(args, name, None))
+        if not _same(was, value):
+            found.append(f"{OPTION} {args.config}: {name} was {was!r} when the file was written, and is {value!r} now")
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other or repr(one) == repr(other)  # nan is not equal to itself
+
+
+def _written(name: str, value: Any, flag: Flag | None, hidden: list[str]) -> Any:
+    """``value`` as ``read`` understands it; the names of secrets are added to ``hidden``."""
+    if value is not None and is_secret(name):
+        hidden.append(name)
+        return None
+    if flag is not None and flag.kind == "json" and isinstance(value, str):
+        return json.dumps(value)
+    return plain(name, _without_secrets(name, value, hidden))
+
+
+def _without_secrets(name: str, value: Any, hidden: list[str]) -> Any:
+    if isinstance(value, list):
+        return [_without_secrets(name, item, hidden) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    secrets = [key for key, item in value.items() if item and is_secret(str(key))]
+    hidden += [f"{key} in {name}" for key in secrets]
+    return {key: _without_secrets(name, item, hidden) for key, item in value.items() if key not in secrets}
+
+
+def _opening(hidden: Sequence[str]) -> str:
+    lines = [
+        "# The flags of a run. Start the same run with `--config` and this file; flags on the command line win.",
+        "# arguments: what was given. defaults: every other flag of slime. derived: what follows, only compared.",
     ]
+    if hidden:
+        lines.append(f"# Secrets are not written; give them again: {', '.join(hidden)}.")
+    return "\n".join(lines) + "\n"
+
+
+def _write_atomically(path: str, text: str) -> None:
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8", newline="")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ArgumentError(f"--dump-config {path}: cannot be written: {error.strerror}") from error

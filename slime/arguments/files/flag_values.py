@@ -1,0 +1,151 @@
+"""Flags in a file: names are found and values are typed and checked as on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from slime.arguments.command_line import nearest
+from slime.arguments.files.schema import message
+from slime.arguments.files.yaml_source import Document, KeyPath, seen
+from slime.arguments.flag import CONVERTERS, KIND_WORDS, Flag
+from slime.arguments.groups import ALL_GROUPS
+from slime.arguments.passthrough import router, sglang
+
+
+@dataclass(frozen=True)
+class FlagNames:
+    """Finds a flag by its attribute or by one of its options, with dashes or underscores."""
+
+    by_name: dict[str, Flag]
+    negative: frozenset[str]
+
+    @classmethod
+    def of(cls, flags: Iterable[Flag]) -> FlagNames:
+        """The names of ``flags``; an attribute wins over an option of the same spelling."""
+        flags = list(flags)
+        by_name: dict[str, Flag] = {}
+        negative = set()
+        for flag in flags:
+            for option in flag.options:
+                by_name.setdefault(_plain(option), flag)
+                says_no = flag.action == "false" or (flag.action == "tristate" and option != flag.option)
+                if says_no and _plain(option) != flag.dest:
+                    negative.add(_plain(option))
+        attributes = {flag.dest: flag for flag in flags}
+        return cls({**by_name, **attributes}, frozenset(negative - set(attributes)))
+
+    def find(self, name: str) -> Flag | None:
+        """The flag called ``name``, or None."""
+        return self.by_name.get(_plain(name))
+
+    def is_negative(self, name: str) -> bool:
+        """Whether ``name`` is an option that switches its attribute off."""
+        return _plain(name) in self.negative
+
+    def unknown(self, name: str) -> str:
+        """The message about a name that belongs to no flag."""
+        owned = {**sglang.owned_options(), **router.owned_options()}
+        option = "--" + _plain(name).replace("_", "-")
+        if option in owned:
+            return f"it is set by slime itself: {owned[option]}"
+        guess = nearest(option, ["--" + known.replace("_", "-") for known in self.by_name])
+        return f"no flag has this name; did you mean {_plain(guess)}?" if guess else "no flag has this name"
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def read_flags(document: Document, at: KeyPath, names: FlagNames) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """The typed values of the flags in the mapping at ``at`` by attribute, and the keys that belong to no flag.
+
+    Mistakes are noted in ``document``; a value with one is left out.
+    """
+    found: dict[str, Any] = {}
+    places: dict[str, KeyPath] = {}
+    others: dict[str, KeyPath] = {}
+    for name in document.value(at) or {}:
+        place: KeyPath = (*at, name)
+        flag = names.find(name) if isinstance(name, str) else None
+        if flag is None:
+            others[str(name)] = place
+            continue
+        if flag.dest in places:
+            line = document.line(places[flag.dest])
+            document.note(place, f"the same flag is given on line {line} already; keep one")
+            continue
+        places[flag.dest] = place
+        try:
+            value = typed(flag, document, place)
+        except ValueError as error:
+            document.note(place, str(error))
+            continue
+        found[flag.dest] = not value if names.is_negative(name) else value
+    for dest, below, reason in _group_mistakes(found):
+        document.note((*places[dest], *below), reason)
+        found.pop(dest, None)
+    return found, others
+
+
+def typed(flag: Flag, document: Document, at: KeyPath) -> Any:
+    """The value at ``at`` with the type of ``flag``. Raises ``ValueError`` that says what was expected."""
+    value = document.value(at)
+    if flag.action in ("true", "false", "tristate"):
+        if isinstance(value, bool) or (value is None and flag.default is None):
+            return value
+        raise ValueError(f"expected true or false, got {seen(value, document.text(at))}")
+    if value is None:
+        if flag.default is None or flag.source == "slime":  # what slime's own flags may be, their groups know
+            return None
+        raise ValueError(f"expected {KIND_WORDS[flag.kind]}, got nothing")
+    if flag.nargs in ("+", "*") or isinstance(flag.nargs, int) or flag.action == "append":
+        return _typed_list(flag, document, at, value)
+    return _chosen(flag, _typed_scalar(flag, value, document.text(at)))
+
+
+def _typed_list(flag: Flag, document: Document, at: KeyPath, value: Any) -> Any:
+    if not isinstance(value, list):
+        item = _chosen(flag, _typed_scalar(flag, value, document.text(at)))
+        return item if flag.collapse else [item]
+    if not value and flag.nargs == "+":
+        raise ValueError("expected at least one value, got an empty list")
+    items = [_chosen(flag, _typed_scalar(flag, v, document.text((*at, i)))) for i, v in enumerate(value)]
+    return items[0] if flag.collapse and len(items) == 1 else items
+
+
+def _typed_scalar(flag: Flag, value: Any, text: str | None) -> Any:
+    if flag.kind == "json" and isinstance(value, dict | list):
+        return value
+    if flag.kind == "layout" and isinstance(value, list):
+        text = str(value)
+    try:
+        if text is None:
+            raise ValueError
+        return CONVERTERS[flag.kind](text)
+    except ValueError:
+        if flag.kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if flag.kind in ("int", "human_int", "layout") and type(value) is int:
+            return value
+        raise ValueError(f"expected {KIND_WORDS[flag.kind]}, got {seen(value, text)}") from None
+
+
+def _chosen(flag: Flag, value: Any) -> Any:
+    if flag.choices is not None and value not in flag.choices:
+        raise ValueError(f"expected one of {', '.join(map(str, flag.choices))}, got {seen(value)}")
+    return value
+
+
+def _group_mistakes(values: dict[str, Any]) -> list[tuple[str, KeyPath, str]]:
+    """What the declarations of flags refuse: the attribute, the place within its value, and the reason."""
+    mistakes = []
+    for group in ALL_GROUPS:
+        try:
+            group.model_validate({name: values[name] for name in group.model_fields if name in values})
+        except ValidationError as error:
+            mistakes += [(str(detail["loc"][0]), detail["loc"][1:], message(detail)) for detail in error.errors()]
+    return mistakes
