@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from slime.arguments.flag import Flag
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.help import default_text, form
 from slime.arguments.passthrough.catalog import MEGATRON, ROUTER, SGLANG
+from tools.markdown import slug
 
 PAGE = Path(__file__).parents[1] / "docs" / "en" / "reference" / "arguments.md"
 OPENING = f"""<!-- Written by tools/gen_arguments_doc.py from the declarations in slime/arguments. -->
 # Command-line arguments
 
 Every flag of `train.py` and `train_async.py`. The same text comes from `--help` (slime's own flags), `--help WORD`
-(flags that mention WORD, from every source) and `--help all`. An unknown flag is refused with the nearest known one;
-`--ignore-unknown-flags` turns that into a warning.
+(groups and flags of that name, from every source), `--help --FLAG` (everything about one flag) and `--help all`. An
+unknown flag is refused with the nearest known one; `--ignore-unknown-flags` turns that into a warning. Values can also
+stand in a YAML file: `--config FILE`.
 
 The namespace attribute is the flag without dashes in front and with `_` for `-`, unless the table names another one.
 Flags come from four sources: slime (below), megatron-core {MEGATRON.pinned}, SGLang {SGLANG.pinned} with the prefix
@@ -57,18 +60,28 @@ def _table(flags: Iterable[Flag]) -> str:
     return "\n".join(["| Flag | Default | Meaning |", "|---|---|---|", *map(_row, flags)])
 
 
+def _heading(title: str) -> str:
+    return f"{title[0].upper()}{title[1:]}"
+
+
+def _contents(titles: Iterable[str]) -> str:
+    """Links to the groups, whose titles are the anchors."""
+    links = ", ".join(f"[{title}](#{slug(_heading(title))})" for title in titles)
+    return "\n".join(textwrap.wrap(f"Groups: {links}.", 120, break_long_words=False, break_on_hyphens=False)) + "\n"
+
+
 def render() -> str:
     """The whole page."""
     flags = all_flags()
-    parts = [OPENING]
+    parts = [OPENING, _contents(dict.fromkeys(flag.group for flag in flags))]
     for group in ALL_GROUPS:
         members = [flag for flag in flags if flag.group == group.title]
-        parts.append(f"## {group.title[0].upper()}{group.title[1:]}\n\n{_table(members)}\n")
+        parts.append(f"## {_heading(group.title)}\n\n{_table(members)}\n")
     for source, words in PASSED.items():
         passed = [flag for flag in flags if flag.source == source]
         for title in dict.fromkeys(flag.group for flag in passed):
             members = sorted((flag for flag in passed if flag.group == title), key=lambda flag: flag.option)
-            parts.append(f"## {title[0].upper()}{title[1:]}\n\n{words}\n\n{_table(members)}\n")
+            parts.append(f"## {_heading(title)}\n\n{words}\n\n{_table(members)}\n")
     return "\n".join(parts)
 
 

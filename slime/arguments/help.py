@@ -1,10 +1,9 @@
-"""``--help``: grouped, with defaults; ``--help WORD`` filters, ``--help all`` shows everything."""
+"""``--help``: slime's flags by group; ``--help WORD`` searches every source, ``--help --FLAG`` tells all about one."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -12,18 +11,26 @@ from typing import Any
 
 from slime.arguments.availability import INERT, is_available, refused_values
 from slime.arguments.flag import KIND_WORDS, Flag
+from slime.arguments.search import Found, find, nearest, related
 
 OPENING = """usage: train.py FLAGS
        train_async.py FLAGS
 
-Reinforcement learning of language models: Megatron trains, SGLang generates, Ray places.
-  --help WORD   flags whose name, group or description contains WORD (also Megatron's, SGLang's and the router's)
-  --help all    every flag"""
+Reinforcement learning of language models: Megatron trains, SGLang generates, Ray places."""
+WAYS = """\
+  --help GROUP    the flags of a group, and others that mention the word
+  --help WORD     the same for any word, among slime's, Megatron's, SGLang's and the router's flags
+  --help --FLAG   everything about one flag
+  --help all      every flag
+  --dry-run       check a command line and show what it would do; nothing is started
+Values may also stand in a YAML file (--config FILE); flags on the command line win over it."""
 PASSED = {
-    "megatron": ("Megatron", "flags of megatron-core, spelled as Megatron-LM spells them", "megatron"),
-    "sglang": ("SGLang", "flags of the SGLang server with the prefix --sglang-", "sglang"),
-    "router": ("router", "flags of sglang-router, --router-*", "router"),
+    "megatron": "flags of megatron-core, spelled as Megatron-LM spells them",
+    "sglang": "flags of the SGLang server with the prefix --sglang-",
+    "router": "flags of sglang-router, --router-*",
 }
+NARROWEST, WIDEST = 40, 120
+MOST_MENTIONED = 40
 
 
 def form(flag: Flag) -> str:
@@ -49,7 +56,17 @@ def default_text(flag: Flag) -> str:
     if flag.default is None or flag.default in ([], {}):
         return ""
     value = flag.default if isinstance(flag.default, str) else json.dumps(flag.default, default=str)
-    return f"default: {value}"
+    return f"default: {value.removesuffix('.0') if isinstance(flag.default, float) else value}"
+
+
+def status_text(flag: Flag) -> str:
+    """That the flag, or some of its values, can have no effect or are not available yet; empty when all is well."""
+    if flag.dest in INERT:
+        return "without effect"
+    if not is_available(flag):
+        return "not available yet"
+    refused = refused_values(flag)
+    return f"not available yet: {', '.join(map(str, refused))}" if refused else ""
 
 
 def custom_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> list[Flag]:
@@ -71,34 +88,53 @@ def custom_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> list
 
 
 def help_text(flags: Sequence[Flag], topic: str | None = None, width: int | None = None) -> str:
-    """The text of ``--help`` (``topic`` None), of ``--help all`` or of ``--help WORD``."""
-    width = width or max(shutil.get_terminal_size((110, 24)).columns, 60)
+    """The text of ``--help`` (``topic`` None), of ``--help all``, of ``--help WORD`` or of ``--help --FLAG``.
+
+    ``width`` in columns; default: that of the terminal. Several words in ``topic`` must all match.
+    """
+    width = max(width or min(shutil.get_terminal_size((110, 24)).columns, WIDEST), NARROWEST)
     if topic is None:
-        shown = [flag for flag in flags if flag.source == "slime"]
-        lines = [OPENING, *_sections(shown, width), "", "flags passed on to installed packages:"]
-        for source, (_, words, key) in PASSED.items():
-            count = sum(flag.source == source for flag in flags)
-            lines.append(f"  {count:4d} {words}: --help {key}")
-        return "\n".join(lines)
-    shown = list(flags) if topic == "all" else _mentioning(flags, topic)
-    if not shown:
-        return f"no flag mentions {topic!r}"
-    return "\n".join([f"{len(shown)} flags", *_sections(shown, width)])
+        return _overview(flags, width)
+    if topic == "all":
+        return "\n".join([f"{len(flags)} flags", *_sections(flags, width)])
+    if topic in PASSED:
+        shown = [flag for flag in flags if flag.source == topic]
+        return "\n".join([f"{len(shown)} {PASSED[topic]}", *_sections(shown, width)])
+    found = find(flags, topic)
+    if found.flag is not None:
+        return _all_about(flags, found.flag, width)
+    if found == Found():
+        close = nearest(flags, topic)
+        return f"no flag mentions {topic!r}" + (f"; the nearest are {', '.join(close)}" if close else "")
+    return "\n".join(_results(flags, found, topic, width))
 
 
-def _mentioning(flags: Sequence[Flag], topic: str) -> list[Flag]:
-    """Flags with a word that starts with ``topic``; without any, those that contain it anywhere."""
-    word = re.escape(topic.lower().lstrip("-").replace("_", "-"))
+def _overview(flags: Sequence[Flag], width: int) -> str:
+    shown = [flag for flag in flags if flag.source == "slime"]
+    groups = ", ".join(dict.fromkeys(flag.group for flag in shown))
+    packages = [
+        f"  --help {source:9}{sum(flag.source == source for flag in flags)} {words}" for source, words in PASSED.items()
+    ]
+    opening = [line for text in OPENING.splitlines() for line in _wrapped(text, width, 0) or [""]]
+    ways = [line for text in (*packages, *WAYS.splitlines()) for line in _hanging(text, width)]
+    return "\n".join([*opening, *_sections(shown, width), "", *_wrapped(f"groups: {groups}", width, 2), *ways])
 
-    def matching(pattern: str) -> list[Flag]:
-        return [flag for flag in flags if re.search(pattern, _searched(flag))]
 
-    return matching(r"\b" + word) or matching(word)
-
-
-def _searched(flag: Flag) -> str:
-    text = " ".join((*flag.options, flag.dest, flag.help, flag.group, flag.source))
-    return text.lower().replace("_", "-")
+def _results(flags: Sequence[Flag], found: Found, topic: str, width: int) -> list[str]:
+    """Groups of that name in full, then flags named so, then the names of those that only mention the word."""
+    members = [flag for flag in flags if flag.group in found.groups]
+    lines = _sections(members, width) if members else []
+    if found.named:
+        title = f"{'other ' if members else ''}flags with {topic!r} in their name"
+        lines += ["", *_wrapped(f"{title}:", width, 2), *(line for flag in found.named for line in _entry(flag, width))]
+    if found.mentioning and not members and not found.named:
+        lines += _sections(found.mentioning, width)
+    elif found.mentioning:
+        names = [flag.option for flag in found.mentioning]
+        more = f" and {len(names) - MOST_MENTIONED} more" if len(names) > MOST_MENTIONED else ""
+        lines += ["", f"mentioned by {len(names)} {'other' if len(names) == 1 else 'others'}:"]
+        lines += _wrapped("  " + ", ".join(names[:MOST_MENTIONED]) + more, width, 2)
+    return lines[1:]
 
 
 def _sections(flags: Sequence[Flag], width: int) -> list[str]:
@@ -114,15 +150,101 @@ def _sections(flags: Sequence[Flag], width: int) -> list[str]:
 
 
 def _entry(flag: Flag, width: int) -> list[str]:
-    notes = [default_text(flag)]
-    if flag.dest in INERT:
-        notes.append("without effect")
-    elif not is_available(flag):
-        notes.append("not available yet")
-    elif refused_values(flag):
-        notes.append(f"not available yet: {', '.join(map(str, refused_values(flag)))}")
-    noted = "; ".join(note for note in notes if note)
+    default = "" if flag.action == "false" else default_text(flag)  # what a switch does is its description
+    noted = "; ".join(note for note in (default, status_text(flag)) if note)
     text = " ".join(part for part in (flag.help, f"({noted})" if noted else "") if part)
     if flag.kind == "layout":
         text += f" [{KIND_WORDS['layout']}]"
-    return [f"  {form(flag)}", *textwrap.wrap(text, width - 8, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return [*_wrapped(f"  {form(flag)}", width, 6), *_wrapped(" " * 6 + text, width, 6)]
+
+
+def _all_about(flags: Sequence[Flag], flag: Flag, width: int) -> str:
+    facts = {
+        "value": _value_words(flag),
+        "default": _default_words(flag),
+        "attribute": f"args.{flag.dest}",
+        "YAML": f"{flag.dest}: {_yaml_example(flag)}   (--config FILE)",
+        "group": flag.group,
+        "status": _status_words(flag),
+    }
+    lines = [*_wrapped(form(flag), width, 4), *_wrapped(f"    {flag.help}", width, 4), ""]
+    for name, words in facts.items():
+        lines += _wrapped(f"  {name:11}{words}", width, 13) if words else []
+    near = related(flags, flag)
+    if near:
+        lines += ["", "related:", *(line for other in near for line in _entry(other, width))]
+    return "\n".join(lines)
+
+
+def _value_words(flag: Flag) -> str:
+    if flag.action in ("true", "false"):
+        return "none: it is a switch"
+    if flag.action == "tristate":
+        return "none: it is a pair of switches"
+    words = f"one of {', '.join(map(str, flag.choices))}" if flag.choices else KIND_WORDS[flag.kind]
+    if limits := _limits(flag):
+        words += f", {limits}"
+    if flag.nargs in ("+", "*"):
+        words += "; several values may follow"
+    return words + ("; may be repeated" if flag.action == "append" else "")
+
+
+def _limits(flag: Flag) -> str:
+    """What pydantic's constraints allow, in words."""
+    from slime.arguments.groups import ALL_GROUPS
+
+    declared = [group.model_fields[flag.dest] for group in ALL_GROUPS if flag.dest in group.model_fields]
+    if flag.source != "slime" or not declared:
+        return ""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [
+        f"{word} {getattr(limit, name)}"
+        for name, word in words.items()
+        for limit in declared[0].metadata
+        if getattr(limit, name, None) is not None
+    ]
+    return " and ".join(found)
+
+
+def _default_words(flag: Flag) -> str:
+    if flag.required:
+        return "none: it must be given"
+    if flag.action == "false":
+        return f"{flag.dest} is true; the flag makes it false"
+    if flag.action == "true":
+        return "off"
+    return default_text(flag).removeprefix("default: ") or "not set"
+
+
+def _yaml_example(flag: Flag) -> str:
+    if flag.action in ("true", "tristate"):
+        return "true"
+    if flag.action == "false":
+        return "false"
+    if flag.default not in (None, [], {}):
+        return json.dumps(flag.default, default=str)
+    example = {"int": "1", "human_int": "1", "float": "1.0", "json": "{...}", "layout": "[0, 1]"}.get(flag.kind, "TEXT")
+    return f"[{example}]" if flag.nargs in ("+", "*") or flag.action == "append" else example
+
+
+def _status_words(flag: Flag) -> str:
+    if flag.dest in INERT:
+        return f"without effect: {INERT[flag.dest]}"
+    words = status_text(flag)
+    return f"{words}; --dry-run checks it all the same" if words else ""
+
+
+def _wrapped(text: str, width: int, indent: int) -> list[str]:
+    lead = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(
+        text.strip(), width, initial_indent=lead, subsequent_indent=" " * indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _hanging(text: str, width: int) -> list[str]:
+    """A line of two columns; what does not fit goes below the second one."""
+    if not text.startswith("  "):
+        return textwrap.wrap(text, width)
+    name, words = text[:18], text[18:]
+    return textwrap.wrap(words, width, initial_indent=name, subsequent_indent=" " * 18, break_on_hyphens=False)

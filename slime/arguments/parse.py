@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -145,8 +146,9 @@ def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.A
         return
     from slime.arguments.help import custom_flags, help_text
 
-    following = words[place + 1] if place + 1 < len(words) else None
-    topic = following if following is not None and following not in ("-h", "--help") else None
+    following = [word for word in words[place + 1 :] if word not in ("-h", "--help")]
+    plain = list(itertools.takewhile(lambda word: not word.startswith("-"), following))
+    topic = " ".join(plain or following[:1]) or None
     _print(help_text([*flags, *custom_flags(parser, flags)], topic))
     sys.exit(0)
 

@@ -11,7 +11,7 @@ import yaml
 
 from slime.arguments import dump, parse_args, to_yaml
 from slime.arguments.groups import ALL_GROUPS
-from slime.arguments.help import help_text
+from slime.arguments.help import form, help_text
 from tests.support.arguments import parse
 
 HEAVY = ("torch", "ray", "megatron", "sglang", "sglang_router", "transformers", "numpy")
@@ -23,10 +23,52 @@ def test_help_is_grouped_with_defaults(flags):
         assert f"\n{group.title}:\n" in text
     assert "  --rollout-seed N\n      seed of the shuffle and of deterministic sampling (default: 42)" in text
     assert "  --offload-train / --no-offload-train\n" in text
-    assert "(sets grpo_std_normalization to False)" in text.replace("\n      ", " ")
     assert "--sglang-mem-fraction-static" not in text
-    described = [line for line in text.splitlines() if line.startswith("      ")]
-    assert max(map(len, described)) <= 100
+    assert "--config FILE" in text
+
+
+@pytest.mark.parametrize("width", [40, 72, 100])
+@pytest.mark.parametrize("topic", [None, "rollout", "--rollout-batch-size", "--data-path", "router"])
+def test_help_fits_the_terminal(flags, width, topic):
+    longest = max(len(word) for flag in flags for word in f"{form(flag)} {flag.help}".split())
+    for line in help_text(flags, topic, width).splitlines():
+        assert len(line) <= width or (len(line.strip()) <= longest and " " not in line.strip()), line
+
+
+def test_help_of_a_group_shows_it_whole_and_then_what_else_has_its_name(flags):
+    text = help_text(flags, "rollout", 100)
+    first, _, rest = text.partition("other flags with 'rollout' in their name:")
+    assert first.startswith("rollout generation:\n  --hf-checkpoint TEXT")
+    assert "--over-sampling-batch-size" in first
+    assert "  --rollout-num-gpus N\n      inference slots" in rest
+    assert "mentioned by" in rest
+    assert "--eval-temperature" in rest.partition("mentioned by")[2]
+
+
+def test_help_of_a_flag_tells_all_about_it(flags):
+    text = help_text(flags, "--micro_batch_size", 100)
+    assert text == help_text(flags, "micro-batch-size", 100)
+    assert text.startswith("--micro-batch-size N\n    samples per micro-batch")
+    facts = dict(line.split(maxsplit=1) for line in text.partition("\n\n")[2].partition("\n\n")[0].splitlines())
+    assert facts["value"] == "an integer, at least 1"
+    assert facts["default"] == "1"
+    assert facts["attribute"] == "args.micro_batch_size"
+    assert facts["YAML"].startswith("micro_batch_size: 1 ")
+    assert facts["group"] == "batches"
+    related = text.partition("related:\n")[2]
+    assert "  --use-dynamic-batch-size\n" in related
+    assert "  --global-batch-size N\n" in related
+    assert "--sglang" not in related
+
+
+def test_every_flag_can_be_told_about(flags):
+    """The example in YAML is a value of the flag's own type."""
+    for flag in flags[::40]:
+        text = help_text(flags, flag.option, 200)
+        assert text.startswith(form(flag)[:20])
+        (example,) = (line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("  YAML "))
+        value = yaml.safe_load(example.partition("   (")[0].replace("{...}", "{}"))
+        assert list(value) == [flag.dest]
 
 
 def test_help_of_a_word_searches_every_source(flags):
@@ -35,7 +77,28 @@ def test_help_of_a_word_searches_every_source(flags):
     assert "--lr" not in text
     assert "--use-tis" in help_text(flags, "tis")
     assert "advertised" not in help_text(flags, "use-tis")
-    assert "no flag mentions 'xyzzy'" in help_text(flags, "xyzzy")
+
+
+def test_help_of_several_words_wants_all_of_them(flags):
+    text = help_text(flags, "eval temperature")
+    assert "--eval-temperature" in text
+    assert "--rollout-temperature X" not in text
+
+
+@pytest.mark.parametrize(
+    ("topic", "suggested"),
+    [
+        ("temprature", "--rollout-temperature"),
+        ("--rolout-batch-size", "--rollout-batch-size"),
+        ("evaluatoin", "evaluation"),
+        ("xyzzy", None),
+    ],
+)
+def test_help_of_nothing_known_suggests_the_nearest(flags, topic, suggested):
+    text = help_text(flags, topic)
+    assert text.startswith(f"no flag mentions '{topic}'")
+    assert ("the nearest are" in text) is (suggested is not None)
+    assert suggested is None or suggested in text
 
 
 def test_help_all_has_every_option(flags):
@@ -43,8 +106,19 @@ def test_help_all_has_every_option(flags):
     assert all(flag.option in text for flag in flags)
 
 
+@pytest.mark.parametrize("source", ["megatron", "sglang", "router"])
+def test_help_of_a_package_has_its_flags_only(flags, source):
+    text = help_text(flags, source)
+    shown = {line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")}
+    assert shown == {flag.option for flag in flags if flag.source == source}
+
+
 def test_help_says_what_is_not_available(flags):
     assert "not available yet: delta" in help_text(flags, "update-weight-mode")
+    assert "status     not available yet: delta; --dry-run checks it all the same" in help_text(
+        flags, "--update-weight-mode", 100
+    )
+    assert "status     without effect: set the environment variables" in help_text(flags, "--http-proxy", 100)
 
 
 def test_help_exits_with_0_and_shows_users_flags(capsys, monkeypatch):
@@ -53,6 +127,23 @@ def test_help_exits_with_0_and_shows_users_flags(capsys, monkeypatch):
         parse_args(add_custom_arguments=lambda p: p.add_argument("--my-depth", default=3, help="how deep") and None)
     assert caught.value.code == 0
     assert "--my-depth TEXT\n      how deep (default: 3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--help", "eval", "temperature"], "--eval-temperature X"),
+        (["--num-rollout", "1", "--help", "--lr"], "attribute  args.lr"),
+        (["-h", "--colocate", "--lr"], "attribute  args.colocate"),
+        (["--help", "--help"], "usage: train.py"),
+    ],
+)
+def test_what_follows_help_is_looked_up(words, shown, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(SystemExit) as caught:
+        parse_args()
+    assert caught.value.code == 0
+    assert shown in capsys.readouterr().out
 
 
 def test_importing_and_parsing_loads_nothing_heavy():
