@@ -9,6 +9,8 @@ _HOMES = {
     "get_slime_extra_args_provider": "slime.arguments.provider",
     "parse_megatron_role_args": "slime.arguments.files.role_config",
     "slime_validate_args": "slime.arguments.rules",
+    "configure_megatron_server_args": "slime.arguments.rules.teacher_server",
+    "validate_megatron_server_args": "slime.arguments.rules.teacher_server",
 }
 
 

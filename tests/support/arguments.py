@@ -26,15 +26,17 @@ MODEL_FLAGS: list[str] = shlex.split(
 def _checkpoint_directory() -> tempfile.TemporaryDirectory[str]:
     directory = tempfile.TemporaryDirectory(prefix="slime-test-config-")
     (Path(directory.name) / "config.json").write_text(json.dumps(CONFIG))
+    (Path(directory.name) / "prompts.jsonl").write_text('{"input": "1 + 1 ="}\n')
     return directory
 
 
 def minimal_flags() -> list[str]:
     """The shortest command line that is accepted, for a config-only checkpoint made on the fly."""
+    directory = _checkpoint_directory().name
     return [
-        "--hf-checkpoint", _checkpoint_directory().name, "--rollout-batch-size", "4", "--global-batch-size", "4",
-        "--num-rollout", "1", "--prompt-data", "prompts.jsonl", "--actor-num-gpus-per-node", "1",
-        "--rollout-num-gpus", "1", *MODEL_FLAGS,
+        "--hf-checkpoint", directory, "--rollout-batch-size", "4", "--global-batch-size", "4", "--num-rollout", "1",
+        "--prompt-data", f"{directory}/prompts.jsonl", "--rollout-max-response-len", "32",
+        "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", *MODEL_FLAGS,
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
     from tools.tiny_model import megatron_flags
 
     required = (
-        *("--hf-checkpoint", checkpoint, "--prompt-data", "prompts.jsonl"),
+        *("--hf-checkpoint", checkpoint, "--disable-rollout-global-dataset"),
         *("--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1, "--rollout-num-gpus", 1),
         *("--actor-num-gpus-per-node", os.environ["WORLD_SIZE"]),
     )

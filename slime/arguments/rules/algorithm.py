@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
-logger = logging.getLogger(__name__)
+GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 
 
 def check(args: Namespace) -> None:
     """Refuse combinations that contradict each other or lack a part."""
+    _check_kl(args)
+    _check_loss(args)
+    _check_corrections(args)
+    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+        raise ArgumentError(f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages")
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        raise ArgumentError(
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other; say it with one of them"
+        )
+    if not args.compute_advantages_and_returns:
+        _check_without_advantages(args)
+
+
+def _check_kl(args: Namespace) -> None:
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         raise ArgumentError(
             f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} count the KL twice; set one of them to 0"
         )
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         raise ArgumentError(f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss; add it")
-    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
-        raise ArgumentError(f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages")
+    if args.use_unbiased_kl and not args.use_kl_loss:
+        raise ArgumentError("--use-unbiased-kl changes the KL of --use-kl-loss and has no effect without it; add it")
+    if args.ref_update_interval is not None and args.kl_coef == 0 and not args.use_kl_loss:
+        raise ArgumentError(
+            f"--ref-update-interval {args.ref_update_interval} needs a reference model: add --use-kl-loss or --kl-coef"
+        )
+
+
+def _check_loss(args: Namespace) -> None:
+    if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
+        raise ArgumentError("--loss-type custom_loss needs --custom-loss-function-path")
+    if args.loss_type != "custom_loss" and args.custom_loss_function_path is not None:
+        raise ArgumentError(
+            f"--custom-loss-function-path is not used with --loss-type {args.loss_type}; add --loss-type custom_loss"
+        )
+    if args.eps_clip_high is not None and args.eps_clip_high < args.eps_clip and args.advantage_estimator != "cispo":
+        unchecked.warn(
+            args,
+            f"--eps-clip-high {args.eps_clip_high} is below --eps-clip {args.eps_clip}: the upper clip is usually the "
+            "wider one",
+        )
+
+
+def _check_corrections(args: Namespace) -> None:
     if args.use_rollout_logprobs and args.use_tis:
         raise ArgumentError(
             "--use-rollout-logprobs and --use-tis exclude each other: TIS corrects for the difference that "
@@ -29,26 +65,6 @@ def check(args: Namespace) -> None:
         raise ArgumentError("--get-mismatch-metrics needs --custom-tis-function-path, which computes them")
     if args.tis_clip_low > args.tis_clip:
         raise ArgumentError(f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}")
-    if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
-        raise ArgumentError("--loss-type custom_loss needs --custom-loss-function-path")
-    if args.loss_type != "custom_loss" and args.custom_loss_function_path is not None:
-        raise ArgumentError(
-            f"--custom-loss-function-path is not used with --loss-type {args.loss_type}; add --loss-type custom_loss"
-        )
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        raise ArgumentError(
-            "--only-train-params-name-list and --freeze-params-name-list exclude each other; say it with one of them"
-        )
-    if args.use_unbiased_kl and not args.use_kl_loss:
-        raise ArgumentError("--use-unbiased-kl changes the KL of --use-kl-loss and has no effect without it; add it")
-    if not args.compute_advantages_and_returns:
-        _check_without_advantages(args)
-    if args.ref_update_interval is not None and args.kl_coef == 0 and not args.use_kl_loss:
-        raise ArgumentError(
-            f"--ref-update-interval {args.ref_update_interval} needs a reference model: add --use-kl-loss or --kl-coef"
-        )
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        raise ArgumentError("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
 
 
 def _check_without_advantages(args: Namespace) -> None:
@@ -66,9 +82,32 @@ def derive(args: Namespace) -> None:
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     if args.advantage_estimator == "cispo" and args.eps_clip < 1.0:
-        logger.warning("--advantage-estimator cispo usually has no lower clip: set --eps-clip to 1.0 or more")
+        unchecked.warn(
+            args,
+            f"--advantage-estimator cispo usually has no lower clip: raise --eps-clip {args.eps_clip} to 1.0 or more",
+        )
     args.use_critic = args.advantage_estimator == "ppo"
-    args.critic_num_nodes = args.actor_num_nodes
-    args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
+        _warn_of_groups_of_one(args)
+    if args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout:
+        raise ArgumentError(
+            f"--num-critic-only-steps {args.num_critic_only_steps} is not below --num-rollout {args.num_rollout}: the "
+            "actor would never be trained"
+        )
+
+
+def _warn_of_groups_of_one(args: Namespace) -> None:
+    """The mean of a group of one is its reward, so that nothing is left of it."""
+    trains = args.loss_type == "policy_loss" and args.compute_advantages_and_returns and not args.debug_rollout_only
+    custom = args.custom_reward_post_process_path or args.custom_advantage_function_path
+    fans_out = args.custom_generate_function_path or args.custom_convert_samples_to_train_data_path
+    if not trains or custom or fans_out or args.num_rollout == 0:
+        return
+    if args.advantage_estimator in GROUP_NORMALISED and args.rewards_normalization:
+        unchecked.warn(
+            args,
+            f"--advantage-estimator {args.advantage_estimator} with --n-samples-per-prompt 1: every reward minus the "
+            "mean of its group is 0, so nothing is learnt from rewards; generate more samples per prompt or give "
+            "--disable-rewards-normalization",
+        )

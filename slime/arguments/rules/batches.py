@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
 
@@ -40,7 +41,7 @@ def derive_global_batch_size(args: Namespace) -> None:
 
 
 def check_micro_batches(args: Namespace) -> None:
-    """Dynamic batches need their token limit."""
+    """Dynamic batches need their token limit; the log-prob pass shares the micro-batches of training."""
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None and not args.debug_rollout_only:
         raise ArgumentError("--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit?")
     if args.balance_by_flops and not args.use_dynamic_batch_size:
@@ -50,11 +51,27 @@ def check_micro_batches(args: Namespace) -> None:
     if args.log_probs_max_tokens_per_gpu is None:
         args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
     if args.log_probs_max_tokens_per_gpu != args.max_tokens_per_gpu:
-        raise ArgumentError(
-            f"--log-probs-max-tokens-per-gpu {args.log_probs_max_tokens_per_gpu} differs from --max-tokens-per-gpu "
-            f"{args.max_tokens_per_gpu}, but the log-prob pass uses the micro-batches of training; leave it out"
+        unchecked.warn(
+            args,
+            f"--log-probs-max-tokens-per-gpu {args.log_probs_max_tokens_per_gpu} has no effect: the log-prob pass uses "
+            f"the micro-batches of training (--max-tokens-per-gpu {args.max_tokens_per_gpu}); leave it out",
         )
     if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size <= 0:
         raise ArgumentError(
             f"--log-probs-chunk-size {args.log_probs_chunk_size}: give tokens per chunk, or -1 for no chunks"
+        )
+    _warn_of_long_samples(args)
+
+
+def _warn_of_long_samples(args: Namespace) -> None:
+    if not args.use_dynamic_batch_size or args.debug_rollout_only or not args.rollout_max_response_len:
+        return
+    cp = max(1, args.context_parallel_size)
+    limit = args.max_tokens_per_gpu * cp
+    if args.rollout_max_response_len >= limit:
+        unchecked.warn(
+            args,
+            f"--rollout-max-response-len {args.rollout_max_response_len} and its prompt are more than "
+            f"--max-tokens-per-gpu {args.max_tokens_per_gpu} x --context-parallel-size {cp} = {limit} tokens: such a "
+            "sample makes a micro-batch of its own, above that limit",
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from argparse import Namespace
 from pathlib import Path
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-logger = logging.getLogger(__name__)
 
 
 def is_megatron_checkpoint(path: str | None) -> bool:
@@ -29,49 +29,85 @@ def fall_back_to_hf_checkpoint(args: Namespace) -> None:
     needs_reference = (args.kl_coef != 0 or args.use_kl_loss) and not args.debug_rollout_only
     if needs_reference and not Path(args.ref_load).is_dir():
         why = "--kl-coef" if args.kl_coef != 0 else "--use-kl-loss"
-        raise ArgumentError(
+        unchecked.missing(
+            args,
             f"{why} needs a reference model, but --ref-load {args.ref_load} is no directory; "
-            "give a Megatron or a Hugging Face checkpoint"
+            "give a Megatron or a Hugging Face checkpoint",
         )
-    if needs_reference and not is_megatron_checkpoint(args.ref_load) and not is_hf_checkpoint(args.ref_load):
-        logger.warning("--ref-load %s has neither %s nor config.json", args.ref_load, TRACKER)
+    elif needs_reference and not is_megatron_checkpoint(args.ref_load) and not is_hf_checkpoint(args.ref_load):
+        unchecked.warn(args, f"--ref-load {args.ref_load} has neither {TRACKER} nor config.json")
 
 
 def resolve_load(args: Namespace) -> None:
     """Continue a Megatron checkpoint when ``--load`` is one; otherwise start from weights alone, at rollout 0."""
     if args.ref_ckpt_step is not None and not is_megatron_checkpoint(args.ref_load):
-        raise ArgumentError(
-            f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load {args.ref_load} has no {TRACKER} and so no steps; "
-            "leave it out"
-        )
+        _no_steps(args, f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load {args.ref_load}", args.ref_load)
     if is_megatron_checkpoint(args.load):
+        _check_resume(args)
         return
     args.no_load_optim = args.no_load_rng = args.finetune = True
     if not is_hf_checkpoint(args.load):
-        if args.load is not None and args.load != args.save:
-            logger.warning("--load %s is no checkpoint (yet): starting from %s", args.load, args.ref_load)
-        if not Path(args.ref_load).is_dir() and not args.debug_rollout_only:
-            raise ArgumentError(f"--ref-load {args.ref_load} is no directory, and the first weights are read from it")
-        args.load = args.ref_load
-        if args.ref_ckpt_step is not None:
-            args.ckpt_step = args.ref_ckpt_step
+        _start_from_reference(args)
     if args.ckpt_step is not None and not is_megatron_checkpoint(args.load):
-        raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {args.load} has no {TRACKER} and so no steps")
+        _no_steps(args, f"--ckpt-step {args.ckpt_step}: --load {args.load}", args.load)
     if args.start_rollout_id is None:
         args.start_rollout_id = 0
 
 
+def _start_from_reference(args: Namespace) -> None:
+    if args.load is not None and args.load not in (args.save, args.ref_load):
+        unchecked.warn(args, f"--load {args.load} is no checkpoint (yet): the run starts from {args.ref_load}")
+    if not Path(args.ref_load).is_dir() and not args.debug_rollout_only:
+        unchecked.missing(args, f"--ref-load {args.ref_load} is no directory, and the first weights are read from it")
+    args.load = args.ref_load
+    if args.ref_ckpt_step is not None:
+        args.ckpt_step = args.ref_ckpt_step
+
+
+def _check_resume(args: Namespace) -> None:
+    if args.ckpt_step is not None and not (Path(args.load) / f"iter_{args.ckpt_step:07d}").is_dir():
+        raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {args.load} has no iter_{args.ckpt_step:07d}")
+    if args.no_load_optim and not args.finetune and not args.debug_rollout_only:
+        unchecked.warn(
+            args,
+            f"--no-load-optim: the run continues {args.load} with a fresh optimiser, and the learning rate starts its "
+            "schedule (warm-up, decay) again",
+        )
+
+
+def _no_steps(args: Namespace, what: str, path: str) -> None:
+    message = f"{what} has no {TRACKER} and so no steps; leave it out"
+    if Path(path).is_dir():
+        raise ArgumentError(message)
+    unchecked.missing(args, message)
+
+
 def check_save(args: Namespace) -> None:
-    """Intervals and exports need a directory to save to."""
+    """Intervals and exports need a directory to save to, and one that can be written."""
     if args.save_interval is not None and args.save is None:
         raise ArgumentError(f"--save-interval {args.save_interval} needs --save DIRECTORY")
-    if args.save is not None and args.save_interval is None:
-        logger.warning("--save %s: nothing is saved without --save-interval N", args.save)
-    if args.save_hf is not None:
-        if args.save is None:
-            raise ArgumentError(f"--save-hf {args.save_hf} is written with every checkpoint and needs --save DIRECTORY")
-        if "{rollout_id}" not in args.save_hf:
-            raise ArgumentError(
-                f"--save-hf {args.save_hf} has no {{rollout_id}} in it, so every export would overwrite the last one; "
-                "write for example exports/{rollout_id}"
-            )
+    if args.save_hf is not None and args.save is None:
+        raise ArgumentError(f"--save-hf {args.save_hf} is written with every checkpoint and needs --save DIRECTORY")
+    if args.save is None:
+        return
+    if args.debug_rollout_only:
+        unchecked.warn(args, f"--save {args.save} has no effect with --debug-rollout-only, which trains nothing")
+        return
+    if args.save_interval is None:
+        unchecked.warn(args, f"--save {args.save}: nothing is saved without --save-interval N")
+    if not getattr(args, "dry_run", False):
+        _check_writable(args)
+
+
+def _check_writable(args: Namespace) -> None:
+    """Look at the nearest directory that is there. Other nodes may see it differently, so that several only warn."""
+    directory = Path(args.save)
+    existing = next((path for path in (directory, *directory.absolute().parents) if path.exists()), None)
+    if existing is not None and not existing.is_dir():
+        raise ArgumentError(f"--save {args.save}: {existing} is a file, a directory is expected")
+    if existing is None or os.access(existing, os.W_OK | os.X_OK):
+        return
+    message = f"--save {args.save}: {existing} cannot be written by this user; choose another directory"
+    if args.actor_num_nodes == 1:
+        raise ArgumentError(message)
+    unchecked.warn(args, message)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
 
 
 def expand_dumps(args: Namespace) -> None:
-    """``--dump-details DIR`` sets both dump paths; the two must differ and must tell rollouts apart."""
+    """``--dump-details DIR`` sets both dump paths, which must differ; what concerns a replay needs one."""
     if args.dump_details is not None:
         args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
         args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
@@ -19,20 +22,15 @@ def expand_dumps(args: Namespace) -> None:
             f"--save-debug-rollout-data and --save-debug-train-data are both {args.save_debug_rollout_data}: "
             "one would overwrite the other; give them different paths"
         )
-    for name in ("save_debug_rollout_data", "save_debug_train_data"):
-        template = getattr(args, name)
-        if template is not None and "{rollout_id}" not in template:
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} {template} has no {{rollout_id}} in it, so every rollout would overwrite "
-                "the last one; write for example dumps/{rollout_id}.pt"
-            )
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
         raise ArgumentError("--load-debug-rollout-data-subsample needs --load-debug-rollout-data")
     if args.load_forge_rollout_data is not None and args.rollout_function_path == DEFAULT_ROLLOUT:
         raise ArgumentError(
             f"--load-forge-rollout-data {args.load_forge_rollout_data} is not read by {DEFAULT_ROLLOUT}; "
-            "add --rollout-function-path slime.rollout.forge_load.generate_rollout"
+            f"add --rollout-function-path {FORGE_ROLLOUT}"
         )
+    if args.rollout_function_path == FORGE_ROLLOUT and args.load_forge_rollout_data is None:
+        raise ArgumentError(f"--rollout-function-path {FORGE_ROLLOUT} reads dumps and needs --load-forge-rollout-data")
 
 
 def choose_loop(args: Namespace) -> None:
@@ -51,4 +49,28 @@ def choose_loop(args: Namespace) -> None:
         raise ArgumentError(
             "--check-weight-update-equal overwrites the engines' weights before the first sync, and with "
             "--debug-rollout-only there is none; leave one out"
+        )
+    if args.debug_train_only and args.load_debug_rollout_data is None and args.rollout_function_path == DEFAULT_ROLLOUT:
+        unchecked.warn(
+            args,
+            f"--debug-train-only starts no engines, with which {DEFAULT_ROLLOUT} generates: give "
+            "--load-debug-rollout-data, or a --rollout-function-path that needs none",
+        )
+
+
+def check_replay(args: Namespace) -> None:
+    """The first dump must be there, and should not be the only one."""
+    template = args.load_debug_rollout_data
+    if template is None:
+        return
+    if "{rollout_id}" not in template and args.num_rollout != 1:
+        unchecked.warn(
+            args, f"--load-debug-rollout-data {template} has no {{rollout_id}} in it: every rollout trains on that dump"
+        )
+    if args.start_rollout_id is None:
+        return  # the checkpoint says where to start
+    first = template.format(rollout_id=args.start_rollout_id)
+    if args.num_rollout != 0 and not Path(first).is_file():
+        unchecked.missing(
+            args, f"--load-debug-rollout-data {template}: the first dump would be {first}, and there is no such file"
         )

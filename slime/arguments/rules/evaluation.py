@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args
+from slime.arguments.rules import prompts
 from slime.arguments.rules.debug import DEFAULT_ROLLOUT
-
-logger = logging.getLogger(__name__)
 
 
 def resolve_datasets(args: Namespace) -> None:
@@ -31,23 +30,37 @@ def fall_back_to_rollout(args: Namespace) -> None:
         args.eval_function_path = args.rollout_function_path
     if args.eval_max_context_len is None:
         args.eval_max_context_len = args.rollout_max_context_len
-    if args.eval_function_path == DEFAULT_ROLLOUT:
-        _check_built_in(args)
+    if args.eval_interval is not None and not args.debug_train_only:
+        _check_top_k(args)
+        if args.eval_function_path == DEFAULT_ROLLOUT:
+            _check_built_in(args)
+
+
+def _check_top_k(args: Namespace) -> None:
+    if args.eval_top_k is not None and args.eval_top_k != -1 and args.eval_top_k < 1:
+        raise ArgumentError(f"--eval-top-k {args.eval_top_k}: give a number of tokens, or -1 for all")
+    for dataset in args.eval_datasets:
+        if dataset.max_response_len is None and args.eval_max_context_len is None:
+            raise ArgumentError(
+                f"evaluation data set {dataset.name} has no limit of its responses; give --eval-max-response-len "
+                "(or --rollout-max-response-len, which it falls back to)"
+            )
 
 
 def _check_built_in(args: Namespace) -> None:
-    """The built-in evaluation scores single samples, and leaves some keys of the file to plug-ins."""
-    if args.group_rm and args.eval_interval is not None and not args.debug_train_only:
+    """The built-in evaluation reads files, scores single samples, and leaves some keys of the file to plug-ins."""
+    if args.group_rm:
         raise ArgumentError(
             "--group-rm scores groups, of which the built-in evaluation has none; give --eval-function-path, or leave "
             "--eval-interval out"
         )
+    option = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}, data set"
     for dataset in args.eval_datasets:
+        prompts.check_file(args, f"{option} {dataset.name} {dataset.path}", dataset.path)
         unread = [name for name in FOR_PLUGINS if getattr(dataset, name) is not None]
         if unread:
-            logger.warning(
-                "--eval-config, data set %s: %s without effect in the built-in evaluation (plug-ins find the values in "
-                "args.eval_datasets)",
-                dataset.name,
-                ", ".join(unread),
+            unchecked.warn(
+                args,
+                f"--eval-config, data set {dataset.name}: {', '.join(unread)} without effect in the built-in "
+                "evaluation (plug-ins find the values in args.eval_datasets)",
             )

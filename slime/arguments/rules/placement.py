@@ -4,39 +4,49 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
 
 def apply_offload_shorthand(args: Namespace) -> None:
     """``--offload`` is both offloads; the attribute goes away."""
+    if not hasattr(args, "offload"):
+        return
     if args.offload:
         for name in ("offload_train", "offload_rollout"):
             if getattr(args, name) is False:
                 raise ArgumentError(f"--offload and --no-{name.replace('_', '-')} contradict each other; leave one out")
             setattr(args, name, True)
     del args.offload
-    args.rollout_external = args.rollout_external_engine_addrs is not None
 
 
 def fit_rollout_only(args: Namespace) -> None:
     """Without a trainer all slots generate."""
     if not args.debug_rollout_only:
         return
-    actor_slots = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if not args.rollout_external:
+        _give_all_slots_to_engines(args)
+    args.colocate = args.offload_train = args.offload_rollout = False
+
+
+def _give_all_slots_to_engines(args: Namespace) -> None:
     if args.rollout_num_gpus is None:
         if not args.colocate:
             raise ArgumentError("--debug-rollout-only needs --rollout-num-gpus: how many slots generate?")
-        args.rollout_num_gpus = actor_slots
+        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     elif args.rollout_num_gpus == 0:
         args.actor_num_gpus_per_node = args.actor_num_nodes = 0
     else:
         args.actor_num_gpus_per_node = min(8, args.rollout_num_gpus)
         args.actor_num_nodes = args.rollout_num_gpus // args.actor_num_gpus_per_node
-    args.colocate = args.offload_train = args.offload_rollout = False
 
 
 def share_or_split(args: Namespace) -> None:
-    """Colocation implies offloading (explicit ``--no-offload-*`` holds); otherwise inference needs its own slots."""
+    """Colocation implies offloading (explicit ``--no-offload-*`` holds); otherwise inference needs its own slots.
+
+    A critic shares the slots of the actor.
+    """
+    args.critic_num_nodes, args.critic_num_gpus_per_node = args.actor_num_nodes, args.actor_num_gpus_per_node
     actor_slots = args.actor_num_nodes * args.actor_num_gpus_per_node
     if not args.debug_rollout_only and actor_slots == 0:
         raise ArgumentError(
@@ -44,27 +54,54 @@ def share_or_split(args: Namespace) -> None:
             "leaves no slot to train on; give at least 1 of each, or --debug-rollout-only"
         )
     if args.colocate:
-        args.offload_train = True if args.offload_train is None else args.offload_train
-        args.offload_rollout = True if args.offload_rollout is None else args.offload_rollout
+        _share(args)
         if args.rollout_num_gpus is None:
             args.rollout_num_gpus = actor_slots
-    elif args.rollout_num_gpus is None and not args.debug_train_only:
+    elif args.rollout_num_gpus is None and not args.debug_train_only and not args.rollout_external:
         raise ArgumentError(
             "--rollout-num-gpus is missing: how many slots generate? With --colocate the training slots do; "
             "with --debug-train-only none does"
         )
-    args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
+    args.rollout_num_engines = (
+        len(args.rollout_external_engine_addrs)
+        if args.rollout_external
+        else (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
+    )
     args.offload_train = bool(args.offload_train)
     args.offload_rollout = bool(args.offload_rollout)
+    _warn_of_pointless_offload(args)
     if args.use_critic:
         args.offload_train = True
     if args.offload_train:
         args.disable_grad_buffers_cpu_backup = args.disable_param_buffers_cpu_backup = True
 
 
+def _share(args: Namespace) -> None:
+    if not args.release_train:
+        args.offload_train = True if args.offload_train is None else args.offload_train
+        args.offload_rollout = True if args.offload_rollout is None else args.offload_rollout
+        return
+    if args.offload_train:
+        unchecked.warn(args, "--offload-train has no effect with --release-train, which ends the trainers instead")
+    if args.offload_rollout is False:
+        unchecked.warn(
+            args, "--no-offload-rollout is overridden: --release-train with --colocate always offloads the engines"
+        )
+    args.offload_train, args.offload_rollout = False, True
+
+
+def _warn_of_pointless_offload(args: Namespace) -> None:
+    if args.colocate or args.debug_rollout_only:
+        return
+    alone = "training and inference have slots of their own, so the memory is freed for nobody"
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(args, name) and name in getattr(args, "explicit_flags", ()):
+            unchecked.warn(args, f"--{name.replace('_', '-')} without --colocate: {alone}")
+
+
 def check_engines(args: Namespace) -> None:
     """Inference slots must make whole engines, and an engine must fill nodes evenly."""
-    if args.debug_train_only or not args.rollout_num_gpus:
+    if args.debug_train_only or args.rollout_external or args.sglang_config is not None or not args.rollout_num_gpus:
         return
     total, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if total % per_engine != 0:
@@ -76,4 +113,27 @@ def check_engines(args: Namespace) -> None:
         raise ArgumentError(
             f"--rollout-num-gpus-per-engine {per_engine} spans nodes and must be a multiple of "
             f"--num-gpus-per-node {args.num_gpus_per_node}"
+        )
+    if args.colocate:
+        _check_shared_slots(args, total, per_engine)
+
+
+def _check_shared_slots(args: Namespace, total: int, per_engine: int) -> None:
+    """Weights reach a colocated engine from the trainers on all of its slots, or on none."""
+    nodes, per_node = args.actor_num_nodes, args.actor_num_gpus_per_node
+    if total > nodes * per_node and nodes * per_node % per_engine != 0:
+        raise ArgumentError(
+            f"with --colocate one engine of --rollout-num-gpus-per-engine {per_engine} slots would lie half on the "
+            f"{nodes * per_node} training slots (--actor-num-nodes {nodes} x --actor-num-gpus-per-node {per_node}) and "
+            f"half beyond them; use a size that divides {nodes * per_node}"
+        )
+    if nodes == 1 or per_engine <= 1:
+        return
+    within, spans = per_engine <= args.num_gpus_per_node, per_engine > per_node
+    if within and (spans or per_node % per_engine != 0):
+        raise ArgumentError(
+            f"with --colocate an engine of --rollout-num-gpus-per-engine {per_engine} slots would lie on two nodes of "
+            f"--actor-num-gpus-per-node {per_node} slots, but --num-gpus-per-node {args.num_gpus_per_node} says that "
+            f"it fits into one; use a size that divides {per_node}"
+            + (f", or --num-gpus-per-node {per_node}" if spans and per_engine % per_node == 0 else "")
         )

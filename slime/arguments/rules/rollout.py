@@ -1,21 +1,25 @@
-"""Prompts, lengths and how long the run is."""
+"""Sampling, lengths and how long the run is."""
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
-from pathlib import Path
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
+from slime.arguments.rules.debug import DEFAULT_ROLLOUT
+
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
 
 def check(args: Namespace) -> None:
-    """Over-sampling, lengths, length of the run and its prompts."""
+    """Over-sampling, lengths, length of the run, and rollout functions that need certain flags."""
     _check_sampling(args)
     _check_lengths(args)
     _check_run_length(args)
-    _check_prompts(args)
-    _check_reward(args)
+    _check_buffer(args)
+    if args.rollout_function_path == SFT_ROLLOUT:
+        _check_sft(args)
 
 
 def _check_sampling(args: Namespace) -> None:
@@ -28,18 +32,40 @@ def _check_sampling(args: Namespace) -> None:
         )
     if args.rollout_top_k != -1 and args.rollout_top_k < 1:
         raise ArgumentError(f"--rollout-top-k {args.rollout_top_k}: give a number of tokens, or -1 for all")
+    if args.dynamic_sampling_filter_path == NONZERO_STD_FILTER and args.n_samples_per_prompt == 1:
+        raise ArgumentError(
+            f"--dynamic-sampling-filter-path {NONZERO_STD_FILTER} drops groups whose rewards are all equal, which "
+            "holds for every group of --n-samples-per-prompt 1; generate more samples per prompt or leave it out"
+        )
 
 
 def _check_lengths(args: Namespace) -> None:
-    context = args.rollout_max_context_len
-    if context is None:
-        return
-    if args.rollout_max_prompt_len is None:
-        args.rollout_max_prompt_len = context - 1
-    if args.rollout_max_prompt_len > context - 1:
+    context, engine = args.rollout_max_context_len, getattr(args, "sglang_context_length", None)
+    if context is not None:
+        if args.rollout_max_prompt_len is None:
+            args.rollout_max_prompt_len = context - 1
+        if args.rollout_max_prompt_len > context - 1:
+            raise ArgumentError(
+                f"--rollout-max-prompt-len {args.rollout_max_prompt_len} leaves no token to generate within "
+                f"--rollout-max-context-len {context}; at most {context - 1}"
+            )
+        if engine is not None and context > engine and not args.debug_train_only:
+            raise ArgumentError(
+                f"--rollout-max-context-len {context} is above --sglang-context-length {engine}, the longest sequence "
+                "an engine takes; lower the one or raise the other"
+            )
+    response = args.rollout_max_response_len
+    generates = args.rollout_function_path == DEFAULT_ROLLOUT and args.custom_generate_function_path is None
+    if response is None and context is None and generates and not args.debug_train_only and args.num_rollout != 0:
+        unchecked.warn(
+            args,
+            "no limit of responses: the built-in generation ends the run at its first sample; give "
+            "--rollout-max-response-len, or --rollout-max-context-len for prompt and response together",
+        )
+    if response is not None and engine is not None and response >= engine and not args.debug_train_only:
         raise ArgumentError(
-            f"--rollout-max-prompt-len {args.rollout_max_prompt_len} leaves no token to generate within "
-            f"--rollout-max-context-len {context}; at most {context - 1}"
+            f"--rollout-max-response-len {response} leaves no room for a prompt within --sglang-context-length "
+            f"{engine}; lower the one or raise the other"
         )
 
 
@@ -51,37 +77,41 @@ def _check_run_length(args: Namespace) -> None:
             "--num-epoch counts passes over the prompts, of which --disable-rollout-global-dataset has none; "
             "give --num-rollout"
         )
+    if args.num_rollout == 0 and args.eval_interval is None:
+        unchecked.warn(args, "--num-rollout 0 without --eval-interval: nothing is trained and nothing evaluated")
+    start = args.start_rollout_id
+    if start and args.num_rollout and start >= args.num_rollout:
+        raise ArgumentError(
+            f"--start-rollout-id {start} is not below --num-rollout {args.num_rollout}: nothing would be left to do "
+            f"(rollouts are numbered 0 to {args.num_rollout - 1}); raise --num-rollout or leave it out"
+        )
 
 
-def _check_prompts(args: Namespace) -> None:
-    replays = args.load_debug_rollout_data is not None
-    if args.prompt_data is None:
-        built_in = args.data_source_path.startswith("slime.rollout.data_source.")
-        only_evaluates = args.num_rollout == 0
-        if args.rollout_global_dataset and built_in and not replays and not only_evaluates:
+def _check_buffer(args: Namespace) -> None:
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        raise ArgumentError("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
+    if args.data_source_path != "slime.rollout.data_source.RolloutDataSource":
+        return
+    for name in ("partial_rollout", "buffer_filter_path"):
+        if getattr(args, name):
             raise ArgumentError(
-                "--prompt-data is missing; --disable-rollout-global-dataset says that there are no prompts"
+                f"--{name.replace('_', '-')} puts groups back into a buffer, which --data-source-path "
+                f"{args.data_source_path} has not; use slime.rollout.data_source.RolloutDataSourceWithBuffer"
             )
-        return
-    path = re.sub(r"@\[-?\d*:-?\d*\]$", "", args.prompt_data)
-    if not replays and Path(path).suffix not in (".jsonl", ".parquet"):
+
+
+def _check_sft(args: Namespace) -> None:
+    if args.n_samples_per_prompt != 1:
         raise ArgumentError(
-            f"--prompt-data {args.prompt_data}: expected a .jsonl or .parquet file, path@[a:b] for a slice"
+            f"--rollout-function-path {SFT_ROLLOUT} takes every conversation once and needs --n-samples-per-prompt 1, "
+            f"not {args.n_samples_per_prompt}"
         )
-
-
-RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
-
-
-def _check_reward(args: Namespace) -> None:
-    if args.rm_type is None or args.custom_rm_path is not None:
-        return
-    kind = args.rm_type.strip().removeprefix("boxed_")
-    if kind not in RM_TYPES:
+    if args.apply_chat_template:
         raise ArgumentError(
-            f"--rm-type {args.rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them"
+            f"--apply-chat-template turns messages into text, but --rollout-function-path {SFT_ROLLOUT} builds its "
+            "loss mask from messages; leave --apply-chat-template out"
         )
-    if kind == "ifbench":
-        raise ArgumentError(f"--rm-type {args.rm_type} is not available yet in this version; use --custom-rm-path")
-    if kind == "remote_rm" and args.rm_url is None:
-        raise ArgumentError("--rm-type remote_rm needs --rm-url")
+    if not args.debug_train_only:
+        unchecked.warn(
+            args, f"--rollout-function-path {SFT_ROLLOUT} needs no engines: with --debug-train-only none is started"
+        )

@@ -8,6 +8,7 @@ import logging
 import random
 from typing import Any
 
+from slime.arguments.rules.reward import NOT_YET, RM_TYPES
 from slime.rollout.rm_hub.deepscaler import final_part, get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
@@ -38,7 +39,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REMOTE_CONNECTIONS, REMOTE_TIMEOUT_S, REMOTE_ATTEMPTS = 64, 120.0, 10
-RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "random")
 _remote_client: Any = None
 
 
@@ -117,7 +117,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
             return random.randint(0, 1)
     raise NotImplementedError(
         f"no reward for sample index={sample.index}: rm_type {rm_type!r} is unknown. Set --rm-type to one of "
-        f"{', '.join(RM_TYPES)} (each also as boxed_<type>), or --custom-rm-path to your own function."
+        f"{', '.join(kind for kind in RM_TYPES if kind not in NOT_YET)} (each also as boxed_<type>), or "
+        "--custom-rm-path to your own function."
     )
 
 

@@ -30,7 +30,7 @@ CONSUMED_WHILE_PARSING = {
     "offload": "rules/placement.py",  # stands for two other flags
     "dump_details": "rules/debug.py",  # stands for two other flags (and the manager writes the tokenizer)
     "num_steps_per_rollout": "rules/batches.py",  # decides global_batch_size
-    "log_probs_max_tokens_per_gpu": "rules/batches.py",  # refused unless it says what --max-tokens-per-gpu says
+    "log_probs_max_tokens_per_gpu": "rules/batches.py",  # warned about unless it says what --max-tokens-per-gpu says
     "eval_prompt_data": "files/eval_config.py",
     "eval_config": "files/eval_config.py",
     **dict.fromkeys(
@@ -39,8 +39,8 @@ CONSUMED_WHILE_PARSING = {
         "files/eval_config.py",  # values of the data sets
     ),
     "recompute_activations": "rules/megatron.py",  # decides recompute_granularity
-    "num_layers_per_virtual_pipeline_stage": "rules/megatron.py",  # these two: virtual_pipeline_model_parallel_size
-    "num_virtual_stages_per_pipeline_rank": "rules/megatron.py",
+    "num_layers_per_virtual_pipeline_stage": "rules/pipeline.py",  # these two: virtual_pipeline_model_parallel_size
+    "num_virtual_stages_per_pipeline_rank": "rules/pipeline.py",
 }  # fmt: skip
 
 # Attributes read under a name that is put together, or passed on, at run time -> where.
@@ -88,7 +88,7 @@ def test_the_search_tells_reading_from_mentioning() -> None:
 def test_every_sglang_flag_reaches_the_engines(flags: list[Flag]) -> None:
     """Whatever is set is on their command line, and slime sets none of the offered fields over it."""
     records = catalog.records(catalog.SGLANG)
-    offered = {flag.field: flag for flag in flags if flag.source == "sglang"}
+    offered = {flag.field: flag for flag in flags if flag.source == "sglang" and is_available(flag)}
     args = Namespace(**{flag.dest: object() for flag in offered.values()})
     forwarded = forwarded_fields(args, records)
     assert [
@@ -97,7 +97,7 @@ def test_every_sglang_flag_reaches_the_engines(flags: list[Flag]) -> None:
     spec = EngineSpec(rank=0, host="h", port=1, nccl_port=2, num_gpus=2, model_path="m")
     plain = _owned_fields(Namespace(), spec)
     overwritten = {field for field in offered if field in plain}
-    assert overwritten == {"pp_size", "enable_metrics"}
+    assert overwritten == {"tp_size", "pp_size", "enable_metrics"}  # a size is refused unless it is the derived one
     asked = Namespace(sglang_pp_size=2, sglang_enable_metrics=True, device_type="cpu")
     assert _owned_fields(asked, spec)["pp_size"] == 2
     assert _owned_fields(asked, spec)["enable_metrics"]

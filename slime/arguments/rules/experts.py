@@ -1,0 +1,126 @@
+"""Mixture of experts: its parallel sizes, its router, and flags that need experts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.arguments import unchecked
+from slime.arguments.errors import ArgumentError
+
+# Flags that describe a model with experts; a dense model with one of them is a mistake. Others are only idle there.
+_DESCRIBING = (
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_layer_freq",
+)
+
+
+def check(args: Namespace) -> None:
+    """Refuse sizes that do not fit; routing replay of the engines implies that of the trainer."""
+    if args.use_rollout_routing_replay:
+        args.use_routing_replay = True
+    _derive_expert_slots(args)
+    if args.num_experts is None:
+        _check_dense(args)
+        return
+    if args.num_experts < 1:
+        raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
+    _check_parallel_sizes(args)
+    _check_router(args)
+    _check_layers(args)
+
+
+def _derive_expert_slots(args: Namespace) -> None:
+    ep = args.expert_model_parallel_size
+    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    pp = args.pipeline_model_parallel_size
+    if min(ep, etp) < 1:
+        raise ArgumentError(f"--expert-model-parallel-size {ep}, --expert-tensor-parallel-size {etp}: at least 1 each")
+    if ep == 1 and args.num_experts is None:
+        return
+    if args.world_size % (etp * ep * pp) != 0:
+        raise ArgumentError(
+            f"{args.world_size} training slots (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
+            f"{args.actor_num_gpus_per_node}) cannot be divided by --expert-tensor-parallel-size {etp} x "
+            f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = {etp * ep * pp}; change the "
+            "slots or the parallel sizes"
+        )
+
+
+def _check_dense(args: Namespace) -> None:
+    if args.expert_model_parallel_size > 1:
+        raise ArgumentError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size} divides experts, of which the model has "
+            "none; give --num-experts, or leave it out"
+        )
+    if args.use_rollout_routing_replay:
+        raise ArgumentError(
+            "--use-rollout-routing-replay replays the choice of experts, of which the model has none; give "
+            "--num-experts, or leave it out"
+        )
+    given: frozenset[str] = getattr(args, "explicit_flags", frozenset())
+    for name in _DESCRIBING:
+        if name in given and getattr(args, name):
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} describes experts, of which the model has none; "
+                "give --num-experts, or leave it out"
+            )
+    for name in sorted(given):
+        if name.startswith("moe_") and name not in _DESCRIBING and getattr(args, name):
+            unchecked.warn(args, f"--{name.replace('_', '-')} has no effect without --num-experts")
+
+
+def _check_parallel_sizes(args: Namespace) -> None:
+    ep, tp = args.expert_model_parallel_size, args.tensor_model_parallel_size
+    if args.num_experts % ep != 0:
+        raise ArgumentError(
+            f"--num-experts {args.num_experts} cannot be divided among --expert-model-parallel-size {ep} ranks"
+        )
+    if tp > 1 and not args.sequence_parallel and not args.debug_rollout_only:
+        raise ArgumentError(
+            f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tp} needs --sequence-parallel; add it"
+        )
+
+
+def _check_router(args: Namespace) -> None:
+    experts, topk = args.num_experts, args.moe_router_topk
+    if not 1 <= topk <= experts:
+        raise ArgumentError(f"--moe-router-topk {topk} must lie between 1 and --num-experts {experts}")
+    groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
+    if group_topk is not None and groups is None:
+        raise ArgumentError(f"--moe-router-group-topk {group_topk} needs --moe-router-num-groups")
+    if groups is None:
+        return
+    if groups < 1 or experts % groups != 0:
+        raise ArgumentError(f"--num-experts {experts} cannot be divided into --moe-router-num-groups {groups}")
+    if group_topk is not None and not 1 <= group_topk <= groups:
+        raise ArgumentError(
+            f"--moe-router-group-topk {group_topk} must lie between 1 and --moe-router-num-groups {groups}"
+        )
+    if group_topk is not None and topk > experts // groups * group_topk:
+        raise ArgumentError(
+            f"--moe-router-topk {topk} is more than the {experts // groups * group_topk} experts in "
+            f"--moe-router-group-topk {group_topk} groups of {experts // groups}"
+        )
+
+
+def _check_layers(args: Namespace) -> None:
+    frequency = args.moe_layer_freq
+    if isinstance(frequency, list) and args.num_layers is not None and len(frequency) != args.num_layers:
+        raise ArgumentError(
+            f"--moe-layer-freq has {len(frequency)} entries, one per layer, but --num-layers is {args.num_layers}"
+        )
+    if isinstance(frequency, int) and frequency < 1:
+        raise ArgumentError(f"--moe-layer-freq {frequency}: every how many layers are experts? Give at least 1")
+    if args.moe_shared_expert_overlap and args.moe_token_dispatcher_type == "flex":
+        raise ArgumentError("--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall, not flex")
+    if args.moe_enable_deepep and args.moe_token_dispatcher_type != "flex":
+        raise ArgumentError(
+            f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, not {args.moe_token_dispatcher_type}"
+        )
+    if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
+        raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")

@@ -1,0 +1,92 @@
+"""The optimiser, its learning rate and its weight decay."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.arguments import unchecked
+from slime.arguments.errors import ArgumentError
+
+
+def check(args: Namespace) -> None:
+    """Refuse what Megatron's optimiser and scheduler would stumble over; fill in the ends of the weight decay."""
+    if args.debug_rollout_only:
+        return
+    _check_learning_rate(args)
+    _check_schedule(args)
+    _derive_weight_decay(args)
+    _check_state(args)
+
+
+def train_steps(args: Namespace) -> int | None:
+    """Optimiser steps of the whole run; None while its length is not known."""
+    if not args.num_rollout or not args.global_batch_size:
+        return None
+    return int(args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+
+
+def _check_learning_rate(args: Namespace) -> None:
+    if args.min_lr < 0:
+        raise ArgumentError(f"--min-lr {args.min_lr}: expected 0 or more")
+    if args.min_lr > args.lr:
+        raise ArgumentError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    if args.lr_warmup_init > args.lr:
+        raise ArgumentError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}")
+
+
+def _check_schedule(args: Namespace) -> None:
+    fraction, warmup = args.lr_warmup_fraction, args.lr_warmup_iters
+    if fraction is not None and warmup != 0:
+        raise ArgumentError("--lr-warmup-fraction and --lr-warmup-iters exclude each other; leave one out")
+    if fraction is not None and not 0 <= fraction < 1:
+        raise ArgumentError(f"--lr-warmup-fraction {fraction}: expected a part of the decay, from 0 to below 1")
+    if warmup < 0 or (args.lr_decay_iters is not None and args.lr_decay_iters < 1):
+        raise ArgumentError(
+            f"--lr-warmup-iters {warmup} must be at least 0 and --lr-decay-iters {args.lr_decay_iters} at least 1"
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise ArgumentError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+    steps = train_steps(args)
+    decay, which = args.lr_decay_iters, "--lr-decay-iters"
+    if decay is None and steps is not None:
+        decay, which = max(1, steps), "the optimiser steps of the run,"
+    if decay is not None and warmup >= decay and warmup > 0:
+        raise ArgumentError(
+            f"--lr-warmup-iters {warmup} must be below {which} {decay}; lower it, or give a longer --lr-decay-iters"
+        )
+    if decay is not None and args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters > decay:
+        raise ArgumentError(
+            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters}, the last part of the schedule, must not be above "
+            f"{which} {decay}"
+        )
+
+
+def _derive_weight_decay(args: Namespace) -> None:
+    if args.start_weight_decay is None:
+        args.start_weight_decay = args.weight_decay
+    if args.end_weight_decay is None:
+        args.end_weight_decay = args.weight_decay
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if start < 0 or end < start:
+        raise ArgumentError(
+            f"--start-weight-decay {start} and --end-weight-decay {end}: expected 0 or more, and the end not below the "
+            "start (each is --weight-decay unless given)"
+        )
+    if start != end and args.weight_decay_incr_style == "constant":
+        raise ArgumentError(
+            f"--start-weight-decay {start} and --end-weight-decay {end} differ, but --weight-decay-incr-style is "
+            "constant; use linear or cosine, or leave one of them out"
+        )
+
+
+def _check_state(args: Namespace) -> None:
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ArgumentError(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; leave one out"
+        )
+    if args.use_stateless_adam and args.optimizer != "adam":
+        raise ArgumentError(f"--use-stateless-adam needs --optimizer adam, not {args.optimizer}")
+    if args.use_stateless_adam and not args.no_save_optim:
+        raise ArgumentError("--use-stateless-adam has no state to save and needs --no-save-optim; add it")
+    if args.use_stateless_adam and args.reset_optimizer_states:
+        unchecked.warn(args, "--reset-optimizer-states has no effect with --use-stateless-adam, which keeps no states")

@@ -1,0 +1,45 @@
+"""Where rewards come from."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.arguments import unchecked
+from slime.arguments.errors import ArgumentError
+from slime.arguments.rules.debug import DEFAULT_ROLLOUT
+
+RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
+"""Values of ``--rm-type`` and of a sample's ``metadata["rm_type"]``; each may be prefixed with ``boxed_``."""
+NOT_YET = ("ifbench",)
+
+
+def check(args: Namespace) -> None:
+    """A built-in reward must be known and complete; no reward at all is worth a warning."""
+    if args.custom_rm_path is not None:
+        return
+    if args.rm_type is None:
+        _warn_of_none(args)
+        return
+    kind = args.rm_type.strip().removeprefix("boxed_")
+    if kind not in RM_TYPES:
+        raise ArgumentError(
+            f"--rm-type {args.rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them"
+        )
+    if kind in NOT_YET:
+        message = f"--rm-type {args.rm_type} is not available yet in this version; use --custom-rm-path"
+        if not getattr(args, "dry_run", False):
+            raise ArgumentError(message)
+        args.not_available.append(message)
+    if kind == "remote_rm" and args.rm_url is None:
+        raise ArgumentError("--rm-type remote_rm needs --rm-url")
+
+
+def _warn_of_none(args: Namespace) -> None:
+    """Samples may bring their own type, and custom functions their own rewards."""
+    generates = args.rollout_function_path == DEFAULT_ROLLOUT and not args.debug_train_only
+    if generates and args.custom_generate_function_path is None and args.num_rollout != 0:
+        unchecked.warn(
+            args,
+            'no reward is chosen: unless every sample\'s metadata has "rm_type", the first rollout fails; give '
+            "--rm-type or --custom-rm-path",
+        )

@@ -1,0 +1,68 @@
+"""Weight synchronisation through files, changed bytes only, and trainers that end in between."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.arguments import unchecked
+from slime.arguments.errors import ArgumentError
+
+
+def check(args: Namespace) -> None:
+    """Refuse transports and modes that lack a directory or contradict the placement."""
+    if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
+        raise ArgumentError(
+            "--update-weight-transport disk needs --update-weight-disk-dir, a directory that trainers and engines share"
+        )
+    if args.release_train:
+        _check_release(args)
+    if args.update_weight_mode == "delta":
+        _check_delta(args)
+    if args.keep_old_actor and args.use_rollout_logprobs:
+        unchecked.warn(
+            args,
+            "--keep-old-actor has no effect with --use-rollout-logprobs, which takes the old log-probs from the "
+            "engines",
+        )
+    if args.weight_sync_pause_mode == "in_place" and not getattr(args, "sglang_disable_radix_cache", False):
+        raise ArgumentError(
+            "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights; add "
+            "--sglang-disable-radix-cache, or use retract"
+        )
+
+
+def _check_release(args: Namespace) -> None:
+    """The trainers end after every step and come back from their checkpoint."""
+    if args.use_critic:
+        raise ArgumentError(
+            "--release-train ends the trainers between rollouts, which a critic (--advantage-estimator ppo) does not "
+            "survive; leave one of them out"
+        )
+    if args.keep_old_actor:
+        raise ArgumentError(
+            "--release-train ends the trainers, and with them the weights of --keep-old-actor; leave one of them out"
+        )
+    if args.save is None:
+        raise ArgumentError("--release-train restarts the trainers from their checkpoint and needs --save DIRECTORY")
+    if args.update_weight_mode != "full" or args.update_weight_transport != "disk":
+        raise ArgumentError(
+            f"--release-train needs --update-weight-mode full and --update-weight-transport disk, not "
+            f"{args.update_weight_mode} and {args.update_weight_transport}: weights must outlive the trainers"
+        )
+    if args.save_interval is None:
+        args.save_interval = 1
+
+
+def _check_delta(args: Namespace) -> None:
+    if args.update_weight_transport != "disk":
+        raise ArgumentError("--update-weight-mode delta writes files and needs --update-weight-transport disk")
+    if args.colocate:
+        raise ArgumentError(
+            "--update-weight-mode delta and --colocate exclude each other: shared slots hand weights over in memory; "
+            "use --update-weight-mode full"
+        )
+    if args.update_weight_local_checkpoint_dir is None:
+        raise ArgumentError(
+            "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine host keeps the "
+            "checkpoint that changes are applied to"
+        )
