@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
+from slime.arguments.flag import Flag
 from slime.arguments.models import hf_fields
 from slime.arguments.models.known import known_model
 from slime.arguments.models.megatron_flags import Description, describe
@@ -111,9 +113,7 @@ def _is_own_model(args: Namespace, description: Description) -> bool:
 
 
 def _differences(args: Namespace, description: Description, family: str | None) -> list[str]:
-    from slime.arguments.command_line import all_flags
-
-    flags = {option: flag for flag in all_flags() for option in flag.options}
+    flags = _flags_by_option()
     own = _is_own_model(args, description)
     found = []
     if description.specs and args.spec is None and not own:
@@ -128,6 +128,13 @@ def _differences(args: Namespace, description: Description, family: str | None) 
         if seen != wanted.value and not (wanted.option == "--vocab-size" and seen is None):
             found.append(_difference(wanted, seen, family))
     return found
+
+
+@cache
+def _flags_by_option() -> dict[str, Flag]:
+    from slime.arguments.command_line import all_flags
+
+    return {option: flag for flag in all_flags() for option in flag.options}
 
 
 def _seen(args: Namespace, option: str, dest: str) -> Any:
