@@ -73,21 +73,27 @@ class EnginePlan:
         return [range(start, start + self.num_gpus_on_node) for start in starts]
 
 
-def plan_engines(*, rollout_slots: int, slots_per_engine: int, slots_per_node: int) -> list[EnginePlan]:
-    """Return the engines that ``rollout_slots`` hold.
+def plan_engines(
+    *,
+    rollout_slots: int,
+    slots_per_engine: int,
+    slots_per_node: int,
+    names: tuple[str, str] = ("--rollout-num-gpus", "--rollout-num-gpus-per-engine"),
+) -> list[EnginePlan]:
+    """Return the engines that ``rollout_slots`` hold; ``names`` are those of the first two numbers in messages.
 
     Raises ValueError when the slots are no multiple of an engine's, or an engine of several nodes does not fill them.
     """
     if rollout_slots % slots_per_engine:
         raise ValueError(
-            f"--rollout-num-gpus {rollout_slots} is no multiple of --rollout-num-gpus-per-engine {slots_per_engine}: "
+            f"{names[0]} {rollout_slots} is no multiple of {names[1]} {slots_per_engine}: "
             f"{rollout_slots % slots_per_engine} slots would stay idle"
         )
     nodes = max(1, slots_per_engine // slots_per_node)
     if slots_per_engine > slots_per_node and slots_per_engine % slots_per_node:
         raise ValueError(
-            f"an engine of --rollout-num-gpus-per-engine {slots_per_engine} slots spans nodes of --num-gpus-per-node "
-            f"{slots_per_node}, so it must be a multiple of that"
+            f"an engine of {names[1]} {slots_per_engine} slots spans nodes of --num-gpus-per-node {slots_per_node}, "
+            "so it must be a multiple of that"
         )
     return [
         EnginePlan(rank, rank * slots_per_engine, slots_per_engine, min(slots_per_engine, slots_per_node), nodes)
@@ -140,7 +146,10 @@ def _engines_of_group(model: str, group: ServerGroup, slots_per_node: int) -> li
         raise ValueError(f"model {model}: its {group.worker_type} engines have no num_gpus_per_engine yet")
     try:
         return plan_engines(
-            rollout_slots=group.num_gpus, slots_per_engine=group.num_gpus_per_engine, slots_per_node=slots_per_node
+            rollout_slots=group.num_gpus,
+            slots_per_engine=group.num_gpus_per_engine,
+            slots_per_node=slots_per_node,
+            names=("num_gpus", "num_gpus_per_engine"),
         )
     except ValueError as error:
         raise ValueError(f"model {model}, {group.worker_type} engines: {error}") from error

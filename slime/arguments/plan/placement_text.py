@@ -74,7 +74,7 @@ def _node_table(placement: Placement) -> list[str]:
                 span(range(nodes[0].index, nodes[-1].index + 1)),
                 span(slots),
                 _per_node(ranks, len(nodes)),
-                _engines_here(engines),
+                _engines_here(engines) if engines or ranks else "kept free",
                 f"{free}{several}" if free else "-",
             )
         )
@@ -165,14 +165,14 @@ def _sizes(ranks: TrainerRanks) -> str:
         return "the whole model"
     dense = " x ".join(f"{NAMES[axis]} {ranks.size(axis)}" for axis in axes if axis in DENSE)
     experts = " x ".join(f"{NAMES[axis]} {ranks.size(axis)}" for axis in axes if axis not in DENSE)
-    return " parallel; ".join(text for text in (dense, experts) if text) + " parallel"
+    return "parallel: " + "; ".join(text for text in (dense, experts) if text)
 
 
 def _engine_sizes(sizes: EngineSizes) -> str:
     parts = [f"tensor {sizes.tp}"]
     parts += [
         f"{name} {size}"
-        for name, size in (("pipeline", sizes.pp), ("data", sizes.dp), ("expert", sizes.ep))
+        for name, size in (("pipeline", sizes.pp), ("attention data", sizes.dp), ("expert", sizes.ep))
         if size > 1
     ]
     return ", ".join(parts)
@@ -262,16 +262,16 @@ def torn_warnings(placement: Placement) -> list[str]:
 
 
 def _about_nodes(placement: Placement, args: Namespace) -> str:
-    taken = f"A node is taken to have {args.num_gpus_per_node} slots (--num-gpus-per-node)"
+    taken = f"Nodes are taken to have {args.num_gpus_per_node} slots (--num-gpus-per-node)"
     if args.actor_num_gpus_per_node > args.num_gpus_per_node and placement.trainer is not None:
-        taken += f", one to train on {args.actor_num_gpus_per_node} (--actor-num-gpus-per-node)"
+        taken += f", those to train on {args.actor_num_gpus_per_node} (--actor-num-gpus-per-node)"
     if placement.trainer is None:
-        return f"{taken}; Ray fills one after the other."
+        return f"{taken}; Ray fills one after another."
     used = placement.nodes_with(range(placement.layout.trainer_slots))
     if len(used) == args.actor_num_nodes:
-        return f"{taken}; Ray fills one after the other."
+        return f"{taken}; Ray fills one after another."
     return (
-        f"{taken}; Ray fills one after the other, so that --actor-num-nodes {args.actor_num_nodes} x "
+        f"{taken}; Ray fills one after another, so that --actor-num-nodes {args.actor_num_nodes} x "
         f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node} are on {_plural('node', used)}."
     )
 
