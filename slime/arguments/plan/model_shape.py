@@ -77,6 +77,7 @@ class Experts:
 class ModelShape:
     """Sizes of a GPT model in Megatron's vocabulary. ``vocab`` is padded, ``vocab_unpadded`` the checkpoint's.
 
+    ``qk_norm_whole``: all heads are normalised together, with a weight for each of them.
     ``norm`` counts the vectors of a norm: 1 for RMSNorm, 2 for LayerNorm. ``positions`` are the rows of a learned
     position embedding. ``kinds`` has one entry per decoder layer. ``remarks`` say what the flags leave open.
     """
@@ -94,6 +95,7 @@ class ModelShape:
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     norm: int = 1
     positions: int = 0
     output_gate: bool = False
@@ -146,6 +148,7 @@ def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> Mod
         linear_bias=bool(_get(args, "add_bias_linear", True)),
         qkv_bias=bool(_get(args, "add_qkv_bias", False)),
         qk_norm=bool(_get(args, "qk_layernorm", False)),
+        qk_norm_whole="minimax_m2" in _spec(args),
         norm=1 if _get(args, "normalization", "LayerNorm") == "RMSNorm" else 2,
         positions=_learned_positions(args),
         output_gate=bool(_get(args, "attention_output_gate", False) or _get(args, "use_gated_attention", False)),
@@ -172,6 +175,10 @@ def padded_vocab(args: Namespace) -> int:
 def _get(args: Namespace, name: str, default: Any = None) -> Any:
     value = getattr(args, name, None)
     return default if value is None else value
+
+
+def _spec(args: Namespace) -> str:
+    return " ".join(map(str, _get(args, "spec", [])))
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -241,8 +248,7 @@ def _linear_attention(
     types = config.get("layer_types") or _types_from_interval(config, layers)
     if len(types) == layers and "linear_attention" in types:
         return _gated_delta_net(config.get), [kind == "linear_attention" for kind in types]
-    spec = " ".join(map(str, _get(args, "spec", [])))
-    if any(family in spec for family in ("qwen3_next", "qwen3_5")):
+    if any(family in _spec(args) for family in ("qwen3_next", "qwen3_5")):
         remarks.append("linear-attention layers are counted as softmax attention: no flag describes them")
     return None, [False] * layers
 
@@ -273,6 +279,6 @@ def _indexer(args: Namespace, config: Mapping[str, Any], remarks: list[str]) -> 
     dim = _get(args, "dsa_indexer_head_dim") or config.get("index_head_dim")
     if heads and dim:
         return Indexer(int(heads), int(dim))
-    if "glm5" in " ".join(map(str, _get(args, "spec", []))):
+    if "glm5" in _spec(args):
         remarks.append("the indexer of sparse attention is not counted: no flag describes it")
     return None

@@ -98,7 +98,9 @@ def _attention(shape: ModelShape) -> list[Weight]:
         weights.append(Weight("attention", out))
     if shape.linear_bias:
         weights.append(Weight("attention", shape.hidden, "none"))
-    if shape.qk_norm:
+    if shape.qk_norm and shape.qk_norm_whole:
+        weights += [*_norm(shape, query), *_norm(shape, key)]
+    elif shape.qk_norm:
         weights += _norm(shape, shape.head_dim, 2)
     return weights
 

@@ -1,0 +1,58 @@
+"""Namespaces for the tests of model sizes and memory: bare ones by hand, and those of published models by parsing."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+PLAIN: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 160,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 16,
+    "vocab_size": 1024,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 8,
+    "seq_length": 4096,
+}
+
+
+def bare_args(**values: Any) -> Namespace:
+    """Return a namespace with what an estimate reads, for a tiny gated model with grouped queries."""
+    return Namespace(**{**PLAIN, **values})
+
+
+def published_args(name: str, *flags: Any) -> Namespace:
+    """Return what a dry run resolves for the published model ``name`` and ``flags``."""
+    from slime.arguments.command_line import all_flags, build_parser
+    from slime.arguments.models.known import known_config
+    from slime.arguments.models.megatron_flags import megatron_flags
+    from slime.arguments.parse import resolve
+
+    config = known_config(name)
+    assert config is not None
+    words = [
+        *("--hf-checkpoint", f"/not/here/{name}", "--prompt-data", "/not/here/prompts.jsonl", "--rm-type", "math"),
+        *("--rollout-batch-size", 32, "--n-samples-per-prompt", 8, "--global-batch-size", 256, "--num-rollout", 1),
+        *("--dry-run", *megatron_flags(config), *flags),
+    ]
+    known = all_flags()
+    return resolve([str(word) for word in words], known, build_parser(known))
+
+
+def meta_parameters(config: dict[str, Any]) -> int:
+    """Count the parameters of the transformers model that ``config`` describes; no weights are allocated."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return sum(parameter.numel() for parameter in model.parameters())
