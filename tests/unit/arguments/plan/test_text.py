@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -189,3 +190,11 @@ def test_a_dry_run_imports_no_heavy_package(tmp_path: Any) -> None:
     assert done.stderr == ""
     assert done.stdout.splitlines()[-2:] == ["imported: []", "status: 0"]
     assert "A real run would start" in done.stdout
+
+
+def test_the_documentation_shows_these_pages() -> None:
+    text = (PAGES.parents[3] / "docs" / "en" / "get_started" / "dry_run.md").read_text()
+    shown = re.findall(r"<!-- plan: (\w+) -->\n```\n(.*?)```", text, flags=re.DOTALL)
+    assert len(shown) == 2
+    for name, part in shown:
+        assert part in (PAGES / f"{name}.txt").read_text()
