@@ -3,8 +3,8 @@
 With ``--run RUN_DIR`` only compare the metrics that a run has logged with their reference page.
 
 What is checked: relative links and anchors; ``train.py``, ``python -m`` and ``make`` command lines in shell fences;
-flags, files and dotted names in code spans; Python fences compile; generated pages match what they are generated
-from; every page of ``docs`` can be reached from its index.
+flags, files and dotted names in code spans; Python fences compile; generated pages and the scripts of models match what
+they are generated from; every page of ``docs`` can be reached from its index.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-from tools import gen_arguments_doc, gen_quick_start_doc
+from tools import gen_arguments_doc, gen_model_scripts, gen_models_doc, gen_quick_start_doc
 from tools.doc_commands import ROOT, check_fence, check_spans
 from tools.markdown import Page, read_page
 from tools.metric_names import PAGE as METRICS
@@ -26,7 +26,7 @@ from tools.metric_names import names_of_run, undocumented
 
 INDEX = ROOT / "docs" / "en" / "README.md"
 TOP = ("README.md", "CONTRIBUTING.md")
-GENERATED = {module.PAGE: module for module in (gen_arguments_doc, gen_quick_start_doc)}
+GENERATED = {module.PAGE: module for module in (gen_arguments_doc, gen_models_doc, gen_quick_start_doc)}
 """Page that is generated, as a whole or in part -> the module whose ``render()`` returns it."""
 QUOTES = (gen_arguments_doc.PAGE,)
 """Pages that quote the help texts of other programs: their code spans are not checked."""
@@ -35,7 +35,7 @@ QUOTES = (gen_arguments_doc.PAGE,)
 def documents() -> list[Path]:
     """The pages that are checked."""
     found = [ROOT / name for name in TOP]
-    for folder in ("docs", "examples", "requirements"):
+    for folder in ("docs", "examples", "requirements", "scripts"):
         found += sorted((ROOT / folder).rglob("*.md"))
     return [path for path in found if path.is_file()]
 
@@ -126,7 +126,7 @@ def main() -> int:
         return 1 if missing else 0
     begin = time.monotonic()
     paths = documents()
-    mistakes = [*check_pages(paths, INDEX), *check_generated()]
+    mistakes = [*check_pages(paths, INDEX), *check_generated(), *gen_model_scripts.differences()]
     for mistake in mistakes:
         print(mistake, file=sys.stderr)
     verdict = f"{len(mistakes)} mistakes" if mistakes else "no mistake"

@@ -43,8 +43,9 @@ def _title(model: Model) -> str:
 
 
 def repositories(model: Model) -> tuple[str, ...]:
-    """The repositories of ``model``, or of the model it is made from."""
-    return model.repositories or models()[str(model.like)].repositories
+    """The repositories of ``model``, or of the model it is another name of; of a part of a model only the first."""
+    found = model.repositories or models()[str(model.like)].repositories
+    return found[:1] if model.local_names else found
 
 
 def _notes(model: Model) -> list[str]:

@@ -1,4 +1,4 @@
-# deepseek-v3-5layer: the first 5 layers of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V3-Base and 7 more
+# deepseek-v3-5layer: the first 5 layers of deepseek-ai/DeepSeek-V3
 # Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(

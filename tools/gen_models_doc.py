@@ -1,0 +1,145 @@
+"""Write ``docs/en/reference/models.md`` from the table of models: ``python -m tools.gen_models_doc [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slime.arguments.models import hf_fields
+from slime.arguments.models.facts import Model, models
+from slime.arguments.models.model_flag import plain
+from tools.gen_model_scripts import NUM_LAYERS, ROTARY_BASE, repositories
+
+PAGE = Path(__file__).parents[1] / "docs" / "en" / "reference" / "models.md"
+HUB = "https://huggingface.co"
+OPENING = """<!-- Written by tools/gen_models_doc.py from slime/arguments/models/facts.yaml. -->
+# Models
+
+Megatron wants the architecture of a model as flags. Each script below defines them as the bash array `MODEL_ARGS`:
+
+```bash
+source scripts/models/qwen3-4B.sh
+python train.py --hf-checkpoint /models/Qwen3-4B "${MODEL_ARGS[@]}" --dry-run
+```
+
+All scripts, this page and the checks described below come from one table, `slime/arguments/models/facts.yaml`. It is
+written in the words of a Hugging Face `config.json`; a new model is one entry there and a run of
+`python -m tools.gen_model_scripts` and `python -m tools.gen_models_doc`.
+
+## What is checked
+
+The model flags of every run are compared with `config.json` of `--hf-checkpoint`: sizes, attention, rotary embedding,
+norms, vocabulary, experts and their router. All differences are reported at once, each with both values, and the run
+stops. Flags that say how something is computed (fusions, dispatchers, padding) are yours to choose.
+
+With `--dry-run` the checkpoint need not be there. The flags are then compared with the published model that the
+directory is named after, and the plan says so: `/models/Qwen3-4B`, `Qwen/Qwen3-4B` and `Qwen3-4B-FP8` are all
+Qwen/Qwen3-4B. Of a name that is not in the table the plan says that nothing was compared.
+
+A model that is not in the table trains with flags of your own. When they are missing, the error lists what its config
+says in numbers; of a family the table does not know, activation, norms, biases and router are for you to add. With a
+layer specification (`--spec`) or `--custom-model-provider-path` of your own only the values of the config are
+compared, not what its family implies.
+
+## Scripts
+
+Parameters are those of the language model alone, without layers that predict further tokens. The variables are set
+before a script is sourced.
+"""
+VARIANTS = """
+## Other checkpoints of the same architecture
+
+These repositories differ from those above only in the values given. Where a script has the variable
+`MODEL_ARGS_ROTARY_BASE`, it takes the other base; elsewhere give the flag after `"${MODEL_ARGS[@]}"`: the last one
+counts.
+"""
+DIFFERENCES = """
+## Differences from slime <= 0.3.1
+
+* qwen2.5-1.5B has the rotary base of the published model, 1000000 instead of 10000.
+* The scripts of GLM-4.5, GLM-4.7 and GLM-5 name the norm epsilon, 1e-5, instead of relying on Megatron's default.
+* glm4-32B has 61 layers and 2 query groups as published, instead of 64 and 8.
+* glm4.7-30B-A3B has no `--add-qkv-bias`: its attention has no biases.
+* kimi-k2 says `--beta-fast 1`, as its config does; Megatron's default is 32.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    table = models().values()
+    rows = [_row(model) for model in table]
+    head = ["Script", "Repositories", "Parameters", "Layers", "Hidden", "Heads", "Experts", "Vocabulary", "Variable"]
+    variants = [
+        [model.script, _link(name), ", ".join(f"`{key}` {plain(value)}" for key, value in changes.items())]
+        for model in table
+        for name, changes in model.variants.items()
+    ]
+    return "".join(
+        [
+            OPENING,
+            "\n",
+            _table(head, rows),
+            VARIANTS,
+            "\n",
+            _table(["Script", "Repository", "Values"], variants),
+            DIFFERENCES,
+        ]
+    )
+
+
+def _row(model: Model) -> list[str]:
+    config = model.config
+    experts = hf_fields.experts(config)
+    attention = "latent" if hf_fields.is_latent(config) else f"{config['num_key_value_heads']} groups"
+    return [
+        f"[{model.script}](../../../scripts/models/{model.script}.sh)",
+        (f"{model.about} of " if model.about else "") + ", ".join(map(_link, repositories(model))),
+        _parameters(model),
+        str(config["num_hidden_layers"]),
+        str(config["hidden_size"]),
+        f"{config['num_attention_heads']}, {attention}",
+        f"{config['num_experts_per_tok']} of {experts[1]}" if experts else "",
+        str(config["vocab_size"]),
+        _variable(model),
+    ]
+
+
+def _parameters(model: Model) -> str:
+    total = model.parameters
+    if total is None and not model.local_names:
+        total = models()[str(model.like)].parameters
+    return f"{plain(total)} B" if total is not None else ""
+
+
+def _variable(model: Model) -> str:
+    if model.script in NUM_LAYERS:
+        return "`MODEL_ARGS_NUM_LAYERS`"
+    return "`MODEL_ARGS_ROTARY_BASE`" if model.script in ROTARY_BASE else ""
+
+
+def _link(repository: str) -> str:
+    return f"[{repository}]({HUB}/{repository})"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main() -> int:
+    """Write the page; with ``--check`` only say (exit status 1) whether it is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="do not write; fail when the page is out of date")
+    page = render()
+    if not parser.parse_args().check:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{PAGE} does not match the table of models; run `python -m tools.gen_models_doc`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
