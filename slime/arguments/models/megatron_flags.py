@@ -37,13 +37,17 @@ class Description:
     specs: tuple[list[str], ...]
     """Layer specifications that build this architecture; empty where Megatron's own does or none is known."""
 
+    def words(self) -> list[str]:
+        """The flags as the words of a command line."""
+        return [word for flag in self.flags for word in flag.words()]
+
 
 def megatron_flags(config: Config) -> list[str]:
     """The Megatron command-line words for ``config``, the content of a ``config.json`` or of the table of models.
 
     Of a family that is not in the table only what the config says in numbers is returned; see ``describe``.
     """
-    return [word for flag in describe(config).flags for word in flag.words()]
+    return describe(config).words()
 
 
 def describe(config: Config) -> Description:

@@ -77,20 +77,22 @@ def check_consistency(args: Namespace) -> None:
 
 
 def suggested_flags(hf_checkpoint: str) -> str:
-    """The model flags a checkpoint needs, to copy; empty when there is no readable config."""
+    """The model flags a checkpoint needs, to copy, and the script that has them; empty without a readable config."""
+    known = known_model(hf_checkpoint)
     if _is_there(hf_checkpoint):
         try:
             config = read_config(hf_checkpoint)
         except ArgumentError:
             return ""
-    else:
-        known = known_model(hf_checkpoint)
-        if known is None:
-            return ""
+    elif known is not None:
         config = known.config
+    else:
+        return ""
     description = describe(config)
-    words = shlex.join([word for flag in description.flags for word in flag.words()])
-    return "; ".join([words, *description.notes])
+    words = description.words()
+    if known is not None and describe(known.config).words() == words:
+        return f"{shlex.join(words)} (scripts/models/{known.script}.sh defines them as MODEL_ARGS)"
+    return "; ".join([shlex.join(words), *description.notes])
 
 
 def _is_there(hf_checkpoint: str) -> bool:

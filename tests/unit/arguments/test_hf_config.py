@@ -110,3 +110,37 @@ def test_llama_3_scaling_is_accepted(tmp_path):
     parse("--hf-checkpoint", config, "--use-rope-scaling", "--rope-scaling-factor", 32)
     with pytest.raises(ArgumentError, match="--rope-scaling-factor 8 but the factor of rope_scaling is 32"):
         parse("--hf-checkpoint", config, "--use-rope-scaling")
+
+
+def test_missing_model_flags_are_suggested(tmp_path):
+    from slime.arguments.rules.hf_config import suggested_flags
+
+    assert suggested_flags("/nowhere/mine") == ""
+    published = suggested_flags("/nowhere/Qwen3-0.6B")
+    assert published.startswith("--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --swiglu ")
+    assert published.endswith(" (scripts/models/qwen3-0.6B.sh defines them as MODEL_ARGS)")
+    own = suggested_flags(write(tmp_path))
+    assert own.startswith("--num-layers 2 --hidden-size 64 ")
+    assert "scripts/models" not in own
+    unknown = suggested_flags(write(tmp_path, model_type="other"))
+    assert "the family other is not known" in unknown
+
+
+def test_the_suggestion_is_what_the_check_accepts(tmp_path):
+    import shlex
+
+    from slime.arguments.rules.hf_config import suggested_flags
+
+    for family in ("qwen2", "qwen3", "llama"):
+        config = write(tmp_path, model_type=family, num_hidden_layers=3)
+        words = minimal_flags()
+        del words[words.index("--num-layers") :]
+        parse_args([*words, "--hf-checkpoint", config, *shlex.split(suggested_flags(config))])
+
+
+def test_a_family_that_is_not_known_is_compared_by_its_numbers_with_a_warning(tmp_path, capsys):
+    config = write(tmp_path, model_type="other")
+    parse("--hf-checkpoint", config)
+    assert "the family other is not known" in capsys.readouterr().err
+    with pytest.raises(ArgumentError, match="--hidden-size 65 but hidden_size is 64"):
+        parse("--hf-checkpoint", config, "--hidden-size", 65, "--kv-channels", 16)
