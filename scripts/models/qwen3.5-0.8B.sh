@@ -9,5 +9,4 @@ MODEL_ARGS=(
     --use-gated-attention --attention-output-gate
     --position-embedding-type rope --rotary-base 10000000 --rotary-percent 0.25
     --vocab-size 248320
-    --moe-token-drop-policy probs
 )
