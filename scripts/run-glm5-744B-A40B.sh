@@ -6,7 +6,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/glm5-744B-A40B.sh"
 
 : "${NODES:=32}" "${TP:=4}" "${PP:=4}" "${LAST_STAGE:=18}" "${CP:=2}" "${EP:=32}"
-: "${ENGINE_GPUS:=64}" "${ENGINE_DP:=8}" "${PREFILL_ENGINES:=1}" "${MAX_TOKENS:=16384}"
+: "${ENGINE_GPUS:=64}" "${ENGINE_DP:=8}" "${PREFILL_ENGINES:=1}" "${MAX_TOKENS:=20480}"
 
 CLUSTER_ARGS=(
     --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"

@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/minimax-m2.sh"
 
-: "${NODES:=16}" "${TP:=2}" "${PP:=2}" "${CP:=1}" "${EP:=4}" "${ENGINE_GPUS:=16}" "${MAX_TOKENS:=16384}"
+: "${NODES:=16}" "${TP:=2}" "${PP:=2}" "${CP:=1}" "${EP:=32}" "${ENGINE_GPUS:=16}" "${MAX_TOKENS:=20480}"
 
 CLUSTER_ARGS=(
     --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
@@ -37,6 +37,7 @@ EVAL_ARGS=(
     --eval-max-response-len 16384
 )
 
+# With EP=4 weights and gradients alone would take 160 GB of every GPU.
 PERF_ARGS+=(
     --tensor-model-parallel-size "$TP" --sequence-parallel
     --pipeline-model-parallel-size "$PP"

@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/qwen2.5-0.5B.sh"
 
-: "${NODES:=1}" "${TP:=1}" "${ENGINE_GPUS:=1}" "${MAX_TOKENS:=9216}"
+: "${NODES:=1}" "${ENGINE_GPUS:=1}" "${MAX_TOKENS:=9216}"
 
 CLUSTER_ARGS=(
     --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
@@ -36,7 +36,6 @@ EVAL_ARGS=(
 )
 
 PERF_ARGS+=(
-    --tensor-model-parallel-size "$TP"
     --max-tokens-per-gpu "$MAX_TOKENS"
 )
 

@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/qwen3-4B.sh"
 
-: "${NODES:=1}" "${TP:=1}" "${CP:=1}" "${MAX_TOKENS:=9216}"
+: "${NODES:=1}" "${CP:=1}" "${MAX_TOKENS:=9216}"
 
 CLUSTER_ARGS=(
     --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
@@ -28,7 +28,6 @@ ROLLOUT_ARGS=(
 )
 
 PERF_ARGS+=(
-    --tensor-model-parallel-size "$TP" --sequence-parallel
     --context-parallel-size "$CP"
     --max-tokens-per-gpu "$MAX_TOKENS"
 )

@@ -88,12 +88,10 @@ SFT_OPTIMIZER_ARGS=(
     --adam-beta1 0.9 --adam-beta2 0.95
 )
 
-# Matrix products of the trainer in block-wise FP8, as the engines compute them; weights are kept in FP8 too. Scales are
-# fp32, the engines' format, instead of powers of two.
+# Matrix products of the trainer in block-wise FP8, as the engines compute them; weights are kept in FP8 too.
 FP8_ARGS=(
     --transformer-impl transformer_engine --bf16
     --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather
-    --train-env-vars '{"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}'
 )
 
 # Quantisation-aware training: the trainer computes with experts rounded to INT4 in groups, as the engine has them, and
