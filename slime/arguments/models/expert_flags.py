@@ -44,7 +44,8 @@ def expert_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
         yield ModelFlag("experts", "--moe-layer-freq", layers, _layers_key(config))
     for option, value in _COMPUTATION:
         yield ModelFlag("experts", option, value, checked=False)
-    yield from _router_flags(config, family)
+    if "router" in family:
+        yield from _router_flags(config, family)
 
 
 def _layers_key(config: Config) -> str:
@@ -66,7 +67,7 @@ def _router_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
         stated=str(normalised).lower(),
         checked=not sigmoid,
     )
-    if config.get("n_group") is not None:
+    if isinstance(config.get("n_group"), int):
         # A single group limits nothing; the router of DeepSeek-V3 and its relatives is written with it all the same.
         written = config["n_group"] > 1 or config.get("model_type") in ("deepseek_v3", "kimi_k2")
         yield ModelFlag("router", "--moe-router-num-groups", config["n_group"], "n_group", written=written)

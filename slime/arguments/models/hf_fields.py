@@ -19,25 +19,28 @@ def text_part(config: Config) -> Config:
 def rope_theta(config: Config) -> float | None:
     """The base of the rotary embedding."""
     parameters = config.get("rope_parameters")
-    if isinstance(parameters, dict) and "rope_theta" in parameters:
-        return parameters["rope_theta"]
-    return config.get("rope_theta")
+    theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    return config.get("rope_theta") if theta is None else theta
 
 
 def rope_scaling(config: Config) -> Config | None:
     """How positions are stretched, with its kind under ``rope_type``; None when they are not."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    found = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(found, dict):
+        return None
     kind = found.get("rope_type", found.get("type", "default"))
     return None if kind in ("default", "mrope") else {**found, "rope_type": kind}
 
 
 def partial_rotary_factor(config: Config) -> float | None:
     """The part of a head that is rotated; None when the config does not say."""
-    inside = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
-    stated = inside if inside is not None else config.get("partial_rotary_factor")
-    if stated is None and config.get("rotary_dim") and config.get("head_dim"):
-        return float(config["rotary_dim"] / config["head_dim"])
-    return None if stated is None else float(stated)
+    parameters = config.get("rope_parameters")
+    inside = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+    stated = config.get("partial_rotary_factor") if inside is None else inside
+    rotated, head = _count(config, "rotary_dim"), _count(config, "head_dim")
+    if stated is None and rotated and head:
+        return rotated / head
+    return float(stated) if isinstance(stated, int | float) else None
 
 
 def is_latent(config: Config) -> bool:
@@ -47,36 +50,48 @@ def is_latent(config: Config) -> bool:
 
 def experts(config: Config) -> tuple[str, int] | None:
     """The key and the number of routed experts; None for a dense model."""
-    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
-        if config.get(key):
-            return key, int(config[key])
-    return None
+    return _first(config, "n_routed_experts", "num_experts", "num_local_experts")
 
 
 def expert_size(config: Config) -> tuple[str, int] | None:
     """The key and the intermediate size of one expert."""
-    key = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
-    return (key, int(config[key])) if config.get(key) else None
+    return _first(config, "moe_intermediate_size", "intermediate_size")
 
 
 def shared_size(config: Config) -> tuple[str, int]:
     """Where the intermediate size of the shared experts, taken together, comes from, and the size: 0 without any."""
     for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if config.get(key) is not None:
-            return key, int(config[key])
-    count, size = config.get("n_shared_experts") or 0, config.get("moe_intermediate_size") or 0
-    return "n_shared_experts x moe_intermediate_size", int(count * size)
+            return key, _count(config, key)
+    size = _count(config, "n_shared_experts") * _count(config, "moe_intermediate_size")
+    return "n_shared_experts x moe_intermediate_size", size
 
 
 def expert_layers(config: Config) -> list[int] | None:
     """One entry per layer, 1 where it has experts; None when the number of layers is not stated."""
-    layers = config.get("num_hidden_layers")
-    if layers is None:
+    layers = _count(config, "num_hidden_layers")
+    if layers == 0:
         return None
-    if config.get("mlp_layer_types"):
-        return [int(kind == "sparse") for kind in config["mlp_layer_types"]]
+    kinds, only_dense = _list(config, "mlp_layer_types"), _list(config, "mlp_only_layers")
+    if kinds:
+        return [int(kind == "sparse") for kind in kinds]
     if config.get("first_k_dense_replace") is not None:
-        dense = min(config["first_k_dense_replace"], layers)
+        dense = min(_count(config, "first_k_dense_replace"), layers)
         return [0] * dense + [1] * (layers - dense)
-    step, only_dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    step = _count(config, "decoder_sparse_step") or 1
     return [int((i + 1) % step == 0 and i not in only_dense) for i in range(layers)]
+
+
+def _first(config: Config, *keys: str) -> tuple[str, int] | None:
+    return next(((key, _count(config, key)) for key in keys if _count(config, key)), None)
+
+
+def _count(config: Config, key: str) -> int:
+    """A whole number; 0 where there is none, or a list with one per layer, which flags cannot say."""
+    value = config.get(key)
+    return max(value, 0) if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _list(config: Config, key: str) -> list[Any]:
+    value = config.get(key)
+    return value if isinstance(value, list) else []

@@ -201,6 +201,8 @@ def _family_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
     """The flags the table lists for the family, and the absence of the architectures it does not list."""
     listed = set()
     for name, group in _LISTS.items():
+        if group == "router" and hf_fields.experts(config) is None:
+            continue
         for option, value in _split(family.get(name, ())):
             listed.add(option)
             yield ModelFlag(group, option, value, checked=option in _ARCHITECTURE)

@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slime.arguments.models.facts import Model, models
 from slime.arguments.models.megatron_flags import describe, megatron_flags
@@ -127,3 +129,23 @@ def test_a_router_that_does_not_normalise_scores_before_choosing():
     config = models()["qwen3-30B-A3B"].config
     assert "--moe-router-pre-softmax" not in megatron_flags(config)
     assert "--moe-router-pre-softmax" in megatron_flags({**config, "norm_topk_prob": False})
+
+
+def test_a_dense_model_has_no_flags_of_experts():
+    for model in models().values():
+        words = megatron_flags(model.config)
+        assert ("--num-experts" in words) == any(word.startswith("--moe-") for word in words), model.script
+
+
+KEYS = sorted({key for model in models().values() for key in model.config} - {"model_type"} | {"text_config"})
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-1, 9), st.floats(0, 2), st.text(max_size=3), st.lists(st.integers(0, 9)),
+    st.fixed_dictionaries({"rope_type": st.sampled_from(["yarn", "llama3", "default", "linear"])}),
+)  # fmt: skip
+
+
+@given(st.sampled_from([m.script for m in models().values()]), st.dictionaries(st.sampled_from(KEYS), VALUES))
+@settings(max_examples=300, deadline=None)
+def test_a_config_with_strange_values_is_described_without_an_accident(name, changes):
+    words = megatron_flags({**models()[name].config, **changes})
+    assert all(isinstance(word, str) for word in words)
