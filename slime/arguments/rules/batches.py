@@ -23,8 +23,7 @@ def derive_global_batch_size(args: Namespace) -> None:
             raise ArgumentError(
                 f"the batch size is missing: {made}; give --global-batch-size, or --num-steps-per-rollout to split them"
             )
-        fans_out = args.custom_generate_function_path or args.custom_convert_samples_to_train_data_path
-        if samples < args.global_batch_size and not fans_out:
+        if samples < args.global_batch_size and not _makes_its_own_number(args):
             raise ArgumentError(
                 f"{made}, fewer than --global-batch-size {args.global_batch_size}: no optimiser step could be made; "
                 "lower it or generate more"
@@ -38,6 +37,13 @@ def derive_global_batch_size(args: Namespace) -> None:
             f"= {args.global_batch_size * steps}; use --global-batch-size {samples // steps} or leave it out"
         )
     args.global_batch_size = samples // steps
+
+
+def _makes_its_own_number(args: Namespace) -> bool:
+    """Whether a plug-in decides how many rollouts there are. A generate function does not: what it makes of one prompt
+    copy counts as one."""
+    own_loop = not args.rollout_function_path.startswith("slime.")
+    return own_loop or args.custom_convert_samples_to_train_data_path is not None
 
 
 def check_micro_batches(args: Namespace) -> None:

@@ -119,9 +119,15 @@ def test_the_batch_identity_holds():
     assert args.global_batch_size * args.num_steps_per_rollout == args.rollout_batch_size * args.n_samples_per_prompt
 
 
-def test_fan_out_may_make_more_samples_than_prompts_times_n():
-    args = parse("--global-batch-size", 64, "--custom-generate-function-path", "my.generate")
-    assert args.global_batch_size == 64
+@pytest.mark.parametrize("flag", ["--rollout-function-path", "--custom-convert-samples-to-train-data-path"])
+def test_some_plug_ins_make_more_rollouts_than_prompts_times_n(flag):
+    assert parse("--global-batch-size", 64, flag, "my.function").global_batch_size == 64
+
+
+def test_a_generate_function_does_not():
+    """A step takes executions: the samples that one execution returns count as one."""
+    with pytest.raises(ArgumentError, match="4 samples per rollout, fewer than --global-batch-size 64"):
+        parse("--global-batch-size", 64, "--custom-generate-function-path", "my.generate")
 
 
 def test_dynamic_batches_need_not_divide():
