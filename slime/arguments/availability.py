@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from slime.arguments.flag import Flag
+from slime.arguments.passthrough.megatron_parser import UNREAD
+from slime.arguments.passthrough.megatron_script_flags import refused, without_effect
 
 ANY = "any value"
 
@@ -95,8 +97,13 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "add_position_embedding": ANY,
     "position_embedding_type": ("mrope", "yarn", "relative"),
     "use_gated_attention": ANY,
+    "attention_output_gate": ANY,
     "post_self_attn_layernorm": ANY,
     "post_mlp_layernorm": ANY,
+    # Megatron: other formats of checkpoints
+    "ckpt_format": ("torch", "torch_dcp", "zarr", "fsdp_dtensor"),
+    # Megatron: what its own training scripts do
+    **dict.fromkeys(sorted(refused()), ANY),
 }
 
 # Megatron's flags by name or pattern: details of families that are refused above, and features whose other half is
@@ -189,11 +196,15 @@ INERT: dict[str, str] = {
     "flash_decode": _INFERENCE,
     "mlp_chunks_for_prefill": _INFERENCE,
     "symmetric_ar_type": _INFERENCE,
+    "sglang_host": "engines bind to loopback, or to the address of their host when the run spans several",
+    **without_effect(),
 }
 
 
 def is_available(flag: Flag) -> bool:
     """Whether some value other than the default may be given."""
+    if flag.group == UNREAD:
+        return False
     if flag.source == "megatron" and any(fnmatchcase(flag.dest, pattern) for pattern in NOT_YET_MEGATRON):
         return False
     return flag.dest not in INERT and NOT_YET.get(flag.dest) != ANY
@@ -216,7 +227,7 @@ def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[
             messages.append(f"{flag.option} is not available yet in this version; leave it out")
         elif value in refused_values(flag):
             others = [c for c in flag.choices or () if c not in refused_values(flag)]
-            way_out = f"use one of {', '.join(map(str, others))}" if others else "leave it out"
+            way_out = f"use {' or '.join(map(str, others))}" if others else "leave it out"
             messages.append(f"{flag.option} {value} is not available yet in this version; {way_out}")
     return messages
 

@@ -10,7 +10,7 @@ import argparse
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
@@ -113,7 +113,7 @@ KIND_WORDS: dict[Kind, str] = {
     "str": "text",
     "int": "an integer",
     "float": "a number",
-    "json": "JSON",
+    "json": 'JSON, for example \'{"name": "value"}\'',
     "human_int": "an integer (20k and 128Ki are understood)",
     "nullable_str": "text",
     "layout": "an integer or a list like [0]*3+[1]*58",
@@ -127,9 +127,12 @@ def _converter(flag: Flag) -> Callable[[str], Any]:
         try:
             value = convert(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"expected {KIND_WORDS[flag.kind]}, got {text!r}") from error
+            seen = repr(text) if text else "nothing (the value follows = without a space)"
+            raise argparse.ArgumentTypeError(f"expected {KIND_WORDS[flag.kind]}, got {seen}") from error
         if flag.choices is not None and value not in flag.choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(map(str, flag.choices))}")
+            choices = ", ".join(map(str, flag.choices))
+            one_of = "one of " if len(flag.choices) > 1 else ""
+            raise argparse.ArgumentTypeError(f"expected {one_of}{choices}, got {text!r}")
         return value
 
     return checked
@@ -160,6 +163,19 @@ class _Append(argparse.Action):
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), values])
+
+
+def first_of_each(flags: Iterable[Flag]) -> list[Flag]:
+    """The flags without those that repeat an attribute or an option of an earlier one."""
+    kept: list[Flag] = []
+    dests: set[str] = set()
+    options: set[str] = set()
+    for flag in flags:
+        if flag.dest not in dests and not options.intersection(flag.options):
+            kept.append(flag)
+            dests.add(flag.dest)
+            options.update(flag.options)
+    return kept
 
 
 def add_to_parser(parser: argparse._ActionsContainer, flag: Flag) -> None:

@@ -1,66 +1,101 @@
 """Argument lists of installed packages, read once per version.
 
 Importing SGLang takes 8 s and Megatron 4 s, so their arguments are read in a helper process and kept as JSON: the
-lists of the pinned versions ship with slime, those of other versions are cached under ``$XDG_CACHE_HOME/slime``.
+lists of the pinned versions ship with slime, those of other versions and of checkouts are cached under
+``$XDG_CACHE_HOME/slime``.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.errors import ArgumentError
+from slime.arguments.passthrough.reading import UnreadableArguments, read_installed
+from slime.arguments.passthrough.source import (
+    MEGATRON,
+    MEGATRON_LM,
+    ROUTER,
+    SGLANG,
+    SOURCES,
+    Source,
+    identity,
+    installed_version,
+    readers_digest,
+)
 
-HERE = Path(__file__).parent
-STAND_INS = HERE.parents[1] / "backends" / "sglang_utils" / "cpu_standins"
-READ_TIMEOUT_S = 300
+__all__ = [
+    "MEGATRON",
+    "MEGATRON_LM",
+    "ROUTER",
+    "SGLANG",
+    "SOURCES",
+    "Source",
+    "cache_directory",
+    "installed_version",
+    "read_installed",
+    "records",
+    "records_or_reason",
+    "shipped_list",
+    "version_words",
+    "write_atomically",
+]
+
+Records = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Source:
-    """A package whose arguments are passed through: its distribution name, the pinned version and its reader."""
+def records(source: Source) -> Records:
+    """The records of the installed version; of the pinned one when the package is not installed here (a head node).
 
-    package: str
-    pinned: str
-    reader: str
-
-
-MEGATRON = Source("megatron-core", "0.16.1", "megatron_config.py")
-SGLANG = Source("sglang", "0.5.20", "sglang_server_args.py")
-ROUTER = Source("sglang-router", "0.3.2", "router_args.py")
-SOURCES = (MEGATRON, SGLANG, ROUTER)
-
-
-def installed_version(source: Source) -> str | None:
-    """Version of the installed package, or None."""
-    try:
-        return importlib.metadata.version(source.package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def records(source: Source) -> list[dict[str, Any]]:
-    """The records of the installed version; of the pinned one when the package is not installed here (a head node)."""
-    version = installed_version(source) or source.pinned
-    name = f"{source.package}-{version}.json"
-    for path in (HERE / "shipped" / name, cache_directory() / name):
-        if path.is_file():
-            return json.loads(path.read_text())
-    found = read_installed(source)
-    write_atomically(cache_directory() / name, json.dumps(found))
+    Raises ``UnreadableArguments``, an ``ArgumentError``, when they cannot be read.
+    """
+    version = identity(source) or source.pinned
+    if version is not None and version == source.pinned:
+        return json.loads(shipped_list(source).read_text())
+    cached = _cache_file(f"{source.package}-{version}-{readers_digest()}.json")
+    found = _read_cached(cached)
+    if found is None:
+        found = read_installed(source)
+        if cached is not None:
+            write_atomically(cached, json.dumps(found))
     return found
 
 
-def cache_directory() -> Path:
-    """Where lists of versions other than the pinned ones are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+def records_or_reason(source: Source) -> Records | str:
+    """The records, or why they cannot be read; the reason is cached too, until something else is installed."""
+    cached = _cache_file(f"{source.package}-{identity(source)}-{readers_digest()}.reason.json")
+    reason = _read_cached(cached)
+    if reason and "reason" in reason[0]:
+        return str(reason[0]["reason"])
+    try:
+        return records(source)
+    except UnreadableArguments as error:
+        if cached is not None:
+            write_atomically(cached, json.dumps([{"reason": error.reason}]))
+        return error.reason
+
+
+def version_words(source: Source) -> str:
+    """The version whose flags are offered, for messages."""
+    version = identity(source)
+    return version if version is not None else f"{source.pinned} (it is not installed here)"
+
+
+def shipped_list(source: Source) -> Path:
+    """Where the records of the pinned version are."""
+    return Path(__file__).parent / "shipped" / f"{source.package}-{source.pinned}.json"
+
+
+def cache_directory() -> Path | None:
+    """Where lists of versions other than the pinned ones are kept; None for a user without a home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError:
+        return None
     return Path(base) / "slime" / "arguments"
 
 
@@ -69,40 +104,30 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
     except OSError as error:
         print(f"slime: cannot cache the argument list in {path}: {error}", file=sys.stderr)
 
 
-def has_cuda_device() -> bool:
-    """Whether this machine has an NVIDIA driver, without asking torch."""
-    return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"))
+def _cache_file(name: str) -> Path | None:
+    directory = cache_directory()
+    return None if directory is None else directory / name
 
 
-def read_installed(source: Source) -> list[dict[str, Any]]:
-    """Read the arguments of the installed package in a helper process (seconds).
-
-    Without a GPU the stand-ins for SGLang's compiled kernels are put on the helper's ``PYTHONPATH``, and on no other's.
-    """
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    if source is SGLANG and not has_cuda_device():
-        env["PYTHONPATH"] = os.pathsep.join(p for p in (str(STAND_INS), env.get("PYTHONPATH", "")) if p)
-    with tempfile.TemporaryDirectory(prefix="slime-arguments-") as directory:
-        out = Path(directory) / "records.json"
-        command = [sys.executable, "-P", str(HERE / "readers" / source.reader), str(out)]
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=READ_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise ArgumentError(
-                f"reading the arguments of {source.package} took more than {READ_TIMEOUT_S} s: {' '.join(command)}"
-            ) from error
-        if done.returncode != 0 or not out.is_file():
-            tail = "\n".join(done.stderr.strip().splitlines()[-8:])
-            raise ArgumentError(
-                f"cannot read the arguments of the installed {source.package} {installed_version(source)} "
-                f"(exit code {done.returncode}). Its last words:\n{tail}\n"
-                f"Install {source.package}=={source.pinned}, or repair the installation."
-            )
-        return json.loads(out.read_text())
+def _read_cached(path: Path | None) -> Records | None:
+    """The records in ``path``; None when it is not there, or is not what was written (it is then written again)."""
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    is_list = isinstance(found, list) and all(isinstance(record, dict) for record in found)
+    return found if is_list else None

@@ -1,31 +1,62 @@
-"""Megatron's flags: the fields of megatron-core's configuration classes, spelled the way Megatron-LM does."""
+"""Megatron's flags: the fields of megatron-core's configuration classes, spelled the way Megatron-LM does.
+
+Where Megatron-LM's training scripts can be imported their parser has the last word about what it offers.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from slime.arguments.flag import Flag
+from slime.arguments.flag import Flag, first_of_each
 from slime.arguments.passthrough import catalog
+from slime.arguments.passthrough.megatron_parser import merged
+from slime.arguments.passthrough.megatron_script_flags import script_flags
 from slime.arguments.passthrough.megatron_table import HAND_TABLE, MODEL, NOT_FLAGS, OPTIMISER, PARALLEL
+from slime.arguments.passthrough.source import checkout
 
 _PARALLEL_WORDS = ("parallel", "pipeline", "tp_comm", "p2p", "microbatch", "comm_type", "wgrad", "hierarchical")
 
 
-def megatron_flags() -> list[Flag]:
-    """Every flag made from a configuration field, and the hand-written ones, which win."""
+@cache
+def megatron_flags() -> tuple[Flag, ...]:
+    """The hand-written flags, which win, and one for every other configuration field."""
     taken = {name for flag in HAND_TABLE for name in (flag.dest, flag.field) if name}
-    records = [r for r in catalog.records(catalog.MEGATRON) if r["name"] not in taken and r["name"] not in NOT_FLAGS]
-    return [*HAND_TABLE, *(_flag_of(record) for record in records)]
+    found = [r for r in catalog.records(catalog.MEGATRON) if r["kind"] is not None]
+    fields = [_flag_of(r) for r in found if r["name"] not in taken and r["name"] not in NOT_FLAGS]
+    ours = first_of_each([*HAND_TABLE, *fields, *script_flags()])
+    offered, _ = _training_scripts()
+    return tuple(ours if offered is None else merged(ours, offered))
+
+
+def warnings() -> list[str]:
+    """What the user should know about where the flags come from."""
+    _, reason = _training_scripts()
+    if reason is None:
+        return []
+    return [
+        f"the flags of Megatron-LM in {checkout(catalog.MEGATRON_LM)} cannot be read, those of megatron-core's "
+        f"configuration classes are used: {reason}"
+    ]
 
 
 def aliases() -> dict[str, str]:
     """Attribute on the namespace -> name of the configuration field that means the same."""
-    return {flag.dest: flag.field for flag in HAND_TABLE if flag.field and flag.field != flag.dest}
+    return {flag.dest: flag.field for flag in megatron_flags() if flag.field and flag.field != flag.dest}
 
 
 def config_defaults() -> dict[str, Any]:
     """Fields that are set by slime and have no flag, with the value that holds until a rule changes it."""
     return {"variable_seq_lengths": True, "deallocate_pipeline_outputs": True}
+
+
+@cache
+def _training_scripts() -> tuple[list[dict[str, Any]] | None, str | None]:
+    """The records of ``megatron.training``'s parser (None without it), and why it could not be read."""
+    if checkout(catalog.MEGATRON_LM) is None:
+        return None, None
+    found = catalog.records_or_reason(catalog.MEGATRON_LM)
+    return (None, found) if isinstance(found, str) else (found, None)
 
 
 def _flag_of(record: dict[str, Any]) -> Flag:

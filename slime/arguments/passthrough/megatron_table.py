@@ -26,6 +26,9 @@ def _off(option: str, dest: str, group: str, help: str, *, field: str | None = N
     return Flag(dest, (option,), True, action="false", group=group, help=help, source="megatron", field=field)
 
 
+_AWARE = " with --use-precision-aware-optimizer"
+_MOMENTS = ("fp32", "bf16", "fp16", "fp8")
+
 HAND_TABLE: tuple[Flag, ...] = (
     # model
     _value("--norm-epsilon", 1e-5, "float", MODEL, "epsilon of the norms", field="layernorm_epsilon"),
@@ -60,10 +63,11 @@ HAND_TABLE: tuple[Flag, ...] = (
     _value("--q-lora-rank", None, "int", MODEL, "rank of the query projection of latent attention"),
     _value("--kv-lora-rank", 32, "int", MODEL, "rank of the key and value projection of latent attention"),
     _value("--rotary-scaling-factor", 1.0, "float", MODEL, "scaling of latent attention's rotary embedding"),
+    _on("--fp8-param-gather", MODEL, "keep parameters in fp8 and gather them so", field="fp8_param"),
     _value("--num-experts", None, "int", MODEL, "experts per layer", field="num_moe_experts"),
     _value("--spec", None, "str", MODEL, "module and function of the layer specification", nargs="*"),
     _on("--attention-softmax-in-fp32", MODEL, "compute the attention softmax in fp32"),
-    _on("--use-gated-attention", MODEL, "gate on the attention output", field="attention_output_gate"),
+    _on("--use-gated-attention", MODEL, "same as --attention-output-gate"),
     _on("--post-self-attn-layernorm", MODEL, "norm after attention"),
     _on("--post-mlp-layernorm", MODEL, "norm after the MLP"),
     _on("--enable-experimental", MODEL, "allow Megatron's experimental features"),
@@ -165,10 +169,22 @@ HAND_TABLE: tuple[Flag, ...] = (
     ),
     _on("--override-opt_param-scheduler", OPTIMISER, "flags win over the scheduler state of the checkpoint"),
     _on("--use-checkpoint-opt_param-scheduler", OPTIMISER, "the scheduler state of the checkpoint wins over flags"),
+    _value("--optimizer-offload-fraction", 1.0, "float", OPTIMISER, "part of the optimiser that is offloaded"),
+    _value("--main-grads-dtype", "fp32", "str", OPTIMISER, "type of gradients" + _AWARE, choices=("fp32", "bf16")),
+    _value("--main-params-dtype", "fp32", "str", OPTIMISER, "type of parameters" + _AWARE, choices=("fp32", "fp16")),
+    _value("--exp-avg-dtype", "fp32", "str", OPTIMISER, "type of Adam's first moments" + _AWARE, choices=_MOMENTS),
+    _value("--exp-avg-sq-dtype", "fp32", "str", OPTIMISER, "type of Adam's second moments" + _AWARE, choices=_MOMENTS),
     _off("--muon-no-split-qkv", "muon_split_qkv", OPTIMISER, "Muon treats the QKV projection as one matrix"),
     # run
     _value("--ckpt-step", None, "int", RUN, "step of the checkpoint to load; default: the latest"),
-    _value("--ckpt-format", "torch_dist", "str", RUN, "format of checkpoints", choices=("torch_dist",)),
+    _value(
+        "--ckpt-format",
+        "torch_dist",
+        "str",
+        RUN,
+        "format of checkpoints",
+        choices=("torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"),
+    ),
     _off("--no-ckpt-fully-parallel-save", "ckpt_fully_parallel_save", RUN, "one data-parallel rank writes"),
     _on("--no-load-optim", RUN, "leave the optimiser state of the checkpoint"),
     _on("--no-load-rng", RUN, "leave the random state of the checkpoint"),
@@ -176,14 +192,29 @@ HAND_TABLE: tuple[Flag, ...] = (
     _on("--finetune", RUN, "take weights only and count from 0"),
 )
 
-# Fields that the trainer sets itself; no flag is made of them.
-NOT_FLAGS = frozenset(
-    {
-        "variable_seq_lengths",  # always on: sequences are packed
-        "bias_activation_fusion",  # from bias_swiglu_fusion or bias_gelu_fusion
-        "deallocate_pipeline_outputs",
-        "num_microbatches_with_partial_activation_checkpoints",
-        "enable_autocast",
-        "test_mode",
-    }
-)
+_TRAINERS = "a function or object of the trainer"
+_DTYPE = "it follows from --bf16, --fp16 or neither"
+
+# Fields of which no flag is made -> why.
+NOT_FLAGS: dict[str, str] = {
+    "variable_seq_lengths": "always on: sequences are packed",
+    "deallocate_pipeline_outputs": "always on",
+    "bias_activation_fusion": "it follows from --no-bias-swiglu-fusion and --no-bias-gelu-fusion",
+    "num_microbatches_with_partial_activation_checkpoints": "for schedules slime does not run",
+    "enable_autocast": "the dtype of the parameters is that of the computation",
+    "autocast_dtype": "the dtype of the parameters is that of the computation",
+    "params_dtype": _DTYPE,
+    "pipeline_dtype": _DTYPE,
+    "timers": _TRAINERS,
+    "finalize_model_grads_func": _TRAINERS,
+    "grad_scale_func": _TRAINERS,
+    "no_sync_func": _TRAINERS,
+    "grad_sync_func": _TRAINERS,
+    "param_sync_func": _TRAINERS,
+    "_cpu_offloading_context": _TRAINERS,
+    "quant_recipe": "an object made from --te-precision-config-file",
+    "activation_func": "a function chosen by --swiglu and --squared-relu",
+    "init_method": "a function chosen by --init-method-std and --init-method-xavier-uniform",
+    "output_layer_init_method": "a function chosen by --init-method-std and --init-method-xavier-uniform",
+    "embedding_init_method": "a function chosen by --embedding-init-method-std",
+}

@@ -1,7 +1,11 @@
-"""SGLang's server flags with the prefix ``--sglang-``."""
+"""SGLang's server flags with the prefix ``--sglang-``.
+
+Whatever the installed version registers is offered, but for what slime sets itself.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slime.arguments.flag import Flag
@@ -14,8 +18,6 @@ OWNED: dict[str, str] = {
     "trust_remote_code": "give --trust-remote-code",
     "random_seed": "give --seed",
     "enable_memory_saver": "give --offload-rollout",
-    "tp_size": "give --rollout-num-gpus-per-engine",
-    "host": "engines bind to loopback, or to the address of their host when the run spans several",
     "port": "slime picks a free one",
     "nnodes": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
     "node_rank": "it follows from the placement",
@@ -26,6 +28,8 @@ OWNED: dict[str, str] = {
     "skip_server_warmup": "slime waits until engines answer",
     "enable_return_routed_experts": "give --use-rollout-routing-replay",
 }
+# Its names in SGLang's versions.
+TENSOR_PARALLEL = ("tp_size", "tensor_parallel_size")
 
 
 def owned_options() -> dict[str, str]:
@@ -39,13 +43,21 @@ def owned_options() -> dict[str, str]:
 
 
 def flag_of_record(record: dict[str, Any], *, prefix: str, source: str, group: str) -> Flag:
-    """Turn a parser record into a flag; ``prefix`` (``sglang``) goes in front of every option and of the attribute."""
+    """Turn a parser record into a flag.
+
+    ``prefix`` (``sglang``) goes in front of every option, short ones too, and of the attribute, unless it is there.
+    """
 
     def prefixed(option: str) -> str:
-        return "--" + prefix + "-" + option.lstrip("-") if prefix else option
+        stem = option.lstrip("-")
+        return "--" + (stem if stem.startswith(f"{prefix}-") else f"{prefix}-{stem}") if prefix else option
+
+    dest = record["dest"]
+    if prefix and not dest.startswith(f"{prefix}_"):
+        dest = f"{prefix}_{dest}"
 
     return Flag(
-        dest=f"{prefix}_{record['dest']}" if prefix else record["dest"],
+        dest=dest,
         options=tuple(prefixed(o) for o in record["options"]),
         default=record["default"],
         kind=record["kind"],
@@ -63,4 +75,14 @@ def flag_of_record(record: dict[str, Any], *, prefix: str, source: str, group: s
 def sglang_flags() -> list[Flag]:
     """Every flag of the installed SGLang server that slime does not set itself; ``field`` is SGLang's own name."""
     records = [r for r in catalog.records(catalog.SGLANG) if r["dest"] not in OWNED]
-    return [flag_of_record(r, prefix="sglang", source="sglang", group="SGLang server") for r in records]
+    return [
+        _tensor_parallel(flag_of_record(r, prefix="sglang", source="sglang", group="SGLang server")) for r in records
+    ]
+
+
+def _tensor_parallel(flag: Flag) -> Flag:
+    """The size of an engine decides; giving it is allowed, to say the same."""
+    if flag.field not in TENSOR_PARALLEL:
+        return flag
+    help = "tensor parallelism of an engine; follows from --rollout-num-gpus-per-engine and --sglang-pp-size"
+    return replace(flag, dest="sglang_tp_size", default=None, help=help)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules import experts, parallelism, pipeline
+from slime.arguments.rules import experts, megatron_defaults, parallelism, pipeline
 
 
 def derive(args: Namespace) -> None:
     """Fill in what Megatron-LM derives. Without a trainer only the sizes are set."""
     args.rank = 0
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
-    _force(args)
+    megatron_defaults.fill(args)
     if args.debug_rollout_only:
         return
     _check_model(args)
@@ -23,22 +23,6 @@ def derive(args: Namespace) -> None:
     _derive_model(args)
     _check_recompute(args)
     _check_precision(args)
-
-
-def _force(args: Namespace) -> None:
-    args.use_distributed_optimizer = True
-    args.use_persistent_ckpt_worker = args.ckpt_assume_constant_structure = args.ckpt_fully_parallel_load = True
-    args.dist_ckpt_save_pre_mcore_014 = True
-    args.enable_gloo_process_groups = True
-    args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", args.hf_checkpoint
-    if args.moe_token_dispatcher_type == "allgather":
-        args.moe_token_dispatcher_type = "alltoall"
-    if args.use_rotary_position_embeddings:
-        args.position_embedding_type = "rope"
-    args.seq_length = args.seq_length or 4096
-    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
-    if args.rope_type is None:
-        args.rope_type = "yarn" if args.multi_latent_attention else "rope"
 
 
 def _check_model(args: Namespace) -> None:
@@ -71,8 +55,7 @@ def _derive_model(args: Namespace) -> None:
             )
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.padded_vocab_size is None:
-        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+        args.padded_vocab_size = megatron_defaults.padded_vocab_size(args)
     elif args.vocab_size is not None and args.padded_vocab_size < args.vocab_size:
         raise ArgumentError(f"--padded-vocab-size {args.padded_vocab_size} is below --vocab-size {args.vocab_size}")
     elif args.padded_vocab_size % args.tensor_model_parallel_size != 0:
@@ -97,6 +80,11 @@ def _check_recompute(args: Namespace) -> None:
         )
     if args.recompute_granularity != "full" and args.recompute_method is not None:
         raise ArgumentError(f"--recompute-method {args.recompute_method} needs --recompute-granularity full")
+    if args.recompute_granularity == "selective" and args.recompute_num_layers is not None:
+        raise ArgumentError(
+            f"--recompute-num-layers {args.recompute_num_layers} needs --recompute-granularity full: selective "
+            "recomputation concerns parts of every layer; leave one out"
+        )
 
 
 def _check_precision(args: Namespace) -> None:

@@ -16,6 +16,7 @@ def check(args: Namespace) -> None:
     _check_schedule(args)
     _derive_weight_decay(args)
     _check_state(args)
+    _check_precisions(args)
 
 
 def train_steps(args: Namespace) -> int | None:
@@ -29,9 +30,9 @@ def _check_learning_rate(args: Namespace) -> None:
     if args.min_lr < 0:
         raise ArgumentError(f"--min-lr {args.min_lr}: expected 0 or more")
     if args.min_lr > args.lr:
-        raise ArgumentError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+        raise ArgumentError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
     if args.lr_warmup_init > args.lr:
-        raise ArgumentError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}")
+        raise ArgumentError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}; lower it")
 
 
 def _check_schedule(args: Namespace) -> None:
@@ -45,11 +46,11 @@ def _check_schedule(args: Namespace) -> None:
             f"--lr-warmup-iters {warmup} must be at least 0 and --lr-decay-iters {args.lr_decay_iters} at least 1"
         )
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        raise ArgumentError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+        raise ArgumentError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last part")
     steps = train_steps(args)
     decay, which = args.lr_decay_iters, "--lr-decay-iters"
     if decay is None and steps is not None:
-        decay, which = max(1, steps), "the optimiser steps of the run,"
+        decay, which = max(1, steps), "the length of the run in optimiser steps,"
     if decay is not None and warmup >= decay and warmup > 0:
         raise ArgumentError(
             f"--lr-warmup-iters {warmup} must be below {which} {decay}; lower it, or give a longer --lr-decay-iters"
@@ -90,3 +91,12 @@ def _check_state(args: Namespace) -> None:
         raise ArgumentError("--use-stateless-adam has no state to save and needs --no-save-optim; add it")
     if args.use_stateless_adam and args.reset_optimizer_states:
         unchecked.warn(args, "--reset-optimizer-states has no effect with --use-stateless-adam, which keeps no states")
+
+
+def _check_precisions(args: Namespace) -> None:
+    for option in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"):
+        value = getattr(args, option[2:].replace("-", "_"))
+        if value != "fp32" and not args.use_precision_aware_optimizer:
+            raise ArgumentError(
+                f"{option} {value} needs --use-precision-aware-optimizer; add it, or leave {option} out"
+            )

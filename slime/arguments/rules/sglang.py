@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
 ALIASES = {
@@ -17,8 +18,13 @@ ALIASES = {
 def derive_sizes(args: Namespace) -> None:
     """``sglang_tp_size`` from the slots of an engine; long and short names of the sizes agree."""
     for short, long in ALIASES.items():
-        if hasattr(args, f"sglang_{short}_size"):
-            setattr(args, f"sglang_{long}", getattr(args, f"sglang_{short}_size"))
+        names = (f"sglang_{short}_size", f"sglang_{long}")
+        found = next((name for name in names if hasattr(args, name)), None)
+        if found is None:
+            unchecked.warn(args, f"the installed SGLang has no --sglang-{short.replace('_', '-')}-size")
+            continue
+        for name in names:
+            setattr(args, name, getattr(args, found))
     _check_sizes(args)
     _check_nodes(args)
     address = args.sglang_router_ip
@@ -38,6 +44,12 @@ def _check_sizes(args: Namespace) -> None:
     if slots % stages != 0:
         raise ArgumentError(
             f"--rollout-num-gpus-per-engine {slots} cannot hold --sglang-pp-size {stages} equal pipeline stages"
+        )
+    given = getattr(args, "sglang_tp_size", None)
+    if given not in (None, slots // stages):
+        raise ArgumentError(
+            f"--sglang-tp-size {given}: an engine has --rollout-num-gpus-per-engine {slots} / --sglang-pp-size "
+            f"{stages} = {slots // stages} tensor-parallel ranks; change one of these, or leave --sglang-tp-size out"
         )
     tp = args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages
     of_engine = f"the tensor-parallel size {tp} of an engine (--rollout-num-gpus-per-engine / --sglang-pp-size)"

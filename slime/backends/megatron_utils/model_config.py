@@ -97,6 +97,7 @@ def _translated(args: Namespace) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": get(
             "decoder_last_pipeline_num_layers", get("num_layers_in_last_pipeline_stage")
         ),
+        "attention_output_gate": bool(get("attention_output_gate") or get("use_gated_attention")),
         "layernorm_zero_centered_gamma": get("apply_layernorm_1p", get("layernorm_zero_centered_gamma", False)),
     }
     if get("moe_token_dispatcher_type", "allgather") == "allgather":

@@ -13,6 +13,10 @@ from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
 
 
+# Types that --main-grads-dtype and its kin name; fp8 is kept as bytes with a scale.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
 def train_iterations(args: Namespace) -> int:
     """Return the number of optimiser steps of the whole run.
 
@@ -29,6 +33,9 @@ def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
 
     names = {field.name for field in dataclasses.fields(OptimizerConfig) if field.init}
     values = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if isinstance(values.get(name), str):
+            values[name] = DTYPES[values[name]]
     config = get_model_config(model[0])
     values.update(params_dtype=config.params_dtype, bf16=config.bf16, fp16=config.fp16, timers=None)
     optimizer = get_megatron_optimizer(

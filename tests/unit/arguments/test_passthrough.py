@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 
 import pytest
 
-from slime.arguments.command_line import read_words
+from slime.arguments.command_line import all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
-from slime.arguments.passthrough import catalog
-from tests.support.arguments import parse
+from slime.arguments.passthrough import catalog, sglang
+from tests.support.arguments import dry, parse
 
 MOE_SCRIPT = """--disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 32
   --num-query-groups 4 --kv-channels 128 --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144
@@ -100,15 +98,65 @@ def test_sglang_flags_keep_their_forms():
 @pytest.mark.parametrize(
     ("option", "way_out"),
     [
-        ("--sglang-tp-size", "--rollout-num-gpus-per-engine"),
-        ("--sglang-tensor-parallel-size", "--rollout-num-gpus-per-engine"),
         ("--sglang-model-path", "--hf-checkpoint"),
+        ("--sglang-trust-remote-code", "--trust-remote-code"),
         ("--sglang-port", "picks a free one"),
     ],
 )
 def test_what_slime_sets_for_engines_is_not_offered(option, way_out):
     with pytest.raises(ArgumentError, match=f"{option} is set by slime itself: .*{way_out}"):
         parse(option, "2")
+
+
+def test_all_that_slime_sets_for_engines(flags):
+    assert set(sglang.OWNED) == {
+        "model_path", "config", "trust_remote_code", "random_seed", "enable_memory_saver", "port", "nnodes",
+        "node_rank", "dist_init_addr", "gpu_id_step", "base_gpu_id", "nccl_port", "skip_server_warmup",
+        "enable_return_routed_experts",
+    }  # fmt: skip
+    offered = {flag.field for flag in flags if flag.source == "sglang"}
+    assert offered == {record["dest"] for record in catalog.records(catalog.SGLANG)} - set(sglang.OWNED)
+
+
+class TestTensorParallelSizeOfEngines:
+    """It follows from the slots of an engine and its pipeline stages."""
+
+    @pytest.mark.parametrize("stages", ["--sglang-pp-size", "--sglang-pipeline-parallel-size"])
+    def test_it_is_derived(self, stages):
+        args = parse("--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "8", stages, "2")
+        assert (args.sglang_tp_size, args.sglang_tensor_parallel_size) == (4, 4)
+        assert (args.sglang_pp_size, args.sglang_pipeline_parallel_size) == (2, 2)
+
+    @pytest.mark.parametrize("option", ["--sglang-tp-size", "--sglang-tensor-parallel-size"])
+    def test_it_may_be_said_but_not_contradicted(self, option):
+        four = ("--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4")
+        assert parse(*four, option, "4").sglang_tp_size == 4
+        with pytest.raises(ArgumentError, match="--sglang-tp-size 2: an engine has --rollout-num-gpus-per-engine 4"):
+            parse(*four, option, "2")
+
+
+@pytest.mark.parametrize(("short", "long"), [("dp", "data_parallel_size"), ("ep", "expert_parallel_size")])
+def test_long_and_short_names_of_engine_sizes_agree(short, long):
+    words = ("--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--sglang-enable-dp-attention")
+    args = parse(*words, "--sglang-" + long.replace("_", "-"), "2")
+    assert getattr(args, f"sglang_{short}_size") == getattr(args, f"sglang_{long}") == 2
+    assert args.sglang_moe_dp_size == args.sglang_moe_data_parallel_size == 1
+
+
+@pytest.mark.parametrize("mode", [["--debug-train-only"], ["--load-debug-rollout-data", "dump/{rollout_id}.pt"]])
+def test_flags_of_engines_stay_valid_without_engines(mode):
+    words = [
+        "--sglang-mem-fraction-static",
+        "0.5",
+        "--sglang-cuda-graph-bs-decode",
+        "1",
+        "2",
+        "--router-policy",
+        "random",
+    ]
+    args = dry(*words, *mode)
+    assert args.debug_train_only is True
+    assert (args.sglang_mem_fraction_static, args.router_policy) == (0.5, "random")
 
 
 def test_router_defaults_are_slimes():
@@ -118,46 +166,57 @@ def test_router_defaults_are_slimes():
     assert parse("--router-policy", "consistent_hashing").router_policy == "consistent_hashing"
 
 
-class TestCatalog:
-    def test_another_version_is_read_once_and_cached(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(catalog, "installed_version", lambda source: "99.0")
-        reads = []
-        monkeypatch.setattr(catalog, "read_installed", lambda source: reads.append(source) or [{"dest": "new"}])
-        assert catalog.records(catalog.SGLANG) == [{"dest": "new"}]
-        assert catalog.records(catalog.SGLANG) == [{"dest": "new"}]
-        assert reads == [catalog.SGLANG]
-        cached = tmp_path / "slime" / "arguments" / "sglang-99.0.json"
-        assert json.loads(cached.read_text()) == [{"dest": "new"}]
-        assert [p.name for p in cached.parent.iterdir()] == [cached.name]
+def _record(*options, dest=None, default=None, kind="str", action="value", **more):
+    plain = {"nargs": None, "const": None, "choices": None, "help": "", "title": "", "class": ""}
+    dest = dest or options[0].lstrip("-").replace("-", "_")
+    return {**plain, "options": list(options), "dest": dest, "default": default, "kind": kind, "action": action, **more}
 
-    def test_a_package_that_is_not_installed_here_has_the_pinned_flags(self, monkeypatch):
-        monkeypatch.setattr(catalog, "installed_version", lambda source: None)
-        assert len(catalog.records(catalog.MEGATRON)) > 250
 
-    def test_an_unwritable_cache_is_said_and_survived(self, capsys, tmp_path):
-        blocked = tmp_path / "file"
-        blocked.write_text("")
-        catalog.write_atomically(blocked / "list.json", "[]")
-        assert "cannot cache" in capsys.readouterr().err
+class TestAnotherVersion:
+    """An SGLang that has other flags than the pinned one."""
 
-    def test_a_failing_reader_says_why(self, monkeypatch, tmp_path):
-        (tmp_path / "readers").mkdir()
-        (tmp_path / "readers" / "broken.py").write_text("raise SystemExit('no such thing')")
-        monkeypatch.setattr(catalog, "HERE", tmp_path)
+    RECORDS = (
+        _record("--model-path", "--model"),
+        _record("--tensor-parallel-size", "--tp-size", kind="int", default=1),
+        _record("--data-parallel-size", "--dp-size", kind="int", default=1),
+        _record("--quantum-batch", "-q", kind="int", default=3),
+        _record("--sglang-style", dest="sglang_style", default="plain"),
+        _record("--speculate", dest="speculation_depth", kind="int"),
+    )
+
+    @pytest.fixture
+    def flags(self, monkeypatch):
+        installed = catalog.records
+        monkeypatch.setattr(
+            catalog, "records", lambda source: list(self.RECORDS) if source is catalog.SGLANG else installed(source)
+        )
+        monkeypatch.setattr(catalog, "version_words", lambda source: "0.9.9")
+        all_flags.cache_clear()
+        yield all_flags()
+        monkeypatch.undo()
+        all_flags.cache_clear()
+
+    def test_its_flags_are_offered_and_those_it_lacks_are_not(self, flags):
+        parser = build_parser(flags)
+        assert read_words(parser, ["--sglang-quantum-batch", "4"])[0] == {"sglang_quantum_batch": 4}
         with pytest.raises(
-            ArgumentError, match=r"cannot read the arguments of the installed thing .*\n.*no such thing"
+            ArgumentError,
+            match=r"--sglang-quantum-batches; SGLang 0\.9\.9 has no such flag; did you mean --sglang-quant",
         ):
-            catalog.read_installed(catalog.Source("thing", "1.0", "broken.py"))
+            read_words(parser, ["--sglang-quantum-batches", "4"])
+        with pytest.raises(ArgumentError, match=r"--sglang-mem-fraction-static; SGLang 0\.9\.9 has no such flag"):
+            read_words(parser, ["--sglang-mem-fraction-static", "0.5"])
 
-    def test_stand_ins_are_seen_by_sglangs_reader_only(self, monkeypatch, tmp_path):
-        (tmp_path / "readers").mkdir()
-        script = "import os, sys; open(sys.argv[1], 'w').write('[\"' + os.environ.get('PYTHONPATH', '') + '\"]')"
-        (tmp_path / "readers" / catalog.SGLANG.reader).write_text(script)
-        (tmp_path / "readers" / catalog.MEGATRON.reader).write_text(script)
-        monkeypatch.setattr(catalog, "HERE", tmp_path)
-        monkeypatch.setattr(catalog, "has_cuda_device", lambda: False)
-        monkeypatch.delenv("PYTHONPATH", raising=False)
-        assert catalog.read_installed(catalog.SGLANG) == [str(catalog.STAND_INS)]
-        assert catalog.read_installed(catalog.MEGATRON) == [""]
-        assert str(catalog.STAND_INS) not in sys.path
+    def test_short_options_destinations_and_the_prefix(self, flags):
+        parser = build_parser(flags)
+        values, _ = read_words(parser, ["--sglang-q", "4", "--sglang-speculate", "2", "--sglang-style", "loud"])
+        assert values == {"sglang_quantum_batch": 4, "sglang_speculation_depth": 2, "sglang_style": "loud"}
+
+    def test_sizes_it_calls_by_their_long_names(self, flags):
+        args = parse("--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--sglang-tp-size", "2")
+        assert args.sglang_tp_size == args.sglang_tensor_parallel_size == 2
+        assert args.sglang_dp_size == args.sglang_data_parallel_size == 1
+
+    def test_sizes_it_does_not_have_are_said(self, flags, capsys):
+        parse()
+        assert "the installed SGLang has no --sglang-moe-dp-size" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Read the fields of megatron-core's configuration classes: ``python -P megatron_config.py OUT.json``."""
+"""The fields of megatron-core's configuration classes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import dataclasses
 import enum
 import inspect
 import itertools
-import json
-import sys
 import textwrap
 import types
 import typing
-from pathlib import Path
 from typing import Any
 
 
@@ -68,38 +65,41 @@ def _describe_one(annotation: Any) -> dict[str, Any] | None:
     return None
 
 
-def main(out: str) -> None:
-    """Write one record per field that can be a flag; the first class that has a field describes it."""
+def read() -> list[dict[str, Any]]:
+    """One record per field; the first class that has it describes it. ``kind`` None: no command line can say it."""
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    classes = [TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig]
     found: dict[str, dict[str, Any]] = {}
-    for cls in classes:
+    for cls in (
+        TransformerConfig,
+        MLATransformerConfig,
+        ModelParallelConfig,
+        OptimizerConfig,
+        DistributedDataParallelConfig,
+    ):
         documents, hints = documentation(cls), typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            described = describe(hints[field.name])
             if field.name in found:
                 found[field.name]["classes"].append(cls.__name__)
                 continue
-            if described is None or field.name.startswith("_"):
-                continue
-            default = field.default
-            if default is dataclasses.MISSING:
-                default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
-            meta = field.metadata.get("argparse_meta", {})
-            default = meta.get("default", default)
+            described = describe(hints[field.name]) or {"kind": None}
             found[field.name] = {
                 "name": field.name,
-                "default": default.name if isinstance(default, enum.Enum) else default,
-                "options": meta.get("arg_names"),
+                "default": None if described["kind"] is None else _default(field),
+                "options": field.metadata.get("argparse_meta", {}).get("arg_names"),
                 "help": documents.get(field.name, ""),
                 "classes": [cls.__name__],
                 **described,
             }
-    Path(out).write_text(json.dumps(list(found.values())))
+    return list(found.values())
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def _default(field: dataclasses.Field[Any]) -> Any:
+    default = field.default
+    if default is dataclasses.MISSING:
+        default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = field.metadata.get("argparse_meta", {}).get("default", default)
+    return default.name if isinstance(default, enum.Enum) else default

@@ -1,0 +1,120 @@
+"""Which packages hand their arguments through, and which copy of them Python would import."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Source:
+    """A package whose arguments are passed through.
+
+    ``package``: its distribution. ``pinned``: the version whose list ships with slime, None for a package that has no
+    list. ``reader``: the module of ``readers`` that reads it. ``module``: what that imports. ``declared_in``: the files
+    of ``module`` that decide about the arguments (patterns), the identity of a checkout.
+    """
+
+    package: str
+    pinned: str | None
+    reader: str
+    module: str
+    declared_in: tuple[str, ...]
+
+
+MEGATRON = Source(
+    "megatron-core",
+    "0.16.1",
+    "megatron_config",
+    "megatron.core",
+    (
+        "package_info.py",
+        "model_parallel_config.py",
+        "transformer/transformer_config.py",
+        "transformer/enums.py",
+        "optimizer/optimizer_config.py",
+        "distributed/distributed_data_parallel_config.py",
+    ),
+)
+SGLANG = Source(
+    "sglang",
+    "0.5.20",
+    "sglang_server_args",
+    "sglang",
+    ("version.py", "srt/server_args.py", "srt/arg_groups/**/*.py", "srt/function_call/**/*.py", "srt/parser/**/*.py"),
+)
+ROUTER = Source("sglang-router", "0.3.2", "router_args", "sglang_router", ("*.py",))
+SOURCES = (MEGATRON, SGLANG, ROUTER)
+
+# The training scripts of Megatron-LM: in no distribution, on the PYTHONPATH of those who have a checkout.
+MEGATRON_LM = Source("Megatron-LM", None, "megatron_training", "megatron.training", ("**/*.py",))
+
+READERS = Path(__file__).parent / "readers"
+
+
+def installed_version(source: Source) -> str | None:
+    """Version of the installed package, or None."""
+    try:
+        return importlib.metadata.version(source.package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def module_directory(source: Source) -> Path | None:
+    """The directory that ``import`` would take the package from, found without importing anything."""
+    top, *below = source.module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # imported already, by something that left no specification
+        return None
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        directory = Path(location, *below)
+        if directory.is_dir():
+            return directory
+    return None
+
+
+def checkout(source: Source) -> Path | None:
+    """The directory of a copy that no version number speaks for: on the PYTHONPATH or installed as editable."""
+    directory = module_directory(source)
+    if directory is None:
+        return None
+    try:
+        installed = importlib.metadata.distribution(source.package).locate_file(source.module.replace(".", "/"))
+    except importlib.metadata.PackageNotFoundError:
+        return directory
+    installed = Path(str(installed))
+    return None if installed.is_dir() and installed.samefile(directory) else directory
+
+
+def identity(source: Source) -> str | None:
+    """What a list of arguments belongs to: a version, the contents of a checkout, or None when nothing is there."""
+    version, directory = installed_version(source), checkout(source)
+    if directory is None:
+        return version
+    return f"{version or 'checkout'}-{_digest(source, directory)}"
+
+
+def readers_digest() -> str:
+    """Changes with the readers, whose records an older slime may have cached in another form."""
+    return _hash_of([(path.name, path.read_bytes()) for path in sorted(READERS.glob("*.py"))])
+
+
+def _digest(source: Source, directory: Path) -> str:
+    paths = sorted({path for pattern in source.declared_in for path in directory.glob(pattern)})
+    parts = [(str(path.relative_to(directory)), path.read_bytes()) for path in paths]
+    if source.pinned is None:  # whether a checkout can be imported depends on what is installed beside it
+        stamp = Path(sysconfig.get_paths()["purelib"]).stat().st_mtime_ns
+        parts.append(("installed", str(stamp).encode()))
+    return _hash_of([*parts, ("where", str(directory).encode())])
+
+
+def _hash_of(parts: list[tuple[str, bytes]]) -> str:
+    digest = hashlib.sha256()
+    for name, content in parts:
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:12]

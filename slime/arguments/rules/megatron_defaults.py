@@ -1,0 +1,36 @@
+"""Values that slime always gives Megatron, or that Megatron-LM's scripts would fill in."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+
+def fill(args: Namespace) -> None:
+    """Set them in place. Attributes that are missing count as not given: tools bring namespaces of their own."""
+    args.use_distributed_optimizer = True
+    args.use_persistent_ckpt_worker = args.ckpt_assume_constant_structure = args.ckpt_fully_parallel_load = True
+    args.dist_ckpt_save_pre_mcore_014 = True
+    args.enable_gloo_process_groups = getattr(args, "enable_gloo_process_groups", True)
+    if _value(args, "tokenizer_type") is None and _value(args, "tokenizer_model") is None:
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", _value(args, "hf_checkpoint")
+    if _value(args, "moe_token_dispatcher_type") == "allgather":
+        args.moe_token_dispatcher_type = "alltoall"  # the other one cannot take sequences of different lengths
+    if _value(args, "use_rotary_position_embeddings"):
+        args.position_embedding_type = "rope"
+    args.attention_output_gate = bool(_value(args, "attention_output_gate") or _value(args, "use_gated_attention"))
+    args.seq_length = _value(args, "seq_length") or 4096
+    args.max_position_embeddings = _value(args, "max_position_embeddings") or args.seq_length
+    if _value(args, "rope_type") is None:
+        args.rope_type = "yarn" if _value(args, "multi_latent_attention") else "rope"
+
+
+def padded_vocab_size(args: Namespace) -> int:
+    """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` x the tensor-parallel size."""
+    divisor = _value(args, "make_vocab_size_divisible_by") or 128
+    multiple = int(divisor * (_value(args, "tensor_model_parallel_size") or 1))
+    return -(-int(args.vocab_size) // multiple) * multiple
+
+
+def _value(args: Namespace, name: str) -> Any:
+    return getattr(args, name, None)
