@@ -106,7 +106,14 @@ def _attention_flags(config: Config, family: Config | None) -> Iterator[ModelFla
     yield ModelFlag("attention", "--num-attention-heads", config.get("num_attention_heads"), "num_attention_heads")
     groups = config.get("num_key_value_heads")
     if groups is not None:
-        yield ModelFlag("attention", "--group-query-attention", True, checked=False)
+        yield ModelFlag(
+            group="attention",
+            option="--group-query-attention",
+            value=True,
+            key="num_key_value_heads",
+            stated=str(groups),
+            checked=groups != config.get("num_attention_heads"),  # a group per head needs no switch
+        )
         yield ModelFlag("attention", "--num-query-groups", groups, "num_key_value_heads")
     if config.get("head_dim") is not None:
         yield ModelFlag("attention", "--kv-channels", config["head_dim"], "head_dim")

@@ -124,6 +124,8 @@ def _differences(args: Namespace, description: Description, family: str | None) 
         flag = flags.get(wanted.option)
         if flag is None or not wanted.checked or (own and not wanted.key):
             continue
+        if wanted.option == "--num-query-groups" and not args.group_query_attention:
+            continue  # Megatron does not read it; the missing switch is what is reported
         seen = _seen(args, wanted.option, flag.dest)
         if flag.action in ("true", "false"):
             seen = seen == (flag.action == "true")
@@ -141,11 +143,9 @@ def _flags_by_option() -> dict[str, Flag]:
 
 def _seen(args: Namespace, option: str, dest: str) -> Any:
     """The value of ``option`` in the form in which a config says it."""
-    if option == "--num-query-groups" and not args.group_query_attention:
-        return args.num_attention_heads
     if option == "--moe-layer-freq" and isinstance(args.moe_layer_freq, int):
         every = args.moe_layer_freq
-        return [int(i % every == 0) for i in range(args.num_layers)]
+        return [int(every > 0 and i % every == 0) for i in range(args.num_layers)]
     value = getattr(args, dest)
     return _LEFT_OUT.get(option) if value is None else value
 

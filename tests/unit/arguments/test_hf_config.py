@@ -112,6 +112,15 @@ def test_llama_3_scaling_is_accepted(tmp_path):
         parse("--hf-checkpoint", config, "--use-rope-scaling")
 
 
+def test_groups_need_their_switch(tmp_path):
+    words = minimal_flags()
+    words.remove("--group-query-attention")
+    with pytest.raises(ArgumentError, match="--group-query-attention is absent but num_key_value_heads is 2"):
+        parse_args(words)
+    one_per_head = write(tmp_path, num_key_value_heads=4)
+    parse_args([*words, "--hf-checkpoint", one_per_head])
+
+
 def test_missing_model_flags_are_suggested(tmp_path):
     from slime.arguments.rules.hf_config import suggested_flags
 
