@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.flag import Flag, add_to_parser
+from slime.arguments.flag import Flag, add_to_parser, first_of_each
 from slime.arguments.groups import slime_flags
-from slime.arguments.passthrough import router, sglang
+from slime.arguments.passthrough import catalog, router, sglang
 from slime.arguments.passthrough.megatron import megatron_flags
+from slime.arguments.spelling import dashes_are_foreign, looks_like_flag, nearest, parser_message, stray_message
 
 AddCustomArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -22,18 +22,13 @@ class _Parser(argparse.ArgumentParser):
     """argparse without abbreviations, exits and usage walls: an error is an ``ArgumentError``."""
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(re.sub(r"^argument (--\S+?)(?:/--\S+)*: ", r"\1: ", message))
+        raise ArgumentError(parser_message(message))
 
 
 @cache
 def all_flags() -> tuple[Flag, ...]:
-    """Every known flag. slime's declarations win over Megatron's of the same option or attribute."""
-    own = slime_flags()
-    options = {o for flag in own for o in flag.options}
-    dests = {flag.dest for flag in own}
-    passed = [*megatron_flags(), *sglang.sglang_flags(), *router.router_flags()]
-    kept = [flag for flag in passed if flag.dest not in dests and not options.intersection(flag.options)]
-    return (*own, *kept)
+    """Every known flag. slime's declarations win over those of the same option or attribute elsewhere."""
+    return tuple(first_of_each([*slime_flags(), *megatron_flags(), *sglang.sglang_flags(), *router.router_flags()]))
 
 
 def build_parser(
@@ -73,28 +68,13 @@ def read_words(
     wrong type and words that belong to no flag.
     """
     known = parser._option_string_actions
-    unknown = [w.split("=", 1)[0] for w in words if _looks_like_flag(w) and w.split("=", 1)[0] not in known]
+    unknown = [w.split("=", 1)[0] for w in words if looks_like_flag(w, known) and w.split("=", 1)[0] not in known]
     if unknown and not ignore_unknown:
         raise ArgumentError("\n".join(_unknown_message(name, list(known)) for name in dict.fromkeys(unknown)))
     namespace, rest = parser.parse_known_args(list(words))
     if rest and not unknown:
-        raise ArgumentError(_stray_message(rest[0], list(words), known))
+        raise ArgumentError(stray_message(rest[0], words, known))
     return vars(namespace), rest
-
-
-def _looks_like_flag(word: str) -> bool:
-    return bool(re.match(r"-{1,2}[A-Za-z]", word)) and " " not in word
-
-
-def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known option a user most likely meant, or None."""
-    stem = name.lstrip("-").replace("_", "-")
-    exact = {k.lstrip("-"): k for k in known}
-    for candidate in (stem, "sglang-" + stem, "router-" + stem, stem.removeprefix("no-"), "no-" + stem):
-        if candidate in exact:
-            return exact[candidate]
-    matches = difflib.get_close_matches(stem, list(exact), n=1, cutoff=0.72)
-    return exact[matches[0]] if matches else None
 
 
 def _unknown_message(name: str, known: Sequence[str]) -> str:
@@ -102,18 +82,19 @@ def _unknown_message(name: str, known: Sequence[str]) -> str:
     if name in owned:
         return f"{name} is set by slime itself: {owned[name]}"
     guess = nearest(name, known)
+    offered = f"; {package} has no such flag" if (package := _package(name)) else ""
     if guess is None:
         word = max(re.split(r"[-_]", name.lstrip("-")), key=len)
-        return f"unknown flag {name}; `--help {word}` lists the flags that mention {word!r}"
-    return f"unknown flag {name}; did you mean {guess}?"
+        return f"unknown flag {name}{offered}; `--help {word}` lists the flags that mention {word!r}"
+    if dashes_are_foreign(name):
+        return f"{name} begins with a dash that is no hyphen, as pasted from a formatted text; did you mean {guess}?"
+    return f"unknown flag {name}{offered}; did you mean {guess}?"
 
 
-def _stray_message(word: str, words: list[str], known: dict[str, argparse.Action]) -> str:
-    place = words.index(word) if word in words else -1
-    before = next((w for w in reversed(words[: max(place, 0)]) if w in known), None)
-    if before is None:
-        return f"unexpected word {word!r}: every value belongs to a flag"
-    action = known[before]
-    if action.nargs == 0:
-        return f"unexpected word {word!r} after {before}: it is a switch and takes no value"
-    return f"unexpected word {word!r}: {before} takes one value; quote a value that contains spaces"
+def _package(name: str) -> str | None:
+    """The package whose flags have the prefix of ``name``, with its version: what it offers depends on that."""
+    if name.startswith("--sglang-"):
+        return f"SGLang {catalog.version_words(catalog.SGLANG)}"
+    if name.startswith("--router-"):
+        return f"sglang-router {catalog.version_words(catalog.ROUTER)}"
+    return None

@@ -101,3 +101,25 @@ def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
 def flags_of(group: type[ArgumentGroup]) -> list[Flag]:
     """The flags a group declares, in order of declaration."""
     return [_flag_of(name, info, group.title) for name, info in group.model_fields.items()]
+
+
+_BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def validation_reason(detail: Any) -> str:
+    """What was expected and what was seen, from one of pydantic's error records."""
+    kind, seen = detail["type"], detail["input"]
+    if kind in _BOUNDS:
+        words, bound = _BOUNDS[kind]
+        return f"expected {words} {detail['ctx'][bound]:g}, got {seen}"
+    if kind == "dict_type":
+        return f'expected a JSON object like {{"name": "value"}}, got {seen!r}'
+    if kind == "string_type" and len(detail["loc"]) > 1:
+        return f"the value of {detail['loc'][1]!r} must be text in quotes, got {seen!r}"
+    reason = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{reason[0].lower()}{reason[1:]}, got {seen!r}"

@@ -76,6 +76,8 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
         unchecked.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
     for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own, flags):
         unchecked.warn(args, message)
+    for warning in megatron.warnings():
+        unchecked.warn(args, warning)
     _check_availability(args, given, flags)
     _check_groups(args, given)
     args.explicit_flags = frozenset(given)
@@ -132,12 +134,11 @@ def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def _validation_message(group: Any, detail: Any) -> str:
-    from slime.arguments.group import flags_of
+    from slime.arguments.group import flags_of, validation_reason
 
     name = str(detail["loc"][0])
     option = next((f.option for f in flags_of(group) if f.dest == name), name)
-    reason = str(detail["msg"]).removeprefix("Value error, ")
-    return f"{option}: {reason[0].lower()}{reason[1:]}, got {detail['input']!r}"
+    return f"{option}: {validation_reason(detail)}"
 
 
 def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 
 
 def _dotted_path(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text):
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text) or text.endswith(".py"):
         raise ValueError("expected a dotted path like package.module.function")
     return text
 

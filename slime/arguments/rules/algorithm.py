@@ -16,7 +16,7 @@ def check(args: Namespace) -> None:
     _check_loss(args)
     _check_corrections(args)
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
-        raise ArgumentError(f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages")
+        raise ArgumentError(f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages; add it")
     if args.only_train_params_name_list and args.freeze_params_name_list:
         raise ArgumentError(
             "--only-train-params-name-list and --freeze-params-name-list exclude each other; say it with one of them"
@@ -42,7 +42,7 @@ def _check_kl(args: Namespace) -> None:
 
 def _check_loss(args: Namespace) -> None:
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
-        raise ArgumentError("--loss-type custom_loss needs --custom-loss-function-path")
+        raise ArgumentError("--loss-type custom_loss needs --custom-loss-function-path, your loss")
     if args.loss_type != "custom_loss" and args.custom_loss_function_path is not None:
         raise ArgumentError(
             f"--custom-loss-function-path is not used with --loss-type {args.loss_type}; add --loss-type custom_loss"
@@ -64,7 +64,7 @@ def _check_corrections(args: Namespace) -> None:
     if args.get_mismatch_metrics and args.custom_tis_function_path is None:
         raise ArgumentError("--get-mismatch-metrics needs --custom-tis-function-path, which computes them")
     if args.tis_clip_low > args.tis_clip:
-        raise ArgumentError(f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}")
+        raise ArgumentError(f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it")
 
 
 def _check_without_advantages(args: Namespace) -> None:

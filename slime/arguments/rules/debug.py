@@ -23,7 +23,9 @@ def expand_dumps(args: Namespace) -> None:
             "one would overwrite the other; give them different paths"
         )
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
-        raise ArgumentError("--load-debug-rollout-data-subsample needs --load-debug-rollout-data")
+        raise ArgumentError(
+            "--load-debug-rollout-data-subsample takes a part of the dumps of --load-debug-rollout-data; add that one"
+        )
     if args.load_forge_rollout_data is not None and args.rollout_function_path == DEFAULT_ROLLOUT:
         raise ArgumentError(
             f"--load-forge-rollout-data {args.load_forge_rollout_data} is not read by {DEFAULT_ROLLOUT}; "

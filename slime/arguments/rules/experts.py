@@ -78,7 +78,8 @@ def _check_parallel_sizes(args: Namespace) -> None:
     ep, tp = args.expert_model_parallel_size, args.tensor_model_parallel_size
     if args.num_experts % ep != 0:
         raise ArgumentError(
-            f"--num-experts {args.num_experts} cannot be divided among --expert-model-parallel-size {ep} ranks"
+            f"--num-experts {args.num_experts} cannot be divided among --expert-model-parallel-size {ep} ranks; use a "
+            "size that divides them"
         )
     if tp > 1 and not args.sequence_parallel and not args.debug_rollout_only:
         raise ArgumentError(
@@ -92,11 +93,13 @@ def _check_router(args: Namespace) -> None:
         raise ArgumentError(f"--moe-router-topk {topk} must lie between 1 and --num-experts {experts}")
     groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
     if group_topk is not None and groups is None:
-        raise ArgumentError(f"--moe-router-group-topk {group_topk} needs --moe-router-num-groups")
+        raise ArgumentError(f"--moe-router-group-topk {group_topk} needs --moe-router-num-groups, of how many groups?")
     if groups is None:
         return
     if groups < 1 or experts % groups != 0:
-        raise ArgumentError(f"--num-experts {experts} cannot be divided into --moe-router-num-groups {groups}")
+        raise ArgumentError(
+            f"--num-experts {experts} cannot be divided into --moe-router-num-groups {groups}; correct one of them"
+        )
     if group_topk is not None and not 1 <= group_topk <= groups:
         raise ArgumentError(
             f"--moe-router-group-topk {group_topk} must lie between 1 and --moe-router-num-groups {groups}"
@@ -104,7 +107,7 @@ def _check_router(args: Namespace) -> None:
     if group_topk is not None and topk > experts // groups * group_topk:
         raise ArgumentError(
             f"--moe-router-topk {topk} is more than the {experts // groups * group_topk} experts in "
-            f"--moe-router-group-topk {group_topk} groups of {experts // groups}"
+            f"--moe-router-group-topk {group_topk} groups of {experts // groups} each; lower it or raise that"
         )
 
 
@@ -112,7 +115,8 @@ def _check_layers(args: Namespace) -> None:
     frequency = args.moe_layer_freq
     if isinstance(frequency, list) and args.num_layers is not None and len(frequency) != args.num_layers:
         raise ArgumentError(
-            f"--moe-layer-freq has {len(frequency)} entries, one per layer, but --num-layers is {args.num_layers}"
+            f"--moe-layer-freq has {len(frequency)} entries, one per layer, but --num-layers is {args.num_layers}; "
+            "correct one of them"
         )
     if isinstance(frequency, int) and frequency < 1:
         raise ArgumentError(f"--moe-layer-freq {frequency}: every how many layers are experts? Give at least 1")
@@ -123,4 +127,4 @@ def _check_layers(args: Namespace) -> None:
             f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, not {args.moe_token_dispatcher_type}"
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
-        raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+        raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; add it")

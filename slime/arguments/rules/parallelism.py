@@ -39,15 +39,21 @@ def derive_sizes(args: Namespace) -> None:
 def _check_heads(args: Namespace, tp: int) -> None:
     heads = args.num_attention_heads
     if heads % tp != 0:
-        raise ArgumentError(f"--num-attention-heads {heads} cannot be divided among --tensor-model-parallel-size {tp}")
+        raise ArgumentError(
+            f"--num-attention-heads {heads} cannot be divided among --tensor-model-parallel-size {tp} ranks; use a "
+            "size that divides them"
+        )
     if not args.group_query_attention:
         return
     groups = args.num_query_groups
     if heads % groups != 0:
-        raise ArgumentError(f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}")
+        raise ArgumentError(
+            f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; correct one of them"
+        )
     if groups % tp != 0 and tp % groups != 0:
         raise ArgumentError(
-            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}"
+            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
+            "use another parallel size"
         )
 
 

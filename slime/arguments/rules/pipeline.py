@@ -75,7 +75,7 @@ def _virtual_stages(args: Namespace) -> int | None:
     if per_stage < 1 or layers // pp % per_stage != 0:
         raise ArgumentError(
             f"{layers // pp} layers per pipeline stage are no multiple of "
-            f"--num-layers-per-virtual-pipeline-stage {per_stage}"
+            f"--num-layers-per-virtual-pipeline-stage {per_stage}; use a number that divides them"
         )
     return int(layers // pp // per_stage)
 
@@ -88,17 +88,22 @@ def _check_layers(args: Namespace, virtual: int) -> None:
     ends = {option: size for name, option in _ENDS.items() if (size := getattr(args, name)) is not None}
     for option, size in ends.items():
         if size % virtual != 0:
-            raise ArgumentError(f"{option} {size} cannot be divided among {virtual} virtual stages")
+            raise ArgumentError(f"{option} {size} cannot be divided among {virtual} virtual stages; change one of them")
     # Embedding and loss may count as a layer each.
     counted = layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     left, stages = counted - sum(ends.values()), pp - len(ends)
     if (left > 0) != (stages > 0) or left < 0:
         raise ArgumentError(
-            f"--num-layers {layers}: {' and '.join(f'{o} {n}' for o, n in ends.items())} leave {left} layers for the "
-            f"other {stages} of --pipeline-model-parallel-size {pp} stages"
+            f"--num-layers {layers}: {_words(ends)} {left} layers for the other {stages} of "
+            f"--pipeline-model-parallel-size {pp} stages; change one of them"
         )
     if stages and left % (stages * virtual) != 0:
         raise ArgumentError(_indivisible(args, ends, left, stages, virtual))
+
+
+def _words(ends: dict[str, int]) -> str:
+    given = " and ".join(f"{option} {layers}" for option, layers in ends.items())
+    return f"{given} {'leaves' if len(ends) == 1 else 'leave'}"
 
 
 def _indivisible(args: Namespace, ends: dict[str, int], left: int, stages: int, virtual: int) -> str:
@@ -106,12 +111,12 @@ def _indivisible(args: Namespace, ends: dict[str, int], left: int, stages: int, 
     if left % stages == 0:
         return (
             f"{left // stages} layers per pipeline stage cannot be divided among {virtual} virtual stages "
-            "(--num-virtual-stages-per-pipeline-rank)"
+            "(--num-virtual-stages-per-pipeline-rank); change one of them"
         )
     if ends:
         return (
-            f"--num-layers {args.num_layers}: {' and '.join(f'{o} {n}' for o, n in ends.items())} leave {left} layers, "
-            f"which cannot be divided among the other {stages} of --pipeline-model-parallel-size {pp} stages"
+            f"--num-layers {args.num_layers}: {_words(ends)} {left} layers, which cannot be divided among the other "
+            f"{stages} of --pipeline-model-parallel-size {pp} stages; change one of them"
         )
     return (
         f"--num-layers {args.num_layers} cannot be divided among --pipeline-model-parallel-size {pp} stages; "

@@ -50,5 +50,5 @@ def _path_of(given: str, text: str) -> str:
         return text
     start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
     if start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop:
-        raise ArgumentError(f"{given}: the slice [{start}:{stop}] holds no row")
+        raise ArgumentError(f"{given}: the slice [{start}:{stop}] holds no row: its end is not above its start")
     return match["path"]

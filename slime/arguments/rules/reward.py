@@ -31,7 +31,7 @@ def check(args: Namespace) -> None:
             raise ArgumentError(message)
         args.not_available.append(message)
     if kind == "remote_rm" and args.rm_url is None:
-        raise ArgumentError("--rm-type remote_rm needs --rm-url")
+        raise ArgumentError("--rm-type remote_rm needs --rm-url, the address that answers with rewards")
 
 
 def _warn_of_none(args: Namespace) -> None:

@@ -89,7 +89,7 @@ def _check_run_length(args: Namespace) -> None:
 
 def _check_buffer(args: Namespace) -> None:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        raise ArgumentError("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
+        raise ArgumentError("--mask-offpolicy-in-partial-rollout needs --partial-rollout; add it")
     if args.data_source_path != "slime.rollout.data_source.RolloutDataSource":
         return
     for name in ("partial_rollout", "buffer_filter_path"):

@@ -32,8 +32,8 @@ def check(args: Namespace) -> None:
         unknown = [name for name in found if name not in known]
         if unknown:
             raise ArgumentError(
-                f"{given}: nothing is known to fill in for {{{unknown[0]}}}; "
-                f"there is {' and '.join(f'{{{name}}}' for name in known)}, for example {example}"
+                f"{given}: {{{unknown[0]}}} is nothing that can be filled in; there is "
+                f"{' and '.join(f'{{{name}}}' for name in known)}, for example {example}"
             )
         absent = [name for name in needed if name not in found]
         if absent:

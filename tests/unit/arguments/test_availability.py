@@ -54,7 +54,7 @@ def test_one_line_of_the_table_makes_a_flag_available(monkeypatch, flags):
 def test_the_way_out_lists_the_other_choices():
     flag = Flag("advantage_estimator", ("--advantage-estimator",), "grpo", choices=("grpo", "gspo", "ppo"))
     (message,) = unavailable_messages({"advantage_estimator": "ppo"}, [flag])
-    assert message == ("--advantage-estimator ppo is not available yet in this version; use one of grpo, gspo")
+    assert message == ("--advantage-estimator ppo is not available yet in this version; use grpo or gspo")
 
 
 def test_a_run_is_refused_and_a_dry_run_lists():

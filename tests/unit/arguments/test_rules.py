@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from slime.arguments import ArgumentError, parse_args
-from slime.arguments.command_line import all_flags, build_parser
+from slime.arguments.command_line import all_flags
 from slime.arguments.parse import resolve
 from slime.arguments.rules import apply_rules
 from slime.arguments.rules.teacher_server import FORCED, configure_megatron_server_args, validate_megatron_server_args
@@ -50,14 +50,13 @@ def without(*options, extra=()):
     return [*words, *map(str, extra)]
 
 
-def resolved(case, places, monkeypatch):
+def resolved(case, places, monkeypatch, parser):
     """The namespace of a case's dry run, with the findings."""
     for name, value in case.get("environment", {}).items():
         monkeypatch.setenv(name, value)
     flags = [filled(word, places) for word in shlex.split(case["flags"])]
     known = all_flags()
-    words = without(*case.get("without", ()), extra=["--dry-run", *flags])
-    return resolve(words, known, build_parser(known))
+    return resolve(without(*case.get("without", ()), extra=["--dry-run", *flags]), known, parser)
 
 
 def filled(value, places):
@@ -69,8 +68,8 @@ def filled(value, places):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i} {case['flags'][:60]}" for i, case in enumerate(CASES)])
-def test_derivation(case, places, monkeypatch):
-    args = resolved(case, places, monkeypatch)
+def test_derivation(case, places, monkeypatch, parser):
+    args = resolved(case, places, monkeypatch, parser)
     expected = {name: filled(value, places) for name, value in case["expect"].items()}
     assert {name: getattr(args, name) for name in expected} == expected
     assert not hasattr(args, "offload")
@@ -85,10 +84,10 @@ def test_a_sound_command_line_warns_of_nothing(flags):
     assert dry(*shlex.split(flags), "--rm-type", "math").warnings == []
 
 
-def test_rules_may_be_applied_again(places, monkeypatch):
+def test_rules_may_be_applied_again(places, monkeypatch, parser):
     """The second time changes nothing: drivers of users call them on a namespace they have changed."""
     for case in CASES:
-        args = resolved(case, places, monkeypatch)
+        args = resolved(case, places, monkeypatch, parser)
         before = dict(vars(args))
         apply_rules(args)
         assert {n: v for n, v in vars(args).items() if n not in ("warnings", "unchecked", "not_available")} == {

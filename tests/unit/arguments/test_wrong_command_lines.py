@@ -16,16 +16,59 @@ from tests.support.arguments import minimal_flags
 CASES = yaml.safe_load((Path(__file__).parents[2] / "data" / "arguments" / "wrong_command_lines.yaml").read_text())
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case["flags"] for case in CASES])
-def test_message_and_status(case, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory):
+    """A directory that looks like a Megatron checkpoint of step 3."""
+    directory = tmp_path_factory.mktemp("megatron")
+    (directory / "iter_0000003").mkdir()
+    (directory / "latest_checkpointed_iteration.txt").write_text("3")
+    return str(directory)
+
+
+def filled(text, places):
+    """``text`` with the words of ``places`` replaced by paths."""
+    for word, path in places.items():
+        text = text.replace(word, path)
+    return text
+
+
+def words_of(case, places):
+    """The command line of a case."""
+    return [*minimal_flags(), *(filled(word, places) for word in shlex.split(case["flags"]))]
+
+
+@pytest.fixture
+def places(megatron, tmp_path):
     words = minimal_flags()
-    monkeypatch.setattr(sys, "argv", ["train.py", *words, *shlex.split(case["flags"])])
+    return {
+        "CKPT": words[words.index("--hf-checkpoint") + 1],
+        "MEGATRON": megatron,
+        "@FILE@": str(tmp_path / "file.yaml"),
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{i} {case['flags'][:80]}" for i, case in enumerate(CASES)])
+def test_message_and_status(case, places, monkeypatch, capsys):
+    """All that is printed is the message; nothing goes to stdout, and nothing is printed about a traceback."""
+    Path(places["@FILE@"]).write_text(case.get("file", ""))
+    monkeypatch.setattr(sys, "argv", ["train.py", *words_of(case, places)])
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     with pytest.raises(SystemExit) as caught:
         parse_args()
     assert caught.value.code == 2
-    expected = case["error"].replace("CKPT", words[words.index("--hf-checkpoint") + 1])
-    assert f"train.py: error: {expected}" in capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    expected = [f"train.py: error: {line}" for line in filled(case["error"], places).splitlines()]
+    assert printed.err.splitlines() == [*expected, "`--help WORD` lists the flags that mention WORD."]
+    assert printed.out == ""
+
+
+def test_every_message_names_what_was_wrong():
+    """The first word of the flags that were added, or the file they name, is in every message; none is a fragment."""
+    for case in CASES:
+        words = [w.split("=")[0] for w in shlex.split(case["flags"]) if w != "--dry-run"]
+        named = [w for w in words if w.startswith("-") or w == words[0]]
+        assert any(word in case["error"] for word in named) or "pipeline" in case["error"], case
+        assert len(case["error"].split()) >= 4, case
 
 
 @pytest.mark.parametrize(
@@ -66,10 +109,18 @@ def test_reading_only_the_beginning_of_the_help_is_no_error():
     assert done.stderr == ""
 
 
-def test_a_process_exits_with_2_and_no_traceback():
-    command = [sys.executable, "-m", "slime.arguments", "--rollout-batch-sizes", "8"]
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rollout-batch-sizes", "8"], "did you mean --rollout-batch-size?"),
+        (["--rollout-batch-size", "many"], "--rollout-batch-size: expected an integer, got 'many'"),
+        ([*minimal_flags(), "--global-batch-size", "8"], "fewer than --global-batch-size 8"),
+    ],
+)
+def test_a_process_exits_with_2_and_no_traceback(flags, message):
+    command = [sys.executable, "-m", "slime.arguments", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "did you mean --rollout-batch-size?" in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,0 +1,105 @@
+"""What a user most likely meant by a word that is no known flag."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import Action
+from collections.abc import Collection, Mapping, Sequence
+
+# Dashes that word processors and web pages make of "--": hyphens, en and em dash, minus sign.
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
+# Short names of the field, names that other trainers use, and switches that only old documents show -> the flag.
+SYNONYMS: dict[str, str] = {
+    "tp": "--tensor-model-parallel-size",
+    "tp-size": "--tensor-model-parallel-size",
+    "tensor-parallel-size": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "pp-size": "--pipeline-model-parallel-size",
+    "pipeline-parallel-size": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "cp-size": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "expert-parallel-size": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "learning-rate": "--lr",
+    "batch-size": "--rollout-batch-size",
+    "train-batch-size": "--global-batch-size",
+    "group-size": "--n-samples-per-prompt",
+    "n-samples": "--n-samples-per-prompt",
+    "num-generations": "--n-samples-per-prompt",
+    "num-gpus": "--actor-num-gpus-per-node",
+    "num-nodes": "--actor-num-nodes",
+    "model": "--hf-checkpoint",
+    "model-path": "--hf-checkpoint",
+    "dataset": "--prompt-data",
+    "train-data": "--prompt-data",
+    "epochs": "--num-epoch",
+    "num-epochs": "--num-epoch",
+    "steps": "--num-rollout",
+    "num-steps": "--num-rollout",
+    "max-tokens": "--rollout-max-response-len",
+    "max-new-tokens": "--rollout-max-response-len",
+    "output-dir": "--save",
+    "reward-model": "--rm-type",
+    "use-critic": "--advantage-estimator ppo",
+    "kl-loss": "--use-kl-loss",
+    "resume": "--load",
+}
+_PREFIXES = ("rollout-", "sglang-", "router-")
+
+
+def looks_like_flag(word: str, known: Collection[str]) -> bool:
+    """Whether ``word`` was meant as a flag: by its hyphens, or by other dashes in front of a ``known`` option."""
+    if " " in word:
+        return False
+    foreign = re.match(rf"[-{_DASHES}]{{1,3}}(?=[A-Za-z])", word)
+    return bool(re.match(r"-{1,2}[A-Za-z]", word)) or (foreign is not None and _with_hyphens(word) in known)
+
+
+def dashes_are_foreign(name: str) -> bool:
+    """Whether ``name`` begins with dashes of a text instead of hyphens."""
+    return any(character in _DASHES for character in name[:3])
+
+
+def _with_hyphens(word: str) -> str:
+    return "--" + word.lstrip("-" + _DASHES).split("=", 1)[0].replace("_", "-")
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known option a user most likely meant, or None."""
+    stem = _with_hyphens(name)[2:]
+    exact = {k.lstrip("-"): k for k in known}
+    if stem in exact:
+        return exact[stem]
+    if stem in SYNONYMS and SYNONYMS[stem].split()[0] in known:
+        return SYNONYMS[stem]
+    for candidate in (*(prefix + stem for prefix in _PREFIXES), stem.removeprefix("no-"), "no-" + stem):
+        if candidate in exact:
+            return exact[candidate]
+    matches = difflib.get_close_matches(stem, list(exact), n=1, cutoff=0.72)
+    return exact[matches[0]] if matches else None
+
+
+def stray_message(word: str, words: Sequence[str], known: Mapping[str, Action]) -> str:
+    """Why ``word``, which belongs to no flag, is out of place in ``words``."""
+    if f"--{word}" in known:
+        return f"unexpected word {word!r}; did you mean --{word}?"
+    place = list(words).index(word) if word in words else -1
+    before = next((w for w in reversed(words[: max(place, 0)]) if w in known), None)
+    if before is None:
+        return f"unexpected word {word!r}: every value belongs to a flag"
+    if known[before].nargs == 0:
+        return f"unexpected word {word!r} after {before}: it is a switch and takes no value"
+    return f"unexpected word {word!r}: {before} takes one value; quote a value that contains spaces"
+
+
+def parser_message(message: str) -> str:
+    """An error of argparse in our words."""
+    message = re.sub(r"^argument (--\S+?)(?:/--\S+)*: ", r"\1: ", message)
+    option, _, reason = message.partition(": ")
+    if reason in ("expected one argument", "expected at least one argument"):
+        return f"{option}: a value is missing after it; one that begins with a dash is written {option}=VALUE"
+    if match := re.fullmatch(r"ignored explicit argument (.*)", reason):
+        return f"{option} is a switch and takes no value, got {match[1]}"
+    return message
