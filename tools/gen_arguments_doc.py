@@ -14,6 +14,7 @@ from slime.arguments.flag import Flag
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.help import default_text, form
 from slime.arguments.passthrough.catalog import MEGATRON, ROUTER, SGLANG
+from slime.arguments.passthrough.megatron_script_flags import SCRIPT
 from tools.markdown import slug
 
 PAGE = Path(__file__).parents[1] / "docs" / "en" / "reference" / "arguments.md"
@@ -28,13 +29,16 @@ stand in a YAML file: `--config FILE`.
 The namespace attribute is the flag without dashes in front and with `_` for `-`, unless the table names another one.
 Flags come from four sources: slime (below), megatron-core {MEGATRON.pinned}, SGLang {SGLANG.pinned} with the prefix
 `--sglang-`, and sglang-router {ROUTER.pinned} (`--router-*`). With other installed versions their flags are read from
-the installed packages.
+the installed packages; where Megatron-LM's training scripts can be imported (a checkout on the `PYTHONPATH`) their
+parser decides about Megatron's flags, and what slime does not act on is refused.
 """
 PASSED = {
     "megatron": "Flags of megatron-core's configuration classes, spelled as Megatron-LM spells them.",
     "sglang": "Flags of the SGLang server. What slime sets for every engine itself is left out.",
     "router": "Flags of the router. Its address is `--sglang-router-ip` and `--sglang-router-port`.",
 }
+
+SCRIPT_WORDS = "Flags that only Megatron-LM's own training scripts read; launch scripts may keep them."
 
 
 def _escape(text: str) -> str:
@@ -77,9 +81,10 @@ def render() -> str:
     for group in ALL_GROUPS:
         members = [flag for flag in flags if flag.group == group.title]
         parts.append(f"## {_heading(group.title)}\n\n{_table(members)}\n")
-    for source, words in PASSED.items():
+    for source in PASSED:
         passed = [flag for flag in flags if flag.source == source]
         for title in dict.fromkeys(flag.group for flag in passed):
+            words = SCRIPT_WORDS if title == SCRIPT else PASSED[source]
             members = sorted((flag for flag in passed if flag.group == title), key=lambda flag: flag.option)
             parts.append(f"## {_heading(title)}\n\n{words}\n\n{_table(members)}\n")
     return "\n".join(parts)

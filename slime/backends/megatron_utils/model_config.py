@@ -120,6 +120,9 @@ def _translated(args: Namespace) -> dict[str, Any]:
         from megatron.core.transformer.enums import AttnBackend
 
         values["attention_backend"] = AttnBackend[backend]
+    window = get("window_size")
+    if window is not None:
+        values["window_size"] = tuple(window)
     cp_comm_type = get("cp_comm_type")
     if isinstance(cp_comm_type, list | tuple) and len(cp_comm_type) == 1:
         values["cp_comm_type"] = cp_comm_type[0]

@@ -12,7 +12,6 @@ import torch
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
 
-
 # Types that --main-grads-dtype and its kin name; fp8 is kept as bytes with a scale.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
@@ -25,21 +24,31 @@ def train_iterations(args: Namespace) -> int:
     return args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
 
 
-def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
-    """Return Megatron's optimiser (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated."""
+def optimizer_config_from_args(args: Namespace, model_config: Any) -> Any:
+    """Return the ``OptimizerConfig``: the arguments with the names of its fields, dtypes where they name some.
+
+    The parameters' dtype is that of ``model_config``.
+    """
     import_megatron()
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.utils import get_model_config
+    from megatron.core.optimizer import OptimizerConfig
 
     names = {field.name for field in dataclasses.fields(OptimizerConfig) if field.init}
     values = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if isinstance(values.get(name), str):
             values[name] = DTYPES[values[name]]
-    config = get_model_config(model[0])
-    values.update(params_dtype=config.params_dtype, bf16=config.bf16, fp16=config.fp16, timers=None)
+    values.update(params_dtype=model_config.params_dtype, bf16=model_config.bf16, fp16=model_config.fp16, timers=None)
+    return OptimizerConfig(**values)
+
+
+def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
+    """Return Megatron's optimiser (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated."""
+    import_megatron()
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(**values),
+        optimizer_config_from_args(args, get_model_config(model[0])),
         list(model),
         use_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
     )

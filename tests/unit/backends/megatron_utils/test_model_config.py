@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from slime.backends.megatron_utils import model_config
 from slime.backends.megatron_utils.model_config import params_dtype, squared_relu, transformer_config_from_args
 from slime.backends.megatron_utils.model_provider import model_provider, padded_vocab_size
+from slime.backends.megatron_utils.optimizer import optimizer_config_from_args
 from slime.utils import accelerator
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="what is switched off depends on the device")
@@ -34,6 +35,24 @@ def test_none_means_the_default_of_the_field() -> None:
     assert config.init_method_std == 0.02
     assert config.kv_channels == 8
     assert config.use_cpu_initialization is False
+
+
+@pytest.mark.parametrize("name", ["attention_output_gate", "use_gated_attention"])
+def test_both_names_of_the_output_gate(name: str) -> None:
+    assert transformer_config_from_args(_args(**{name: True})).attention_output_gate is True
+    assert transformer_config_from_args(_args()).attention_output_gate is False
+
+
+def test_a_window_is_a_pair() -> None:
+    assert transformer_config_from_args(_args(window_size=[128, 0])).window_size == (128, 0)
+
+
+def test_precisions_of_the_optimiser_are_dtypes() -> None:
+    model = Namespace(params_dtype=torch.bfloat16, bf16=True, fp16=False)
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    config = optimizer_config_from_args(Namespace(lr=1e-6, **dict.fromkeys(names, "fp32")), model)
+    assert [getattr(config, name) for name in names] == [torch.float32] * 4
+    assert (config.lr, config.params_dtype, config.bf16) == (1e-6, torch.bfloat16, True)
 
 
 def test_translated_arguments() -> None:
