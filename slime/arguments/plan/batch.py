@@ -18,7 +18,9 @@ class BatchPlan:
     prompts x samples_per_prompt = samples of one rollout; global_batch_size: samples of one step, None where nothing is
     trained. micro_batch_size: samples per micro-batch, None where micro-batches are packed up to max_tokens_per_gpu x
     context_parallel_size tokens. num_rollout: end of the run, None where it depends on the data (num_epoch passes);
-    start_rollout_id: None where it depends on the checkpoint. wave: prompts submitted together.
+    start_rollout_id: None where it depends on the checkpoint. wave: prompts submitted together;
+    filtered: groups may be dropped; fans_out: an execution of the generator may return several samples; own_function: a
+    rollout function of the user's; from_dumps: rollouts are read, not generated.
     """
 
     prompts: int
@@ -35,6 +37,7 @@ class BatchPlan:
     wave: int | None = None
     filtered: bool = False
     fans_out: bool = False
+    own_function: bool = False
     from_dumps: bool = False
 
     @property
@@ -92,6 +95,7 @@ def batch_of(args: Namespace) -> BatchPlan:
         wave=args.over_sampling_batch_size if args.rollout_function_path == DEFAULT_ROLLOUT else None,
         filtered=args.dynamic_sampling_filter_path is not None,
         fans_out=fans_out and not sft,
+        own_function=args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT),
         from_dumps=args.load_debug_rollout_data is not None,
     )
 
@@ -103,14 +107,8 @@ def batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
         rows.append(("one step", _step(batch)))
         if batch.left_over and not batch.from_dumps:
             rows.append(("left over", _left_over(batch)))
-    if batch.fans_out:
-        rows.append(
-            (
-                "counting",
-                "a sample here is one execution of the generator: if it returns several samples, they count as one "
-                "and stay in one step",
-            )
-        )
+    if not batch.from_dumps and (batch.fans_out or batch.own_function):
+        rows.append(("counting", _counting(batch)))
     if batch.wave is not None and not batch.from_dumps:
         rows.append(("submission", _submission(batch)))
     rows.append(("the run", _run(batch)))
@@ -156,6 +154,15 @@ def _step(batch: BatchPlan) -> str:
 def _left_over(batch: BatchPlan) -> str:
     left = count(batch.left_over, batch.unit)
     return f"{left} of the first rollout fill no step; they wait and are trained on first after the next rollout"
+
+
+def _counting(batch: BatchPlan) -> str:
+    if batch.own_function:
+        return "your rollout function decides how many samples it returns; counted here is what the flags ask it for"
+    return (
+        "a sample here is one execution of the generator: if it returns several samples, they count as one and stay in "
+        "one step"
+    )
 
 
 def _submission(batch: BatchPlan) -> str:

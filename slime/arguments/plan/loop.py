@@ -42,7 +42,7 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
         rows.append(("trains", _trains(args, kind)))
     if not args.debug_rollout_only and not args.debug_train_only:
         rows.append(("weight sync", _weight_sync(args, overlap)))
-        if args.offload_train or args.offload_rollout:
+        if args.offload_train or args.offload_rollout or args.release_train:
             rows.append(("taking turns", _taking_turns(args)))
     if args.eval_interval is not None:
         rows.append(("evaluation", _evaluation(args, kind)))
@@ -92,7 +92,8 @@ def _trains(args: Namespace, kind: Kind) -> str:
         return f"--loss-type {args.loss_type}{custom}"
     parts = [f"the actor ({args.advantage_estimator})"]
     if args.use_critic:
-        parts.append("a critic")
+        only = f", alone in the first {count(args.num_critic_only_steps, 'rollout')}"
+        parts.append(f"a critic{only if args.num_critic_only_steps else ''}")
     text = " and ".join(parts)
     if args.kl_coef != 0 or args.use_kl_loss:
         text += f"; the reference model for the KL is {args.ref_load}"
@@ -115,6 +116,8 @@ def _weight_sync(args: Namespace, overlap: bool) -> str:
 
 def _taking_turns(args: Namespace) -> str:
     parts = []
+    if args.release_train:
+        parts.append("the trainers end while engines generate and start again from their checkpoint (--release-train)")
     if args.offload_train:
         parts.append("the trainer leaves the device memory while engines generate (--offload-train)")
     if args.offload_rollout:

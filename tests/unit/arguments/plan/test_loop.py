@@ -1,0 +1,78 @@
+"""Which loop a command line runs and what it does between rollouts."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from slime.arguments import ArgumentError
+from slime.arguments.plan.loop import loop_of, refuse_impossible_loop
+from tests.support.arguments import dry
+
+
+def rows(flags: str = "", *, overlap: bool = False) -> dict[str, str]:
+    return dict(loop_of(dry(*shlex.split(flags)), overlap=overlap).rows)
+
+
+def test_the_synchronous_loop() -> None:
+    said = rows()
+    assert said["loop"].startswith("train.py: generate, train,")
+    assert said["trains"] == "the actor (grpo)"
+    assert said["weight sync"] == (
+        "all weights through a process group of trainers and engines, before the first and after every rollout"
+    )
+    assert said["checkpoints"] == "none are written (--save)"
+    assert "taking turns" not in said
+    assert "evaluation" not in said
+
+
+def test_the_overlapped_loop_syncs_between_generations() -> None:
+    said = rows("--update-weights-interval 3", overlap=True)
+    assert said["loop"].startswith("train_async.py:")
+    assert said["weight sync"].endswith("before the first and after every 3 rollouts, between two generations")
+
+
+def test_weights_take_other_ways() -> None:
+    assert "through shared memory" in rows("--colocate")["weight sync"]
+    disk = rows("--update-weight-transport disk --update-weight-disk-dir /shared/weights")
+    assert "through files in /shared/weights" in disk["weight sync"]
+
+
+def test_taking_turns() -> None:
+    both = rows("--colocate")["taking turns"]
+    assert "--offload-train" in both
+    assert "--offload-rollout" in both
+    assert "--offload-rollout" not in rows("--colocate --no-offload-rollout")["taking turns"]
+
+
+def test_what_is_trained() -> None:
+    assert rows("--use-kl-loss --ref-load /ref")["trains"] == "the actor (grpo); the reference model for the KL is /ref"
+    ppo = rows("--advantage-estimator ppo --num-critic-only-steps 5 --num-rollout 9")
+    assert ppo["trains"] == "the actor (ppo) and a critic, alone in the first 5 rollouts"
+    assert rows("--debug-rollout-only").keys() == {"loop"}
+
+
+def test_evaluations() -> None:
+    sets = "--eval-prompt-data aime a.jsonl math b.jsonl --eval-interval 5"
+    both = "aime (1 sample per prompt), math (1 sample per prompt)"
+    assert rows(sets)["evaluation"] == f"before rollout 0 and after every 5 rollouts: {both}"
+    assert rows(f"{sets} --skip-eval-before-train")["evaluation"] == f"after every 5 rollouts: {both}"
+    assert rows(sets, overlap=True)["evaluation"] == f"after every 5 rollouts: {both}"
+    assert rows(f"{sets} --num-epoch 2")["evaluation"].endswith(f"after every 5 rollouts, every epoch: {both}")
+    assert rows(f"{sets} --num-rollout 0")["evaluation"] == f"once: {both}"
+
+
+def test_checkpoints() -> None:
+    assert rows("--save /c --save-interval 1")["checkpoints"] == "after every rollout and at the end, to /c"
+    exports = rows("--save /c --save-interval 4 --save-hf /hf/{rollout_id}")["checkpoints"]
+    assert exports == "after every 4 rollouts and at the end, to /c; Hugging Face exports to /hf/{rollout_id}"
+    assert "without --save-interval" in rows("--save /c")["checkpoints"]
+
+
+@pytest.mark.parametrize("flag", ["--colocate", "--offload-train", "--offload-rollout"])
+def test_the_overlapped_loop_takes_no_turns(flag: str) -> None:
+    args = dry(flag)
+    refuse_impossible_loop(args, overlap=False)
+    with pytest.raises(ArgumentError, match=rf"^{flag} makes engines and trainers take turns"):
+        refuse_impossible_loop(args, overlap=True)
