@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def versions() -> dict[str, Any]:
     }
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that a result depends on."""
     found = {}

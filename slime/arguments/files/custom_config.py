@@ -37,6 +37,11 @@ def read(path: str | None, flags: Iterable[Flag]) -> dict[str, Any]:
     return {**found, **own}
 
 
+def own_names(path: str | None, flags: Iterable[Flag]) -> frozenset[str]:
+    """The attributes in the file that belong to no flag."""
+    return frozenset(read(path, flags)) - {flag.dest for flag in flags}
+
+
 def look_alikes(path: str | None, given: Iterable[str], flags: Iterable[Flag]) -> list[str]:
     """A sentence for every attribute in ``given`` that is no flag but spelled almost like one: a mistyped flag?"""
     if path is None:

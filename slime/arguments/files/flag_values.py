@@ -52,7 +52,7 @@ class FlagNames:
         option = "--" + _plain(name).replace("_", "-")
         if option in owned:
             return f"it is set by slime itself: {owned[option]}"
-        guess = nearest(option, ["--" + known.replace("_", "-") for known in self.by_name])
+        guess = nearest(option.lower(), ["--" + known.replace("_", "-") for known in self.by_name])
         return f"no flag has this name; did you mean {_plain(guess)}?" if guess else "no flag has this name"
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files import yaml_source
+from slime.arguments.files import custom_config, yaml_source
 from slime.arguments.files.flag_values import FlagNames, read_flags
 from slime.arguments.files.schema import unknown_key
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
@@ -30,7 +31,7 @@ SECTIONS = ("versions", "arguments", "defaults", "derived")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A file's contents: attributes that count as given, defaults that replace slime's, and derived attributes."""
+    """A file's contents: attributes that count as given, defaults that are not slime's, and derived attributes."""
 
     given: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +60,9 @@ def read(path: str, flags: Sequence[Flag], own: Collection[str] = ()) -> RunConf
     given = _values(document, ("arguments",), names, own)
     defaults = _values(document, ("defaults",), names, own)
     document.check()
-    return RunConfig(given, defaults, document.data.get("derived") or {})
+    same = {flag.dest for flag in flags if flag.dest in defaults and defaults[flag.dest] == flag.default}
+    changed = {name: value for name, value in defaults.items() if name not in same}
+    return RunConfig(given, changed, document.data.get("derived") or {})
 
 
 def _values(document: Document, at: KeyPath, names: FlagNames, own: Collection[str]) -> dict[str, Any]:
@@ -79,7 +82,11 @@ def _values(document: Document, at: KeyPath, names: FlagNames, own: Collection[s
 
 def snapshot(args: Namespace) -> dict[str, Any]:
     """The attributes as they are now; taken before the rules change them."""
-    return {name: deepcopy(value) for name, value in vars(args).items() if name not in FINDINGS}
+    return {
+        name: deepcopy(value) if isinstance(value, list | dict) else value
+        for name, value in vars(args).items()
+        if name not in FINDINGS
+    }
 
 
 def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
@@ -93,7 +100,8 @@ def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
 
     flags = {flag.dest: flag for flag in all_flags() if flag.dest not in OWN_FLAGS}
     hidden: list[str] = []
-    given = {name: before[name] for name in sorted(args.explicit_flags - OWN_FLAGS)}
+    plugins = custom_config.own_names(args.custom_config_path, flags.values())  # that file is read again
+    given = {name: before[name] for name in sorted(args.explicit_flags - OWN_FLAGS - plugins)}
     defaults = {name: before[name] for name, f in flags.items() if f.source == "slime" and name not in given}
     content = {
         "versions": {"slime": slime.__version__, "packages": package_versions()},
@@ -109,9 +117,12 @@ def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
 def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
     """What the rules made of the flags: every attribute that is not as it was in ``before``, as plain data."""
     skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", *megatron.aliases().values()}
-    names = sorted(name for name in vars(args) if name not in skipped and not is_secret(name))
-    now = {name: plain(name, getattr(args, name)) for name in names}
-    return {name: now[name] for name in names if name not in before or not _same(plain(name, before[name]), now[name])}
+    changed = [
+        name
+        for name, value in sorted(vars(args).items())
+        if name not in skipped and not (name in before and _same(before[name], value))
+    ]
+    return {name: plain(name, getattr(args, name)) for name in changed if not is_secret(name)}
 
 
 def differences(args: Namespace, before: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -170,5 +181,6 @@ def _write_atomically(path: str, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
         temporary.replace(target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise ArgumentError(f"--dump-config {path}: cannot be written: {error.strerror}") from error

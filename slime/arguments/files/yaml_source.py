@@ -35,6 +35,7 @@ class Document:
         self.data: dict[str, Any] = {}
         self._source, self._root = source, root
         self._mistakes: list[tuple[int, str]] = []
+        self._children: dict[int, dict[str | int, tuple[Any, Any]]] = {}
 
     def value(self, at: KeyPath) -> Any:
         """The value at ``at``, or None where there is none."""
@@ -74,7 +75,10 @@ class Document:
         """The node that says where ``at`` is, and the one with its value (None when ``at`` does not exist)."""
         place = value = self._root
         for step in at:
-            found = _child(value, step)
+            if id(value) not in self._children:
+                self._children[id(value)] = _children(value)
+            below = self._children[id(value)]
+            found = below.get(step) or below.get(str(step))
             if found is None:
                 return place, None
             place, value = found
@@ -168,15 +172,13 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _child(node: Any, step: str | int) -> tuple[Any, Any] | None:
-    """The nodes of the key (or item) and the value below ``node``."""
-    if node.id == "sequence" and isinstance(step, int) and 0 <= step < len(node.value):
-        return node.value[step], node.value[step]
-    if node.id == "mapping":
-        for key, value in reversed(node.value):  # what `<<` merges in stands before the mapping's own keys
-            if key.id == "scalar" and key.value == str(step):
-                return key, value
-    return None
+def _children(node: Any) -> dict[str | int, tuple[Any, Any]]:
+    """Key or list place -> the nodes of the key (or the item) and of the value."""
+    if node.id == "sequence":
+        return {place: (item, item) for place, item in enumerate(node.value)}
+    if node.id == "mapping":  # what `<<` merges in stands before the mapping's own keys
+        return {key.value: (key, value) for key, value in node.value if key.id == "scalar"}
+    return {}
 
 
 def _refuse_duplicates(document: Document) -> None:
