@@ -36,10 +36,13 @@ def check_file(args: Namespace, given: str, text: str) -> None:
         raise ArgumentError(f"{given}: expected a .jsonl or .parquet file, path@[a:b] for a slice")
     if path.is_file():
         return
-    seen = "is a directory" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
-    if path.is_absolute() and not path.is_dir():
-        seen = "does not exist"
-    unchecked.missing(args, f"{given}: the file {path} {seen}")
+    whole = text == str(path)
+    if path.is_dir():
+        problem = "this is a directory" if whole else f"{path} is a directory"
+    else:
+        problem = "there is no such file" if whole else f"there is no file {path}"
+        problem += "" if path.is_absolute() else f" (in {Path.cwd()})"
+    unchecked.missing(args, f"{given}: {problem}")
 
 
 def _path_of(given: str, text: str) -> str:

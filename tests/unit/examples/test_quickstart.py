@@ -79,6 +79,9 @@ def test_the_command_lines_are_accepted_by_train_py(tmp_path):
         config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 384}
         config |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 1024, "tie_word_embeddings": True}
         (directory / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0}))
+    paths.data.mkdir(parents=True)
+    for name in ("sft", "train", "held_out"):
+        (paths.data / f"{name}.jsonl").touch()
     sft = parse_args(recipe.sft(paths, 0))
     assert sft.num_rollout * sft.rollout_batch_size == recipe.SFT_ROLLOUTS * recipe.SFT_BATCH
     grpo = parse_args(recipe.grpo(paths, 1, rollouts=60, shuffled=True))
