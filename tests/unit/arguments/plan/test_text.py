@@ -142,7 +142,7 @@ def test_clusters_of_thousands_fit_on_a_few_screens() -> None:
     assert ["512-1023", "4096-8191", "-", "0-511"] in rows
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random_command_lines())
 def test_whatever_is_accepted_has_a_page(command_line: str) -> None:
     try:
