@@ -59,6 +59,7 @@ def records(source: Source) -> Records:
     cached = _cache_file(f"{source.package}-{version}-{readers_digest()}.json")
     found = _read_cached(cached)
     if found is None:
+        print(f"slime: reading the arguments of {source.package} {version}, once (seconds)", file=sys.stderr)
         found = read_installed(source)
         if cached is not None:
             write_atomically(cached, json.dumps(found))

@@ -19,6 +19,7 @@ from slime.arguments.passthrough.megatron_table import HAND_TABLE, NOT_FLAGS
 from tests.support.arguments import dry, parse
 
 DATA = Path(__file__).parents[2] / "data" / "arguments"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
 def _script_flags() -> list[tuple[str, str, str]]:
@@ -34,6 +35,15 @@ def test_flags_of_launch_scripts(parser, words: str, attribute: str, value: str)
     expected = json.loads(value)
     assert (values, rest) == ({attribute: expected}, [])
     assert type(values[attribute]) is type(expected)
+
+
+def test_the_table_has_every_flag_of_the_launch_scripts(flags) -> None:
+    """Another flag of Megatron in a script needs a line that says what it sets."""
+    offered = {option for flag in flags if flag.source == "megatron" for option in flag.options}
+    texts = [path.read_text() for path in SCRIPTS.rglob("*.sh")]
+    used = {option for text in texts for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text)} & offered
+    assert len(used) > 50
+    assert used <= {words.split()[0] for words, _, _ in _script_flags()}
 
 
 def test_every_field_is_a_flag_or_says_why_not(flags) -> None:
