@@ -172,7 +172,7 @@ def test_linear_attention_from_flags() -> None:
             linear_key_head_dim=8,
             linear_value_head_dim=16,
             linear_conv_kernel_dim=4,
-        )  # fmt: skip
+        )
     )
     assert [kind.linear for kind in size.shape.kinds] == [True, False, True, False]
     keys, values = 2 * 8, 4 * 16
