@@ -135,6 +135,7 @@ def _weights(args: Namespace, shape: ModelShape, sizes: EngineSizes, layout: Wei
     """Bytes of the weights on the pipeline stage that holds the most layers."""
     per_layer = {kind: _layer_bytes(args, shape, kind, sizes, layout) for kind in set(shape.kinds)}
     layers = sum(per_layer[kind] for kind in shape.kinds) * -(-shape.layers // sizes.pp) / shape.layers
+    layers += shape.norm * shape.hidden * layout.element  # the last norm
     drafts = shape.mtp * (per_layer[shape.kinds[-1]] + 2 * shape.hidden**2 * layout.bytes_per_weight)
     rows = -(-shape.vocab_unpadded // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     matrix = rows * shape.hidden * layout.element

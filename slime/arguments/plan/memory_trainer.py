@@ -230,9 +230,10 @@ def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, floa
     one_input = kept.element * shape.hidden / (parallel.tp if kept.distributed else parallel.sp)
     if kept.method == "block":
         block = min(kept.block, len(full))
-        return ends + block * one_input + sum(full[block:]), max(full[:block], default=0.0) + working
-    blocks = -(-len(full) // kept.block)
-    return ends + blocks * one_input, sum(sorted(full, reverse=True)[: kept.block]) + working
+        again = max(0.0, max(full[:block], default=0.0) - one_input)  # the input is there already
+        return ends + block * one_input + sum(full[block:]), again + working
+    again = max(0.0, sum(sorted(full, reverse=True)[: kept.block]) - one_input)
+    return ends + -(-len(full) // kept.block) * one_input, again + working
 
 
 def _logits(args: Namespace, size: ModelSize, tokens: int) -> int:
