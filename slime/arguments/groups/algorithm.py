@@ -13,42 +13,60 @@ class Algorithm(ArgumentGroup):
 
     title = "algorithm"
 
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss", "loss of the actor")
-    custom_loss_function_path: DottedPath | None = flag(None, "dotted path of the loss, with --loss-type custom_loss")
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
+        "policy_loss", "loss of the actor: policy gradient, supervised fine-tuning, or --custom-loss-function-path"
+    )
+    custom_loss_function_path: DottedPath | None = flag(
+        None, "dotted path of your own loss, with --loss-type custom_loss"
+    )
     advantage_estimator: Literal[
         "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-    ] = flag("grpo", "how advantages are computed; ppo trains a critic")
+    ] = flag("grpo", "how advantages are computed from rewards; ppo trains a critic for it")
     compute_advantages_and_returns: bool = flag(
-        True, "leave advantages out (SFT, custom losses)", option="--disable-compute-advantages-and-returns"
+        True,
+        "compute no log-probs and advantages before the step (SFT, custom losses)",
+        option="--disable-compute-advantages-and-returns",
     )
     custom_advantage_function_path: DottedPath | None = flag(
-        None, "dotted path of a function that fills in the advantages"
+        None, "dotted path of your own function that computes advantages, instead of --advantage-estimator"
     )
-    eps_clip: float = flag(0.2, "lower clip of the policy ratio", ge=0)
-    eps_clip_high: float | None = flag(None, "upper clip of the policy ratio; default: --eps-clip", ge=0)
-    eps_clip_c: float | None = flag(None, "bound of dual clipping", gt=1)
-    value_clip: float = flag(0.2, "clip of the value loss", ge=0)
-    num_critic_only_steps: int = flag(0, "rollouts at the start that train only the critic", ge=0)
-    kl_coef: float = flag(0.0, "weight of the KL penalty in the advantage (needs a reference model)")
-    use_kl_loss: bool = flag(False, "add the KL to the reference model to the loss")
-    kl_loss_coef: float = flag(0.0, "weight of that KL")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag("k1", "estimator of the KL")
-    use_unbiased_kl: bool = flag(False, "multiply the KL by the policy ratio")
-    ref_update_interval: int | None = flag(None, "copy the actor to the reference model every N rollouts", ge=1)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    gamma: float = flag(1.0, "discount", ge=0, le=1)
-    lambd: float = flag(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
-    normalize_advantages: bool = flag(False, "whiten advantages over the batch")
+    eps_clip: float = flag(0.2, "the policy ratio is clipped below at 1 - this", ge=0)
+    eps_clip_high: float | None = flag(None, "the policy ratio is clipped above at 1 + this; default: --eps-clip", ge=0)
+    eps_clip_c: float | None = flag(
+        None, "bound of the loss where the advantage is negative (dual clipping); default: none", gt=1
+    )
+    value_clip: float = flag(0.2, "how far values may move in a step of the critic before its loss is clipped", ge=0)
+    num_critic_only_steps: int = flag(
+        0, "rollouts at the start that train only the critic, with --advantage-estimator ppo", ge=0
+    )
+    kl_coef: float = flag(0.0, "weight of the KL penalty to the reference model (--ref-load) in the advantage; 0: none")
+    use_kl_loss: bool = flag(
+        False, "add the KL to the reference model (--ref-load) to the loss, with weight --kl-loss-coef"
+    )
+    kl_loss_coef: float = flag(0.0, "weight of the KL of --use-kl-loss")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
+        "k1", "estimator of the KL, for --kl-coef and --use-kl-loss"
+    )
+    use_unbiased_kl: bool = flag(False, "multiply the KL of --use-kl-loss by the policy ratio")
+    ref_update_interval: int | None = flag(
+        None, "copy the actor to the reference model every N rollouts; default: never", ge=1
+    )
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus in the loss")
+    gamma: float = flag(1.0, "discount of later rewards", ge=0, le=1)
+    lambd: float = flag(1.0, "lambda of generalised advantage estimation, with --advantage-estimator ppo", ge=0, le=1)
+    normalize_advantages: bool = flag(False, "whiten advantages over the batch: mean 0, standard deviation 1")
     grpo_std_normalization: bool = flag(
-        True, "do not divide group advantages by their standard deviation", option="--disable-grpo-std-normalization"
+        True, "do not divide a group's rewards by their standard deviation", option="--disable-grpo-std-normalization"
     )
     rewards_normalization: bool = flag(
-        True, "use raw rewards, without the group mean taken off", option="--disable-rewards-normalization"
+        True,
+        "use rewards as they are, without taking the mean of the group off",
+        option="--disable-rewards-normalization",
     )
-    use_rollout_entropy: bool = flag(False, "compute the entropy in the log-prob pass too")
-    reset_optimizer_states: bool = flag(False, "forget Adam's moments before every rollout's training")
-    use_stateless_adam: bool = flag(False, "Adam without stored moments")
-    keep_old_actor: bool = flag(False, "keep the weights that generated the data for the old log-probs")
+    use_rollout_entropy: bool = flag(False, "compute the entropy in the log-prob pass too, for your hooks")
+    reset_optimizer_states: bool = flag(False, "forget Adam's moments before the training on every rollout")
+    use_stateless_adam: bool = flag(False, "Adam without stored moments, to save memory")
+    keep_old_actor: bool = flag(False, "keep the weights that generated the data, for the old log-probs")
 
 
 class OffPolicy(ArgumentGroup):
@@ -56,21 +74,28 @@ class OffPolicy(ArgumentGroup):
 
     title = "off-policy corrections"
 
-    use_rollout_logprobs: bool = flag(False, "take the engine's log-probs as those of the old policy")
-    use_tis: bool = flag(False, "truncated importance sampling between engine and trainer")
-    tis_clip: float = flag(2.0, "upper bound of its weights", gt=0)
-    tis_clip_low: float = flag(0.0, "lower bound of its weights", ge=0)
-    custom_tis_function_path: DottedPath | None = flag(None, "dotted path of your own importance weights")
+    use_rollout_logprobs: bool = flag(
+        False, "take the engine's log-probs as those of the old policy, instead of computing them with the trainer"
+    )
+    use_tis: bool = flag(False, "weight the loss by truncated importance sampling between engine and trainer")
+    tis_clip: float = flag(2.0, "upper bound of the weights of --use-tis", gt=0)
+    tis_clip_low: float = flag(0.0, "lower bound of the weights of --use-tis", ge=0)
+    custom_tis_function_path: DottedPath | None = flag(
+        None, "dotted path of your own importance weights, for --use-tis"
+    )
     custom_pg_loss_reducer_function_path: DottedPath | None = flag(
-        None, "dotted path of your own reducer of the policy loss"
+        None,
+        "dotted path of your own reduction of the policy loss over tokens; default: mean over tokens, then samples",
     )
     get_mismatch_metrics: bool = flag(
-        False, "compute the metrics of --custom-tis-function-path; the hook decides about the loss"
+        False, "report the metrics of --custom-tis-function-path, which decides whether it changes the loss"
     )
     use_routing_replay: bool = flag(False, "record expert routing in the log-prob pass and replay it in training")
     use_rollout_routing_replay: bool = flag(False, "replay the engine's expert routing in training")
     use_opsm: bool = flag(False, "mask sequences that are too far off policy")
-    opsm_delta: float = flag(1e-4, "threshold of --use-opsm", ge=0)
+    opsm_delta: float = flag(
+        1e-4, "KL to the old policy above which --use-opsm masks a sequence with negative advantage", ge=0
+    )
 
 
 class Distillation(ArgumentGroup):
@@ -79,10 +104,13 @@ class Distillation(ArgumentGroup):
     title = "on-policy distillation"
 
     use_opd: bool = flag(False, "train towards a teacher's log-probs")
-    opd_type: Literal["sglang", "megatron"] | None = flag(None, "where the teacher runs")
+    opd_type: Literal["sglang", "megatron"] | None = flag(
+        None,
+        "where the teacher of --use-opd runs: in an SGLang server (--rm-url) or in the trainer (--opd-teacher-load)",
+    )
     opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher")
-    opd_teacher_load: str | None = flag(None, "teacher checkpoint, with --opd-type megatron")
-    opd_teacher_ckpt_step: int | None = flag(None, "its step")
+    opd_teacher_load: str | None = flag(None, "checkpoint of the teacher, with --opd-type megatron")
+    opd_teacher_ckpt_step: int | None = flag(None, "step of the checkpoint --opd-teacher-load; default: its latest")
 
 
 class MultiTokenPrediction(ArgumentGroup):
@@ -90,6 +118,6 @@ class MultiTokenPrediction(ArgumentGroup):
 
     title = "multi-token prediction"
 
-    mtp_num_layers: int | None = flag(None, "multi-token prediction layers", ge=1)
-    mtp_loss_scaling_factor: float = flag(0.2, "weight of their loss")
-    enable_mtp_training: bool = flag(False, "train them")
+    mtp_num_layers: int | None = flag(None, "layers that predict tokens further ahead; default: none", ge=1)
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of --mtp-num-layers, with --enable-mtp-training")
+    enable_mtp_training: bool = flag(False, "train the layers of --mtp-num-layers")

@@ -11,7 +11,7 @@ class Cluster(ArgumentGroup):
     title = "cluster and placement"
 
     actor_num_nodes: int = flag(1, "nodes used for training", ge=0)
-    actor_num_gpus_per_node: int = flag(8, "training slots per node", ge=0)
+    actor_num_gpus_per_node: int = flag(8, "slots (GPUs) used for training on each of those nodes", ge=0)
     rollout_num_gpus: int | None = flag(
         None,
         "inference slots in total; 0 starts routers only. Needed unless training and inference share slots "
@@ -19,11 +19,17 @@ class Cluster(ArgumentGroup):
         ge=0,
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "slots of one engine (tensor x pipeline parallel size); may span nodes", ge=1
+        1,
+        "slots of one engine: its tensor-parallel size x --sglang-pp-size; more than --num-gpus-per-node spans nodes",
+        ge=1,
     )
-    num_gpus_per_node: int = flag(8, "slots per node as seen by the placement of engines", ge=1)
-    colocate: bool = flag(False, "training and inference share the same slots; implies both offloads")
-    offload: bool = flag(False, "shorthand for --offload-train --offload-rollout")
+    num_gpus_per_node: int = flag(8, "slots a node has; engines are placed by it", ge=1)
+    colocate: bool = flag(
+        False,
+        "train and generate on the same slots, taking turns; implies --offload-train and --offload-rollout "
+        "(--no-offload-train, --no-offload-rollout: not)",
+    )
+    offload: bool = flag(False, "both --offload-train and --offload-rollout")
     offload_train: bool | None = flag(
         None, "put the trainer to sleep while engines generate; default: only with --colocate"
     )
@@ -31,14 +37,18 @@ class Cluster(ArgumentGroup):
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend; gloo is chosen by itself on machines without GPUs"
     )
-    distributed_timeout_minutes: int = flag(10, "timeout of collective operations, in minutes", gt=0)
+    distributed_timeout_minutes: int = flag(
+        10, "minutes a collective operation of the trainers may take before the run ends", gt=0
+    )
     ray_address: str | None = flag(
         None, "Ray cluster to join; default: $RAY_ADDRESS, else a cluster of this process's own"
     )
     placement_timeout: float = flag(300.0, "seconds to wait for the slots to be placed before giving up", gt=0)
     engine_ready_timeout: float = flag(600.0, "seconds an engine or router may take until it answers", gt=0)
-    http_proxy: str | None = flag(None, "without effect in slime <= 0.3.1")
-    use_distributed_post: bool = flag(False, "send requests from helper actors spread over the nodes")
+    http_proxy: str | None = flag(None, "accepted for old launch scripts")
+    use_distributed_post: bool = flag(
+        False, "send generate requests from helper actors spread over the nodes instead of from one process"
+    )
 
 
 class ExternalEngines(ArgumentGroup):

@@ -13,28 +13,35 @@ class Data(ArgumentGroup):
 
     title = "data"
 
-    num_rollout: int | None = flag(None, "rollouts of the whole run; 0 with --eval-interval evaluates once", ge=0)
+    num_rollout: int | None = flag(
+        None, "rollouts of the whole run (or give --num-epoch); 0 with --eval-interval evaluates once and ends", ge=0
+    )
     num_epoch: int | None = flag(
         None,
-        "passes over the prompts; with --num-rollout, which then says how long the run is, only the epoch ends",
+        "passes over the prompts (or give --num-rollout). With both, --num-rollout says how long the run is "
+        "and this only where epochs end",
         ge=1,
     )
     rollout_global_dataset: bool = flag(
         True,
-        "no built-in data set: the rollout function finds its own prompts",
+        "do not read --prompt-data: the rollout function finds its own prompts, and their state is not saved",
         option="--disable-rollout-global-dataset",
     )
     data_source_path: DottedPath = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "dotted path of the data-source class"
     )
-    prompt_data: str | None = flag(None, "prompts, .jsonl or .parquet; path@[a:b] takes rows a to b")
-    apply_chat_template: bool = flag(False, "run messages through the tokenizer's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, "JSON object of extra arguments of the chat template")
-    input_key: str = flag("input", "column of the prompt")
-    label_key: str | None = flag(None, "column of the label")
-    multimodal_keys: dict[str, str] | None = flag(None, 'JSON object of media type -> column, e.g. {"image": "images"}')
-    metadata_key: str = flag("metadata", "column of the metadata object")
-    tool_key: str = flag("tools", "column of the tool list")
+    prompt_data: str | None = flag(None, "file of prompts, .jsonl or .parquet; FILE@[a:b] takes rows a to b")
+    apply_chat_template: bool = flag(False, "render the prompt, a list of messages, with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = flag(
+        {}, 'JSON object of extra arguments of --apply-chat-template, e.g. {"enable_thinking": false}'
+    )
+    input_key: str = flag("input", "column of --prompt-data that holds the prompt: text, or a list of messages")
+    label_key: str | None = flag(None, "column of --prompt-data that holds the label, for the reward; default: none")
+    multimodal_keys: dict[str, str] | None = flag(
+        None, 'JSON object of media type -> column of --prompt-data, e.g. {"image": "images"}'
+    )
+    metadata_key: str = flag("metadata", "column of --prompt-data that holds an object for sample.metadata")
+    tool_key: str = flag("tools", "column of --prompt-data that holds the list of tools for the chat template")
     start_rollout_id: int | None = flag(None, "first rollout id; default: the checkpoint's, else 0", ge=0)
 
 
@@ -44,18 +51,38 @@ class Batch(ArgumentGroup):
     title = "batches"
 
     rollout_batch_size: int = flag(None, "prompts per rollout", required=True, ge=1)
-    n_samples_per_prompt: int = flag(1, "responses per prompt (the group size)", ge=1)
-    global_batch_size: int | None = flag(None, "samples per optimiser step", ge=1)
-    num_steps_per_rollout: int | None = flag(
-        None, "optimiser steps per rollout; the other way to give the batch size", ge=1
+    n_samples_per_prompt: int = flag(
+        1, "responses to each of the --rollout-batch-size prompts (the size of a group)", ge=1
     )
-    micro_batch_size: int = flag(1, "samples per micro-batch; without effect with --use-dynamic-batch-size", ge=1)
-    balance_data: bool = flag(False, "balance the work of data-parallel ranks by estimated FLOPs")
-    balance_by_flops: bool = flag(False, "form micro-batches by FLOPs too (the token limit may be exceeded)")
-    use_dynamic_batch_size: bool = flag(False, "pack micro-batches by tokens, up to --max-tokens-per-gpu")
+    global_batch_size: int | None = flag(
+        None,
+        "samples per optimiser step (or give --num-steps-per-rollout): --rollout-batch-size x "
+        "--n-samples-per-prompt = this x steps",
+        ge=1,
+    )
+    num_steps_per_rollout: int | None = flag(
+        None, "optimiser steps per rollout, from which --global-batch-size follows", ge=1
+    )
+    micro_batch_size: int = flag(
+        1, "samples per micro-batch on a data-parallel rank; without effect with --use-dynamic-batch-size", ge=1
+    )
+    balance_data: bool = flag(False, "give data-parallel ranks micro-batches of about equal FLOPs; default: in turn")
+    balance_by_flops: bool = flag(
+        False,
+        "with --use-dynamic-batch-size, form micro-batches of about equal FLOPs too (the token limit may be exceeded)",
+    )
+    use_dynamic_batch_size: bool = flag(
+        False, "pack micro-batches by tokens, up to --max-tokens-per-gpu, instead of by --micro-batch-size samples"
+    )
     max_tokens_per_gpu: int | None = flag(
-        None, "tokens of one micro-batch per slot (times context-parallel size)", ge=1
+        None,
+        "most tokens of a micro-batch per slot (a micro-batch has --context-parallel-size times as many), "
+        "with --use-dynamic-batch-size",
+        ge=1,
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
-        None, "the log-prob pass uses the micro-batches of training: nothing else than --max-tokens-per-gpu", ge=1
+        None,
+        "the same for the log-prob pass, which uses the micro-batches of training: anything but "
+        "--max-tokens-per-gpu has no effect",
+        ge=1,
     )

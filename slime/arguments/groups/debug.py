@@ -12,18 +12,28 @@ class Debug(ArgumentGroup):
 
     title = "debugging"
 
-    debug_rollout_only: bool = flag(False, "engines only: no trainer")
-    debug_train_only: bool = flag(False, "trainer only: no engines")
-    save_debug_rollout_data: str | None = flag(None, "path template with {rollout_id}: dump every rollout")
-    load_debug_rollout_data: str | None = flag(
-        None, "path template with {rollout_id}: train on dumps; no engines start"
+    debug_rollout_only: bool = flag(False, "start engines but no trainer: generate only")
+    debug_train_only: bool = flag(
+        False,
+        "start the trainer but no engines: train on what the rollout function makes without them (SFT), or on dumps",
     )
-    load_debug_rollout_data_subsample: float | None = flag(None, "part of a dump to keep, between 0 and 1", gt=0, le=1)
+    save_debug_rollout_data: str | None = flag(
+        None, "path template with {rollout_id}: dump the samples of every rollout"
+    )
+    load_debug_rollout_data: str | None = flag(
+        None, "path template with {rollout_id}: train on dumps of --save-debug-rollout-data; no engines start"
+    )
+    load_debug_rollout_data_subsample: float | None = flag(
+        None, "part of a dump to keep, above 0 and up to 1: its first and its last samples", gt=0, le=1
+    )
     load_forge_rollout_data: str | None = flag(
-        None, "dumps for slime.rollout.forge_load.generate_rollout; engines stay"
+        None,
+        "dumps to replay while engines run, with --rollout-function-path slime.rollout.forge_load.generate_rollout",
     )
     save_debug_train_data: str | None = flag(None, "path template with {rollout_id} and {rank}: dump what trainers get")
-    dump_details: str | None = flag(None, "directory for both dumps and the tokenizer")
+    dump_details: str | None = flag(
+        None, "directory for everything: --save-debug-rollout-data, --save-debug-train-data and the tokenizer"
+    )
 
 
 class Profiling(ArgumentGroup):
@@ -32,12 +42,16 @@ class Profiling(ArgumentGroup):
     title = "profiling"
 
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
-        ["train_overall"], "parts to profile"
+        ["train_overall"], "parts of training to profile"
     )
-    memory_snapshot_dir: str = flag(".", "directory of memory snapshots")
-    memory_snapshot_num_steps: int | None = flag(None, "stop recording memory after this many rollouts", ge=1)
-    memory_recorder: Literal["torch", "memray"] = flag("torch", "what records memory")
-    record_memory_history: bool = flag(False, "record memory")
+    memory_snapshot_dir: str = flag(".", "directory of memory snapshots, with --record-memory-history")
+    memory_snapshot_num_steps: int | None = flag(
+        None, "stop recording memory after this many rollouts; default: at the end", ge=1
+    )
+    memory_recorder: Literal["torch", "memray"] = flag(
+        "torch", "what records memory: torch the GPU's, memray the host's"
+    )
+    record_memory_history: bool = flag(False, "record allocations of memory in the trainers")
 
 
 class ContinuousIntegration(ArgumentGroup):
@@ -45,10 +59,14 @@ class ContinuousIntegration(ArgumentGroup):
 
     title = "continuous integration"
 
-    ci_test: bool = flag(False, "extra assertions")
-    ci_disable_kl_checker: bool = flag(False, "leave the KL assertion out")
+    ci_test: bool = flag(False, "check during the run what must hold in tests: log-probs, KL and gradients")
+    ci_disable_kl_checker: bool = flag(False, "leave the check of the KL out of --ci-test")
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, "largest mean difference of trainer and engine log-probs", ge=0
+        0.1, "largest mean difference of the log-probs of trainer and engine that --ci-test accepts", ge=0
     )
-    ci_save_grad_norm: str | None = flag(None, "path template with {role}, {rollout_id}, {step_id}")
-    ci_load_grad_norm: str | None = flag(None, "path template of gradient norms to compare with")
+    ci_save_grad_norm: str | None = flag(
+        None, "path template with {role}, {rollout_id} and {step_id}: write gradient norms"
+    )
+    ci_load_grad_norm: str | None = flag(
+        None, "path template of --ci-save-grad-norm: compare gradient norms with those of another run"
+    )

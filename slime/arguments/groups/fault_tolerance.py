@@ -10,7 +10,9 @@ class FaultTolerance(ArgumentGroup):
 
     title = "fault tolerance"
 
-    use_fault_tolerance: bool = flag(False, "check engines and restart those that fail")
-    rollout_health_check_interval: float = flag(30.0, "seconds between two checks", gt=0)
-    rollout_health_check_timeout: float = flag(30.0, "seconds one check may take", gt=0)
-    rollout_health_check_first_wait: float = flag(0.0, "seconds of grace after a resume", ge=0)
+    use_fault_tolerance: bool = flag(
+        False, "check the health of engines and restart those that fail before the next weight sync"
+    )
+    rollout_health_check_interval: float = flag(30.0, "seconds between two health checks of the engines", gt=0)
+    rollout_health_check_timeout: float = flag(30.0, "seconds one health check may take", gt=0)
+    rollout_health_check_first_wait: float = flag(0.0, "seconds after engines resume before they are checked", ge=0)

@@ -16,20 +16,32 @@ class Logging(ArgumentGroup):
         None, "directory of metrics, logs, samples and configuration; default: runs/<time>-<pid>"
     )
     use_wandb: bool = flag(False, "log to Weights & Biases")
-    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(None, "overrides $WANDB_MODE")
-    wandb_dir: str | None = flag(None, "directory of W&B files")
-    wandb_key: str | None = flag(None, "API key")
-    wandb_host: str | None = flag(None, "address of the W&B server")
-    wandb_team: str | None = flag(None, "entity")
-    wandb_group: str | None = flag(None, "group of runs")
-    wandb_project: str | None = flag(None, "project")
-    wandb_run_id: str | None = flag(None, "id of the run to continue")
-    wandb_random_suffix: bool = flag(True, "no random suffix on the group name", option="--disable-wandb-random-suffix")
-    wandb_always_use_train_step: bool = flag(False, "count everything in train steps instead of rollouts")
-    log_multi_turn: bool = flag(False, "log metrics of multi-turn samples")
-    log_passrate: bool = flag(False, "log pass@k of the rollout")
-    log_correct_samples: bool = flag(False, "log metrics of correct samples apart")
-    log_reward_category: str | None = flag(None, "key of reward objects to count by")
-    use_tensorboard: bool = flag(False, "log to TensorBoard (--tb-project-name or $TENSORBOARD_DIR)")
-    tb_project_name: str | None = flag(None, "TensorBoard project")
-    tb_experiment_name: str | None = flag(None, "TensorBoard experiment; default: the time")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
+        None, "where Weights & Biases logs; default: $WANDB_MODE, else online"
+    )
+    wandb_dir: str | None = flag(None, "directory of the files of Weights & Biases; default: its own (./wandb)")
+    wandb_key: str | None = flag(
+        None, "API key of Weights & Biases; default: $WANDB_API_KEY or the login of this machine"
+    )
+    wandb_host: str | None = flag(None, "address of the Weights & Biases server; default: the public one")
+    wandb_team: str | None = flag(None, "team or user (entity) on Weights & Biases")
+    wandb_group: str | None = flag(None, "name under which Weights & Biases groups runs; default: none")
+    wandb_project: str | None = flag(None, "project on Weights & Biases; default: slime")
+    wandb_run_id: str | None = flag(None, "id of the run on Weights & Biases to continue; default: a new one")
+    wandb_random_suffix: bool = flag(
+        True, "no random suffix on the name of --wandb-group", option="--disable-wandb-random-suffix"
+    )
+    wandb_always_use_train_step: bool = flag(
+        False, "count rollouts and evaluations by optimiser steps too, instead of by rollouts"
+    )
+    log_multi_turn: bool = flag(
+        False, "log turns, and response lengths with and without the tokens that an environment wrote"
+    )
+    log_passrate: bool = flag(False, "log pass@k: how often one of k responses to a prompt has the reward 1")
+    log_correct_samples: bool = flag(False, "log the metrics of correct samples apart")
+    log_reward_category: str | None = flag(None, "key of reward objects; samples are counted by its values")
+    use_tensorboard: bool = flag(False, "log to TensorBoard; needs --tb-project-name or $TENSORBOARD_DIR")
+    tb_project_name: str | None = flag(
+        None, "TensorBoard writes to tensorboard_log/<this>/<experiment>, or to $TENSORBOARD_DIR"
+    )
+    tb_experiment_name: str | None = flag(None, "last part of TensorBoard's directory; default: the time")

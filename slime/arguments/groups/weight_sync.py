@@ -13,19 +13,31 @@ class WeightSync(ArgumentGroup):
 
     title = "weight synchronisation"
 
-    update_weight_mode: Literal["full", "delta"] = flag("full", "send everything, or only the bytes that changed")
+    update_weight_mode: Literal["full", "delta"] = flag(
+        "full", "send all weights to the engines, or only the bytes that changed"
+    )
     update_weight_transport: Literal["nccl", "disk"] = flag(
         "nccl", "nccl: a process group to the engines (gloo without GPUs), shared memory with --colocate; disk: files"
     )
-    update_weight_buffer_size: int = flag(512 * 1024**2, "bytes of one bucket of weights", gt=0)
-    update_weights_interval: int = flag(1, "train_async.py: rollouts between two syncs", ge=1)
-    update_weight_disk_dir: str | None = flag(None, "shared directory of the disk transport")
-    update_weight_disk_keep_files: bool = flag(False, "keep the files after engines have read them")
-    update_weight_local_checkpoint_dir: str | None = flag(None, "checkpoint kept on each engine host")
-    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag("xor", "encoding of changed bytes")
-    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag("xxh3-128", "digest per tensor")
+    update_weight_buffer_size: int = flag(
+        512 * 1024**2, "bytes of weights sent at a time; larger is faster and needs more memory", gt=0
+    )
+    update_weights_interval: int = flag(1, "rollouts between two weight syncs, in train_async.py", ge=1)
+    update_weight_disk_dir: str | None = flag(
+        None, "directory that trainers and engines share, with --update-weight-transport disk"
+    )
+    update_weight_disk_keep_files: bool = flag(False, "keep the files of that directory after engines have read them")
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None, "directory on each engine host for a checkpoint that follows the changes, with --update-weight-mode delta"
+    )
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = flag(
+        "xor", "encoding of changed bytes, with --update-weight-mode delta"
+    )
+    update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
+        "xxh3-128", "checksum per tensor, with --update-weight-mode delta"
+    )
     custom_update_weight_post_write_path: DottedPath | None = flag(
-        None, "dotted path of a hook after files are written"
+        None, "dotted path of a hook called after files are written, with --update-weight-transport disk"
     )
     check_weight_update_equal: bool = flag(False, "prove every sync: snapshot, reset, sync, compare and checksums")
     weight_sync_timeout: float = flag(600.0, "seconds one weight sync may take", gt=0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -69,6 +70,14 @@ def test_every_flag_can_be_told_about(flags):
         (example,) = (line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("  YAML "))
         value = yaml.safe_load(example.partition("   (")[0].replace("{...}", "{}"))
         assert list(value) == [flag.dest]
+
+
+def test_every_flag_of_ours_is_described_and_names_only_flags_that_exist(flags):
+    known = {option for flag in flags for option in flag.options}
+    for flag in flags:
+        if flag.source == "slime":
+            assert len(flag.help.split()) >= 2, flag.option
+            assert set(re.findall(r"--[a-z][\w-]*\w", flag.help)) <= known, flag.help
 
 
 def test_help_of_a_word_searches_every_source(flags):
