@@ -10,21 +10,21 @@ from itertools import groupby
 from slime.arguments.plan.placement import EnginePlan
 from slime.arguments.plan.processes import EngineSizes, Kind, Placement
 from slime.arguments.plan.ranks import DENSE, NAMES, Axis, TrainerRanks
-from slime.arguments.plan.words import bullets, count, paragraph, span, table
+from slime.arguments.plan.words import bullets, count, span, table, wrapped
 
-FEW = 16
-"""Ranks or engines that are listed one by one."""
+FEW_RANKS, FEW_ENGINES = 16, 8
+"""So many are listed one by one."""
 
 
 def placement_lines(placement: Placement, args: Namespace) -> list[str]:
     """The section of the page."""
-    lines = paragraph(_summary(placement))
+    lines = wrapped(_summary(placement), "  ", "  ")
     if placement.nodes:
         lines += ["", *_node_table(placement)]
     lines += ["", *_process_table(placement, args)]
     if placement.trainer is not None and placement.trainer.world_size > 1:
         lines += ["", *_rank_lines(placement, placement.trainer)]
-    if 1 < len(placement.engines) <= FEW:
+    if 1 < len(placement.engines) <= FEW_ENGINES:
         lines += ["", *_engine_table(placement)]
     notes = _notes(placement, args)
     return lines + (["", *bullets(notes)] if notes else [])
@@ -195,7 +195,7 @@ def _rank_lines(placement: Placement, ranks: TrainerRanks) -> list[str]:
             )
         )
     lines += table(("parallel", "size", "groups", "ranks of the first group", "a group is within"), rows)
-    if ranks.world_size <= FEW:
+    if ranks.world_size <= FEW_RANKS:
         several_axes = len(ranks.axes()) > 1
         return lines + (["", *_rank_table(placement, ranks)] if several_axes else [])
     return lines + (["", *_stage_table(placement, ranks)] if ranks.pp > 1 else [])

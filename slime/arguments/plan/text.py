@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 
 from slime.arguments.plan import Plan, plan
 from slime.arguments.plan.batch import batch_rows
 from slime.arguments.plan.placement_text import placement_lines
 from slime.arguments.plan.settings import derived_lines, given_lines
-from slime.arguments.plan.words import WIDTH, bullets, count, labelled
+from slime.arguments.plan.words import WIDTH, bullets, count, labelled, wrapped
 
 
 def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
@@ -52,11 +53,22 @@ def verdict(planned: Plan) -> list[str]:
     """Return what a real run would do with this command line."""
     lines = []
     if planned.refused_without_gpus is not None:
-        lines += [f"On a machine without GPUs a run would be refused: {planned.refused_without_gpus}"]
+        lines += wrapped(f"On a machine without GPUs a run would be refused: {planned.refused_without_gpus}")
     if planned.refused:
-        why = bullets(planned.refused)
-        return [*lines, f"A real run would be refused, for {count(len(planned.refused), 'reason')}:", *why]
+        return [*lines, "A real run would be refused:", *bullets(_merged(planned.refused))]
     seen = f" with {count(len(planned.warnings), 'warning')}" if planned.warnings else ""
     if planned.unchecked:
         return [*lines, f"A real run would start{seen}, if everything is there that could not be checked here."]
     return [*lines, f"A real run would start{seen}."]
+
+
+def _merged(sentences: Sequence[str]) -> list[str]:
+    """Sentences about flags that differ in nothing but the flag become one."""
+    flags: dict[str, list[str]] = {}
+    for sentence in sentences:
+        flag, _, rest = sentence.partition(" ")
+        flags.setdefault(rest, []).append(flag)
+    return [
+        f"{named[0]} {rest}" if len(named) == 1 else f"{rest.removeprefix('is ')}: {', '.join(named)}"
+        for rest, named in flags.items()
+    ]

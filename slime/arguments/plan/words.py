@@ -56,22 +56,12 @@ def labelled(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def bullets(sentences: Iterable[str]) -> list[str]:
-    """A list of sentences, wrapped."""
-    lines: list[str] = []
-    for sentence in sentences:
-        lines += textwrap.wrap(
-            sentence,
-            WIDTH,
-            initial_indent="  - ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-    return lines
+    """A list of sentences."""
+    return [line for sentence in sentences for line in wrapped(sentence, "  - ", "    ")]
 
 
-def paragraph(text: str) -> list[str]:
-    """A wrapped paragraph."""
+def wrapped(text: str, first: str = "", later: str = "") -> list[str]:
+    """The lines of a paragraph, indented by ``first`` and ``later``; only spaces are broken at."""
     return textwrap.wrap(
-        text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False, break_long_words=False
     )
