@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments.plan.memory_trainer import longest_sample
@@ -15,40 +16,68 @@ WORTH = 0.99  # advice must leave at most this part of what is needed now
 
 @dataclass(frozen=True)
 class Advice:
-    """Flags to give instead of what is given, and the bytes that a GPU would need with them."""
+    """Flags to give instead of what is given, the bytes that a GPU would need with them, and their attributes."""
 
     flags: str
     needed: float
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def trainer_advice(args: Namespace, capacity: float) -> list[Advice]:
     """Return changes that lower the peak of training on a GPU of ``capacity`` bytes, the most effective first."""
-    from slime.arguments.plan.memory import memory
+    return _ranked(args, _trainer_changes(args), lambda changed: _training(changed, capacity))
 
-    return _ranked(args, _trainer_changes(args), lambda changed: memory(changed).training(capacity))
+
+def trainer_together(args: Namespace, advice: Sequence[Advice], capacity: float) -> float | None:
+    """Return what a GPU would need with all of ``advice``; None where they cannot all be given."""
+    changed = _with(args, {name: value for item in advice for name, value in item.values.items()})
+    parallel = (changed.tensor_model_parallel_size, changed.pipeline_model_parallel_size, changed.context_parallel_size)
+    if _ranks(changed) % math.prod(int(size or 1) for size in parallel):
+        return None
+    try:
+        return _training(changed, capacity)
+    except ValueError:
+        return None
 
 
 def engine_advice(args: Namespace) -> list[Advice]:
     """Return changes that lower what weights and one request of the greatest length need on a GPU of an engine."""
+    return _ranked(args, _engine_changes(args), _generating)
+
+
+def _training(args: Namespace, capacity: float) -> float:
     from slime.arguments.plan.memory import memory
 
-    def needed(changed: Namespace) -> float:
-        engine = memory(changed).engine
-        assert engine is not None
-        request = (engine.request_tokens or 1) * engine.kv_per_token + engine.state_per_request
-        return engine.weights + request + engine.context
-
-    return _ranked(args, _engine_changes(args), needed)
+    return memory(args).training(capacity)
 
 
-def _ranked(args: Namespace, changes: Iterator[tuple[str, dict[str, Any]]], needed: Any) -> list[Advice]:
+def _generating(args: Namespace) -> float:
+    from slime.arguments.plan.memory import memory
+
+    engine = memory(args).engine
+    assert engine is not None
+    request = (engine.request_tokens or 1) * engine.kv_per_token + engine.state_per_request
+    return engine.weights + request + engine.context
+
+
+def _with(args: Namespace, values: Mapping[str, Any]) -> Namespace:
+    changed = copy.copy(args)
+    for name, value in values.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _ranks(args: Namespace) -> int:
+    return int(args.actor_num_nodes) * int(args.actor_num_gpus_per_node)
+
+
+def _ranked(
+    args: Namespace, changes: Iterator[tuple[str, dict[str, Any]]], needed: Callable[[Namespace], float]
+) -> list[Advice]:
     now, found = needed(args), []
     for flags, values in changes:
-        changed = copy.copy(args)
-        for name, value in values.items():
-            setattr(changed, name, value)
         try:
-            found.append(Advice(flags, needed(changed)))
+            found.append(Advice(flags, needed(_with(args, values)), values))
         except ValueError:  # the layers or sizes do not divide
             continue
     return sorted((item for item in found if item.needed <= WORTH * now), key=lambda item: item.needed)
@@ -56,7 +85,7 @@ def _ranked(args: Namespace, changes: Iterator[tuple[str, dict[str, Any]]], need
 
 def _trainer_changes(args: Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (flags, attributes): one change each that the flags' rules would accept."""
-    ranks = int(args.actor_num_nodes) * int(args.actor_num_gpus_per_node)
+    ranks = _ranks(args)
     tp, pp = int(args.tensor_model_parallel_size or 1), int(args.pipeline_model_parallel_size or 1)
     cp = int(args.context_parallel_size or 1)
     if ranks % (2 * tp * pp * cp) == 0:
@@ -126,7 +155,8 @@ def _doubled_tp(args: Namespace, tp: int) -> dict[str, Any]:
 
 def _engine_changes(args: Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     gpus = 2 * int(args.rollout_num_gpus_per_engine)
-    if int(args.rollout_num_gpus or 0) % gpus == 0 and _heads_divide(args, gpus):
+    groups = int(getattr(args, "sglang_pp_size", None) or 1) * int(getattr(args, "sglang_dp_size", None) or 1)
+    if int(args.rollout_num_gpus or 0) % gpus == 0 and gpus % groups == 0 and _heads_divide(args, gpus // groups):
         yield f"--rollout-num-gpus-per-engine {gpus}", {"rollout_num_gpus_per_engine": gpus}
     if not getattr(args, "sglang_quantization", None):
         yield "--sglang-quantization fp8", {"sglang_quantization": "fp8"}

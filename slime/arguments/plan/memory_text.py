@@ -6,7 +6,7 @@ import textwrap
 from argparse import Namespace
 
 from slime.arguments.plan.memory import CAPACITIES, GIB, Memory
-from slime.arguments.plan.memory_advice import Advice, engine_advice, trainer_advice
+from slime.arguments.plan.memory_advice import Advice, engine_advice, trainer_advice, trainer_together
 from slime.arguments.plan.memory_engine import EngineMemory
 from slime.arguments.plan.memory_trainer import TrainerMemory, element_size, memory_by_part, state_bytes
 from slime.arguments.plan.model_size import ModelSize
@@ -19,7 +19,7 @@ TIGHT = 0.9  # beyond this part of a GPU, fragmentation decides
 def render(args: Namespace, found: Memory) -> str:
     """Return the table of ``found``, indented by two columns."""
     lines = ["Per GPU, in GiB, on CUDA GPUs; what is counted and what is not: docs/en/advanced/memory.md"]
-    lines += textwrap.wrap(_model_line(found.size), WIDTH, subsequent_indent=" " * 11)
+    lines += textwrap.wrap(_model_line(found.size), WIDTH, subsequent_indent=" " * 11)  # a no-break space sticks
     if found.trainer is not None:
         lines += _trainer_lines(args, found.size, found.trainer)
     if found.engine is not None:
@@ -30,7 +30,7 @@ def render(args: Namespace, found: Memory) -> str:
     lines += _advice_lines(args, found)
     for remark in found.remarks:
         lines += textwrap.wrap(f"note: {remark}", WIDTH, subsequent_indent="      ")
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    return "\n".join(f"  {line}".rstrip() for line in lines).replace("\xa0", " ")
 
 
 def _model_line(size: ModelSize) -> str:
@@ -147,7 +147,11 @@ def _advice_lines(args: Namespace, found: Memory) -> list[str]:
     capacity = CAPACITIES[USUAL]
     lines: list[str] = []
     if found.trainer is not None and found.training(capacity) > capacity:
-        lines += _three("training", trainer_advice(args, capacity))
+        advice = trainer_advice(args, capacity)[:3]
+        lines += _three("training", advice)
+        together = trainer_together(args, advice, capacity) if len(advice) > 1 else None
+        if together is not None:
+            lines.append(f"  all of them  -> {together / GIB:,.1f} GiB")
     if found.engine is not None and not found.generating_fits(capacity):
         lines += _three("generating", engine_advice(args))
     return lines
@@ -165,4 +169,4 @@ def _row(name: str, count: float, explained: str) -> str:
 
 
 def _billions(count: int) -> str:
-    return f"{count / 1e9:,.2f} B" if count >= 5e6 else f"{count / 1e6:,.2f} M"
+    return f"{count / 1e9:,.2f}\xa0B" if count >= 5e6 else f"{count / 1e6:,.2f}\xa0M"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slime.arguments.models.facts import models
 from slime.arguments.plan.memory import CAPACITIES, memory, memory_text
 from slime.arguments.plan.memory_activations import Kept, layer_bytes, spared
-from slime.arguments.plan.memory_advice import engine_advice, trainer_advice
+from slime.arguments.plan.memory_advice import engine_advice, trainer_advice, trainer_together
 from slime.arguments.plan.memory_engine import EngineMemory, engine_memory
 from slime.arguments.plan.memory_quantization import weight_format
 from slime.arguments.plan.memory_trainer import (
@@ -392,9 +392,21 @@ def test_advice_tells_what_a_parse_of_it_would() -> None:
     for item in advice:
         if "nodes" not in item.flags:
             assert memory(published_args("Qwen3-32B", *flags, *item.flags.split())).training(capacity) == item.needed
+    both = [item for item in advice if item.flags.split()[0][2:8] in ("tensor", "recomp")]
+    words = " ".join(item.flags for item in both).split()
+    together = memory(published_args("Qwen3-32B", *flags, *words)).training(capacity)
+    assert trainer_together(args, both, capacity) == together < min(needed)
     for better in engine_advice(args):
         words = [*flags, *better.flags.split()]
         assert of_engine(published_args("Qwen3-32B", *words)).weights < of_engine(args).weights or "kv" in better.flags
+
+
+def test_advice_that_does_not_go_together() -> None:
+    """Two doublings of eight ranks are the most when four are in use already."""
+    args = published_args("Qwen3-32B", *COLOCATED, "--tensor-model-parallel-size", 4, "--sequence-parallel")
+    doublings = [item for item in trainer_advice(args, CAPACITIES[80]) if item.flags.endswith(("-size 8", "-size 2"))]
+    assert len(doublings) > 1
+    assert trainer_together(args, doublings, CAPACITIES[80]) is None
 
 
 def test_text_by_eye() -> None:
@@ -411,7 +423,7 @@ def test_text_by_eye() -> None:
 @pytest.mark.parametrize("name", [name for name, model in models().items() if model.repositories])
 def test_every_known_model_has_a_table_of_at_most_100_columns(name: str) -> None:
     checkpoint = models()[name].repositories[0].split("/")[-1]
-    text = memory_text(published_args(checkpoint, *COLOCATED, "--rollout-num-gpus-per-engine", 8))
+    text = memory_text(published_args(checkpoint, *COLOCATED, "--rollout-num-gpus-per-engine", 1))
     assert "GPU" in text
     assert "No estimate" not in text
     assert max(map(len, text.splitlines())) <= 100
