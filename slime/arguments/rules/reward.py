@@ -15,23 +15,36 @@ NOT_YET = ("ifbench",)
 
 def check(args: Namespace) -> None:
     """A built-in reward must be known and complete; no reward at all is worth a warning."""
+    _check_data_sets(args)
     if args.custom_rm_path is not None:
         return
     if args.rm_type is None:
         _warn_of_none(args)
         return
-    kind = args.rm_type.strip().removeprefix("boxed_")
+    _check_type(args, "--rm-type ", args.rm_type, "--custom-rm-path")
+
+
+def _check_data_sets(args: Namespace) -> None:
+    """The rewards of the built-in evaluation; a custom reward function may read any type."""
+    if (args.eval_function_path or args.rollout_function_path) != DEFAULT_ROLLOUT:
+        return
+    for dataset in args.eval_datasets:
+        if dataset.rm_type is not None and dataset.custom_rm_path is None:
+            said = f"--eval-config {args.eval_config}: data set {dataset.name}: rm_type "
+            _check_type(args, said, dataset.rm_type, "custom_rm_path")
+
+
+def _check_type(args: Namespace, said: str, rm_type: str, instead: str) -> None:
+    kind = rm_type.strip().removeprefix("boxed_")
     if kind not in RM_TYPES:
-        raise ArgumentError(
-            f"--rm-type {args.rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them"
-        )
+        raise ArgumentError(f"{said}{rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them")
     if kind in NOT_YET:
-        message = f"--rm-type {args.rm_type} is not available yet in this version; use --custom-rm-path"
+        message = f"{said}{rm_type} is not available yet in this version; use {instead}"
         if not getattr(args, "dry_run", False):
             raise ArgumentError(message)
         args.not_available.append(message)
     if kind == "remote_rm" and args.rm_url is None:
-        raise ArgumentError("--rm-type remote_rm needs --rm-url, the address that answers with rewards")
+        raise ArgumentError(f"{said}remote_rm needs --rm-url, the address that answers with rewards")
 
 
 def _warn_of_none(args: Namespace) -> None:

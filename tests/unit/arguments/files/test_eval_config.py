@@ -60,6 +60,27 @@ class TestDatasets:
         assert (b.metadata_overrides, b.reward_model) == ({"k": [1]}, {"any": "thing"})
 
 
+class TestRewards:
+    @pytest.mark.parametrize("rm_type", ["deepscaler", "boxed_math"])
+    def test_known_types(self, write, rm_type):
+        path = write(f"datasets: [{{name: a, path: p, rm_type: {rm_type}}}]")
+        assert dry("--eval-config", path).eval_datasets[0].rm_type == rm_type
+
+    def test_an_unknown_type_is_refused(self, write):
+        path = write("datasets: [{name: a, path: p, rm_type: deepscalr}]")
+        with pytest.raises(
+            ArgumentError, match=f"--eval-config {path}: data set a: rm_type deepscalr: expected one of"
+        ):
+            dry("--eval-config", path)
+        with pytest.raises(ArgumentError, match="rm_type remote_rm needs --rm-url"):
+            dry("--eval-config", write("datasets: [{name: a, path: p, rm_type: remote_rm}]"))
+
+    def test_a_custom_function_may_have_types_of_its_own(self, write):
+        path = write("datasets: [{name: a, path: p, rm_type: mine}]")
+        assert dry("--eval-config", path, "--custom-rm-path", "my.reward").eval_datasets[0].rm_type == "mine"
+        assert dry("--eval-config", path, "--eval-function-path", "my.eval").eval_datasets[0].rm_type == "mine"
+
+
 class TestInterpolation:
     def test_json_and_other_keys(self, write):
         text = '{"root": "/d", "eval": {"datasets": [{"name": "a", "path": "${root}/a.jsonl"}]}}'
