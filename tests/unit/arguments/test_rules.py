@@ -29,16 +29,17 @@ def plain_environment(monkeypatch):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Directories that the words HF, MEGATRON, EMPTY and DSA of the table stand for."""
+    """Directories that the words HF, MEGATRON, EMPTY, DSA and SHORT of the table stand for."""
     root = tmp_path_factory.mktemp("places")
-    megatron, empty, sparse = root / "megatron", root / "empty", root / "sparse"
-    for directory in (megatron / "iter_0000003", empty, sparse):
+    megatron, empty, sparse, short = (root / name for name in ("megatron", "empty", "sparse", "short"))
+    for directory in (megatron / "iter_0000003", empty, sparse, short):
         directory.mkdir(parents=True)
     (megatron / "latest_checkpointed_iteration.txt").write_text("3")
     (sparse / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["GlmMoeDsaForCausalLM"]}))
+    (short / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 64}))
     words = minimal_flags()
     hf = words[words.index("--hf-checkpoint") + 1]
-    return {"HF": hf, "MEGATRON": str(megatron), "EMPTY": str(empty), "DSA": str(sparse)}
+    return {"HF": hf, "MEGATRON": str(megatron), "EMPTY": str(empty), "DSA": str(sparse), "SHORT": str(short)}
 
 
 def without(*options, extra=()):
@@ -75,13 +76,17 @@ def test_derivation(case, places, monkeypatch, parser):
     assert not hasattr(args, "offload")
     said = {"warns": args.warnings, "unchecked": args.unchecked, "not_available": args.not_available}
     for kind, found in said.items():
+        assert found == [] or case.get(kind) != []
         for sentence in case.get(kind, ()):
             assert any(filled(sentence, places) in one for one in found), found
 
 
-@pytest.mark.parametrize("flags", ["--n-samples-per-prompt 2", "--rm-type math --disable-rewards-normalization"])
-def test_a_sound_command_line_warns_of_nothing(flags):
-    assert dry(*shlex.split(flags), "--rm-type", "math").warnings == []
+def test_a_sound_command_line_warns_of_nothing(places):
+    sound = ["--n-samples-per-prompt", 2, "--rm-type", "math"]
+    assert dry(*sound).warnings == []
+    assert dry("--disable-rewards-normalization", "--custom-rm-path", "my.reward").warnings == []
+    raised = ["--rollout-max-response-len", 100, "--sglang-context-length", 128]
+    assert dry(*sound, "--hf-checkpoint", places["SHORT"], *raised).warnings == []
 
 
 def test_rules_may_be_applied_again(places, monkeypatch, parser):
