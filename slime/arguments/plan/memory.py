@@ -17,18 +17,19 @@ from slime.arguments.plan.memory_engine import EngineMemory, engine_memory
 from slime.arguments.plan.memory_trainer import CONTEXT, TrainerMemory, trainer_memory
 from slime.arguments.plan.model_size import ModelSize, model_size
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 
-# What the driver reports for GPUs sold with so many GB (nvidia-smi, rocm-smi), in MiB; of several the smallest.
-CAPACITIES: dict[int, int] = {
-    24: 23_028 * MIB,  # L4, A10; RTX 4090: 24,564
-    40: 40_536 * MIB,  # A100 40GB with error correction
-    48: 46_068 * MIB,  # L40S, A40; RTX A6000: 49,140
-    80: 81_079 * MIB,  # A100 80GB with error correction; H100: 81,559
-    96: 97_871 * MIB,  # H20; GH200: 97,871
-    141: 143_771 * MIB,  # H200
-    192: 183_359 * MIB,  # B200, sold with 180 to 192 GB; MI300X: 196,592
+# GiB that CUDA (ROCm) gives to programs on GPUs sold with so many GB; of several GPUs the smallest.
+_USABLE = {
+    24: 22.0,  # L4, A10; RTX 4090: 23.6
+    40: 39.4,  # A100
+    48: 44.3,  # A40, L40S; RTX A6000: 47.5
+    80: 79.1,  # A100, H100
+    96: 95.0,  # H20
+    141: 139.7,  # H200
+    192: 178.3,  # B200; MI300X: 192.0
 }
+CAPACITIES: dict[int, int] = {gigabytes: int(usable * GIB) for gigabytes, usable in _USABLE.items()}
 
 
 @dataclass(frozen=True)
