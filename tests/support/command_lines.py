@@ -45,6 +45,8 @@ def command_lines(draw: st.DrawFn, *, moe: bool = True) -> str:
     words += _pipeline(draw, sizes["pp"], sizes["vpp"])
     if moe and draw(st.integers(0, 4)) == 4:
         words += _experts(draw, sizes)
+    else:
+        words += _rarely(draw, "--expert-tensor-parallel-size", draw(st.sampled_from([1, 2, 3])), one_in=20)
     words += _batch(draw, sizes)
     words += _engines(draw, sizes)
     words += _loop(draw)
@@ -61,7 +63,13 @@ def _trainer(draw: st.DrawFn, sizes: dict[str, int]) -> list[str]:
         "--pipeline-model-parallel-size", sizes["pp"],
         "--context-parallel-size", _often(draw, sizes["cp"], 3, 4),
     ]  # fmt: skip
-    return [*map(str, words), *_rarely(draw, "--sequence-parallel"), *_rarely(draw, "--use-tp-pp-dp-mapping")]
+    instances = _rarely(draw, "--num-distributed-optimizer-instances", draw(st.sampled_from([1, 2, 3])), one_in=10)
+    return [
+        *map(str, words),
+        *_rarely(draw, "--sequence-parallel"),
+        *_rarely(draw, "--use-tp-pp-dp-mapping"),
+        *instances,
+    ]
 
 
 def _model(draw: st.DrawFn, tp: int) -> list[str]:

@@ -26,21 +26,16 @@ def check(args: Namespace) -> None:
     _derive_expert_slots(args)
     if args.num_experts is None:
         _check_dense(args)
-        return
-    if args.num_experts < 1:
-        raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
-    _check_parallel_sizes(args)
-    _check_router(args)
-    _check_layers(args)
+    else:
+        _check_experts(args)
+    _check_groups(args)
 
 
 def _derive_expert_slots(args: Namespace) -> None:
-    ep = args.expert_model_parallel_size
-    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    pp = args.pipeline_model_parallel_size
+    ep, etp, pp = args.expert_model_parallel_size, _tensor_size(args), args.pipeline_model_parallel_size
     if min(ep, etp) < 1:
         raise ArgumentError(f"--expert-model-parallel-size {ep}, --expert-tensor-parallel-size {etp}: at least 1 each")
-    if ep == 1 and args.num_experts is None:
+    if args.num_experts is None and (ep > 1 or args.expert_tensor_parallel_size is None):
         return
     if args.world_size % (etp * ep * pp) != 0:
         raise ArgumentError(
@@ -49,6 +44,36 @@ def _derive_expert_slots(args: Namespace) -> None:
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = {etp * ep * pp}; change the "
             "slots or the parallel sizes"
         )
+
+
+def _tensor_size(args: Namespace) -> int:
+    """Tensor-parallel size of experts: that of the rest of the model unless given."""
+    given = args.expert_tensor_parallel_size
+    return int(args.tensor_model_parallel_size if given is None else given)
+
+
+def _check_groups(args: Namespace) -> None:
+    """Megatron makes groups for experts in every model, and two flags ask more of them than that the slots divide."""
+    ep, etp, pp = args.expert_model_parallel_size, _tensor_size(args), args.pipeline_model_parallel_size
+    tp, cp, instances = (
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.num_distributed_optimizer_instances,
+    )
+    if args.use_tp_pp_dp_mapping and pp > 1 and tp * cp != etp * ep:
+        raise ArgumentError(
+            f"--use-tp-pp-dp-mapping with --pipeline-model-parallel-size {pp} needs --tensor-model-parallel-size {tp} "
+            f"x --context-parallel-size {cp} = {tp * cp} to equal --expert-tensor-parallel-size {etp} x "
+            f"--expert-model-parallel-size {ep} = {etp * ep}; leave it out or change these sizes"
+        )
+    for what, ranks in (
+        ("data x context parallel", args.data_parallel_size * cp),
+        ("expert data parallel", args.world_size // (etp * ep * pp)),
+    ):
+        if instances < 1 or ranks % instances != 0:
+            raise ArgumentError(
+                f"--num-distributed-optimizer-instances {instances} must divide the {ranks} {what} ranks"
+            )
 
 
 def _check_dense(args: Namespace) -> None:
@@ -72,6 +97,14 @@ def _check_dense(args: Namespace) -> None:
     for name in sorted(given):
         if name.startswith("moe_") and name not in _DESCRIBING and getattr(args, name):
             unchecked.warn(args, f"--{name.replace('_', '-')} has no effect without --num-experts")
+
+
+def _check_experts(args: Namespace) -> None:
+    if args.num_experts < 1:
+        raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
+    _check_parallel_sizes(args)
+    _check_router(args)
+    _check_layers(args)
 
 
 def _check_parallel_sizes(args: Namespace) -> None:

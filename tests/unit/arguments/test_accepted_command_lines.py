@@ -54,6 +54,9 @@ COUNTEREXAMPLES: tuple[tuple[str, int], ...] = (
      "--rollout-batch-size 2 --global-batch-size 2", 0),
     ("--num-experts 6 --moe-ffn-hidden-size 32 --expert-model-parallel-size 3", 0),
     ("--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 5", 0),
+    ("--expert-tensor-parallel-size 3", 0),
+    ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --context-parallel-size 2", 0),
+    ("--num-distributed-optimizer-instances 3", 0),
     ("--rollout-num-gpus-per-engine 2 --sglang-ep-size 3", 0),
     ("--rollout-num-gpus-per-engine 2 --sglang-dp-size 0", 0),
     ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12 --num-gpus-per-node 6 --sglang-pp-size 3", 0),
@@ -107,6 +110,10 @@ def _check_trainer(args: argparse.Namespace) -> None:
     _check_recompute(args)
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or tp
     assert world % (ep * etp * pp) == 0
+    expert_ranks, instances = world // (ep * etp * pp), args.num_distributed_optimizer_instances
+    assert not args.use_tp_pp_dp_mapping or pp == 1 or expert_ranks == args.data_parallel_size
+    assert args.data_parallel_size * cp % instances == 0
+    assert expert_ranks % instances == 0
     if args.num_experts is None:
         assert ep == 1
     else:
