@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.arguments import ArgumentError
-from tests.support.arguments import parse
+from tests.support.arguments import dry, parse
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def test_refused(words, message):
 
 
 def test_an_engine_on_several_nodes_has_whole_stages_on_each():
-    twelve = ["--rollout-num-gpus", 12, "--rollout-num-gpus-per-engine", 12]
+    twelve = ["--hf-checkpoint", "/nowhere", "--rollout-num-gpus", 12, "--rollout-num-gpus-per-engine", 12]
     for node, stages in ((4, 3), (6, 4), (6, 2), (2, 3)):
-        assert parse(*twelve, "--num-gpus-per-node", node, "--sglang-pp-size", stages).sglang_pp_size == stages
+        assert dry(*twelve, "--num-gpus-per-node", node, "--sglang-pp-size", stages).sglang_pp_size == stages
     with pytest.raises(ArgumentError, match="--sglang-pp-size 3: an engine of 2 nodes"):
-        parse(*twelve, "--num-gpus-per-node", 6, "--sglang-pp-size", 3)
+        dry(*twelve, "--num-gpus-per-node", 6, "--sglang-pp-size", 3)
