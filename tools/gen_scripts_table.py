@@ -19,7 +19,8 @@ HEAD = (
     "|---|---|---|---|---|---|---|"
 )
 _TABLE = re.compile(r"(<!-- table: begin -->\n).*?(<!-- table: end -->)", re.DOTALL)
-_NOT_YET = re.compile(r"(--[\w-]+)(?: \S+)? is not available yet in this version")
+_ONE = re.compile(r"(--[\w-]+)(?: \S+)? is not available yet in this version")
+_SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 
 # What the refused flags stand for, by the names of flags.
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -35,6 +36,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "prefill and decode engines": ("--prefill-num-servers", "--sglang-config"),
     "routing replay": ("--use-*routing-replay",),
     "FP8 training": ("--fp8-*",),
+    "INT4 QAT": ("--train-env-vars",),
 }  # fmt: skip
 
 
@@ -42,10 +44,15 @@ def not_yet(refusals: Iterable[str]) -> list[str]:
     """The features behind the sentences of a refusal; a sentence about anything else is returned as it is."""
     found: dict[str, None] = {}
     for sentence in refusals:
-        flag = _NOT_YET.match(sentence)
-        names = [f for f, patterns in FEATURES.items() if flag and any(fnmatchcase(flag[1], p) for p in patterns)]
-        found.update(dict.fromkeys(names or [f"`{flag[1]}`" if flag else sentence]))
+        several, one = _SEVERAL.match(sentence), _ONE.match(sentence)
+        flags = several[1].split(", ") if several else [one[1]] if one else []
+        found.update(dict.fromkeys([_feature(flag) for flag in flags] or [sentence]))
     return list(found)
+
+
+def _feature(flag: str) -> str:
+    named = (name for name, patterns in FEATURES.items() if any(fnmatchcase(flag, pattern) for pattern in patterns))
+    return next(named, f"`{flag}`")
 
 
 def nodes(values: dict[str, Any]) -> str:

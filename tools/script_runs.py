@@ -18,8 +18,8 @@ SCRIPTS = ROOT / "scripts"
 TIMEOUT_S = 120
 CONFIG_FOLDER = "slime-dry-run-"
 """How the directories begin, below the one for temporary files, in which scripts write their configuration."""
-_REFUSED = re.compile(r"A real run would be refused, for ([\d,]+) reasons?:(.*)", re.DOTALL)
-_REASON = re.compile(r"- (.*?)(?=\s- |\Z)", re.DOTALL)
+_VERDICT = re.compile(r"^A real run would (start|be refused:\n(.*))", re.DOTALL | re.MULTILINE)
+_REASON = re.compile(r"- (.*?)(?=\n  - |\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,11 @@ class DryRun:
 
     @property
     def refusals(self) -> list[str]:
-        """Why this version would refuse a real run, one sentence each."""
-        verdict = _REFUSED.search(self.plan)
-        if verdict is None:
-            return []
-        reasons = [" ".join(reason.split()) for reason in _REASON.findall(verdict[2])]
-        if len(reasons) != int(verdict[1].replace(",", "")):
-            raise ValueError(f"{self.name}: {verdict[1]} reasons are announced, {len(reasons)} are found")
+        """Why this version would refuse a real run, one sentence each. Raises ValueError when the plan does not say."""
+        verdict = _VERDICT.search(self.plan)
+        reasons = [" ".join(reason.split()) for reason in _REASON.findall(verdict[2] or "")] if verdict else []
+        if verdict is None or (verdict[1] != "start" and not reasons):
+            raise ValueError(f"the plan of {self.name} does not say whether and why a real run would be refused")
         return reasons
 
 

@@ -179,6 +179,13 @@ NOT_YET_MEGATRON: tuple[str, ...] = (
     "log_num_zeros_in_grad",
 )
 
+# Variables of trainers that switched on a feature of the patched packages of slime <= 0.3.1, by name or pattern.
+NOT_YET_VARIABLES: tuple[str, ...] = (
+    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG",
+    "DSA_KV_FP8_QAT",
+    "MEGATRON_USE_SGLANG_*",
+)
+
 # Flags that can have no effect -> why, or what to do instead.
 _INFERENCE = "it concerns generation with Megatron; engines generate here"
 INERT: dict[str, str] = {
@@ -218,7 +225,11 @@ def refused_values(flag: Flag) -> tuple[Any, ...]:
 
 def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:
     """One sentence for every given value (attribute -> value) whose feature does not exist yet."""
-    messages = []
+    messages = [
+        f"--train-env-vars {name} is not available yet in this version; leave it out"
+        for name, value in (values.get("train_env_vars") or {}).items()
+        if value != "0" and any(fnmatchcase(name, pattern) for pattern in NOT_YET_VARIABLES)
+    ]
     for flag in _changed(values, flags):
         value = values[flag.dest]
         if flag.dest in INERT:

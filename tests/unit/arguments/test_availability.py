@@ -51,6 +51,16 @@ def test_one_line_of_the_table_makes_a_flag_available(monkeypatch, flags):
     assert unavailable_messages({"use_opd": True}, flags) == []
 
 
+def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
+    """Training would go on without the feature, and nothing would say so."""
+    variables = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "MEGATRON_USE_SGLANG_ROPE": "1", "DSA_KV_FP8_QAT": "0"}
+    messages = unavailable_messages({"train_env_vars": {**variables, "NCCL_ALGO": "Ring"}}, flags)
+    assert messages == [
+        f"--train-env-vars {name} is not available yet in this version; leave it out" for name in [*variables][:2]
+    ]
+    assert unavailable_messages({"train_env_vars": {}}, flags) == []
+
+
 def test_the_way_out_lists_the_other_choices():
     flag = Flag("advantage_estimator", ("--advantage-estimator",), "grpo", choices=("grpo", "gspo", "ppo"))
     (message,) = unavailable_messages({"advantage_estimator": "ppo"}, [flag])

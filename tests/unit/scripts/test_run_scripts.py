@@ -171,18 +171,18 @@ def test_the_table_of_the_readme_is_that_of_the_dry_runs(runs):
     )
 
 
+NOT_YET = "not available yet in this version; leave it out"
+
+
 @pytest.mark.parametrize(
     ("sentences", "features"),
     [
         ([], []),
-        (["--num-experts is not available yet in this version; leave it out"], ["experts"]),
+        ([f"--num-experts is {NOT_YET}"], ["experts"]),
+        ([f"{NOT_YET}: --fp8-recipe, --mtp-num-layers, --fp8-format"], ["FP8 training", "MTP training"]),
         (
-            [
-                "--fp8-recipe is not available yet in this version; leave it out",
-                "--mtp-num-layers is not available yet in this version; leave it out",
-                "--fp8-format is not available yet in this version; leave it out",
-            ],
-            ["FP8 training", "MTP training"],
+            [f"{NOT_YET}: --new-flag, --moe-router-topk", f"--moe-ffn-hidden-size is {NOT_YET}"],
+            ["`--new-flag`", "experts"],
         ),
         (["--loss-mask-type new is not available yet in this version; use qwen"], ["`--loss-mask-type`"]),
         (["engines and trainer would never meet"], ["engines and trainer would never meet"]),
@@ -193,13 +193,21 @@ def test_refusals_are_said_as_features_or_as_they_are(sentences, features):
 
 
 def test_refusals_are_read_from_the_plan():
-    verdict = "A real run would be refused, for 2 reasons:"
-    lines = f"{verdict}\n  - --a is not available yet in this\n    version\n  - --b 1: no"
-    run = DryRun("x", 0, f"\nGiven\n  --a\n\n{lines}\n", "", "")
-    assert run.refusals == ["--a is not available yet in this version", "--b 1: no"]
-    assert DryRun("x", 0, "\nGiven\n\nA real run would start.\n", "", "").refusals == []
-    with pytest.raises(ValueError, match="2 reasons are announced, 1 are found"):
-        _ = DryRun("x", 0, f"\nGiven\n\n{verdict}\n  - one\n", "", "").refusals
+    def refusals(verdict: str) -> list[str]:
+        return DryRun(
+            "x", 0, f"\nGiven\n  --a\n\nA run without GPUs would be refused: no\n{verdict}\n", "", ""
+        ).refusals
+
+    reasons = "  - --a is not available yet in this\n    version - at all\n  - --b 1: no"
+    assert refusals(f"A real run would be refused:\n{reasons}") == [
+        "--a is not available yet in this version - at all",
+        "--b 1: no",
+    ]
+    assert refusals("A real run would start.") == []
+    assert refusals("A real run would start with 1 warning, if everything is there.") == []
+    for unreadable in ("A real run would be refused:", "It would be refused:\n  - --a", ""):
+        with pytest.raises(ValueError, match="the plan of x does not say"):
+            refusals(unreadable)
 
 
 @pytest.mark.parametrize("word", ["kill", "pkill", "killall", "ray stop", "ray start", "sleep", "nohup", "export http"])
