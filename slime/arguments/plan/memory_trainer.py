@@ -220,13 +220,16 @@ def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, floa
     """Return bytes per token: (kept by a chunk, more of them while a layer or a recomputed block runs backward)."""
     shape, parallel = size.shape, size.parallel
     pieces = {kind: layer_bytes(shape, kind, parallel, kept) for kind in set(shape.kinds)}
-    layers = [pieces[shape.kinds[i]] for i in chunk.layers] + [pieces[shape.kinds[-1]]] * chunk.mtp
-    full = [sum(piece.values()) for piece in layers]
+    kinds = [shape.kinds[i] for i in chunk.layers] + [shape.kinds[-1]] * chunk.mtp
+    whole = {kind: sum(piece.values()) for kind, piece in pieces.items()}
     # The gradients of a layer's activations, and the sequence that sequence parallelism gathers.
-    working = max(map(gradient_bytes, layers), default=0.0) + (kept.element * shape.hidden if parallel.sp > 1 else 0)
+    working = max((gradient_bytes(pieces[kind]) for kind in set(kinds)), default=0.0)
+    working += kept.element * shape.hidden if parallel.sp > 1 else 0
     ends = 2 * kept.element * shape.hidden / parallel.sp if chunk.output else 0.0
     if kept.granularity != "full":
-        return ends + sum(spared(piece, kept) for piece in layers), working
+        stored = {kind: spared(piece, kept) for kind, piece in pieces.items()}
+        return ends + sum(stored[kind] for kind in kinds), working
+    full = [whole[kind] for kind in kinds]
     one_input = kept.element * shape.hidden / (parallel.tp if kept.distributed else parallel.sp)
     if kept.method == "block":
         block = min(kept.block, len(full))
