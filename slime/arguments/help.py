@@ -17,6 +17,11 @@ OPENING = """usage: train.py FLAGS
        train_async.py FLAGS
 
 Reinforcement learning of language models: Megatron trains, SGLang generates, Ray places."""
+NEEDS = (
+    "A run needs a model (--hf-checkpoint, and its flags from scripts/models), prompts (--prompt-data) and a reward "
+    "(--rm-type), sizes (--rollout-batch-size, --global-batch-size), slots (--actor-num-gpus-per-node, and --colocate "
+    "or --rollout-num-gpus) and an end (--num-rollout or --num-epoch)."
+)
 WAYS = """\
   --help GROUP    the flags of a group, and others that mention the word
   --help WORD     the same for any word, among slime's, Megatron's, SGLang's and the router's flags
@@ -117,7 +122,8 @@ def _overview(flags: Sequence[Flag], width: int) -> str:
     ]
     opening = [line for text in OPENING.splitlines() for line in _wrapped(text, width, 0) or [""]]
     ways = [line for text in (*packages, *WAYS.splitlines()) for line in _hanging(text, width)]
-    return "\n".join([*opening, *_sections(shown, width), "", *_wrapped(f"groups: {groups}", width, 2), *ways])
+    index = [*_wrapped(f"groups: {groups}", width, 2), *ways, "", *_wrapped(NEEDS, width, 0)]
+    return "\n".join([*opening, *_sections(shown, width), "", *index])
 
 
 def _results(flags: Sequence[Flag], found: Found, topic: str, width: int) -> list[str]:

@@ -207,3 +207,19 @@ def test_the_reference_page_is_up_to_date():
         if catalog.installed_version(source) not in (None, source.pinned):
             pytest.skip(f"{source.package} is not the pinned {source.pinned}")
     assert PAGE.read_text() == render()
+
+
+def test_a_reference_page_that_drifted_is_found(tmp_path, monkeypatch, capsys):
+    from tools import check_docs, gen_arguments_doc
+
+    page = tmp_path / "arguments.md"
+    page.write_text(gen_arguments_doc.render().replace("prompts per rollout", "prompts"))
+    monkeypatch.setattr(gen_arguments_doc, "PAGE", page)
+    monkeypatch.setattr(check_docs, "GENERATED", {page: gen_arguments_doc})
+    monkeypatch.setattr(sys, "argv", ["gen_arguments_doc", "--check"])
+    assert gen_arguments_doc.main() == 1
+    assert "does not match the declarations; run `python -m tools.gen_arguments_doc`" in capsys.readouterr().err
+    assert len(check_docs.check_generated()) == 1
+    page.write_text(gen_arguments_doc.render())
+    assert gen_arguments_doc.main() == 0
+    assert check_docs.check_generated() == []
