@@ -46,7 +46,7 @@ def _check_heads(args: Namespace, tp: int) -> None:
     if not args.group_query_attention:
         return
     groups = args.num_query_groups
-    if heads % groups != 0:
+    if groups < 1 or heads % groups != 0:
         raise ArgumentError(
             f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; correct one of them"
         )

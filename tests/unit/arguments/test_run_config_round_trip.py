@@ -32,6 +32,33 @@ FILES = {
     "megatron_config_path": "megatron: [{role: critic, overrides: {lr: 1e-5}}]\n",
     "sglang_config": "sglang: [{name: a, server_groups: [{num_gpus: 1}]}]\n",
 }
+# What some flags need beside them, or as their value, to be accepted.
+NEEDS = {
+    "release_train": "--save out --update-weight-transport disk --update-weight-disk-dir d",
+    "mask_offpolicy_in_partial_rollout": "--partial-rollout",
+    "sglang_router_ip": "--sglang-router-port 8000",
+    "prefill_num_servers": "--rollout-num-gpus 9",
+    "balance_by_flops": "--use-dynamic-batch-size --max-tokens-per-gpu 100",
+    "use_dynamic_batch_size": "--max-tokens-per-gpu 100",
+    "eval_interval": "--eval-prompt-data a a.jsonl b b.jsonl",
+    "rm_url": "--rm-type remote_rm",
+    "custom_loss_function_path": "--loss-type custom_loss",
+    "use_unbiased_kl": "--use-kl-loss --kl-loss-coef 0.1",
+    "ref_update_interval": "--use-kl-loss --kl-loss-coef 0.1",
+    "use_stateless_adam": "--no-save-optim",
+    "get_mismatch_metrics": "--custom-tis-function-path my.tis",
+    "save_interval": "--save out",
+    "save_hf": "--save out --save-interval 1",
+    "use_tensorboard": "--tb-project-name p",
+    "load_debug_rollout_data_subsample": "--load-debug-rollout-data d/{rollout_id}.pt",
+    "load_forge_rollout_data": "--rollout-function-path slime.rollout.forge_load.generate_rollout",
+    "opd_type": "--use-opd --opd-teacher-load teacher",
+    "opd_teacher_load": "--use-opd --opd-type megatron",
+    "enable_mtp_training": "--mtp-num-layers 1",
+    "decoder_first_pipeline_num_layers": "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2",
+    "recompute_method": "--recompute-granularity full --recompute-num-layers 1",
+}
+CHOSEN = {"rm_type": ("math", "boxed_dapo"), "ci_save_grad_norm": ("g/{role}/{rollout_id}/{step_id}.pt",)}
 # Texts that YAML would take for something else, and texts that flags ask for.
 TEXTS = (
     "x", "my.plugin.function", "/d/{rollout_id}.pt", "/d/p.jsonl", "1e-5", "007", "0x10", "1_000", "12:30", "1.5", "no",
@@ -77,11 +104,19 @@ def flags_of(source: str) -> st.SearchStrategy[Flag]:
 
 @st.composite
 def words_of(draw: st.DrawFn, flag: Flag) -> list[str]:
-    """``flag`` with a value of its kind, right or (where rules want something else) wrong."""
+    """``flag`` with a value of its kind, right or (where rules want something else) wrong, after what it needs."""
+    return [*shlex.split(NEEDS.get(flag.dest, "")), *draw(own_words_of(flag))]
+
+
+@st.composite
+def own_words_of(draw: st.DrawFn, flag: Flag) -> list[str]:
+    """``flag`` with a value."""
     option = draw(st.sampled_from(flag.options))
     if flag.action in ("true", "false", "tristate"):
         return [option]
-    if flag.choices:
+    if flag.dest in CHOSEN:
+        value = st.sampled_from(CHOSEN[flag.dest])
+    elif flag.choices:
         value = st.sampled_from([str(choice) for choice in flag.choices])
     elif flag.kind in NUMBERS:
         value = st.sampled_from(NUMBERS[flag.kind])
