@@ -20,6 +20,7 @@ HEAD = (
 )
 _TABLE = re.compile(r"(<!-- table: begin -->\n).*?(<!-- table: end -->)", re.DOTALL)
 _ONE = re.compile(r"(--[\w-]+)(?: \S+)? is not available yet in this version")
+_QUANTISED = re.compile(r"--hf-checkpoint \S+ is quantised \((\w+)\)")
 _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 
 # What the refused flags stand for, by the names of flags.
@@ -45,8 +46,10 @@ def not_yet(refusals: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     for sentence in refusals:
         several, one = _SEVERAL.match(sentence), _ONE.match(sentence)
+        quantised = _QUANTISED.match(sentence)
         flags = several[1].split(", ") if several else [one[1]] if one else []
-        found.update(dict.fromkeys([_feature(flag) for flag in flags] or [sentence]))
+        other = f"{quantised[1].upper()} engines" if quantised else sentence
+        found.update(dict.fromkeys([_feature(flag) for flag in flags] or [other]))
     return list(found)
 
 

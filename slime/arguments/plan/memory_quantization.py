@@ -61,7 +61,7 @@ def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -
     stored = (hf_config or {}).get("quantization_config") or {}
     method = getattr(args, "sglang_quantization", None) or stored.get("quant_method")
     if method in (None, "unquant"):
-        by_name = None if method else _quantization_by_name(getattr(args, "hf_checkpoint", None) or "")
+        by_name = None if method else quantization_by_name(getattr(args, "hf_checkpoint", None) or "")
         if by_name == "fp8":
             return WeightFormat("fp8, by the checkpoint's name", element, EIGHT_BIT)
         if by_name == "int4":
@@ -76,7 +76,8 @@ def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -
     return WeightFormat(method, element, size, experts_only=method in ONLY_EXPERTS)
 
 
-def _quantization_by_name(checkpoint: str) -> str | None:
+def quantization_by_name(checkpoint: str) -> str | None:
+    """Return the quantisation that the name of a checkpoint's directory says, of the published model if need be."""
     name = PurePath(checkpoint).name.lower()
     found = _IN_NAME.search(name)
     return found.group(1) if found else PUBLISHED.get(name)
