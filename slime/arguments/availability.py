@@ -225,9 +225,10 @@ def refused_values(flag: Flag) -> tuple[Any, ...]:
 
 def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:
     """One sentence for every given value (attribute -> value) whose feature does not exist yet."""
+    variables = values.get("train_env_vars")
     messages = [
         f"--train-env-vars {name} is not available yet in this version; leave it out"
-        for name, value in (values.get("train_env_vars") or {}).items()
+        for name, value in (variables.items() if isinstance(variables, dict) else ())  # its type is checked later
         if value != "0" and any(fnmatchcase(name, pattern) for pattern in NOT_YET_VARIABLES)
     ]
     for flag in _changed(values, flags):

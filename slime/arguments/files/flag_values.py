@@ -70,9 +70,12 @@ def read_flags(document: Document, at: KeyPath, names: FlagNames) -> tuple[dict[
     others: dict[str, KeyPath] = {}
     for name in document.value(at) or {}:
         place: KeyPath = (*at, name)
-        flag = names.find(name) if isinstance(name, str) else None
+        if not isinstance(name, str):
+            document.note(place, f"a name must be text; write '{name}' in quotes")
+            continue
+        flag = names.find(name)
         if flag is None:
-            others[str(name)] = place
+            others[name] = place
             continue
         if flag.dest in places:
             line = document.line(places[flag.dest])

@@ -70,8 +70,8 @@ def message(detail: Any, text: str | None = None, known: Iterable[str] = ()) -> 
         return f"expected one of {choices}, got {seen(value, text)}"
     if kind == "value_error":
         reason = str(detail["ctx"]["error"])
-    elif kind == "too_short":
-        reason = "expected at least one entry"
+    elif kind in ("too_short", "string_too_short"):
+        reason = "expected at least one entry" if kind == "too_short" else "expected a text that is not empty"
     elif (expected := _EXPECTED.get(kind.split("_")[0])) is not None:
         reason = f"expected {expected}"
     else:

@@ -20,7 +20,9 @@ WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 class ServerGroupConfig(FileModel):
     """Engines of one kind with the same settings. A placeholder keeps its slots free of engines."""
 
-    worker_type: WorkerType = Field(default="regular", description="what its engines do; a placeholder has none and keeps slots free")
+    worker_type: WorkerType = Field(
+        default="regular", description="what its engines do; a placeholder has none and keeps slots free"
+    )
     num_gpus: Count = Field(gt=0, description="slots of the whole group")
     num_gpus_per_engine: Count | None = Field(default=None, gt=0, description="slots of one engine; else the model's")
     overrides: dict[str, Any] = Field(

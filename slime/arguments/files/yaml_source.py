@@ -87,7 +87,7 @@ class Document:
 
 def written(at: KeyPath) -> str:
     """``datasets[1].path`` for ``("datasets", 1, "path")``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
+    return "".join(f"[{step}]" if type(step) is int else f".{step}" for step in at).lstrip(".")
 
 
 def seen(value: Any, text: str | None = None) -> str:
@@ -177,8 +177,15 @@ def _children(node: Any) -> dict[str | int, tuple[Any, Any]]:
     if node.id == "sequence":
         return {place: (item, item) for place, item in enumerate(node.value)}
     if node.id == "mapping":  # what `<<` merges in stands before the mapping's own keys
-        return {key.value: (key, value) for key, value in node.value if key.id == "scalar"}
+        return {_key(key): (key, value) for key, value in node.value if key.id == "scalar"}
     return {}
+
+
+def _key(node: Any) -> Any:
+    """The key that a mapping has for ``node``; numbers, which are looked up by their text, stay text."""
+    if node.tag.endswith(":bool"):
+        return node.value.lower() in ("yes", "true", "on")
+    return None if node.tag.endswith(":null") else node.value
 
 
 def _refuse_duplicates(document: Document) -> None:

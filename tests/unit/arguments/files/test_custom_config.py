@@ -61,7 +61,7 @@ def test_all_mistakes_at_once(mistakes, flags):
     text = (
         "seed: x\nlr: fast\nuse_tis: 1\nadvantage_estimator: grp\neval_interval: 0\nhidden_dropout:\n"
         "moe_layer_freq: [0, 1, x]\nrollout_stop: []\ntrain_env_vars: {A: 1}\nkl-coef: 0\nkl_coef: 0\n"
-        "rollout_batch_size: null\nwandb_group: [a]\nmax_tokens_per_gpu: true\nmy var: 3\n"
+        "rollout_batch_size: null\nwandb_group: [a]\nmax_tokens_per_gpu: true\nmy var: 3\nyes: 1\n7: 1\n"
     )
     estimators = "grpo, gspo, cispo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo"
     assert mistakes(lambda path: custom_config.read(path, flags), "--custom-config-path", text) == [
@@ -79,4 +79,6 @@ def test_all_mistakes_at_once(mistakes, flags):
         "line 13, wandb_group: expected text, got a list",
         "line 14, max_tokens_per_gpu: expected an integer, got true",
         "line 15, my var: expected the name of an attribute: letters, digits and underscores",
+        "line 16, True: a name must be text; write 'True' in quotes",
+        "line 17, [7]: a name must be text; write '7' in quotes",
     ]
