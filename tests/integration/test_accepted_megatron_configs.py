@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +14,19 @@ from slime.arguments import ArgumentError, finalize_for_device
 from slime.arguments.command_line import all_flags, build_parser
 from slime.arguments.parse import resolve
 from slime.backends.megatron_utils.model_config import transformer_config_from_args
-from tests.support.command_lines import command_lines
+from tests.support.command_lines import command_lines, with_files
 
 
-def test_configs_stages_and_groups_are_made():
-    assert run(150, derandomize=True) > 30
+def test_configs_stages_and_groups_are_made(tmp_path):
+    assert run(tmp_path, 150, derandomize=True) > 30
 
 
 @pytest.mark.soak
-def test_two_thousand():
-    assert run(2000, derandomize=False) > 400
+def test_two_thousand(tmp_path):
+    assert run(tmp_path, 2000, derandomize=False) > 400
 
 
-def run(max_examples: int, *, derandomize: bool) -> int:
+def run(folder: Path, max_examples: int, *, derandomize: bool) -> int:
     """Build what Megatron builds from sizes for random accepted command lines; return how many there were."""
     flags = all_flags()
     parser = build_parser(flags)
@@ -40,7 +41,7 @@ def run(max_examples: int, *, derandomize: bool) -> int:
         nonlocal accepted
         words = [word for word in shlex.split(line) if word not in ("--bf16", "--fp16")]  # they need a GPU
         try:
-            args = resolve(words, flags, parser)
+            args = resolve(with_files(words, folder), flags, parser)
             finalize_for_device(args, "cpu")
         except ArgumentError:
             return

@@ -6,7 +6,11 @@ accepted and a good part refused.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -173,11 +177,52 @@ def _engines(draw: st.DrawFn, sizes: dict[str, int]) -> list[str]:
     words += _rarely(draw, "--sglang-enable-hierarchical-cache", one_in=8)
     words += _rarely(draw, "--sglang-api-key", "hush", one_in=8)
     words += _rarely(draw, "--prefill-num-servers", draw(st.integers(1, 4)), one_in=8)
+    if draw(st.integers(0, 5)) == 5:
+        words += _deployment(draw, slots)
     words += _rarely(draw, "--rollout-external-engine-addrs", "10.0.0.1:30000", one_in=40)
     words += _rarely(draw, "--router-policy", draw(st.sampled_from(["round_robin", "consistent_hashing"])))
     words += _rarely(draw, "--sglang-router-ip", draw(st.sampled_from(["10.0.0.1", "::1"])), one_in=20)
     words += _rarely(draw, "--sglang-router-port", 8000, one_in=6)
     return list(map(str, words))
+
+
+def _deployment(draw: st.DrawFn, default: int) -> list[Any]:
+    """``--sglang-config`` with the file's contents in place of its name (see ``with_files``), and slots for it."""
+    models, total = [], 0
+    for name in draw(st.sampled_from([["actor"], ["actor"], ["actor", "judge"]])):
+        groups = []
+        for kind in draw(
+            st.sampled_from([["regular"], ["regular", "placeholder"], ["prefill", "decode"], ["prefill"]])
+        ):
+            size = _often(draw, draw(st.sampled_from([default, 1, 2, 4])), 3)
+            group: dict[str, Any] = {"worker_type": kind, "num_gpus": _often(draw, size * draw(st.integers(1, 2)), 5)}
+            if size != default or draw(st.booleans()):
+                group["num_gpus_per_engine"] = size
+            options = [
+                {},
+                {"mem_fraction_static": 0.5},
+                {"pp_size": 1},
+                {"pp_size": 2},
+                {"ep_size": size},
+                {"tp_size": 4},
+            ]
+            group["overrides"] = draw(st.sampled_from(options))
+            total += group["num_gpus"]
+            groups.append(group)
+        models.append({"name": name, "server_groups": groups})
+    return ["--sglang-config", json.dumps({"sglang": models}), "--rollout-num-gpus", _often(draw, total, total + 1)]
+
+
+def with_files(words: Sequence[str], folder: Path) -> list[str]:
+    """Write contents that stand in place of a file's name to ``folder`` and put the names in."""
+    found = []
+    for word in words:
+        if word.startswith("{"):
+            path = folder / f"{hashlib.sha256(word.encode()).hexdigest()[:16]}.yaml"
+            path.write_text(word)
+            word = str(path)
+        found.append(word)
+    return found
 
 
 def _loop(draw: st.DrawFn) -> list[str]:

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
+from slime.arguments.plan.placement import models_of
 
 ALIASES = {
     "dp": "data_parallel_size",
@@ -25,8 +26,10 @@ def derive_sizes(args: Namespace) -> None:
             continue
         for name in names:
             setattr(args, name, getattr(args, found))
-    _check_sizes(args)
-    _check_nodes(args)
+    if args.sglang_config is not None and not args.debug_train_only:
+        _check_groups(args)
+    else:
+        args.sglang_tp_size = args.sglang_tensor_parallel_size = _check_engine(args)
     address = args.sglang_router_ip
     if address is not None and ":" in address and not address.startswith("["):
         args.sglang_router_ip = f"[{address}]"
@@ -34,12 +37,44 @@ def derive_sizes(args: Namespace) -> None:
         raise ArgumentError(f"--sglang-router-ip {address} names a running router and needs --sglang-router-port")
 
 
-def _check_sizes(args: Namespace) -> None:
+def _check_groups(args: Namespace) -> None:
+    """Every group of the file has sizes of its own; those of the flags hold where it says nothing."""
+    slots, stages = args.rollout_num_gpus_per_engine, getattr(args, "sglang_pp_size", None) or 1
+    args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages if slots % stages == 0 else slots
+    for model in models_of(args) or ():
+        for group in model.server_groups:
+            if group.worker_type == "placeholder":
+                continue
+            values = {f"sglang_{name}": value for name, value in group.overrides.items()}
+            engine = Namespace(**{**vars(args), "sglang_tp_size": None, **values})
+            engine.rollout_num_gpus_per_engine = group.num_gpus_per_engine
+            try:
+                _check_engine(engine)
+            except ArgumentError as error:
+                raise ArgumentError(
+                    f"--sglang-config {args.sglang_config}: model {model.name}, group of {group.worker_type} engines, "
+                    f"its values taken as flags: {error}"
+                ) from error
+
+
+def _check_engine(args: Namespace) -> int:
+    """Return the tensor-parallel size of an engine with the sizes in ``args``. Raises ``ArgumentError``."""
+    sizes = _sizes(args)
+    tp = _check_sizes(args, sizes)
+    _check_nodes(args, sizes["pp"])
+    return tp
+
+
+def _sizes(args: Namespace) -> dict[str, int]:
     found = {name: getattr(args, f"sglang_{name}_size", None) for name in ("pp", "dp", "ep", "moe_dp")}
     sizes: dict[str, int] = {name: 1 if size is None else size for name, size in found.items()}
     for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(f"--sglang-{name.replace('_', '-')}-size {size}: at least 1")
+    return sizes
+
+
+def _check_sizes(args: Namespace, sizes: dict[str, int]) -> int:
     slots, stages, dp = args.rollout_num_gpus_per_engine, sizes["pp"], sizes["dp"]
     if slots % stages != 0:
         raise ArgumentError(
@@ -51,7 +86,7 @@ def _check_sizes(args: Namespace) -> None:
             f"--sglang-tp-size {given}: an engine has --rollout-num-gpus-per-engine {slots} / --sglang-pp-size "
             f"{stages} = {slots // stages} tensor-parallel ranks; change one of these, or leave --sglang-tp-size out"
         )
-    tp = args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages
+    tp = slots // stages
     of_engine = f"the tensor-parallel size {tp} of an engine (--rollout-num-gpus-per-engine / --sglang-pp-size)"
     if dp > 1 and not args.sglang_enable_dp_attention:
         raise ArgumentError(f"--sglang-dp-size {dp} needs --sglang-enable-dp-attention")
@@ -60,6 +95,7 @@ def _check_sizes(args: Namespace) -> None:
     if tp % sizes["ep"] != 0:
         raise ArgumentError(f"--sglang-ep-size {sizes['ep']} must divide {of_engine}")
     _check_experts(args, tp, sizes, of_engine)
+    return tp
 
 
 def _check_experts(args: Namespace, tp: int, sizes: dict[str, int], of_engine: str) -> None:
@@ -74,10 +110,9 @@ def _check_experts(args: Namespace, tp: int, sizes: dict[str, int], of_engine: s
         raise ArgumentError(f"--sglang-moe-dense-tp-size {dense_tp} must be 1 or {of_engine}")
 
 
-def _check_nodes(args: Namespace) -> None:
+def _check_nodes(args: Namespace, stages: int) -> None:
     """An engine on several nodes has whole stages on each, or whole nodes for each stage."""
     nodes = args.rollout_num_gpus_per_engine // args.num_gpus_per_node
-    stages = args.rollout_num_gpus_per_engine // args.sglang_tp_size
     if nodes > 1 and nodes % stages != 0 and stages % nodes != 0:
         raise ArgumentError(
             f"--sglang-pp-size {stages}: an engine of {nodes} nodes (--rollout-num-gpus-per-engine "

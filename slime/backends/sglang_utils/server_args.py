@@ -106,7 +106,7 @@ def forwarded_fields(args: Namespace, records: Sequence[Record]) -> dict[str, An
 
 def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
     """The fields that slime decides for every engine."""
-    pp_size = int(getattr(args, "sglang_pp_size", None) or 1)
+    pp_size = int((spec.overrides or {}).get("pp_size") or getattr(args, "sglang_pp_size", None) or 1)
     if spec.num_gpus % pp_size:
         raise ValueError(
             f"An engine of {spec.num_gpus} GPUs (--rollout-num-gpus-per-engine) cannot have {pp_size} pipeline stages "

@@ -11,6 +11,7 @@ import random
 import shlex
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from slime.arguments import ArgumentError
 from slime.arguments.command_line import all_flags, build_parser
+from slime.arguments.files.sglang_config import deployment
 from slime.arguments.flag import add_to_parser
 from slime.arguments.parse import resolve
 from slime.arguments.passthrough import catalog
@@ -28,7 +30,7 @@ from slime.backends.sglang_utils.router_args import router_fields
 from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
-from tests.support.command_lines import NOWHERE, command_lines
+from tests.support.command_lines import NOWHERE, command_lines, with_files
 
 SMALL = (
     f"--dry-run --hf-checkpoint {NOWHERE} --prompt-data p.jsonl --num-rollout 1 --num-layers 4 --hidden-size 64 "
@@ -58,6 +60,8 @@ COUNTEREXAMPLES: tuple[tuple[str, int], ...] = (
     ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --context-parallel-size 2", 0),
     ("--num-distributed-optimizer-instances 3", 0),
     ("--rollout-num-gpus-per-engine 2 --sglang-ep-size 3", 0),
+    ("--sglang-pp-size 2 --rollout-num-gpus-per-engine 2 --sglang-config "
+     "'{\"sglang\": [{\"name\": \"a\", \"server_groups\": [{\"num_gpus\": 4, \"num_gpus_per_engine\": 1}]}]}'", 0),
     ("--rollout-num-gpus-per-engine 2 --sglang-dp-size 0", 0),
     ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12 --num-gpus-per-node 6 --sglang-pp-size 3", 0),
     ("--colocate --rollout-num-gpus 0 --prefill-num-servers 1", 0),
@@ -70,10 +74,10 @@ def _known() -> tuple[Any, argparse.ArgumentParser]:
     return flags, build_parser(flags)
 
 
-def _parse(line: str) -> argparse.Namespace | None:
+def _parse(line: str, folder: Path) -> argparse.Namespace | None:
     """The namespace of an accepted line, None for a refused one. Any exception but ArgumentError is a failure."""
     try:
-        return resolve(shlex.split(line), *_known())
+        return resolve(with_files(shlex.split(line), folder), *_known())
     except ArgumentError:
         return None
 
@@ -210,15 +214,18 @@ def _check_engines(args: argparse.Namespace) -> None:
     if args.rollout_external:
         return
     plans = engines_of(args)
+    assert len(plans) == args.rollout_num_engines
     taken = [slot for plan in plans for part in plan.parts() for slot in part]
-    assert taken == list(range(layout_of(args).rollout_slots))
     kinds = Counter(plan.worker_type for plan in plans)
-    if args.prefill_num_servers:
-        assert kinds["prefill"] == args.prefill_num_servers
-        assert kinds["decode"] >= 1
+    assert len(set(taken)) == len(taken)
+    if args.sglang_config:
+        assert set(taken) <= set(range(layout_of(args).rollout_slots))
+        assert (kinds["prefill"] > 0) == (kinds["decode"] > 0)
     else:
-        assert set(kinds) <= {"regular"}
-    if plans:
+        assert taken == list(range(layout_of(args).rollout_slots))
+        assert kinds["prefill"] == (args.prefill_num_servers or 0)
+        assert (kinds["decode"] > 0) == (kinds["prefill"] > 0)
+    if plans and not args.sglang_config:
         validate_server_group_gpu_indices(
             worker_type="regular",
             gpu_offset=0,
@@ -229,19 +236,27 @@ def _check_engines(args: argparse.Namespace) -> None:
             rollout_num_gpus=args.rollout_num_gpus,
             rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
         )
+    overrides = _overrides(args)
     for plan in plans:
-        _check_engine(args, plan)
+        _check_engine(args, plan, overrides[plan.rank] if overrides else {})
     router_fields(args, host="127.0.0.1", port=1, pd_disaggregation="prefill" in kinds)
     assert args.sglang_router_ip is None or args.sglang_router_port is not None
 
 
-def _check_engine(args: argparse.Namespace, plan: EnginePlan) -> None:
+def _overrides(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The settings of every engine of ``--sglang-config``, by rank."""
+    models = deployment(args).models if args.sglang_config else []
+    return [group.overrides for model in models for group in model.server_groups for _ in range(group.num_engines)]
+
+
+def _check_engine(args: argparse.Namespace, plan: EnginePlan, overrides: dict[str, Any]) -> None:
     started: Counter[tuple[int, int]] = Counter()
     for node_rank in range(plan.nodes):
         spec = EngineSpec(
             rank=plan.rank, host="127.0.0.1", port=2, nccl_port=3, num_gpus=plan.num_gpus, model_path="m",
             dist_init_addr="127.0.0.1:4" if plan.nodes > 1 else None, nnodes=plan.nodes, node_rank=node_rank,
             worker_type=plan.worker_type, bootstrap_port=5 if plan.worker_type == "prefill" else None,
+            overrides=overrides,
         )  # fmt: skip
         words = build_server_args(args, spec)
         assert "hush" not in " ".join(words)
@@ -295,12 +310,12 @@ def _ranks_of_node(nnodes: int, pp: int, tp: int, node_rank: int) -> list[tuple[
 # The property
 
 
-def _run(max_examples: int, *, derandomize: bool) -> Counter[str]:
+def _run(folder: Path, max_examples: int, *, derandomize: bool) -> Counter[str]:
     """Check random command lines and the counterexamples of earlier versions; return how many were accepted."""
     seen: Counter[str] = Counter()
 
     def accepted_lines_can_be_built(line: str, seed: int) -> None:
-        args = _parse(line)
+        args = _parse(line, folder)
         seen["refused" if args is None else "accepted"] += 1
         if args is not None:
             check(args, seed)
@@ -318,10 +333,10 @@ def _run(max_examples: int, *, derandomize: bool) -> Counter[str]:
     return seen
 
 
-def test_accepted_command_lines_can_be_built():
-    _run(300, derandomize=True)
+def test_accepted_command_lines_can_be_built(tmp_path):
+    _run(tmp_path, 300, derandomize=True)
 
 
 @pytest.mark.soak
-def test_ten_thousand_command_lines():
-    assert _run(10_000, derandomize=False).total() >= 10_000
+def test_ten_thousand_command_lines(tmp_path):
+    assert _run(tmp_path, 10_000, derandomize=False).total() >= 10_000

@@ -84,6 +84,8 @@ def test_pipeline_stages_divide_the_engine() -> None:
     assert (got.tp_size, got.pp_size) == (4, 2)
     with pytest.raises(ValueError, match=r"engine of 8 GPUs.*--sglang-pp-size"):
         build_server_args(run_args(sglang_pp_size=3), spec(num_gpus=8))
+    got = parse(build_server_args(run_args(), spec(num_gpus=8, overrides={"pp_size": 4})))
+    assert (got.tp_size, got.pp_size) == (2, 4)
 
 
 def test_a_flag_left_at_its_default_is_not_forwarded() -> None:
