@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from slime.arguments.passthrough import catalog
-from slime.arguments.passthrough.source import identity
+from slime.arguments.passthrough.source import identity, module_directory
 
 pytestmark = pytest.mark.integration
 
@@ -39,3 +40,46 @@ def test_every_flag_is_the_one_of_the_configuration_class():
     assert {name: (shipped[name]["kind"], shipped[name]["default"]) for name in expected} == expected
     for callable_or_dtype in ("init_method", "params_dtype", "timers", "activation_func", "grad_scale_func"):
         assert shipped[callable_or_dtype]["kind"] is None
+
+
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """A directory in front of everything importable, and an empty cache."""
+    monkeypatch.syspath_prepend(str(tmp_path / "Megatron-LM"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = tmp_path / "Megatron-LM" / "megatron"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def test_a_checkout_of_megatron_core_is_read_instead_of_the_installed_one(checkout):
+    """It has the version of the installed package and a field more."""
+    installed = module_directory(catalog.MEGATRON)
+    assert installed is not None
+    shutil.copytree(installed, checkout / "core", ignore=shutil.ignore_patterns("__pycache__"))
+    config = checkout / "core" / "transformer" / "transformer_config.py"
+    text = config.read_text()
+    marker = "    mtp_num_layers: Optional[int] = None\n"
+    assert marker in text
+    config.write_text(text.replace(marker, f'{marker}\n    of_a_fork: int = 3\n    """Added by a fork."""\n\n', 1))
+    pinned = json.loads(catalog.shipped_list(catalog.MEGATRON).read_text())
+    found = {record["name"]: record for record in catalog.records(catalog.MEGATRON)}
+    assert set(found) == {record["name"] for record in pinned} | {"of_a_fork"}
+    assert (found["of_a_fork"]["kind"], found["of_a_fork"]["default"]) == ("int", 3)
+    assert found["of_a_fork"]["help"] == "Added by a fork."
+
+
+def test_training_scripts_of_a_checkout_use_the_installed_megatron_core(checkout):
+    """Megatron-LM's parser takes members of megatron-core's enumerations as types and choices."""
+    (checkout / "training").mkdir()
+    (checkout / "training" / "arguments.py").write_text(
+        "from megatron.core.transformer.enums import AttnBackend\n"
+        "def add_megatron_arguments(parser):\n"
+        "    group = parser.add_argument_group(title='network size')\n"
+        "    group.add_argument('--attention-backend', type=lambda name: AttnBackend[name],\n"
+        "                       default=AttnBackend.auto, choices=list(AttnBackend))\n"
+        "    return parser\n"
+    )
+    (record,) = catalog.records(catalog.MEGATRON_LM)
+    assert (record["default"], record["kind"]) == ("auto", "str")
+    assert {"flash", "fused", "unfused", "local", "auto"} <= set(record["choices"])

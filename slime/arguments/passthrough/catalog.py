@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 Records = list[dict[str, Any]]
+_kept: dict[str, Records] = {}  # lists of this process that could not be cached
 
 
 def records(source: Source) -> Records:
@@ -56,13 +57,14 @@ def records(source: Source) -> Records:
     version = identity(source) or source.pinned
     if version is not None and version == source.pinned:
         return json.loads(shipped_list(source).read_text())
-    cached = _cache_file(f"{source.package}-{version}-{readers_digest()}.json")
-    found = _read_cached(cached)
+    name = f"{source.package}-{version}-{readers_digest()}.json"
+    cached = _cache_file(name)
+    found = _read_cached(cached) or _kept.get(name)
     if found is None:
         print(f"slime: reading the arguments of {source.package} {version}, once (seconds)", file=sys.stderr)
         found = read_installed(source)
-        if cached is not None:
-            write_atomically(cached, json.dumps(found))
+        if cached is None or not write_atomically(cached, json.dumps(found)):
+            _kept[name] = found
     return found
 
 
@@ -100,8 +102,8 @@ def cache_directory() -> Path | None:
     return Path(base) / "slime" / "arguments"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside ``path`` and rename; a cache that cannot be written costs time, so it is only said on stderr."""
+def write_atomically(path: Path, text: str) -> bool:
+    """Write beside ``path`` and rename; False, and a line on stderr, when it cannot be: that only costs time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -115,6 +117,8 @@ def write_atomically(path: Path, text: str) -> None:
             raise
     except OSError as error:
         print(f"slime: cannot cache the argument list in {path}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _cache_file(name: str) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ import pytest
 from slime.arguments.errors import ArgumentError
 from slime.arguments.passthrough import catalog, reading, source
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def other_version(monkeypatch, tmp_path):
     """An installed SGLang 99.0 whose list is read from nowhere; returns the list of reads."""
     reads: list[source.Source] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(catalog, "_kept", {})
     monkeypatch.setattr(catalog, "identity", lambda which: "99.0")
     monkeypatch.setattr(catalog, "read_installed", lambda which: reads.append(which) or [{"dest": "new"}])
     return reads
@@ -48,13 +52,18 @@ def test_a_cache_that_cannot_be_written_is_said_and_done_without(other_version, 
     for _ in range(2):
         assert catalog.records(catalog.SGLANG) == [{"dest": "new"}]
     assert "cannot cache the argument list" in capsys.readouterr().err
-    assert len(other_version) == 2
+    assert len(other_version) == 1  # kept for as long as the process lives
 
 
 def test_a_user_without_a_home_has_no_cache(other_version, monkeypatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert catalog.records(catalog.SGLANG) == [{"dest": "new"}]
+    monkeypatch.setattr(Path, "home", no_home)
+    for _ in range(2):
+        assert catalog.records(catalog.SGLANG) == [{"dest": "new"}]
+    assert len(other_version) == 1
 
 
 def test_readers_of_another_slime_have_a_cache_of_their_own(other_version, monkeypatch) -> None:
@@ -89,6 +98,14 @@ def test_a_package_that_is_not_installed_here_has_the_pinned_flags(monkeypatch) 
     monkeypatch.setattr(catalog, "identity", lambda which: None)
     assert len(catalog.records(catalog.MEGATRON)) > 250
     assert catalog.version_words(catalog.MEGATRON) == "0.16.1 (it is not installed here)"
+
+
+def test_the_shipped_lists_are_those_of_the_required_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *(r for rs in project["optional-dependencies"].values() for r in rs)]
+    for which in catalog.SOURCES:
+        assert f"{which.package}=={which.pinned}" in required
+        assert catalog.shipped_list(which).is_file()
 
 
 class TestIdentity:
