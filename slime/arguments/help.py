@@ -34,6 +34,7 @@ PASSED = {
     "sglang": "flags of the SGLang server with the prefix --sglang-",
     "router": "flags of sglang-router, --router-*",
 }
+DIRECTORIES = frozenset({"hf_checkpoint", "load", "save", "ref_load", "opd_teacher_load", "dump_details"})
 NARROWEST, WIDEST = 40, 120
 MOST_MENTIONED = 40
 
@@ -44,12 +45,23 @@ def form(flag: Flag) -> str:
         return " / ".join(flag.options)
     if flag.action in ("true", "false"):
         return ", ".join(flag.options)
-    word = {"int": "N", "human_int": "N", "float": "X", "json": "JSON", "layout": "N|LIST"}.get(flag.kind, "TEXT")
-    if flag.choices:
-        word = "{" + ",".join(map(str, flag.choices)) + "}"
+    word = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else _placeholder(flag)
     if flag.nargs in ("+", "*"):
         word += " ..."
     return f"{', '.join(flag.options)} {word}"
+
+
+def _placeholder(flag: Flag) -> str:
+    """What stands for the value: ``N``, ``FILE``, ..."""
+    if flag.kind not in ("str", "nullable_str"):
+        return {"int": "N", "human_int": "N", "float": "X", "json": "JSON", "layout": "N|LIST"}[flag.kind]
+    if flag.source != "slime":
+        return "TEXT"
+    if flag.dest in DIRECTORIES or flag.dest.endswith("_dir"):
+        return "DIR"
+    if flag.dest == "prompt_data" or flag.dest.endswith(("config", "config_path")):
+        return "FILE"
+    return "PACKAGE.NAME" if flag.dest.endswith("_path") else "TEXT"
 
 
 def default_text(flag: Flag) -> str:

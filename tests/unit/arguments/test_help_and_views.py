@@ -39,7 +39,7 @@ def test_help_fits_the_terminal(flags, width, topic):
 def test_help_of_a_group_shows_it_whole_and_then_what_else_has_its_name(flags):
     text = help_text(flags, "rollout", 100)
     first, _, rest = text.partition("other flags with 'rollout' in their name:")
-    assert first.startswith("rollout generation:\n  --hf-checkpoint TEXT")
+    assert first.startswith("rollout generation:\n  --hf-checkpoint DIR")
     assert "--over-sampling-batch-size" in first
     assert "  --rollout-num-gpus N\n      inference slots" in rest
     assert "mentioned by" in rest
@@ -120,6 +120,27 @@ def test_help_of_a_package_has_its_flags_only(flags, source):
     text = help_text(flags, source)
     shown = {line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")}
     assert shown == {flag.option for flag in flags if flag.source == source}
+
+
+@pytest.mark.parametrize(
+    ("option", "written"),
+    [
+        ("--lr", "--lr X"),
+        ("--save", "--save DIR"),
+        ("--run-dir", "--run-dir DIR"),
+        ("--config", "--config FILE"),
+        ("--prompt-data", "--prompt-data FILE"),
+        ("--custom-config-path", "--custom-config-path FILE"),
+        ("--custom-rm-path", "--custom-rm-path PACKAGE.NAME"),
+        ("--rollout-stop", "--rollout-stop TEXT ..."),
+        ("--kl-loss-type", "--kl-loss-type {k1,k2,k3,low_var_kl}"),
+        ("--train-env-vars", "--train-env-vars JSON"),
+        ("--offload-train", "--offload-train / --no-offload-train"),
+        ("--colocate", "--colocate"),
+    ],
+)
+def test_how_a_flag_is_written(flags, option, written):
+    assert form(next(flag for flag in flags if flag.option == option)) == written
 
 
 def test_help_says_what_is_not_available(flags):
