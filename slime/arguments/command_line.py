@@ -84,7 +84,8 @@ def _unknown_message(name: str, known: Sequence[str]) -> str:
     guess = nearest(name, known)
     offered = f"; {package} has no such flag" if (package := _package(name)) else ""
     if guess is None:
-        word = max(re.split(r"[-_]", name.lstrip("-")), key=len)
+        stem = name.lstrip("-").removeprefix("sglang-").removeprefix("router-")
+        word = max(re.split(r"[-_]", stem), key=len)
         return f"unknown flag {name}{offered}; `--help {word}` lists the flags that mention {word!r}"
     if dashes_are_foreign(name):
         return f"{name} begins with a dash that is no hyphen, as pasted from a formatted text; did you mean {guess}?"

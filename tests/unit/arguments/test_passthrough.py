@@ -159,6 +159,17 @@ def test_flags_of_engines_stay_valid_without_engines(mode):
     assert (args.sglang_mem_fraction_static, args.router_policy) == (0.5, "random")
 
 
+@pytest.mark.parametrize(
+    ("option", "package"), [("--sglang-xyzzy-q", "SGLang 0.5.20"), ("--router-xyzzy-q", "sglang-router 0.3.2")]
+)
+def test_an_unknown_flag_of_a_package_says_what_is_installed(parser, option, package):
+    with pytest.raises(ArgumentError) as raised:
+        read_words(parser, [option, "1"])
+    assert str(raised.value) == (
+        f"unknown flag {option}; {package} has no such flag; `--help xyzzy` lists the flags that mention 'xyzzy'"
+    )
+
+
 def test_router_defaults_are_slimes():
     args = parse()
     assert (args.router_log_level, args.router_balance_abs_threshold) == ("warn", 10)
