@@ -467,3 +467,26 @@ def test_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    layers=st.integers(1, 9), pp=st.sampled_from([1, 2, 3, 4]), vpp=st.sampled_from([None, 2]),
+    first=st.sampled_from([None, 1, 7]), last=st.sampled_from([None, 2, 30]), experts=st.sampled_from([None, 3, 8]),
+    layout=st.sampled_from([None, "Et|tL", "E(t|)*3L", "t*2"]), gpus=st.sampled_from([1, 8]),
+    recompute=st.sampled_from([None, "selective", "full"]), block=st.sampled_from([None, 1, 20]),
+)  # fmt: skip
+def test_always_answers(
+    layers: int, pp: int, vpp: int | None, first: int | None, last: int | None, experts: int | None,
+    layout: str | None, gpus: int, recompute: str | None, block: int | None,
+) -> None:  # fmt: skip
+    """A table, or a sentence that says why there is none; the dry run never fails on it."""
+    text = memory_text(bare_args(
+        num_layers=layers, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp,
+        decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last, num_experts=experts,
+        pipeline_model_parallel_layout=layout, actor_num_gpus_per_node=gpus, rollout_num_gpus=gpus,
+        rollout_num_gpus_per_engine=gpus, recompute_granularity=recompute, recompute_num_layers=block,
+        recompute_method="block" if block else "uniform", tensor_model_parallel_size=1, context_parallel_size=1,
+    ))  # fmt: skip
+    assert text.startswith(("  Per GPU", "  No estimate: "))
+    assert max(map(len, text.splitlines())) <= 100 or text.startswith("  No estimate")
