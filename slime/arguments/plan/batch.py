@@ -107,7 +107,7 @@ def batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
         rows.append(("one step", _step(batch)))
         if batch.left_over and not batch.from_dumps:
             rows.append(("left over", _left_over(batch)))
-    if not batch.from_dumps and (batch.fans_out or batch.own_function):
+    if batch.global_batch_size is not None and not batch.from_dumps and (batch.fans_out or batch.own_function):
         rows.append(("counting", _counting(batch)))
     if batch.wave is not None and not batch.from_dumps:
         rows.append(("submission", _submission(batch)))

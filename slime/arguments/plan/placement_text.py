@@ -40,11 +40,17 @@ SENTENCES: dict[Kind, str] = {
 }
 
 
+def _sentence(placement: Placement) -> str:
+    trainer, rollout = (count(n, "slot") for n in (placement.layout.trainer_slots, placement.layout.rollout_slots))
+    if placement.external and placement.trainer is None:
+        return f"{trainer} reserved, where nothing runs; the engines run elsewhere already"
+    if placement.kind in ("side by side", "colocated") and placement.layout.rollout_slots == 0:
+        return f"{trainer} to train, none to generate (--rollout-num-gpus 0)"
+    return SENTENCES[placement.kind].format(trainer=trainer, rollout=rollout)
+
+
 def _summary(placement: Placement) -> str:
-    layout = placement.layout
-    sentence = SENTENCES[placement.kind].format(
-        trainer=count(layout.trainer_slots, "slot"), rollout=count(layout.rollout_slots, "slot")
-    )
+    layout, sentence = placement.layout, _sentence(placement)
     if not placement.nodes:
         return f"{sentence}."
     capacities = sorted({node.capacity for node in placement.nodes})
@@ -198,7 +204,8 @@ def _rank_lines(placement: Placement, ranks: TrainerRanks) -> list[str]:
     if ranks.world_size <= FEW_RANKS:
         several_axes = len(ranks.axes()) > 1
         return lines + (["", *_rank_table(placement, ranks)] if several_axes else [])
-    return lines + (["", *_stage_table(placement, ranks)] if ranks.pp > 1 else [])
+    in_blocks = ranks.pp > 1 and not ranks.pipeline_before_data
+    return lines + (["", *_stage_table(placement, ranks)] if in_blocks else [])
 
 
 def _rank_table(placement: Placement, ranks: TrainerRanks) -> list[str]:
@@ -216,8 +223,6 @@ def _coordinates(ranks: TrainerRanks, rank: int, axes: list[Axis]) -> list[int]:
 
 
 def _stage_table(placement: Placement, ranks: TrainerRanks) -> list[str]:
-    if ranks.pipeline_before_data:
-        return []
     size = ranks.world_size // ranks.pp
     rows = []
     for stage in range(ranks.pp):

@@ -151,6 +151,22 @@ def test_clusters_of_thousands_fit_on_a_few_screens() -> None:
     assert ["512-1023", "4096-8191", "-", "0-1023"] in rows
 
 
+def test_sections_have_no_double_blank_line() -> None:
+    flags = "--actor-num-nodes 4 --actor-num-gpus-per-node 8 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    text = run(*shlex.split(flags), "--rollout-batch-size", "32", "--global-batch-size", "32")
+    assert "\n\n\n" not in text
+    assert "pipeline     2      16  0-1" in text  # neighbours along the pipeline, so that stages are no ranges of ranks
+    assert "pipeline stage" not in text
+
+
+def test_slots_without_a_process_are_said() -> None:
+    text = run("--rollout-external-engine-addrs", "10.0.0.1:30000", "--debug-rollout-only")
+    assert "1 slot reserved, where nothing runs; the engines run elsewhere already" in " ".join(text.split())
+    assert "1 slot to train, none to generate (--rollout-num-gpus 0)" in " ".join(
+        run("--rollout-num-gpus", "0").split()
+    )
+
+
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random_command_lines())
 def test_whatever_is_accepted_has_a_page(command_line: str) -> None:
