@@ -1,7 +1,7 @@
 """A command line that is accepted does not fail later: in the schedule, the placement, the engines or the trainer.
 
 What a package refuses when it starts is stated here once more, in terms of its own arguments; with the real Megatron
-this is tests/integration/test_accepted_megatron_configs.py.
+and SGLang these are tests/integration/test_accepted_megatron_configs.py and test_accepted_engine_configs.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from hypothesis import strategies as st
 
 from slime.arguments import ArgumentError
 from slime.arguments.command_line import all_flags, build_parser
-from slime.arguments.files.sglang_config import deployment
 from slime.arguments.flag import add_to_parser
 from slime.arguments.parse import resolve
 from slime.arguments.passthrough import catalog
 from slime.arguments.passthrough.sglang import flag_of_record
 from slime.arguments.plan.placement import EnginePlan, engines_of, layout_of
 from slime.backends.sglang_utils.router_args import router_fields
-from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
 from tests.support.command_lines import NOWHERE, command_lines, with_files
+from tests.support.engine_commands import engine_commands
 
 SMALL = (
     f"--dry-run --hf-checkpoint {NOWHERE} --prompt-data p.jsonl --num-rollout 1 --num-layers 4 --hidden-size 64 "
@@ -236,31 +235,22 @@ def _check_engines(args: argparse.Namespace) -> None:
             rollout_num_gpus=args.rollout_num_gpus,
             rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
         )
-    overrides = _overrides(args)
+    commands: dict[int, list[list[str]]] = {plan.rank: [] for plan in plans}
+    for plan, _, words in engine_commands(args):
+        commands[plan.rank].append(words)
     for plan in plans:
-        _check_engine(args, plan, overrides[plan.rank] if overrides else {})
+        _check_engine(plan, commands[plan.rank])
     router_fields(args, host="127.0.0.1", port=1, pd_disaggregation="prefill" in kinds)
     assert args.sglang_router_ip is None or args.sglang_router_port is not None
 
 
-def _overrides(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The settings of every engine of ``--sglang-config``, by rank."""
-    models = deployment(args).models if args.sglang_config else []
-    return [group.overrides for model in models for group in model.server_groups for _ in range(group.num_engines)]
-
-
-def _check_engine(args: argparse.Namespace, plan: EnginePlan, overrides: dict[str, Any]) -> None:
+def _check_engine(plan: EnginePlan, commands: list[list[str]]) -> None:
+    """The nodes of an engine together start every rank of it once."""
+    assert len(commands) == plan.nodes
     started: Counter[tuple[int, int]] = Counter()
-    for node_rank in range(plan.nodes):
-        spec = EngineSpec(
-            rank=plan.rank, host="127.0.0.1", port=2, nccl_port=3, num_gpus=plan.num_gpus, model_path="m",
-            dist_init_addr="127.0.0.1:4" if plan.nodes > 1 else None, nnodes=plan.nodes, node_rank=node_rank,
-            worker_type=plan.worker_type, bootstrap_port=5 if plan.worker_type == "prefill" else None,
-            overrides=overrides,
-        )  # fmt: skip
-        words = build_server_args(args, spec)
+    for node_rank, words in enumerate(commands):
         assert "hush" not in " ".join(words)
-        server = _sglang_parser().parse_args(words[3:])
+        server = _sglang_parser().parse_args(words)
         _check_server(server)
         started.update(_ranks_of_node(server.nnodes, server.pp_size, server.tp_size, node_rank))
     assert started == {(p, t): 1 for p in range(server.pp_size) for t in range(server.tp_size)}
