@@ -101,7 +101,13 @@ def _warn_of_pointless_offload(args: Namespace) -> None:
 
 def check_engines(args: Namespace) -> None:
     """Inference slots must make whole engines, and an engine must fill nodes evenly."""
-    if args.debug_train_only or args.rollout_external or args.sglang_config is not None or not args.rollout_num_gpus:
+    if args.debug_train_only or args.rollout_external or args.sglang_config is not None:
+        return
+    if not args.rollout_num_gpus:
+        if args.sglang_router_ip is None and args.num_rollout != 0:
+            unchecked.warn(
+                args, "--rollout-num-gpus 0 starts a router and no engine: requests wait until engines register there"
+            )
         return
     total, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if total % per_engine != 0:

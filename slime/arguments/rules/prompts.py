@@ -52,6 +52,8 @@ def _path_of(given: str, text: str) -> str:
             raise ArgumentError(f"{given}: expected a slice like path@[0:100], path@[:100] or path@[-100:]")
         return text
     start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-    if start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop:
-        raise ArgumentError(f"{given}: the slice [{start}:{stop}] holds no row: its end is not above its start")
+    backwards = start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop
+    if stop == 0 or backwards:
+        rows = text[len(match["path"]) + 1 :]
+        raise ArgumentError(f"{given}: the slice {rows} holds no row: its end is not above its start")
     return match["path"]
