@@ -225,12 +225,7 @@ def refused_values(flag: Flag) -> tuple[Any, ...]:
 
 def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:
     """One sentence for every given value (attribute -> value) whose feature does not exist yet."""
-    variables = values.get("train_env_vars")
-    messages = [
-        f"--train-env-vars {name} is not available yet in this version; leave it out"
-        for name, value in (variables.items() if isinstance(variables, dict) else ())  # its type is checked later
-        if value != "0" and any(fnmatchcase(name, pattern) for pattern in NOT_YET_VARIABLES)
-    ]
+    messages = _unavailable_variables(values.get("train_env_vars"))
     for flag in _changed(values, flags):
         value = values[flag.dest]
         if flag.dest in INERT:
@@ -242,6 +237,16 @@ def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[
             way_out = f"use {' or '.join(map(str, others))}" if others else "leave it out"
             messages.append(f"{flag.option} {value} is not available yet in this version; {way_out}")
     return messages
+
+
+def _unavailable_variables(variables: Any) -> list[str]:
+    if not isinstance(variables, dict):  # no object was given; the flag's own check says so
+        return []
+    return [
+        f"--train-env-vars {name} is not available yet in this version; leave it out"
+        for name, value in variables.items()
+        if value != "0" and any(fnmatchcase(str(name), pattern) for pattern in NOT_YET_VARIABLES)
+    ]
 
 
 def inert_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:

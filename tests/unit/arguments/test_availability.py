@@ -58,7 +58,8 @@ def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
     assert messages == [
         f"--train-env-vars {name} is not available yet in this version; leave it out" for name in [*variables][:2]
     ]
-    assert unavailable_messages({"train_env_vars": {}}, flags) == []
+    for others in ({}, ["no object"], None):
+        assert unavailable_messages({"train_env_vars": others}, flags) == []
 
 
 def test_the_way_out_lists_the_other_choices():
