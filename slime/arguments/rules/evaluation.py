@@ -39,12 +39,6 @@ def fall_back_to_rollout(args: Namespace) -> None:
 def _check_top_k(args: Namespace) -> None:
     if args.eval_top_k is not None and args.eval_top_k != -1 and args.eval_top_k < 1:
         raise ArgumentError(f"--eval-top-k {args.eval_top_k}: give a number of tokens, or -1 for all")
-    for dataset in args.eval_datasets:
-        if dataset.max_response_len is None and args.eval_max_context_len is None:
-            raise ArgumentError(
-                f"evaluation data set {dataset.name} has no limit of its responses; give --eval-max-response-len "
-                "(or --rollout-max-response-len, which it falls back to)"
-            )
 
 
 def _check_built_in(args: Namespace) -> None:
@@ -56,6 +50,12 @@ def _check_built_in(args: Namespace) -> None:
         )
     option = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}, data set"
     for dataset in args.eval_datasets:
+        if dataset.max_response_len is None and args.eval_max_context_len is None:
+            unchecked.warn(
+                args,
+                f"evaluation data set {dataset.name} has no limit of its responses: the built-in evaluation ends the "
+                "run at its first sample; give --eval-max-response-len",
+            )
         prompts.check_file(args, f"{option} {dataset.name} {dataset.path}", dataset.path)
         unread = [name for name in FOR_PLUGINS if getattr(dataset, name) is not None]
         if unread:

@@ -24,7 +24,9 @@ def check(args: Namespace) -> None:
             "--keep-old-actor has no effect with --use-rollout-logprobs, which takes the old log-probs from the "
             "engines",
         )
-    if args.weight_sync_pause_mode == "in_place" and not getattr(args, "sglang_disable_radix_cache", False):
+    syncs = not args.debug_train_only and not args.debug_rollout_only
+    in_place = args.weight_sync_pause_mode == "in_place"
+    if syncs and in_place and not getattr(args, "sglang_disable_radix_cache", False):
         raise ArgumentError(
             "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights; add "
             "--sglang-disable-radix-cache, or use retract"
