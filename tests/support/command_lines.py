@@ -133,6 +133,7 @@ def _experts(draw: st.DrawFn, sizes: dict[str, int]) -> list[str]:
     if shared % ep == 0 and draw(st.booleans()):
         words += ["--expert-tensor-parallel-size", _often(draw, _divisor(draw, shared // ep), 3)]
     words += _rarely(draw, "--moe-grouped-gemm")
+    words += _rarely(draw, "--moe-router-pre-softmax", one_in=2)
     return list(map(str, words))
 
 

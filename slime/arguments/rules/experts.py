@@ -124,6 +124,16 @@ def _check_router(args: Namespace) -> None:
     experts, topk = args.num_experts, args.moe_router_topk
     if not 1 <= topk <= experts:
         raise ArgumentError(f"--moe-router-topk {topk} must lie between 1 and --num-experts {experts}")
+    if (
+        topk == 1
+        and args.moe_router_score_function == "softmax"
+        and args.moe_router_load_balancing_type != "sinkhorn"
+        and not args.moe_router_pre_softmax
+    ):
+        raise ArgumentError(
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over a single expert has no gradient; "
+            "add it"
+        )
     groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
     if group_topk is not None and groups is None:
         raise ArgumentError(f"--moe-router-group-topk {group_topk} needs --moe-router-num-groups, of how many groups?")

@@ -55,6 +55,7 @@ COUNTEREXAMPLES: tuple[tuple[str, int], ...] = (
      "--rollout-batch-size 2 --global-batch-size 2", 0),
     ("--num-experts 6 --moe-ffn-hidden-size 32 --expert-model-parallel-size 3", 0),
     ("--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 5", 0),
+    ("--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 1", 0),
     ("--expert-tensor-parallel-size 3", 0),
     ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --context-parallel-size 2", 0),
     ("--num-distributed-optimizer-instances 3", 0),
@@ -123,6 +124,7 @@ def _check_trainer(args: argparse.Namespace) -> None:
         assert args.num_experts >= 1
         assert args.num_experts % ep == 0
         assert 1 <= args.moe_router_topk <= args.num_experts
+        assert args.moe_router_topk > 1 or args.moe_router_pre_softmax
 
 
 def _check_stages(args: argparse.Namespace, pp: int) -> None:

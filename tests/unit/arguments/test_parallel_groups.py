@@ -1,4 +1,4 @@
-"""Groups of ranks that Megatron makes for experts, also in models without any."""
+"""What Megatron asks of experts, and of the groups of ranks it makes for them in models without any."""
 
 from __future__ import annotations
 
@@ -36,3 +36,20 @@ def test_instances_of_the_distributed_optimiser_divide_the_data_parallel_ranks(i
     else:
         with pytest.raises(ArgumentError, match=f"{instances} must divide the 4 data x context parallel ranks"):
             dry(*words)
+
+
+def test_one_expert_per_token_needs_the_softmax_before_the_choice():
+    words = (
+        "--hf-checkpoint",
+        "/nowhere/model",
+        "--num-experts",
+        4,
+        "--moe-ffn-hidden-size",
+        32,
+        "--moe-router-topk",
+        1,
+    )
+    assert dry(*words, "--moe-router-pre-softmax")
+    assert dry(*words, "--moe-router-score-function", "sigmoid")
+    with pytest.raises(ArgumentError, match="--moe-router-topk 1 needs --moe-router-pre-softmax"):
+        dry(*words)
