@@ -13,8 +13,8 @@
 launch() {
     local repository python ray dashboard cluster nodes
     repository=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
-    python=$(first_executable "$repository/.venv/bin/python" python3)
-    ray=$(first_executable "$repository/.venv/bin/ray" ray)
+    python=$(own_or_installed "$repository/.venv/bin/python" python3)
+    ray=$(own_or_installed "$repository/.venv/bin/ray" ray)
     local command=("$python" "$repository/$1" "${@:2}")
 
     if [[ ${SLIME_DRY_RUN:-0} != 0 ]]; then
@@ -22,8 +22,8 @@ launch() {
     fi
 
     cluster=${RAY_ADDRESS:-}
-    dashboard=${RAY_API_SERVER_ADDRESS:-}
-    if [[ $cluster == http?(s)://* ]]; then
+    dashboard=${RAY_API_SERVER_ADDRESS:-} # which wins in Ray too
+    if [[ -z $dashboard && $cluster == http?(s)://* ]]; then
         dashboard=$cluster
     fi
     if [[ -n $dashboard ]]; then
@@ -39,12 +39,12 @@ launch() {
     exec "${command[@]}"
 }
 
-# Print the first word that can be executed; the last one as it is, to be looked up in PATH.
-first_executable() {
-    if (($# > 1)) && [[ ! -x $1 ]]; then
-        first_executable "${@:2}"
-    else
+# Print the repository's own program where it exists, else the name to look up in PATH.
+own_or_installed() {
+    if [[ -x $1 ]]; then
         echo "$1"
+    else
+        echo "$2"
     fi
 }
 

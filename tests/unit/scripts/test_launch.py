@@ -66,6 +66,7 @@ def test_a_cluster_can_be_named_by_a_flag(repository, words):
         {"RAY_ADDRESS": "https://ray.example.org"},
         {"RAY_API_SERVER_ADDRESS": "http://10.0.0.1:8265"},
         {"RAY_API_SERVER_ADDRESS": "http://10.0.0.1:8265", **CLUSTER},
+        {"RAY_API_SERVER_ADDRESS": "http://10.0.0.2:8265", **DASHBOARD},
     ],
 )
 @pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES])
