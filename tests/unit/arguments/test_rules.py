@@ -166,6 +166,40 @@ def test_virtual_stages(flags, stages):
     assert args.batch_p2p_comm is False
 
 
+def test_attributes_that_plugins_read_are_there():
+    """Those that a rule derives; the run itself adds router addresses by model and the lengths it finds out."""
+    names = [
+        "eval_datasets",
+        "rollout_external",
+        "rollout_external_engine_infos",
+        "rollout_num_engines",
+        "use_critic",
+        "critic_num_nodes",
+        "critic_num_gpus_per_node",
+        "sglang_tp_size",
+        "sglang_dp_size",
+        "sglang_pp_size",
+        "sglang_ep_size",
+        "sglang_router_ip",
+        "sglang_router_port",
+        "num_rollout",
+        "start_rollout_id",
+        "wandb_run_id",
+        "rank",
+        "world_size",
+        "compute_advantages_and_returns",
+        "grpo_std_normalization",
+        "rewards_normalization",
+        "rollout_global_dataset",
+        "wandb_random_suffix",
+        "data_parallel_size",
+    ]
+    for flags in ([], ["--colocate"], ["--debug-rollout-only"], ["--debug-train-only"], ["--num-steps-per-rollout", 1]):
+        args = parse(*flags)
+        missing = [name for name in names if not hasattr(args, name)]
+        assert missing == (["data_parallel_size"] if "--debug-rollout-only" in flags else []), flags
+
+
 class TestLogProbServer:
     def test_a_server_trains_nothing(self):
         args = configure_megatron_server_args(parse("--use-kl-loss", "--use-wandb"))
