@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.arguments.plan.memory_activations import kept_of, layer_bytes
+from slime.arguments.plan.memory_activations import kept_of, layer_bytes, spared
 from slime.arguments.plan.memory_trainer import state_bytes, trainer_memory
 from slime.arguments.plan.model_size import ModelSize, model_size
 from tests.support.distributed import run_distributed
@@ -59,7 +59,10 @@ KEPT: dict[str, dict[str, Any]] = {
     "no gate": {"swiglu": False, "qk_layernorm": False},
     "experts": {**EXPERTS, "moe_layer_freq": 1, "qk_layernorm": False},
     "latent": LATENT,
+    "full recomputation": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recomputed MLP": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
 }
+KEPT_ON_TWO: dict[str, dict[str, Any]] = {"tp2": TP2, "tp2 sp": {**TP2, "sequence_parallel": True}}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +83,16 @@ def static(checkpoint: Path) -> dict[str, list[dict[str, int]]]:
 @pytest.fixture(scope="module")
 def kept(checkpoint: Path) -> dict[str, float]:
     """What a layer keeps for backward in bytes per token, by case."""
-    arguments = {"checkpoint": str(checkpoint), "cases": list(KEPT.values()), "tokens": TOKENS, "sequence": SEQUENCE}
-    (found,) = run_distributed("tests.support.memory_ranks:kept_bytes", 1, arguments, timeout=300)
-    return dict(zip(KEPT, found, strict=True))
+    found: dict[str, float] = {}
+    for ranks, cases in ((1, KEPT), (2, KEPT_ON_TWO)):
+        arguments = {
+            "checkpoint": str(checkpoint), "ranks": ranks, "cases": list(cases.values()), "tokens": TOKENS,
+            "sequence": SEQUENCE,
+        }  # fmt: skip
+        first, *others = run_distributed("tests.support.memory_ranks:kept_bytes", ranks, arguments, timeout=300)
+        assert all(other == first for other in others)
+        found |= dict(zip(cases, first, strict=True))
+    return found
 
 
 @pytest.mark.parametrize("case", STATIC)
@@ -128,25 +138,29 @@ def _owned(size: ModelSize) -> int:
     )
 
 
-@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("case", [*KEPT, *KEPT_ON_TWO])
 def test_what_a_layer_keeps(case: str, checkpoint: Path, kept: Any) -> None:
     """The formula is exact to the byte, given what torch's modules keep beyond the fused ones of a GPU."""
-    args = case_args(checkpoint, 1, **KEPT[case])
-    size = model_size(args)
-    found = layer_bytes(size.shape, size.shape.kinds[-1], size.parallel, kept_of(args, FP32))
-    assert kept[case] == sum(found.values()) + _torch_extra(size)
+    on_two = case in KEPT_ON_TWO
+    args = case_args(checkpoint, 2 if on_two else 1, **(KEPT_ON_TWO if on_two else KEPT)[case])
+    size, how = model_size(args), kept_of(args, FP32)
+    if how.granularity == "full":
+        assert kept[case] == FP32 * size.shape.hidden
+        return
+    found = layer_bytes(size.shape, size.shape.kinds[-1], size.parallel, how)
+    assert kept[case] == spared(found, how) + _torch_extra(size)
 
 
-def _torch_extra(size: ModelSize) -> int:
+def _torch_extra(size: ModelSize) -> float:
     """Bytes per token and layer that only modules of torch keep: norms their normalised input and its scale, attention
     the outputs of the single sequences, or their score matrices where queries and values differ in width.
     """
-    shape = size.shape
-    norms = 2 * FP32 * (shape.hidden + 1)
+    shape, tp = size.shape, size.parallel.tp
+    norms = 2 * FP32 * (shape.hidden + 1) / size.parallel.sp
     if shape.latent is not None:
         assert shape.latent.q_rank is not None
         norms += FP32 * (shape.latent.q_rank + shape.latent.kv_rank + 2)
         return norms + FP32 * shape.heads * SEQUENCE - FP32 * shape.heads
     if shape.qk_norm:
-        norms += FP32 * (shape.heads + shape.groups) * (shape.head_dim + 1)
-    return norms + FP32 * shape.heads * shape.head_dim
+        norms += FP32 * (shape.heads + shape.groups) * (shape.head_dim + 1) / tp
+    return norms + FP32 * shape.heads * shape.head_dim / tp

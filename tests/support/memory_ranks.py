@@ -78,7 +78,7 @@ def _optimizer_bytes(model: list[torch.nn.Module], optimizer: Any) -> int:
     return total
 
 
-def kept_bytes(checkpoint: str, cases: list[dict[str, Any]], *, tokens: int, sequence: int) -> list[float]:
+def kept_bytes(checkpoint: str, ranks: int, cases: list[dict[str, Any]], *, tokens: int, sequence: int) -> list[float]:
     """Return for every case what one layer keeps for backward, in bytes per token: the second layer's share."""
     from slime.backends.megatron_utils import import_megatron
 
@@ -86,7 +86,7 @@ def kept_bytes(checkpoint: str, cases: list[dict[str, Any]], *, tokens: int, seq
     allow_latent_attention()
     found = []
     for case in cases:
-        args = case_args(checkpoint, 1, **case)
+        args = case_args(checkpoint, ranks, **case)
         switch_layout(args)
         one, two = (_saved(_with_layers(args, layers), tokens, sequence) for layers in (1, 2))
         found.append((two - one) / tokens)

@@ -110,8 +110,8 @@ def _attention(shape: ModelShape, tp: int, e: int) -> dict[str, float]:
     query, key = shape.heads * shape.head_dim, max(shape.groups, tp) * shape.head_dim
     projected, rotated = query + 2 * key, query + key
     found = {"qkv": e * (projected + rotated) / tp, "softmax": FP32 * shape.heads / tp, "context": e * query / tp}
-    if shape.qk_norm and shape.groups != shape.heads:
-        found["qk_norm"] = e * query / tp  # grouped queries are copied out of the projection's output
+    if shape.qk_norm and tp < shape.groups < shape.heads:
+        found["qk_norm"] = e * query / tp  # queries of several groups are copied out of the projection's output
     if shape.output_gate:
         found["gate"] = 3 * e * query / tp  # the gate in the projection's output, its copy, and the gated output
     return found
