@@ -146,8 +146,7 @@ class Loop:
         if not self._due(rollout_id, self.args.save_interval, at_the_end=True):
             return
         with timer("save"):
-            if self.args.rollout_global_dataset:
-                self.rollout.save(rollout_id)
+            self.rollout.save(rollout_id)
             self.trainer.save_model(rollout_id, force_sync=rollout_id == self.args.num_rollout - 1)
 
     def first_sync(self) -> None:

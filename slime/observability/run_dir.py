@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from slime.utils.atomic_file import write_atomically
 from slime.utils.plain import plain
 from slime.utils.secrets import is_secret
 
@@ -115,6 +116,4 @@ def _write_keeping_old(path: Path, text: str) -> None:
         while (old := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists():
             n += 1
         path.rename(old)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_atomically(path, text)

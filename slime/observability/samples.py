@@ -9,6 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from slime.utils.atomic_file import write_atomically
+
 LIMIT = 24
 """Samples kept per rollout (and per evaluation data set)."""
 
@@ -39,10 +41,7 @@ def write(
         for i in range(min(limit, len(flat))):
             rows.append(to_row(flat[int(i * step)], dataset))
     path = Path(args.run_dir) / "samples" / f"{'eval-' if evaluation else ''}{rollout_id}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
 
 

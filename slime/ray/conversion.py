@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from slime.batching.columns import RolloutBatch, RolloutShard
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import build_train_data
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.utils.atomic_file import write_atomically
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -134,7 +134,4 @@ def write_carried_over(path: Path, data: bytes | None) -> None:
     if data is None:
         path.unlink(missing_ok=True)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    write_atomically(path, data, durable=True)

@@ -103,13 +103,12 @@ def create_training_models(
         start = actor.create(rollout_manager)
     if args.start_rollout_id is None:
         args.start_rollout_id = start
-    if args.rollout_global_dataset:
-        wait_one(
-            rollout_manager.load.remote(args.start_rollout_id - 1),
-            Peer("the rollout manager"),
-            f"loading the state of the prompts after rollout {args.start_rollout_id - 1}",
-            MANAGER_START_DEADLINE_S,
-        )
+    wait_one(
+        rollout_manager.load.remote(args.start_rollout_id - 1),
+        Peer("the rollout manager"),
+        f"loading the state of the prompts after rollout {args.start_rollout_id - 1}",
+        MANAGER_START_DEADLINE_S,
+    )
     return actor, None
 
 

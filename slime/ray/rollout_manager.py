@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -110,12 +111,13 @@ class RolloutManager:
 
     @reports_errors
     def save(self, rollout_id: int) -> None:
-        """Save the state of the prompts as it was at the end of rollout ``rollout_id``, also while a later one runs."""
-        if hasattr(self.data_source, "snapshot"):
-            self.data_source.save(rollout_id)
-        else:
-            # A data source that cannot tell past from present: at least not in the middle of a rollout.
-            with self._generating:
+        """Save the state as it was at the end of rollout ``rollout_id``, also while a later one runs.
+
+        That is the place in the prompts, except under ``--disable-rollout-global-dataset``, and what was carried over.
+        """
+        if self.args.rollout_global_dataset:
+            # A data source that cannot tell past from present is at least not saved in the middle of a rollout.
+            with contextlib.nullcontext() if hasattr(self.data_source, "snapshot") else self._generating:
                 self.data_source.save(rollout_id)
         carried = self._carried_snapshots.get(rollout_id)
         write_carried_over(carried_over_path(self.args.save, rollout_id), carried)
@@ -123,7 +125,8 @@ class RolloutManager:
     @reports_errors
     def load(self, rollout_id: int | None = None) -> None:
         """Restore what ``save(rollout_id)`` saved under ``--load``; nothing happens for a run that starts at 0."""
-        self.data_source.load(rollout_id)
+        if self.args.rollout_global_dataset:
+            self.data_source.load(rollout_id)
         if self.args.load and rollout_id is not None and rollout_id >= 0:
             path = carried_over_path(self.args.load, rollout_id)
             self.converter.restore(path.read_bytes() if path.exists() else None)

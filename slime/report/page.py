@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.report.charts import arrange
 from slime.report.load import Run, Series, read_run
+from slime.utils.atomic_file import write_atomically
 
 MAX_POINTS = 2000
 """Longest curve drawn; a longer one is thinned, keeping its first and last point."""
@@ -22,10 +23,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of ``run_dir`` to ``out`` (default ``<run_dir>/report.html``) and return the file."""
     run = read_run(run_dir)
     out = Path(out) if out else run.path / "report.html"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(render(run), encoding="utf-8")
-    temporary.replace(out)
+    write_atomically(out, render(run))
     return out
 
 

@@ -10,13 +10,13 @@ import abc
 import copy
 import json
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -202,7 +202,7 @@ class RolloutDataSource(DataSource):
             data = self._snapshots.get(rollout_id) or self._serialize()
             for old in [r for r in self._snapshots if r <= rollout_id]:
                 del self._snapshots[old]
-        _write_atomically(path, data)
+        write_atomically(path, data, durable=True)
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restore the state saved for ``rollout_id`` under ``<load>/rollout``; without such a file start afresh."""
@@ -294,16 +294,3 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
 
 def _state_path(root: str, rollout_id: int, suffix: str) -> Path:
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}{suffix}"
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.utils.atomic_file import replacing
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -27,15 +28,9 @@ def save_rollout(path: str | os.PathLike[str], rollout_id: int, samples: Sequenc
     """
     import torch
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = {"rollout_id": rollout_id, "samples": [_plain_sample(sample) for sample in samples]}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         torch.save(data, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_rollout(path: str | os.PathLike[str], subsample_ratio: float | None = None) -> list[Sample]:

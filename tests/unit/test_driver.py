@@ -251,9 +251,9 @@ def test_without_an_interval_nothing_is_saved_or_evaluated_at_any_epoch_end():
     assert not [c for c in calls if c.startswith(("save", "eval"))]
 
 
-def test_prompts_that_are_not_ours_are_not_saved():
+def test_without_a_data_set_there_is_still_what_waits_for_the_next_step():
     calls = run(num_rollout=1, save_interval=1, rollout_global_dataset=False)
-    assert [c for c in calls if c.startswith("save")] == ["save model 0 to the end"]
+    assert [c for c in calls if c.startswith("save")] == ["save prompts 0", "save model 0 to the end"]
 
 
 def test_evaluations_at_their_interval_and_not_at_the_end():

@@ -7,11 +7,9 @@ lists of the pinned versions ship with slime, those of other versions and of che
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from slime.arguments.passthrough.source import (
     installed_version,
     readers_digest,
 )
+from slime.utils import atomic_file
 
 __all__ = [
     "MEGATRON",
@@ -105,18 +104,9 @@ def cache_directory() -> Path | None:
 def write_atomically(path: Path, text: str) -> bool:
     """Write beside ``path`` and rename; False, and a line on stderr, when it cannot be: that only costs time."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        atomic_file.write_atomically(path, text)
     except OSError as error:
-        print(f"slime: cannot cache the argument list in {path}: {error}", file=sys.stderr)
+        print(f"slime: cannot cache the argument list in {error.strerror}", file=sys.stderr)
         return False
     return True
 

@@ -11,6 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
+from slime.utils.atomic_file import sync, write_atomically
+
 TRACKER = "latest_checkpointed_iteration.txt"
 _WRITING, _REPLACED = ".writing", ".replaced"
 
@@ -79,33 +81,14 @@ def publish(root: str | Path, iteration: int) -> Path:
     writing = directory.with_name(directory.name + _WRITING)
     aside = directory.with_name(directory.name + _REPLACED)
     for path in writing.iterdir():
-        _fsync(path)
-    _fsync(writing)
+        sync(path)
+    sync(writing)
     if directory.exists():
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(directory, aside)
     os.replace(writing, directory)
-    _fsync(Path(root))
-    write_atomically(Path(root) / TRACKER, f"{iteration}\n")
+    sync(Path(root))
+    write_atomically(Path(root) / TRACKER, f"{iteration}\n", durable=True)
     for old in Path(root).glob(f"iter_*{_REPLACED}"):
         shutil.rmtree(old)
     return directory
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of ``path`` so that a reader sees the old or the new text and never a part."""
-    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from argparse import Namespace
 from pathlib import Path
 
 import torch
 
 from slime.backends.megatron_utils.parallel import is_main_rank
+from slime.utils.atomic_file import replacing
 
 _GRAD_NORM_TOLERANCE = 0.01
 
@@ -68,10 +68,8 @@ def _compare_grad_norm(args: Namespace, rollout_id: int, step_id: int, grad_norm
     fields = {"role": "actor", "rollout_id": rollout_id, "step_id": step_id}
     if (template := getattr(args, "ci_save_grad_norm", None)) and is_main_rank():
         path = Path(template.format(**fields))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        torch.save(grad_norm, temporary)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            torch.save(grad_norm, temporary)
     if template := getattr(args, "ci_load_grad_norm", None):
         expected = float(torch.load(template.format(**fields), weights_only=True))
         assert math.isclose(grad_norm, expected, rel_tol=_GRAD_NORM_TOLERANCE, abs_tol=_GRAD_NORM_TOLERANCE), (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from slime.backends.megatron_utils.parallel import (
     is_main_rank,
     tensor_parallel,
 )
+from slime.utils.atomic_file import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +52,16 @@ def save_train_dump(args: Namespace, rollout_id: int, data: RolloutData) -> None
         return
     samples = [sample for samples, _ in parts for sample in samples]
     path = Path(template.format(rollout_id=rollout_id, rank=dist.get_rank()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(
-        {
-            "format_version": 2,
-            "rollout_id": rollout_id,
-            "rank": dist.get_rank(),
-            "samples": _in_rollout_order(samples),
-            "dp_shards": [shard for _, shard in parts],
-            "raw_reward": _to_host(data.get("raw_reward")),
-        },
-        temporary,
-    )
-    os.replace(temporary, path)
+    dump = {
+        "format_version": 2,
+        "rollout_id": rollout_id,
+        "rank": dist.get_rank(),
+        "samples": _in_rollout_order(samples),
+        "dp_shards": [shard for _, shard in parts],
+        "raw_reward": _to_host(data.get("raw_reward")),
+    }
+    with replacing(path) as temporary:
+        torch.save(dump, temporary)
     logger.info("saved train data of rollout %d to %s (%d samples)", rollout_id, path, len(samples))
 
 

@@ -214,7 +214,7 @@ def test_without_training_there_are_no_trainers(monkeypatch: pytest.MonkeyPatch)
     args = run_args(debug_rollout_only=True, start_rollout_id=None, rollout_global_dataset=False)
     assert create_training_models(args, {"actor": None}, manager) == (None, None)  # type: ignore[dict-item]
     assert args.start_rollout_id == 0
-    assert manager.calls == []
+    assert manager.calls == [("load", -1)]
 
 
 def start_manager(monkeypatch: pytest.MonkeyPatch, per_epoch: int | None, **flags: Any) -> tuple[Any, Any, FakeManager]:

@@ -238,6 +238,19 @@ def test_a_resumed_run_trains_the_same_samples(make: Any, tmp_path: Path) -> Non
         assert [trained(resumed.generate(r)) for r in range(start, 4)] == expected[start:]
 
 
+def test_what_waits_is_kept_without_a_data_set_and_the_source_is_left_alone(make: Any, tmp_path: Path) -> None:
+    """Prompts that the user's code makes are the user's to save; the samples that wait for a step are ours."""
+    first = make(rollout_global_dataset=False)
+    assert trained(first.generate(0)) == [0, 1, 2, 3]
+    first.save(0)
+    resumed = make(rollout_global_dataset=False, load=str(tmp_path / "save"))
+    resumed.load(0)
+    assert resumed.data_source.drawn == 0
+    assert [s.index for s in resumed.converter.carried.samples] == [4, 5]
+    assert trained(resumed.generate(1)) == sorted([4, 5, *range(6)])
+    assert not state_path(str(tmp_path / "save"), 0).exists()
+
+
 def test_a_run_from_the_start_restores_nothing(make: Any, tmp_path: Path) -> None:
     first = make()
     first.generate(0)

@@ -19,6 +19,7 @@ from slime.rollout import data_source
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.state_codec import NotStorable, decode_value, encode_value
+from slime.utils import atomic_file
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
 
@@ -276,7 +277,7 @@ def test_saving_is_whole_or_not_at_all(make, tmp_path, monkeypatch):
     def fail(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(data_source.os, "replace", fail)
+    monkeypatch.setattr(atomic_file.os, "replace", fail)
     source.get_samples(2)
     with pytest.raises(OSError, match="disk full"):
         source.save(0)

@@ -1,0 +1,60 @@
+"""Files that appear whole or not at all: written beside their name, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[Path]:
+    """Yield a temporary path in the directory of ``path`` (made if need be), and rename it to ``path`` at the end.
+
+    A reader sees the old content or the new one, never a part, also when this process is killed in between. With
+    ``durable`` the content is on the disk when this returns, so that it outlives the machine too. After an exception
+    ``path`` is as it was and nothing is left beside it. Raises OSError that names the file, and the space left on a
+    full disk.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if durable:
+            sync(temporary)
+        os.replace(temporary, path)
+        if durable:
+            sync(path.parent)
+    except OSError as e:
+        raise OSError(e.errno, f"{path}: cannot be written: {e.strerror or e}{_space_left(e, path.parent)}") from e
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_atomically(path: str | os.PathLike[str], content: str | bytes, *, durable: bool = False) -> None:
+    """Replace the content of ``path`` (text as UTF-8, line ends as they are); see ``replacing``."""
+    with replacing(path, durable=durable) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _space_left(error: OSError, directory: Path) -> str:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    try:
+        return f" ({shutil.disk_usage(directory).free >> 20} MiB are free there)"
+    except OSError:
+        return ""
