@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -36,26 +36,32 @@ def build_parser(
 ) -> argparse.ArgumentParser:
     """A parser that leaves attributes only for flags that were given.
 
-    A user's ``add_custom_arguments`` may add flags and set defaults; these are kept in ``parser.custom_defaults``.
+    A user's ``add_custom_arguments`` may add flags and set defaults; these are kept in ``parser.custom_defaults``, and
+    options by attribute of added flags that must be given, here or in a file, in ``parser.custom_required``.
     Raises ``ArgumentError`` when a user's flag has the name of a known one.
     """
     parser = _Parser(prog="train.py", allow_abbrev=False, add_help=False)
     for flag in flags:
         add_to_parser(parser, flag)
     custom: dict[str, Any] = {}
-    known = len(parser._actions)
+    required: dict[str, str] = {}
     if add_custom_arguments is not None:
+        known = set(parser._actions)
         try:
             parser = add_custom_arguments(parser) or parser  # type: ignore[assignment]
         except argparse.ArgumentError as error:
             raise ArgumentError(f"add_custom_arguments adds a flag that exists already: {error}") from error
-        for action in parser._actions[known:]:
-            if action.default is not argparse.SUPPRESS:
+        for action in parser._actions:
+            if action.default is not argparse.SUPPRESS:  # set_defaults changes those of known flags too
                 custom[action.dest] = action.default
                 action.default = argparse.SUPPRESS
+            if action.required and action not in known and action.option_strings:
+                required[action.dest] = action.option_strings[0]
+                action.required = False
         custom.update(parser._defaults)
         parser._defaults.clear()
     parser.custom_defaults = custom  # type: ignore[attr-defined]
+    parser.custom_required = required  # type: ignore[attr-defined]
     return parser
 
 
@@ -70,18 +76,21 @@ def read_words(
     known = parser._option_string_actions
     unknown = [w.split("=", 1)[0] for w in words if looks_like_flag(w, known) and w.split("=", 1)[0] not in known]
     if unknown and not ignore_unknown:
-        raise ArgumentError("\n".join(_unknown_message(name, list(known)) for name in dict.fromkeys(unknown)))
+        raise ArgumentError("\n".join(_unknown_message(name, known) for name in dict.fromkeys(unknown)))
     namespace, rest = parser.parse_known_args(list(words))
     if rest and not unknown:
         raise ArgumentError(stray_message(rest[0], words, known))
     return vars(namespace), rest
 
 
-def _unknown_message(name: str, known: Sequence[str]) -> str:
+def _unknown_message(name: str, known: Mapping[str, argparse.Action]) -> str:
     owned = {**sglang.owned_options(), **router.owned_options()}
     if name in owned:
         return f"{name} is set by slime itself: {owned[name]}"
-    guess = nearest(name, known)
+    positive = "--" + name.removeprefix("--no-").replace("_", "-")
+    if name.startswith("--no-") and positive in known and known[positive].nargs == 0:
+        return f"unknown flag {name}; {positive} is off unless it is given, here or in the --config file"
+    guess = nearest(name, list(known))
     offered = f"; {package} has no such flag" if (package := _package(name)) else ""
     if guess is None:
         stem = name.lstrip("-").removeprefix("sglang-").removeprefix("router-")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments.availability import INERT, is_available, refused_values
-from slime.arguments.flag import KIND_WORDS, Flag
+from slime.arguments.flag import KIND_WORDS, Flag, Kind
 from slime.arguments.search import Found, find, nearest, related
 
 OPENING = """usage: train.py FLAGS
@@ -37,6 +37,7 @@ PASSED = {
 DIRECTORIES = frozenset({"hf_checkpoint", "load", "save", "ref_load", "opd_teacher_load", "dump_details"})
 NARROWEST, WIDEST = 40, 120
 MOST_MENTIONED = 40
+_KINDS: dict[Any, Kind] = {int: "int", float: "float"}
 
 
 def form(flag: Flag) -> str:
@@ -90,12 +91,17 @@ def custom_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> list
     """A user's own ``add_argument`` calls as flags, for the help."""
     known = {option for flag in flags for option in flag.options}
     defaults: dict[str, Any] = getattr(parser, "custom_defaults", {})
+    required: dict[str, str] = getattr(parser, "custom_required", {})
     return [
         Flag(
             dest=action.dest,
             options=tuple(action.option_strings),
             default=defaults.get(action.dest),
+            kind=_KINDS.get(action.type, "str"),
             action="true" if action.nargs == 0 else "value",
+            nargs=action.nargs if action.nargs in ("+", "*") else None,
+            choices=tuple(action.choices) if action.choices is not None else None,
+            required=action.dest in required,
             help="" if action.help in (None, argparse.SUPPRESS) else str(action.help),
             group="added by add_custom_arguments",
         )

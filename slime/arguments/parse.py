@@ -22,6 +22,8 @@ from slime.arguments.flag import Flag
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.passthrough import megatron
 
+HELP = ("-h", "--help")
+
 
 def parse_args(
     argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None
@@ -62,24 +64,25 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     from slime.arguments.rules import apply_rules
 
     typed, ignored = read_words(parser, words, ignore_unknown="--ignore-unknown-flags" in words)
-    own = {action.dest for action in parser._actions}
+    own = {action.dest: action for action in parser._actions}
     file = run_config.read(typed["config"], flags, own) if typed.get("config") else run_config.RunConfig()
     given = {**file.given, **typed}
     given |= custom_config.read(given.get("custom_config_path"), flags)
-    _check_required(given, flags)
+    changed = {**parser.custom_defaults, **file.defaults, **given}  # type: ignore[attr-defined]
+    _check_required(changed, flags)
+    _check_custom_required(given, parser)
     args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
-    custom_defaults: dict[str, Any] = parser.custom_defaults  # type: ignore[attr-defined]
-    for name, value in {**custom_defaults, **file.defaults, **given}.items():
+    for name, value in changed.items():
         setattr(args, name, value)
     unchecked.begin(args)
     if ignored:
         unchecked.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
-    for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own, flags):
+    for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own.keys(), flags):
         unchecked.warn(args, message)
     for warning in megatron.warnings():
         unchecked.warn(args, warning)
-    _check_availability(args, given, flags)
-    _check_groups(args, given)
+    _check_availability(args, changed, flags)
+    _check_groups(args, changed)
     args.explicit_flags = frozenset(given)
     for name, value in megatron.config_defaults().items():
         setattr(args, name, value)
@@ -117,6 +120,13 @@ def _check_required(given: dict[str, Any], flags: Sequence[Flag]) -> None:
         raise ArgumentError("missing: " + "; ".join(missing))
 
 
+def _check_custom_required(given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
+    required: dict[str, str] = parser.custom_required  # type: ignore[attr-defined]
+    missing = [option for dest, option in required.items() if dest not in given]
+    if missing:
+        raise ArgumentError(f"missing: {', '.join(missing)} (added by add_custom_arguments)")
+
+
 def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Let every group's model check and convert what was given; all mistakes are reported at once."""
     messages: list[str] = []
@@ -142,12 +152,13 @@ def _validation_message(group: Any, detail: Any) -> str:
 
 
 def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser) -> None:
-    place = next((i for i, word in enumerate(words) if word in ("--help", "-h")), None)
+    place = next((i for i, word in enumerate(words) if word in HELP or word.startswith("--help=")), None)
     if place is None:
         return
     from slime.arguments.help import custom_flags, help_text
 
-    following = [word for word in words[place + 1 :] if word not in ("-h", "--help")]
+    _, _, joined = words[place].partition("=")
+    following = [joined] if joined else [word for word in words[place + 1 :] if word not in HELP]
     plain = list(itertools.takewhile(lambda word: not word.startswith("-"), following))
     topic = " ".join(plain or following[:1]) or None
     _print(help_text([*flags, *custom_flags(parser, flags)], topic))

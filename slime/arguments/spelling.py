@@ -83,7 +83,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 def stray_message(word: str, words: Sequence[str], known: Mapping[str, Action]) -> str:
     """Why ``word``, which belongs to no flag, is out of place in ``words``."""
-    if f"--{word}" in known:
+    if f"--{word}" in known or word == "help":
         return f"unexpected word {word!r}; did you mean --{word}?"
     place = list(words).index(word) if word in words else -1
     before = next((w for w in reversed(words[: max(place, 0)]) if w in known), None)

@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.arguments.command_line import all_flags
+from slime.arguments.unchecked import FINDINGS
 from slime.utils.plain import plain
 
 
@@ -23,7 +24,8 @@ def dump(args: Namespace) -> dict[str, dict[str, Any]]:
         value = getattr(args, flag.dest)
         if flag.source == "slime" or value != flag.default:
             found.setdefault(flag.group, {})[flag.dest] = plain(flag.dest, value)
-    derived = {name: plain(name, value) for name, value in sorted(vars(args).items()) if name not in seen}
+    others = sorted(vars(args).keys() - seen - set(FINDINGS))
+    derived = {name: plain(name, getattr(args, name)) for name in others}
     return {**found, "derived": derived}
 
 

@@ -22,6 +22,7 @@ class FlagNames:
 
     by_name: dict[str, Flag]
     negative: frozenset[str]
+    titles: frozenset[str]
 
     @classmethod
     def of(cls, flags: Iterable[Flag]) -> FlagNames:
@@ -36,7 +37,8 @@ class FlagNames:
                 if says_no and _plain(option) != flag.dest:
                     negative.add(_plain(option))
         attributes = {flag.dest: flag for flag in flags}
-        return cls({**by_name, **attributes}, frozenset(negative - set(attributes)))
+        titles = frozenset(flag.group for flag in flags)
+        return cls({**by_name, **attributes}, frozenset(negative - set(attributes)), titles)
 
     def find(self, name: str) -> Flag | None:
         """The flag called ``name``, or None."""
@@ -48,6 +50,8 @@ class FlagNames:
 
     def unknown(self, name: str) -> str:
         """The message about a name that belongs to no flag."""
+        if name in self.titles:
+            return "this is the title of a group; write the flags below it without the title and the indentation"
         owned = {**sglang.owned_options(), **router.owned_options()}
         option = "--" + _plain(name).replace("_", "-")
         if option in owned:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from argparse import Action, Namespace
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from slime.arguments.command_line import all_flags
@@ -18,9 +15,10 @@ from slime.arguments.files import custom_config, yaml_source
 from slime.arguments.files.flag_values import FlagNames, read_flags
 from slime.arguments.files.schema import unknown_key
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
-from slime.arguments.flag import Flag
+from slime.arguments.flag import KIND_WORDS, Flag
 from slime.arguments.passthrough import megatron
 from slime.arguments.unchecked import FINDINGS
+from slime.utils.atomic_file import write_atomically
 from slime.utils.plain import plain
 from slime.utils.secrets import is_secret
 
@@ -38,13 +36,15 @@ class RunConfig:
     derived: dict[str, Any] = field(default_factory=dict)
 
 
-def read(path: str, flags: Sequence[Flag], own: Collection[str] = ()) -> RunConfig:
+def read(path: str, flags: Sequence[Flag], own: Mapping[str, Action] | None = None) -> RunConfig:
     """The contents of ``path``: what ``write`` has written, or a mapping of flags to values made by hand.
 
-    Values are typed and checked as on the command line. ``own`` are attributes of flags that a user's own code adds;
-    their values are taken as they are. Raises ``ArgumentError`` for all mistakes at once.
+    Values are typed and checked as on the command line. ``own`` are the flags that a user's own code adds, by
+    attribute: of these only numbers and choices are checked. Raises ``ArgumentError`` for all mistakes at once.
     """
+    own = own or {}
     document = yaml_source.read(path, OPTION)
+    _refuse_resolved(document)
     names = FlagNames.of(flag for flag in flags if flag.dest not in OWN_FLAGS)
     if not any(section in document.data for section in SECTIONS):
         given = _values(document, (), names, own)
@@ -65,12 +65,21 @@ def read(path: str, flags: Sequence[Flag], own: Collection[str] = ()) -> RunConf
     return RunConfig(given, changed, document.data.get("derived") or {})
 
 
-def _values(document: Document, at: KeyPath, names: FlagNames, own: Collection[str]) -> dict[str, Any]:
+def _refuse_resolved(document: Document) -> None:
+    """What a run directory holds and ``--dry-run`` prints looks alike, but hides what was given."""
+    if "explicit_flags" in document.data or "explicit_flags" in (document.value(("derived",)) or {}):
+        raise ArgumentError(
+            f"{OPTION} {document.path}: this is a resolved configuration, in which given and derived values are mixed; "
+            "start from a file that --dump-config has written (the command.txt of a run directory has the command line)"
+        )
+
+
+def _values(document: Document, at: KeyPath, names: FlagNames, own: Mapping[str, Action]) -> dict[str, Any]:
     found, others = read_flags(document, at, names)
     for name, place in others.items():
         attribute = name.lstrip("-").replace("-", "_")
         if attribute in own and attribute not in OWN_FLAGS:
-            found[attribute] = document.value(place)
+            found[attribute] = _own_value(document, place, own[attribute])
         elif attribute == "config":
             document.note(place, "a configuration file cannot name another one; copy its lines")
         elif attribute in OWN_FLAGS:
@@ -78,6 +87,19 @@ def _values(document: Document, at: KeyPath, names: FlagNames, own: Collection[s
         else:
             document.note(place, names.unknown(name))
     return found
+
+
+def _own_value(document: Document, place: KeyPath, action: Action) -> Any:
+    value, text = document.value(place), document.text(place)
+    if action.type in (int, float) and action.nargs is None and value is not None:
+        try:
+            value = action.type(text or "")
+        except ValueError:
+            expected = KIND_WORDS["int" if action.type is int else "float"]
+            document.note(place, f"expected {expected}, got {seen(value, text)}")
+    if action.choices is not None and action.nargs is None and value is not None and value not in action.choices:
+        document.note(place, f"expected one of {', '.join(map(str, action.choices))}, got {seen(value, text)}")
+    return value
 
 
 def snapshot(args: Namespace) -> dict[str, Any]:
@@ -111,7 +133,7 @@ def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
     }
     for section in ("arguments", "defaults"):
         content[section] = {name: value for name, value in content[section].items() if name not in hidden}
-    _write_atomically(path, _opening(hidden) + yaml_source.dump(content))
+    _write(path, _opening(hidden) + yaml_source.dump(content))
 
 
 def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,14 +195,8 @@ def _opening(hidden: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_atomically(path: str, text: str) -> None:
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+def _write(path: str, text: str) -> None:
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", newline="")
-        temporary.replace(target)
+        write_atomically(path, text)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise ArgumentError(f"--dump-config {path}: cannot be written: {error.strerror}") from error
+        raise ArgumentError(f"--dump-config {error.strerror}") from error

@@ -152,8 +152,9 @@ def _step(batch: BatchPlan) -> str:
 
 
 def _left_over(batch: BatchPlan) -> str:
-    left = count(batch.left_over, batch.unit)
-    return f"{left} of the first rollout fill no step; they wait and are trained on first after the next rollout"
+    left, one = count(batch.left_over, batch.unit), batch.left_over == 1
+    wait = "fills no step; it waits and is" if one else "fill no step; they wait and are"
+    return f"{left} of the first rollout {wait} trained on first after the next rollout"
 
 
 def _counting(batch: BatchPlan) -> str:

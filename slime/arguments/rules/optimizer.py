@@ -13,6 +13,7 @@ def check(args: Namespace) -> None:
     if args.debug_rollout_only:
         return
     _check_learning_rate(args)
+    _check_adam(args)
     _check_schedule(args)
     _derive_weight_decay(args)
     _check_state(args)
@@ -33,6 +34,15 @@ def _check_learning_rate(args: Namespace) -> None:
         raise ArgumentError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
     if args.lr_warmup_init > args.lr:
         raise ArgumentError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}; lower it")
+
+
+def _check_adam(args: Namespace) -> None:
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(args, name)
+        if not 0 <= value < 1:
+            raise ArgumentError(f"--{name.replace('_', '-')} {value}: expected at least 0 and less than 1")
+    if args.adam_eps < 0:
+        raise ArgumentError(f"--adam-eps {args.adam_eps}: expected 0 or more")
 
 
 def _check_schedule(args: Namespace) -> None:

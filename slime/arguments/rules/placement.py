@@ -111,9 +111,10 @@ def check_engines(args: Namespace) -> None:
         return
     total, per_engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
     if total % per_engine != 0:
+        fewer, more = total - total % per_engine, total + per_engine - total % per_engine
         raise ArgumentError(
             f"--rollout-num-gpus {total} is no multiple of --rollout-num-gpus-per-engine {per_engine}; "
-            f"use {total - total % per_engine or per_engine} or {total + per_engine - total % per_engine} slots"
+            f"use {f'{fewer} or {more}' if fewer else more} slots"
         )
     if per_engine > args.num_gpus_per_node and per_engine % args.num_gpus_per_node != 0:
         raise ArgumentError(

@@ -59,10 +59,19 @@ def _check_groups(args: Namespace) -> None:
 
 def _check_engine(args: Namespace) -> int:
     """Return the tensor-parallel size of an engine with the sizes in ``args``. Raises ``ArgumentError``."""
+    _check_memory(args)
     sizes = _sizes(args)
     tp = _check_sizes(args, sizes)
     _check_nodes(args, sizes["pp"])
     return tp
+
+
+def _check_memory(args: Namespace) -> None:
+    fraction = getattr(args, "sglang_mem_fraction_static", None)
+    if fraction is not None and not 0 < fraction < 1:
+        raise ArgumentError(
+            f"--sglang-mem-fraction-static {fraction}: expected a part of the device memory, above 0 and below 1"
+        )
 
 
 def _sizes(args: Namespace) -> dict[str, int]:

@@ -4,7 +4,8 @@ import pytest
 
 from slime.arguments.command_line import nearest, read_words
 from slime.arguments.errors import ArgumentError
-from tests.support.arguments import parse
+from slime.arguments.parse import parse_args
+from tests.support.arguments import minimal_flags, parse
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,39 @@ def test_users_may_change_a_default():
 
     assert parse(add_custom_arguments=add).lr == 0.125
     assert parse("--lr", "0.5", add_custom_arguments=add).lr == 0.5
+
+
+def test_a_default_of_a_user_is_not_given(tmp_path):
+    """A configuration file wins over it, and it may stand in for a flag that is needed."""
+
+    def add(parser):
+        parser.set_defaults(lr=0.125, rollout_batch_size=8)
+
+    (tmp_path / "run.yaml").write_text("lr: 0.25\n")
+    args = parse("--config", tmp_path / "run.yaml", add_custom_arguments=add)
+    assert (args.lr, args.rollout_batch_size) == (0.25, 4)
+    assert "lr" not in parse(add_custom_arguments=add).explicit_flags
+    words = minimal_flags()
+    place = words.index("--rollout-batch-size")
+    assert parse_args([*words[:place], *words[place + 2 :]], add_custom_arguments=add).rollout_batch_size == 8
+
+
+def test_a_default_of_a_user_is_checked():
+    with pytest.raises(ArgumentError, match="--eps-clip: expected at least 0, got -1"):
+        parse(add_custom_arguments=lambda parser: parser.set_defaults(eps_clip=-1))
+    with pytest.raises(ArgumentError, match="--keep-old-actor is not available yet"):
+        parse(add_custom_arguments=lambda parser: parser.set_defaults(keep_old_actor=True))
+
+
+def test_a_users_flag_may_be_needed(tmp_path):
+    def add(parser):
+        parser.add_argument("--my-depth", type=int, required=True)
+
+    with pytest.raises(ArgumentError, match="missing: --my-depth"):
+        parse(add_custom_arguments=add)
+    path = tmp_path / "run.yaml"
+    assert parse("--my-depth", "5", "--dump-config", path, add_custom_arguments=add).my_depth == 5
+    assert parse_args(["--config", str(path)], add_custom_arguments=add).my_depth == 5
 
 
 def test_a_users_flag_must_be_new():

@@ -13,7 +13,7 @@ import yaml
 from slime.arguments import dump, parse_args, to_yaml
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.help import form, help_text
-from tests.support.arguments import parse
+from tests.support.arguments import dry, parse
 
 HEAVY = ("torch", "ray", "megatron", "sglang", "sglang_router", "transformers", "numpy")
 
@@ -159,6 +159,17 @@ def test_help_exits_with_0_and_shows_users_flags(capsys, monkeypatch):
     assert "--my-depth TEXT\n      how deep (default: 3)" in capsys.readouterr().out
 
 
+def test_help_shows_what_users_flags_take(capsys, monkeypatch):
+    def add(parser):
+        parser.add_argument("--my-depth", type=int, required=True)
+        parser.add_argument("--my-modes", choices=["a", "b"], nargs="+", default=["a"])
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help", "my"])
+    with pytest.raises(SystemExit):
+        parse_args(add_custom_arguments=add)
+    assert '--my-depth N\n      (required)\n  --my-modes {a,b} ...\n      (default: ["a"])' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -166,6 +177,8 @@ def test_help_exits_with_0_and_shows_users_flags(capsys, monkeypatch):
         (["--num-rollout", "1", "--help", "--lr"], "attribute  args.lr"),
         (["-h", "--colocate", "--lr"], "attribute  args.colocate"),
         (["--help", "--help"], "usage: train.py"),
+        (["--help=lr"], "--min-lr X"),
+        (["--help=--lr", "--colocate"], "attribute  args.lr"),
     ],
 )
 def test_what_follows_help_is_looked_up(words, shown, capsys, monkeypatch):
@@ -203,6 +216,13 @@ def test_yaml_is_grouped_plain_and_masks_secrets():
     assert view["derived"]["eval_datasets"][0]["path"] == "a.jsonl"
     assert view["Megatron: model"]["num_layers"] == 2
     assert "hidden_dropout" not in view["Megatron: model"]
+
+
+def test_what_a_dry_run_found_is_no_setting():
+    """The findings stand at the end of its page, not among the values."""
+    args = dry("--use-fault-tolerance", "--prompt-data", "nowhere.jsonl", "--http-proxy", "x")
+    assert all((args.not_available, args.unchecked, args.warnings))
+    assert not {"not_available", "unchecked", "warnings"} & set(dump(args)["derived"])
 
 
 def test_the_namespace_travels_between_processes():

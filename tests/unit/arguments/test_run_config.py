@@ -14,7 +14,7 @@ from slime.arguments import ArgumentError, parse_args
 from slime.arguments.command_line import all_flags, build_parser
 from slime.arguments.files import run_config
 from slime.arguments.parse import resolve
-from tests.support.arguments import dry, minimal_flags
+from tests.support.arguments import dry, minimal_flags, parse
 
 
 def from_file(path, *words):
@@ -165,6 +165,26 @@ class TestReading:
         args = resolve(["--dry-run", "--config", str(tmp_path / "run.yaml")], flags, build_parser(flags, add))
         assert (args.my_depth, args.my_mode) == (5, None)
         assert "my_depth" in args.explicit_flags
+
+    def test_numbers_and_choices_of_ones_own_code_are_checked(self, tmp_path):
+        def add(parser):
+            parser.add_argument("--my-rate", type=float)
+            parser.add_argument("--my-depth", type=int)
+            parser.add_argument("--my-mode", choices=["a", "b"])
+
+        def own(text):
+            (tmp_path / "run.yaml").write_text(text)
+            return parse("--config", tmp_path / "run.yaml", add_custom_arguments=add)
+
+        args = own("my_rate: 3\nmy-depth: 4\nmy_mode: b\n")
+        assert (args.my_rate, type(args.my_rate), args.my_depth, args.my_mode) == (3.0, float, 4, "b")
+        with pytest.raises(ArgumentError) as caught:
+            own("my_rate: fast\nmy_depth: 4.5\nmy_mode: c\n")
+        assert [line.split(", ", 1)[1] for line in str(caught.value).splitlines()] == [
+            "line 1, my_rate: expected a number, got 'fast'",
+            "line 2, my_depth: expected an integer, got 4.5",
+            "line 3, my_mode: expected one of a, b, got 'c'",
+        ]
 
     def test_attributes_of_plugins_stay_in_their_file(self, dumped, tmp_path):
         (tmp_path / "custom.yaml").write_text("max_turns: 4\nlr: 3e-5\n")

@@ -102,6 +102,8 @@ def test_what_fills_no_step_is_said() -> None:
     )
     assert said["left over"].startswith("112 samples of the first rollout fill no step; they wait")
     assert said["the run"].endswith("= 7 optimiser steps x 200 samples + 136 at the end that no step trains")
+    said = rows(replace(GRPO, global_batch_size=73, data_parallel_size=1))  # 512 = 7 x 73 + 1
+    assert said["left over"].startswith("1 sample of the first rollout fills no step; it waits")
 
 
 def test_packed_micro_batches() -> None:
