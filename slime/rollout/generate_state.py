@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from slime.rollout.group_copy import copy_group
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
 
@@ -36,17 +37,25 @@ def request_limit(args: Any) -> int:
 
 
 class GroupsInFlight:
-    """Which task makes which group, and since when."""
+    """Which task makes which group, since when, and what it was before."""
 
     def __init__(self) -> None:
         self._groups: dict[asyncio.Task[Any], tuple[list[Sample], float]] = {}
+        self._originals: dict[asyncio.Task[Any], list[Sample]] = {}
 
     def add(self, task: asyncio.Task[Any], group: list[Sample]) -> None:
         self._groups[task] = (group, time.monotonic())
+        self._originals[task] = copy_group(group)
 
     def take(self, task: asyncio.Task[Any]) -> list[Sample]:
-        """Forget ``task`` and return the group it was started with."""
+        """Forget ``task`` and return the group it was started with, as it is now."""
+        self._originals.pop(task)
         return self._groups.pop(task)[0]
+
+    def take_original(self, task: asyncio.Task[Any]) -> list[Sample]:
+        """Forget ``task`` and return the group it was started with, as it was then."""
+        self._groups.pop(task)
+        return self._originals.pop(task)
 
     def describe_oldest(self, count: int = 3) -> str:
         """Name the groups that have been in flight longest."""

@@ -324,7 +324,7 @@ async def generate_and_rm_group(
 
 
 async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
-    """Stop everything in flight. With ``partial_rollout`` return the unfinished groups, to be continued later."""
+    """Stop everything in flight and return it: to be continued later with ``partial_rollout``, else as it was drawn."""
     names = list(getattr(args, "sglang_model_routers", None) or {}) or ["default"]
     routers = sorted({get_model_url(args, name, "") for name in names})
     return await stop_in_flight(args, rollout_id, GenerateState(args), routers)
@@ -352,7 +352,7 @@ async def generate_rollout_async(
         state.reset()
     metrics = {**collection.collect_metrics(), **state.reward_errors.metrics()}
     if unfinished:
-        metrics["rollout/partial_groups"] = len(unfinished)
+        metrics["rollout/partial_groups" if args.partial_rollout else "rollout/put_back_groups"] = len(unfinished)
     data = sorted(collection.accepted, key=first_index)
     if sample_filter := _load(args.rollout_sample_filter_path, "--rollout-sample-filter-path"):
         sample_filter(args, data)

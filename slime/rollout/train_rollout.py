@@ -146,26 +146,37 @@ def _results_in_order(done: set[asyncio.Task[Any]], state: Any) -> list[Group]:
 
 
 async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
-    """Abort what the engines are generating and return the unfinished groups, in order, for ``partial_rollout``.
+    """Abort what the engines are generating and return the groups in flight, in order, to be handed back.
 
-    Without that flag nothing in flight is waited for and nothing is returned.
+    With ``partial_rollout`` that is what has been generated of them. Without it nothing is waited for, and groups that
+    are not finished are as they were drawn: their prompts are neither skipped nor continued.
     """
     assert not state.aborted, "this rollout was aborted already"
     state.aborted = True
     if not state.pendings:
         return []
+    tasks = list(state.pendings)
     if not args.partial_rollout:
-        await cancel_all(state.pendings)
+        await cancel_all(tasks)
         await get_http_client().drain_aborts()
     for router_url in router_urls:
         await abort_all_until_idle(router_url, ABORT_DEADLINE_S)
     if not args.partial_rollout:
-        return []
-    tasks = list(state.pendings)
+        state.pendings = set()
+        return sorted((_finished_or_original(task, state) for task in tasks), key=first_index)
     _, late = await asyncio.wait(tasks, timeout=FINISH_GRACE_S)
     await cancel_all(late)
     state.pendings = set()
     return sorted((_unfinished_group(task, rollout_id, state) for task in tasks), key=first_index)
+
+
+def _finished_or_original(task: asyncio.Task[Any], state: Any) -> Group:
+    original = state.groups_in_flight.take_original(task)
+    if task.cancelled() or task.exception() is not None:
+        return original
+    unfinished = (Sample.Status.PENDING, Sample.Status.ABORTED)
+    group: Group = task.result()
+    return original if any(sample.status in unfinished for sample in iter_samples(group)) else group
 
 
 def _unfinished_group(task: asyncio.Task[Any], rollout_id: int, state: Any) -> Group:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,9 +158,10 @@ def test_finished_surplus_groups_come_first_in_the_next_rollout(cluster, make_ar
         output = generate_rollout(args, rollout_id, source)
         assert len(output.samples) == 4
         drawn += [group[0].prompt for group in output.samples]
-    buffered = [group[0].prompt for group in source.buffer]
-    assert all(s.status == Status.COMPLETED for s in iter_samples(source.buffer))
-    served = Counter(drawn + buffered)
+    finished = [group for group in source.buffer if all(s.status == Status.COMPLETED for s in group)]
+    served = Counter(drawn + [group[0].prompt for group in finished])
+    put_back = [sample for group in source.buffer if group not in finished for sample in group]
+    assert all((s.status, s.tokens, s.reward) == (Status.PENDING, [], None) for s in put_back)
     generated = Counter(chr(r["input_ids"][0]) + "".join(map(chr, r["input_ids"][1:])) for r in cluster.requests)
     # each group was generated once, and nothing that finished was thrown away
     assert all(served[p] <= generated[p] // 2 for p in served)
@@ -183,8 +185,36 @@ def test_without_partial_rollout_unfinished_groups_are_cancelled_on_the_engines(
     slow = {r["rid"] for r in cluster.requests if chr(r["input_ids"][1]) in "01"}
     assert aborted == slow
     assert len(slow) == 4
-    assert source.buffer == []
     assert not any(engine.running for engine in cluster.engines)
+    # their prompts are not skipped: they come first in the next rollout, as they were drawn
+    assert source.buffer == RolloutDataSource(args).get_samples(2)
+    assert output.metrics["rollout/put_back_groups"] == 2
+    for engine in cluster.engines:
+        engine.delay = 0.0
+    again = generate_rollout(args, 1, source)
+    assert texts(again.samples)[:4:2] == ["p0", "p1"]
+
+
+async def scribble(args: Any, sample: Sample, params: Any) -> Sample:
+    """A custom generate function that changes the sample it is given, and is cancelled in the middle for p0 and p1."""
+    sample.metadata["turns"] = sample.metadata.get("turns", 0) + 1
+    sample.metadata.setdefault("seen", []).append("x")
+    sample.tokens.append(1)
+    sample.spec_info.completion_token_num += 1
+    sample.note = "scribbled"
+    if sample.prompt in ("p0", "p1"):
+        sample.response, sample.response_length, sample.reward = "half", 4, 0.5
+        await asyncio.sleep(30)
+    return await sglang_rollout.generate(args, replace(sample, tokens=[], metadata={}), params)
+
+
+def test_what_a_custom_function_did_to_a_group_is_undone_when_it_is_put_back(cluster, make_args):
+    args = make_args(over_sampling_batch_size=6, custom_generate_function_path=f"{HERE}.scribble")
+    source = RolloutDataSourceWithBuffer(args)
+    output = generate_rollout(args, 0, source)
+    assert texts(output.samples)[::2] == ["p2", "p3", "p4", "p5"]
+    assert source.buffer == RolloutDataSource(args).get_samples(2)
+    assert not any(hasattr(sample, "note") for sample in iter_samples(source.buffer))
 
 
 def test_partial_rollout_continues_where_it_stopped(cluster, make_args):
@@ -242,7 +272,7 @@ def test_an_abort_by_the_engine_alone_is_resumed(cluster, make_args):
         task = asyncio.create_task(sglang_rollout.generate_rollout_async(args, 0, source.get_samples))
         await asyncio.sleep(0.22)
         for engine in cluster.engines:
-            for stop in engine.running.values():
+            for stop in list(engine.running.values()):
                 cluster.server.loop.call_soon_threadsafe(stop.set)
         return await task
 

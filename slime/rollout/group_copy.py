@@ -1,0 +1,38 @@
+"""Copies of groups that later generation does not change, much cheaper than ``copy.deepcopy``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from slime.utils.types import Sample
+
+_SHARED = ("multimodal_inputs", "multimodal_train_inputs")
+"""Large and never changed in place: copied one level deep."""
+
+
+def copy_group(group: Any) -> Any:
+    """Return a copy of a (nested) list of samples; tensors, arrays and images are shared with the original."""
+    return [copy_group(item) for item in group] if isinstance(group, list) else copy_sample(group)
+
+
+def copy_sample(sample: Sample) -> Sample:
+    """Return a copy of one sample with lists, counters and metadata of its own."""
+    new = copy.copy(sample)
+    for name, value in sample.__dict__.items():
+        if isinstance(value, list):
+            new.__dict__[name] = value.copy()
+        elif isinstance(value, dict):
+            new.__dict__[name] = value.copy() if name in _SHARED else _copy_dict(value)
+        elif isinstance(value, (Sample.SpecInfo, Sample.PrefixCacheInfo)):
+            new.__dict__[name] = copy.copy(value)
+    return new
+
+
+def _copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    if not value:
+        return {}
+    try:
+        return copy.deepcopy(value)
+    except TypeError:  # a user's object that cannot be copied (a lock, a connection) is shared
+        return value.copy()

@@ -1,0 +1,57 @@
+"""Copies of groups stay as they are, whatever is done to the original."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import torch
+
+from slime.rollout.group_copy import copy_group, copy_sample
+from slime.utils.types import Sample
+
+
+def full_sample() -> Sample:
+    sample = Sample(group_index=3, index=7, prompt=[{"role": "user", "content": "hi"}], label="l")
+    sample.append_response_tokens(
+        tokens=[1, 2], log_probs=[-0.5, -1.0], text="ab", meta_info={"finish_reason": "stop", "weight_version": "4"}
+    )
+    sample.metadata = {"deep": {"list": [1]}}
+    sample.multimodal_inputs = {"images": [object()]}
+    sample.extra = [1, 2]  # type: ignore[attr-defined]
+    return sample
+
+
+def test_a_copy_equals_a_deep_copy_and_shares_nothing_that_changes() -> None:
+    sample = full_sample()
+    sample.multimodal_inputs = None
+    expected = copy.deepcopy(sample)
+    ours = copy_group([[sample], sample])
+    sample.tokens.append(9)
+    sample.weight_versions.append("5")
+    sample.prompt.append({"role": "assistant"})  # type: ignore[union-attr]
+    sample.metadata["deep"]["list"].append(2)
+    sample.spec_info.completion_token_num = 5
+    sample.prefix_cache_info.cached_tokens = 5
+    sample.extra.append(3)  # type: ignore[attr-defined]
+    sample.status = Sample.Status.ABORTED
+    sample.later = True  # type: ignore[attr-defined]
+    for found in (ours[0][0], ours[1]):
+        assert found == expected
+        assert found.__dict__ == expected.__dict__
+
+
+def test_large_things_are_shared() -> None:
+    sample = full_sample()
+    sample.rollout_routed_experts = torch.zeros(2, 2)
+    found = copy_sample(sample)
+    assert found.rollout_routed_experts is sample.rollout_routed_experts
+    assert found.multimodal_inputs is not None
+    assert found.multimodal_inputs is not sample.multimodal_inputs
+    assert found.multimodal_inputs["images"] is sample.multimodal_inputs["images"]  # type: ignore[index]
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    lock = threading.Lock()
+    found = copy_sample(Sample(metadata={"lock": lock}))
+    assert found.metadata == {"lock": lock}
