@@ -7,8 +7,10 @@ engines: on those the router lists, because routers do not forward ``/abort_requ
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
+import threading
 import time
 import uuid
 import weakref
@@ -28,6 +30,8 @@ BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
 WORKER_LIST_AGE_S = 1.0
 _BODY_SHOWN = 2000
+_LARGE_BODY = 1 << 14
+_gc_lock = threading.Lock()
 
 
 class HttpRequestError(RuntimeError):
@@ -230,7 +234,7 @@ class HttpClient:
                 elapsed=time.monotonic() - started,
             )  # fmt: skip
         try:
-            return orjson.loads(raw)
+            return _decode(raw)
         except orjson.JSONDecodeError as e:
             text = raw.decode("utf-8", "replace")
             if kind == "application/json" and text:
@@ -292,3 +296,18 @@ def _encode(payload: Any) -> bytes | None:
     if payload is None:
         return None
     return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def _decode(raw: bytes) -> Any:
+    """Parse JSON. In a large reply nothing can be garbage yet: the collector would only traverse it again and again,
+    which takes more time than to parse it."""
+    if len(raw) < _LARGE_BODY:
+        return orjson.loads(raw)
+    with _gc_lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return orjson.loads(raw)
+        finally:
+            if collects:
+                gc.enable()

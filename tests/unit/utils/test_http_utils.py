@@ -32,7 +32,7 @@ async def client():
 
 async def test_replies_are_json_or_text(cluster, client):
     url = cluster.engines[0].url
-    assert (await client.get(f"{url}/model_info"))["model_path"] == "fake"
+    assert (await client.get(f"{url}/model_info"))["model_path"] == "stand-in"
     assert await client.post(f"{url}/abort_request", {"rid": "none"}) == ""
     assert await client.post(f"{url}/abort_request", None) == ""
     assert cluster.engines[0].aborts[-1] == {}

@@ -1,0 +1,44 @@
+"""A router over stand-in engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import aiohttp
+
+from scripts.bench.standin.engine import StandInEngine
+from scripts.bench.standin.wire import Request, Response
+
+
+@dataclass
+class StandInRouter:
+    """Forwards ``/generate`` in turn, lists ``/workers``, and forwards nothing else.
+
+    A request whose engine breaks the connection is answered 502, one without engines 503.
+    """
+
+    engines: list[StandInEngine]
+    url: str = ""
+    turn: int = 0
+
+    async def handle(self, request: Request) -> Response:
+        """Answer one request."""
+        path = request.path.partition("?")[0]
+        if path == "/workers":
+            return Response.of_json({"workers": [{"id": str(i), "url": e.url} for i, e in enumerate(self.engines)]})
+        if path != "/generate":
+            return Response.of_json({"detail": "Not Found"}, 404)
+        if not self.engines:
+            return Response.of_json({"error": {"code": "no_available_workers"}}, 503)
+        self.turn += 1
+        engine = self.engines[self.turn % len(self.engines)]
+        headers = {name: value for name, value in request.headers.items() if name.lower().startswith("x-")}
+        headers["Content-Type"] = "application/json"
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+                session.post(f"{engine.url}/generate", data=request.body, headers=headers) as reply,
+            ):
+                return Response(reply.status, await reply.read(), reply.content_type)
+        except aiohttp.ClientError as e:
+            return Response.of_json({"error": {"message": str(e)}}, 502)
