@@ -44,6 +44,7 @@ def command_lines(draw: st.DrawFn, *, moe: bool = True) -> str:
     }
     sizes["vpp"] = draw(st.sampled_from([1, 1, 2, 3])) if sizes["pp"] > 1 else 1
     words = ["--dry-run", "--hf-checkpoint", NOWHERE, "--prompt-data", "prompts.jsonl", "--num-rollout", "3"]
+    words += ["--rollout-max-response-len", "32"]
     words += _trainer(draw, sizes)
     words += _model(draw, sizes["tp"])
     words += _pipeline(draw, sizes["pp"], sizes["vpp"])

@@ -42,6 +42,7 @@ def published_args(name: str, *flags: Any) -> Namespace:
     words = [
         *("--hf-checkpoint", f"/not/here/{name}", "--prompt-data", "/not/here/prompts.jsonl", "--rm-type", "math"),
         *("--rollout-batch-size", 32, "--n-samples-per-prompt", 8, "--global-batch-size", 256, "--num-rollout", 1),
+        *("--custom-generate-function-path", "own.generate"),  # it needs no limit of responses; tests give one or none
         *("--dry-run", *megatron_flags(config), *flags),
     ]
     known = all_flags()

@@ -50,11 +50,11 @@ def _check_built_in(args: Namespace) -> None:
         )
     option = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}, data set"
     for dataset in args.eval_datasets:
-        if dataset.max_response_len is None and args.eval_max_context_len is None:
-            unchecked.warn(
-                args,
-                f"evaluation data set {dataset.name} has no limit of its responses: the built-in evaluation ends the "
-                "run at its first sample; give --eval-max-response-len",
+        custom = dataset.custom_generate_function_path or args.custom_generate_function_path
+        if dataset.max_response_len is None and args.eval_max_context_len is None and not custom:
+            raise ArgumentError(
+                f"{option} {dataset.name}: how long may a response get? Give --eval-max-response-len or "
+                "--rollout-max-response-len"
             )
         prompts.check_file(args, f"{option} {dataset.name} {dataset.path}", dataset.path)
         unread = [name for name in FOR_PLUGINS if getattr(dataset, name) is not None]

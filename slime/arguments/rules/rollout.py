@@ -57,10 +57,9 @@ def _check_lengths(args: Namespace) -> None:
     response = args.rollout_max_response_len
     generates = args.rollout_function_path == DEFAULT_ROLLOUT and args.custom_generate_function_path is None
     if response is None and context is None and generates and not args.debug_train_only and args.num_rollout != 0:
-        unchecked.warn(
-            args,
-            "no limit of responses: the built-in generation ends the run at its first sample; give "
-            "--rollout-max-response-len, or --rollout-max-context-len for prompt and response together",
+        raise ArgumentError(
+            "how long may a response get? Give --rollout-max-response-len, or --rollout-max-context-len for prompt and "
+            "response together"
         )
     if response is not None and engine is not None and response >= engine and not args.debug_train_only:
         raise ArgumentError(

@@ -81,6 +81,7 @@ def test_every_message_names_what_was_wrong():
         ("--prompt-data", 1, "--prompt-data is missing; --disable-rollout-global-dataset"),
         ("--rollout-num-gpus", 1, "--rollout-num-gpus is missing: .* With --colocate"),
         ("--num-layers", 1, "--num-layers missing; the checkpoint's values are: --num-layers 2 --hidden-size 64"),
+        ("--rollout-max-response-len", 1, r"how long may a response get\? Give --rollout-max-response-len, or"),
         ("--vocab-size", 1, "--vocab-size is missing"),
     ],
 )
