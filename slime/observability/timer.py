@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Timers:
@@ -67,11 +68,11 @@ def get_timers() -> Timers:
     return _timers
 
 
-@contextmanager
-def timer(name: str) -> Iterator[None]:
-    """Time a block, or a function when used as a decorator, under ``name``."""
-    with _timers.measure(name):
-        yield
+def timer(name: str | Callable[..., Any]) -> Any:
+    """Time a block, or a function when used as a decorator, under ``name``; a bare ``@timer`` takes the function's."""
+    if callable(name):
+        return _timers.measure(name.__name__)(name)
+    return _timers.measure(name)
 
 
 def drain_metrics(prefix: str = "perf/") -> dict[str, float]:

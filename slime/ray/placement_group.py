@@ -20,6 +20,7 @@ from slime.ray.node_order import node_sort_key
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.train_group import RayTrainGroup
 from slime.ray.waiting import Peer, wait_all, wait_one
+from slime.utils.moved import warn_moved
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ def create_training_models(
     actor: RayTrainGroup | None = None
     start = 0
     if not args.debug_rollout_only:
-        with_ref = args.kl_coef != 0 or args.use_kl_loss
-        actor = RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, pgs["actor"], with_ref=with_ref)
+        nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
+        actor = RayTrainGroup(args, nodes, gpus, pgs["actor"], with_ref=_with_ref(args))
         start = actor.create(rollout_manager)
     if args.start_rollout_id is None:
         args.start_rollout_id = start
@@ -110,6 +111,24 @@ def create_training_models(
         MANAGER_START_DEADLINE_S,
     )
     return actor, None
+
+
+def create_actor_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> RayTrainGroup:
+    """Return the actor's group, not started; of drivers older than ``create_training_models``."""
+    del wandb_run_id  # metrics go through the driver
+    warn_moved(f"{__name__}.create_actor_group", f"{__name__}.create_training_models(args, pgs, rollout_manager)")
+    return RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, pg, with_ref=_with_ref(args))
+
+
+def create_rollout_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> Any:
+    """Return the handle of a started rollout manager; of drivers older than ``create_rollout_manager``."""
+    del wandb_run_id
+    warn_moved(f"{__name__}.create_rollout_group", f"{__name__}.create_rollout_manager(args, pg)")
+    return create_rollout_manager(args, pg)[0]
+
+
+def _with_ref(args: Namespace) -> bool:
+    return bool(args.kl_coef != 0 or args.use_kl_loss)
 
 
 def _reserve(args: Namespace, layout: Layout) -> Slots:

@@ -26,6 +26,7 @@ from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids,
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
 from slime.rollout.metrics import request_metrics, top_p_metrics
+from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
 from slime.utils.http_utils import init_http_client
@@ -79,6 +80,7 @@ class RolloutManager:
         None under ``--debug-rollout-only``.
         """
         with self._generating:
+            set_current_rollout_id(rollout_id)
             started = time.monotonic()
             samples, metrics = self._samples(rollout_id)
             seconds = time.monotonic() - started
@@ -98,6 +100,7 @@ class RolloutManager:
         if self.args.debug_train_only:
             return
         with self._generating:
+            set_current_rollout_id(rollout_id)
             self._wait_for_engines()
             output: Any = call_rollout_fn(
                 self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True

@@ -11,6 +11,22 @@ from slime.utils.types import Sample
 
 FLAG = "--rollout-sample-hook-path"
 
+_current_rollout_id: int | None = None
+
+
+def set_current_rollout_id(rollout_id: int | None) -> None:
+    """Say which rollout is in progress in this process, for the hooks of code that does not pass its id on."""
+    global _current_rollout_id
+    _current_rollout_id = rollout_id
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, value: Any, *, rollout_id: int | None = None, evaluation: bool = False
+) -> Any:
+    """Run the hooks as ``apply_sample_hooks`` does; without a ``rollout_id`` it is that of the rollout in progress."""
+    rollout_id = _current_rollout_id if rollout_id is None else rollout_id
+    return await apply_sample_hooks(args, value, rollout_id=rollout_id, evaluation=evaluation)
+
 
 async def apply_sample_hooks(
     args: Any, samples: Any, *, rollout_id: int | None = None, evaluation: bool = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -257,6 +258,20 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+def process_rollout_data(args: Any, rollout_data_ref: Sequence[Any], dp_rank: int, dp_size: int) -> dict[str, Any]:
+    """Return the columns of data-parallel rank ``dp_rank``, on the CPU (see ``RolloutShard.to_rollout_data``).
+
+    ``rollout_data_ref`` are the boxed references that the rollout manager's ``generate`` returns, one per rank; raises
+    ValueError when there are not ``dp_size`` of them.
+    """
+    del args  # part of the signature known to callers
+    if len(rollout_data_ref) != dp_size:
+        raise ValueError(f"the rollout has shards for {len(rollout_data_ref)} data-parallel ranks, expected {dp_size}")
+    ray = importlib.import_module("ray")  # samples and data sets, which need none of it, are in this module too
+    shard = ray.get(rollout_data_ref[dp_rank].inner)
+    return dict(shard.to_rollout_data())
 
 
 def get_source(sample: Sample) -> str:

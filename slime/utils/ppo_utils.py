@@ -19,7 +19,16 @@ _HOMES = {
     "get_reinforce_plus_plus_returns": "slime.algorithms.advantages",
     "vanilla_gae": "slime.algorithms.gae",
 }
-__all__ = list(_HOMES)
+__all__ = [*_HOMES, "compute_log_probs"]
+
+
+def compute_log_probs(logits: Any, tokens: Any, process_group: Any) -> Any:
+    """Return log-probs [T, 1] of ``tokens`` [T] under ``logits`` [T, V_local]; older than the name it points to."""
+    from slime.utils.moved import warn_moved
+
+    name = "calculate_log_probs_and_entropy"
+    warn_moved(f"{__name__}.compute_log_probs", f"{__name__}.{name}(logits, tokens, group)[0]")
+    return __getattr__(name)(logits, tokens, process_group)[0]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import warnings
 
+from slime.utils.moved import moved
+
 # What megatron says on import about packages that are not installed, and about its own deprecated parts.
 _NOISE = (
     "Apex is not installed",
@@ -22,6 +24,10 @@ _NOISE = (
 )
 _lock = threading.RLock()
 _done = False
+
+__getattr__ = moved(
+    __name__, {"set_default_megatron_args": "slime.backends.megatron_utils.arguments.set_default_megatron_args"}
+)
 
 
 def import_megatron() -> None:

@@ -1,0 +1,1 @@
+"""Helpers of programs around a run: scripts that prepare checkpoints and data, and start training."""

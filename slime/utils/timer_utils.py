@@ -1,0 +1,11 @@
+"""Old path of ``slime.observability.timer``, as ``slime.utils.timer``."""
+
+from __future__ import annotations
+
+from slime.utils.moved import moved
+
+_HOMES = {
+    "timer": "slime.observability.timer.timer",
+}
+__all__ = list(_HOMES)
+__getattr__ = moved(__name__, _HOMES)

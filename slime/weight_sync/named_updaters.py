@@ -1,0 +1,49 @@
+"""Weight updaters as classes of their own, one per transport, for trainers that build theirs by name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from slime.servers.types import EngineInfo
+from slime.weight_sync import resolve_pause_mode
+from slime.weight_sync.distributed import DistributedTransport
+from slime.weight_sync.tensor import TensorTransport
+from slime.weight_sync.transport import Transport
+from slime.weight_sync.updater import WeightUpdater
+
+
+class _NamedUpdater(WeightUpdater):
+    """A ``WeightUpdater`` with the constructor and method names of slime <= 0.3.1.
+
+    Names, quantisation and sizes come from ``args`` and the checkpoint, so the keyword arguments are accepted and not
+    needed. Engines are ``EngineInfo`` records: what the rollout manager's ``get_updatable_engines`` returns.
+    """
+
+    def __init__(self, args: Namespace, model: Sequence[Any], transport: Transport) -> None:
+        pause_mode = resolve_pause_mode(args, synchronous_loop=True)
+        super().__init__(args, SimpleNamespace(args=args, model=list(model)), transport, pause_mode=pause_mode)
+
+    def connect_rollout_engines(self, rollout_engines: Sequence[EngineInfo], rollout_engine_lock: Any = None) -> None:
+        """Open the channels to ``rollout_engines``. No lock is needed: only rank 0 controls engines."""
+        self.connect(rollout_engines)
+
+    def update_weights(self) -> None:
+        """Push the weights under the next version."""
+        self.update()
+
+
+class UpdateWeightFromTensor(_NamedUpdater):
+    """To engines on the trainer's own slots."""
+
+    def __init__(self, args: Namespace, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
+        super().__init__(args, model, TensorTransport(args))
+
+
+class UpdateWeightFromDistributed(_NamedUpdater):
+    """To engines on slots of their own."""
+
+    def __init__(self, args: Namespace, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
+        super().__init__(args, model, DistributedTransport(args))
