@@ -38,11 +38,15 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the keyword arguments of a processor call that yields tensors for images and videos, lists for text."""
-    kwargs: dict[str, Any] = {"text_kwargs": dict(_KEPT_IN_TEXT)}
+    """Return the keyword arguments of a processor call that yields tensors for images and videos, lists for text.
+
+    ``multimodal_inputs`` are passed on; options that it has of its own, for images say (``images_kwargs``), are kept.
+    """
+    kwargs = dict(multimodal_inputs or {})
+    kwargs["text_kwargs"] = {**kwargs.get("text_kwargs", {}), **_KEPT_IN_TEXT}
     for kind in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
-        kwargs[kind] = {"return_tensors": "pt"}
-    return {**kwargs, **(multimodal_inputs or {})}
+        kwargs[kind] = {**kwargs.get(kind, {}), "return_tensors": "pt"}
+    return kwargs
 
 
 def process_vision_info(messages: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
