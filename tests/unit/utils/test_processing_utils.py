@@ -46,9 +46,7 @@ def test_tokenizers_of_checkpoints(tmp_path):
 
 
 def test_what_is_no_checkpoint(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"(?s)no tokenizer could be loaded from .*--hf-checkpoint must hold tokenizer"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)no tokenizer could be loaded .*--hf-checkpoint must hold"):
         load_tokenizer(str(tmp_path))
     assert load_processor(str(tmp_path)) is None
 
@@ -88,13 +86,8 @@ def test_images_of_messages_in_order(tmp_path):
     (tmp_path / "a.png").write_bytes(png(picture()))
     data_url = "data:image/png;base64," + base64.b64encode(png(picture("RGBA"))).decode()
     ready = picture()
-    forms = [
-        str(tmp_path / "a.png"),
-        f"file://{tmp_path / 'a.png'}",
-        data_url,
-        png(picture()),
-        {"bytes": png(picture())},
-    ]
+    path, raw = str(tmp_path / "a.png"), png(picture())
+    forms = [path, f"file://{path}", data_url, raw, {"bytes": raw}]
     messages = [
         {"role": "system", "content": "text only"},
         {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": ready}]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -78,8 +79,7 @@ def test_appends_against_a_record_per_token(series: list[Call], prompt: list[int
     assert sample.spec_info.spec_verify_ct == 3 * finished
     if any(call.sampled for call in series):
         ids, offsets = sample.rollout_top_p_token_ids.tolist(), sample.rollout_top_p_token_offsets.tolist()
-        spans = zip(offsets, offsets[1:], strict=False)
-        assert [ids[a:b] for a, b in spans] == [nucleus for *_, nucleus in records]
+        assert [ids[a:b] for a, b in itertools.pairwise(offsets)] == [nucleus for *_, nucleus in records]
         assert offsets[0] == 0
     else:
         assert sample.rollout_top_p_token_offsets is None
