@@ -89,9 +89,16 @@ def check_batches(args: Namespace) -> None:
         raise ArgumentError(
             f"--global-batch-size {size} leaves some of {how} without a sample; raise it or use fewer slots"
         )
-    if args.use_dynamic_batch_size or size % (ranks * group * args.micro_batch_size) == 0:
+    unit = ranks * group * args.micro_batch_size
+    if args.use_dynamic_batch_size or unit == 1:
         return
-    if _samples_may_multiply(args):
+    if plugin := _multiplier(args):
+        unchecked.warn(
+            args,
+            f"{plugin} may return several samples for one, and a step whose samples are no multiple of "
+            f"--micro-batch-size {args.micro_batch_size} x {how} ends the run; use --use-dynamic-batch-size",
+        )
+    if size % unit == 0 or args.custom_convert_samples_to_train_data_path:
         return
     raise ArgumentError(
         f"--global-batch-size {size} is no multiple of --micro-batch-size {args.micro_batch_size} x {how}; "
@@ -99,6 +106,9 @@ def check_batches(args: Namespace) -> None:
     )
 
 
-def _samples_may_multiply(args: Namespace) -> bool:
-    """Whether one rollout may yield several samples, so that the number of a step's samples is not known here."""
-    return bool(args.custom_convert_samples_to_train_data_path)
+def _multiplier(args: Namespace) -> str | None:
+    """The plug-in, as it is typed, after which the number of a step's samples is not known here."""
+    for name in ("custom_convert_samples_to_train_data_path", "custom_generate_function_path"):
+        if getattr(args, name):
+            return f"--{name.replace('_', '-')} {getattr(args, name)}"
+    return None

@@ -134,6 +134,19 @@ def test_a_generate_function_does_not():
         parse("--global-batch-size", 64, "--custom-generate-function-path", "my.generate")
 
 
+@pytest.mark.parametrize("flag", ["--custom-generate-function-path", "--custom-convert-samples-to-train-data-path"])
+def test_several_samples_for_one_may_not_divide(flag):
+    """A run ends at the first step whose samples do not make whole micro-batches on every rank."""
+    warning = f"{flag} my.function may return several samples for one, and a step whose samples are no multiple of"
+    on_two = ["--actor-num-gpus-per-node", 2, flag, "my.function"]
+    dynamic = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 512]
+    said = dry(*on_two).warnings
+    assert [sentence for sentence in said if warning in sentence]
+    assert "--micro-batch-size 1 x 2 data-parallel ranks" in " ".join(said)
+    for words in ([flag, "my.function"], [*on_two, *dynamic]):
+        assert warning not in " ".join(dry(*words).warnings)
+
+
 def test_dynamic_batches_need_not_divide():
     words = ["--rollout-batch-size", 6, "--global-batch-size", 6, "--actor-num-gpus-per-node", 4]
     assert parse(*words, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 512).data_parallel_size == 4
