@@ -20,7 +20,6 @@ from slime.arguments.command_line import all_flags, build_parser
 from slime.arguments.files.run_config import OWN_FLAGS
 from slime.arguments.flag import Flag
 from slime.arguments.parse import resolve
-from slime.arguments.unchecked import FINDINGS
 from slime.utils.secrets import is_secret
 from tests.support.arguments import minimal_flags
 from tests.support.command_lines import command_lines
@@ -154,21 +153,28 @@ def parsed(words: list[str]) -> Namespace | None:
 
 
 def comparable(args: Namespace) -> dict[str, str]:
-    """Every attribute as text that also tells 1 from 1.0 and True; secrets and the flags of files are left out."""
-    given = args.explicit_flags - OWN_FLAGS
-    values = {k: v for k, v in vars(args).items() if k not in OWN_FLAGS and not is_secret(k)}
-    for name in FINDINGS:  # what was said about secrets is not said without them
-        values[name] = [sentence for sentence in values[name] if not is_secret(sentence)]
-    values["explicit_flags"] = sorted(name for name in given if not is_secret(name))
+    """Every attribute as text that also tells 1 from 1.0 and True; the flags of files are left out."""
+    values = {name: value for name, value in vars(args).items() if name not in OWN_FLAGS}
+    values["explicit_flags"] = sorted(args.explicit_flags - OWN_FLAGS)
     return {name: repr(value) for name, value in values.items()}
 
 
+def secrets_of(words: list[str]) -> list[str]:
+    """The flags of ``words``, with their values, that are not written because they hold a secret."""
+    flags: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            flags.append([])
+        flags[-1].append(word)
+    return [word for flag in flags if is_secret(" ".join(flag)) for word in flag]
+
+
 def round_trip(words: list[str], path: Path) -> Namespace | None:
-    """Write the run of ``words`` and read it back; None when the line is refused."""
+    """Write the run of ``words`` and read it back, secrets given again; None when the line is refused."""
     first = parsed([*words, "--dump-config", str(path)])
     if first is None:
         return None
-    second = resolve(["--config", str(path), "--dry-run"], *known())
+    second = resolve(["--config", str(path), "--dry-run", *secrets_of(words)], *known())
     assert comparable(second) == comparable(first)
     return second
 
@@ -248,6 +254,19 @@ def _words(flag: Flag, value: Any) -> list[str]:
     if value is None:
         return [option]
     return [option, str(value)] if flag.nargs in ("+", "*") else [f"{option}={value}"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--wandb-key=x", "--wandb-group=y"],
+        ["--sglang-api-key", "k", "--lr", "1e-5"],
+        ["--train-env-vars", '{"WANDB_API_KEY": "s", "A": "b"}'],
+    ],
+)
+def test_secrets_are_given_again(words, tmp_path):
+    assert round_trip([*minimal_flags(), *words], tmp_path / "run.yaml") is not None
+    assert secrets_of(words) == (words[:1] if "=" in words[0] else words[:2])
 
 
 def test_json_values_keep_their_types(tmp_path):
