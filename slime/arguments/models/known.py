@@ -26,7 +26,7 @@ class KnownModel:
 def known_model(checkpoint: str) -> KnownModel | None:
     """The published model named like ``checkpoint``, a path or a repository name; None when the table has none.
 
-    ``/root/Qwen3-4B``, ``Qwen/Qwen3-4B``, ``Qwen3-4B-FP8`` and a snapshot directory of the Hugging Face cache are all
+    ``/models/Qwen3-4B``, ``Qwen/Qwen3-4B``, ``Qwen3-4B-FP8`` and a snapshot directory of the Hugging Face cache are all
     ``Qwen/Qwen3-4B``. Case does not matter.
     """
     name = _base_name(checkpoint)

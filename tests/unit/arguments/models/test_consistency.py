@@ -38,7 +38,7 @@ EXPERT_SWITCHES = ("--moe-shared-expert-gate", "--moe-router-enable-expert-bias"
 def checkpoint(name: str) -> str:
     model = models()[name]
     names = (*model.local_names, *model.repositories) or models()[model.like].repositories
-    return f"/root/{names[0].split('/')[-1]}"
+    return f"/models/{names[0].split('/')[-1]}"
 
 
 def check(words: list[str], hf_checkpoint: str, changed: list[str] | None = None) -> list[str]:
@@ -152,10 +152,10 @@ def test_a_checkpoint_on_disk_wins_over_the_published_model(tmp_path):
     ("hf_checkpoint", "sentence"),
     [
         (
-            "/root/Qwen3-4B",
-            "no checkpoint at /root/Qwen3-4B: the model flags were compared with the published Qwen/Qwen3-4B",
+            "/models/Qwen3-4B",
+            "no checkpoint at /models/Qwen3-4B: the model flags were compared with the published Qwen/Qwen3-4B",
         ),
-        ("/root/mine", "no checkpoint at /root/mine: the model flags were compared with nothing"),
+        ("/models/mine", "no checkpoint at /models/mine: the model flags were compared with nothing"),
     ],
 )
 def test_a_dry_run_says_what_it_compared_with(hf_checkpoint, sentence):
@@ -166,8 +166,8 @@ def test_a_dry_run_says_what_it_compared_with(hf_checkpoint, sentence):
 
 
 def test_a_run_needs_its_checkpoint():
-    args = model_namespace(source("qwen3-4B"), "/root/Qwen3-4B", dry_run=False)
-    with pytest.raises(ArgumentError, match=r"there is no /root/Qwen3-4B/config\.json"):
+    args = model_namespace(source("qwen3-4B"), "/models/Qwen3-4B", dry_run=False)
+    with pytest.raises(ArgumentError, match=r"there is no /models/Qwen3-4B/config\.json"):
         check_readable(args)
 
 

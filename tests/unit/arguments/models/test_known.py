@@ -10,15 +10,15 @@ from slime.arguments.models.known import known_config, known_model
     ("checkpoint", "repository"),
     [
         ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
-        ("/root/Qwen3-4B", "Qwen/Qwen3-4B"),
-        ("/root/Qwen3-4B/", "Qwen/Qwen3-4B"),
+        ("/models/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("/models/Qwen3-4B/", "Qwen/Qwen3-4B"),
         ("qwen3-4b", "Qwen/Qwen3-4B"),
-        ("/root/Qwen3-4B-FP8", "Qwen/Qwen3-4B"),
-        ("/root/Kimi-K2-Thinking_int4", "moonshotai/Kimi-K2-Thinking"),
-        ("/root/DeepSeek-R1-bf16", "deepseek-ai/DeepSeek-R1"),
+        ("/models/Qwen3-4B-FP8", "Qwen/Qwen3-4B"),
+        ("/models/Kimi-K2-Thinking_int4", "moonshotai/Kimi-K2-Thinking"),
+        ("/models/DeepSeek-R1-bf16", "deepseek-ai/DeepSeek-R1"),
         ("/cache/models--Qwen--Qwen3-4B/snapshots/0123abc", "Qwen/Qwen3-4B"),
-        ("/root/DeepSeek-V3-0324-5layer", "DeepSeek-V3-0324-5layer"),
-        ("/root/GLM-4-9B-0414", "zai-org/GLM-4-9B-0414"),
+        ("/models/DeepSeek-V3-0324-5layer", "DeepSeek-V3-0324-5layer"),
+        ("/models/GLM-4-9B-0414", "zai-org/GLM-4-9B-0414"),
     ],
 )
 def test_names(checkpoint, repository):
@@ -27,7 +27,7 @@ def test_names(checkpoint, repository):
     assert known.repository == repository
 
 
-@pytest.mark.parametrize("checkpoint", ["/root/Qwen3-4B/mine", "Qwen3-5B", "my-Qwen3-4B", "", "/", "FP8"])
+@pytest.mark.parametrize("checkpoint", ["/models/Qwen3-4B/mine", "Qwen3-5B", "my-Qwen3-4B", "", "/", "FP8"])
 def test_no_guessing(checkpoint):
     assert known_model(checkpoint) is None
     assert known_config(checkpoint) is None

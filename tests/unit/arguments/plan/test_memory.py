@@ -231,7 +231,7 @@ def test_quantised_weights() -> None:
     args.sglang_quantization = "fp8"
     assert of_engine(args).weights == int(matrices * (1 + 4 / 128**2) + 2 * (embedding + norms))
     by_flag = of_engine(args).weights
-    args.sglang_quantization, args.hf_checkpoint = None, "/root/Qwen3-4B-FP8"
+    args.sglang_quantization, args.hf_checkpoint = None, "/models/Qwen3-4B-FP8"
     assert of_engine(args).weights == by_flag
 
 
