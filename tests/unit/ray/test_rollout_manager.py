@@ -455,8 +455,10 @@ def test_an_engine_that_dies_ends_the_rollout_in_progress(with_engines: Any) -> 
     with ThreadPoolExecutor(2) as pool:
         rollout = pool.submit(manager.generate, 0)
         watch = pool.submit(manager.wait_for_failure)
-        assert asking.wait(PATIENCE_S)
-        fleet.on_death(EngineDied("engine 0 exited with -9"))
+        try:
+            assert asking.wait(PATIENCE_S)
+        finally:  # the pool waits for both
+            fleet.on_death(EngineDied("engine 0 exited with -9"))
         for waiting in (rollout, watch):
             with pytest.raises(EngineDied, match="engine 0 exited with -9"):
                 waiting.result(PATIENCE_S)
@@ -472,7 +474,7 @@ def generate_for_ever(args: Any, rollout_id: int, source: Any, evaluation: bool 
         import asyncio
 
         asking.set()
-        await asyncio.sleep(3600)
+        await asyncio.sleep(3 * PATIENCE_S)
 
     return async_utils.run(ask())
 
