@@ -12,8 +12,10 @@ from slime.utils.http_utils import get_http_client
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
+FIRST_POLL_S, POLL_S = 0.01, 0.2
+"""Aborted requests leave an engine within a step of its scheduler: the first looks come quickly."""
 REPEAT_ABORT_S = 3.0
+PROBE_DEADLINE_S = 3.0
 
 
 async def abort_all_until_idle(router_url: str, deadline_s: float) -> None:
@@ -37,7 +39,7 @@ async def _abort_until_idle(url: str, deadline_s: float) -> int:
     """Return the number of requests left on the engine at ``url``."""
     client = get_http_client()
     deadline = time.monotonic() + deadline_s
-    next_abort = 0.0
+    next_abort, pause = 0.0, FIRST_POLL_S
     while True:
         try:
             if time.monotonic() >= next_abort:
@@ -51,4 +53,23 @@ async def _abort_until_idle(url: str, deadline_s: float) -> int:
             return 0
         if time.monotonic() >= deadline:
             return left
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(pause)
+        pause = min(POLL_S, 2 * pause)
+
+
+async def describe_engines(router_url: str) -> str:
+    """Say what each engine behind ``router_url`` is doing, for the message of a request that was not answered."""
+    client = get_http_client()
+    try:
+        urls = await client.list_workers(router_url)
+    except HttpRequestError as e:
+        return f"{router_url} does not say which engines it has: {e}"
+    return "; ".join(await asyncio.gather(*(_describe_engine(url) for url in urls))) or f"{router_url} has no engine"
+
+
+async def _describe_engine(url: str) -> str:
+    try:
+        load = await get_http_client().get(f"{url}/v1/loads?include=core", timeout=PROBE_DEADLINE_S)
+        return f"engine {url} holds {num_requests_from_load(load)} requests"
+    except (HttpRequestError, ValueError) as e:
+        return f"engine {url} does not tell its load: {e}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
+from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_group
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
@@ -58,12 +59,69 @@ class GroupsInFlight:
         return self._originals.pop(task)
 
     def describe_oldest(self, count: int = 3) -> str:
-        """Name the groups that have been in flight longest."""
+        """Name the groups that have been in flight longest, and what each of their samples waits for."""
         now = time.monotonic()
         oldest = sorted(self._groups.values(), key=lambda entry: entry[1])[:count]
         return ", ".join(
-            f"group_index={getattr(group[0], 'group_index', None)} for {now - since:.0f} s" for group, since in oldest
+            f"group_index={getattr(group[0], 'group_index', None)} for {now - since:.0f} s ({_waits(group)})"
+            for group, since in oldest
         )
+
+
+_WAITS_FOR = {
+    "sglang_generate": "an engine",
+    "reward_model": "its reward",
+    "group_reward_model": "the reward of the group",
+    "generate_and_rm": "a free slot or its generate function",
+    "generate_and_rm_group": "the others of its group",
+}
+"""What a sample waits for, by the innermost span of its trace that is open."""
+
+
+def _waits(group: list[Sample]) -> str:
+    waiting: dict[str, list[int | None]] = {}
+    for sample in iter_samples(group):
+        if (span := _open_span(sample)) is not None:
+            waiting.setdefault(_WAITS_FOR.get(span, span), []).append(sample.index)
+    return ", ".join(f"samples {indices} wait for {what}" for what, indices in waiting.items()) or "no trace"
+
+
+def _open_span(sample: Sample) -> str | None:
+    open_spans: dict[Any, str] = {}
+    for event in (getattr(sample, "trace", None) or {}).get("events", ()):
+        if event["type"] == "span_start":
+            open_spans[event["span_id"]] = event["name"]
+        elif event["type"] == "span_end":
+            open_spans.pop(event["span_id"], None)
+    return list(open_spans.values())[-1] if open_spans else None
+
+
+class PendingRewards:
+    """The rewards that are being computed, which a rollout that ends can give up."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._given_up: set[asyncio.Task[Any]] = set()
+
+    async def wait_for(self, reward: Coroutine[Any, Any, Any]) -> None:
+        """Run ``reward`` to its end, or until it is given up. Raises what it raises."""
+        task = asyncio.get_running_loop().create_task(reward)
+        self._tasks.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if task not in self._given_up or (current is not None and current.cancelling()):
+                raise
+        finally:
+            self._tasks.discard(task)
+            self._given_up.discard(task)
+
+    def give_up(self) -> None:
+        """Cancel all; who waits for them goes on without."""
+        self._given_up |= self._tasks
+        for task in self._tasks:
+            task.cancel()
 
 
 @contextlib.contextmanager

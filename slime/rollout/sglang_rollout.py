@@ -10,15 +10,17 @@ import copy
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_samples
+from slime.rollout.engine_idle import describe_engines
 from slime.rollout.eval_rollout import eval_single_dataset
 from slime.rollout.generate_state import (
     GroupsInFlight,
+    PendingRewards,
     cancel_all,
     gather_or_cancel,
     least_used,
@@ -30,7 +32,7 @@ from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.rollout.train_rollout import Collection, collect, first_index, stop_in_flight
 from slime.utils.async_utils import run
-from slime.utils.http_utils import _wrap_ipv6, get_http_client, post
+from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import (
     build_processor_kwargs,
@@ -87,6 +89,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Any]] = set()
         self.groups_in_flight = GroupsInFlight()
+        self.pending_rewards = PendingRewards()
         self.aborted = False
 
     @contextmanager
@@ -163,7 +166,11 @@ async def _generate_once(args: Any, sample: Sample, sampling_params: dict[str, A
     if getattr(args, "router_policy", None) in ("consistent_hashing", "manual") and sample.session_id:
         headers = {"X-SMG-Routing-Key": sample.session_id}
     with trace_span(sample, "sglang_generate", {"max_new_tokens": left}) as span:
-        output = await post(get_model_url(args, "default"), payload, headers=headers)
+        try:
+            output = await post(get_model_url(args, "default"), payload, headers=headers)
+        except HttpTimeoutError as e:
+            e.add_note(await describe_engines(get_model_url(args, "default", "")))
+            raise
         meta_info = output["meta_info"]
         span.update(**build_sglang_meta_trace_attrs(meta_info))
     log_probs = meta_info.get("output_token_logprobs") or []
@@ -235,9 +242,11 @@ async def generate_and_rm(
     Returns the sample, or the list a custom generate function made of it. A sample that was aborted has status
     ABORTED, no reward, and can be passed in again.
     """
-    if isinstance(sample, list):  # a fan-out that came back through the buffer is complete
-        return sample
     state = GenerateState(args)
+    if isinstance(sample, list):  # a fan-out that came back through the buffer lacks rewards at most
+        if not args.group_rm:
+            await _score(args, state, sample, evaluation)
+        return sample
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length > 0:
         sample.loss_mask = [0] * sample.response_length
     result: Sample | list[Sample] = sample
@@ -253,7 +262,7 @@ async def generate_and_rm(
             return result
         result = await apply_sample_hooks(args, result, rollout_id=state.rollout_id, evaluation=evaluation)
     if not args.group_rm:
-        await _score(args, state, result)
+        await _score(args, state, result, evaluation)
     return result
 
 
@@ -286,15 +295,25 @@ def _any_aborted(samples: Any) -> bool:
     return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(samples))
 
 
-async def _score(args: Any, state: GenerateState, result: Sample | list[Sample]) -> None:
+async def _score(args: Any, state: GenerateState, result: Sample | list[Sample], evaluation: bool) -> None:
     if isinstance(result, list):
         unscored = [sample for sample in iter_samples(result) if sample.reward is None]
         if unscored:
             with trace_span(unscored, "reward_model"):
-                await state.reward_errors.score_batch(args, unscored, batched_async_rm)
+                await _wait_for_reward(
+                    state, state.reward_errors.score_batch(args, unscored, batched_async_rm), evaluation
+                )
     elif result.reward is None:
         with trace_span(result, "reward_model"):
-            await state.reward_errors.score_one(args, result, async_rm)
+            await _wait_for_reward(state, state.reward_errors.score_one(args, result, async_rm), evaluation)
+
+
+async def _wait_for_reward(state: GenerateState, reward: Coroutine[Any, Any, Any], evaluation: bool) -> None:
+    """Rewards of training samples may be given up when the rollout ends; the samples are scored when they come back."""
+    if evaluation:
+        await reward
+    else:
+        await state.pending_rewards.wait_for(reward)
 
 
 async def generate_and_rm_group(
@@ -322,7 +341,9 @@ async def generate_and_rm_group(
         samples = list(iter_samples(group))
         if any(sample.reward is None for sample in samples):
             with trace_span(samples, "group_reward_model"):
-                await state.reward_errors.score_batch(args, samples, batched_async_rm)
+                await _wait_for_reward(
+                    state, state.reward_errors.score_batch(args, samples, batched_async_rm), evaluation
+                )
     return group
 
 

@@ -23,9 +23,12 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 60.0
+REWARD_GRACE_S = 1.0
+"""How long rewards may take once the engines were stopped. Those that take longer are asked for again later."""
 FINISH_GRACE_S = 10.0
-"""How long groups may take, after the engines were stopped, to return (their rewards may be on the way)."""
+"""How long groups may take to return once the engines were stopped and pending rewards given up."""
 MAX_ABORTED_SHARE = 4
+SUBMITTED_AT_ONCE = 8
 
 Group = list[Sample]
 
@@ -102,7 +105,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 groups = get_samples(args.over_sampling_batch_size)
                 if not groups:
                     raise RuntimeError(f"rollout {collection.rollout_id}: the data source has no more prompts")
-                state.submit_generate_tasks(groups)
+                await _submit(state, groups)
             done, state.pendings = await asyncio.wait(
                 state.pendings, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED
             )
@@ -129,6 +132,14 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 )
 
 
+async def _submit(state: Any, groups: list[Group]) -> None:
+    """Start the groups a few at a time: to start thousands at once would keep the event loop from the first replies,
+    and their slots empty."""
+    for first in range(0, len(groups), SUBMITTED_AT_ONCE):
+        state.submit_generate_tasks(groups[first : first + SUBMITTED_AT_ONCE])
+        await asyncio.sleep(0)
+
+
 def _results_in_order(done: set[asyncio.Task[Any]], state: Any) -> list[Group]:
     """Return the results of finished tasks ordered by sample index; raise the first failure."""
     results, failures = [], []
@@ -148,8 +159,9 @@ def _results_in_order(done: set[asyncio.Task[Any]], state: Any) -> list[Group]:
 async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
     """Abort what the engines are generating and return the groups in flight, in order, to be handed back.
 
-    With ``partial_rollout`` that is what has been generated of them. Without it nothing is waited for, and groups that
-    are not finished are as they were drawn: their prompts are neither skipped nor continued.
+    With ``partial_rollout`` that is what has been generated of them; rewards that take long are given up, and asked for
+    again when the group comes back. Without it nothing is waited for, and groups that are not finished are as they were
+    drawn: their prompts are neither skipped nor continued.
     """
     assert not state.aborted, "this rollout was aborted already"
     state.aborted = True
@@ -157,14 +169,18 @@ async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: li
         return []
     tasks = list(state.pendings)
     if not args.partial_rollout:
-        await cancel_all(tasks)
+        with get_http_client().abort_left_to_caller(router_urls):
+            await cancel_all(tasks)
         await get_http_client().drain_aborts()
     for router_url in router_urls:
         await abort_all_until_idle(router_url, ABORT_DEADLINE_S)
     if not args.partial_rollout:
         state.pendings = set()
         return sorted((_finished_or_original(task, state) for task in tasks), key=first_index)
-    _, late = await asyncio.wait(tasks, timeout=FINISH_GRACE_S)
+    _, late = await asyncio.wait(tasks, timeout=min(REWARD_GRACE_S, FINISH_GRACE_S))
+    if late:
+        state.pending_rewards.give_up()
+        _, late = await asyncio.wait(late, timeout=FINISH_GRACE_S)
     await cancel_all(late)
     state.pendings = set()
     return sorted((_unfinished_group(task, rollout_id, state) for task in tasks), key=first_index)

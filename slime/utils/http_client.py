@@ -7,6 +7,7 @@ engines: on those the router lists, because routers do not forward ``/abort_requ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import random
@@ -14,7 +15,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -79,6 +80,7 @@ class HttpClient:
         )
         self._workers: dict[str, tuple[float, list[str]]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        self._left_to_caller: set[str] = set()
 
     def trust(self, url: str) -> None:
         """Send the API key to the host and port of ``url`` from now on."""
@@ -105,7 +107,7 @@ class HttpClient:
         try:
             return await self._request("POST", url, payload, max_retries, headers, timeout, rid)
         except (asyncio.CancelledError, HttpTimeoutError):
-            if rid is not None:
+            if rid is not None and base not in self._left_to_caller:
                 self._abort_later(base, rid.current)
             raise
 
@@ -133,6 +135,17 @@ class HttpClient:
                 self.trust(url)
         self._workers[router_url] = (time.monotonic(), urls)
         return urls
+
+    @contextlib.contextmanager
+    def abort_left_to_caller(self, router_urls: Iterable[str]) -> Iterator[None]:
+        """Within the block, requests to these routers that are cancelled are not aborted one by one: the caller is
+        about to abort everything on their engines, with one request per engine."""
+        added = set(router_urls) - self._left_to_caller
+        self._left_to_caller |= added
+        try:
+            yield
+        finally:
+            self._left_to_caller -= added
 
     async def drain_aborts(self) -> None:
         """Wait until the aborts of cancelled requests have been sent (each has a deadline of its own)."""

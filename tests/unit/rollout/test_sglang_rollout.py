@@ -181,10 +181,8 @@ def test_without_partial_rollout_unfinished_groups_are_cancelled_on_the_engines(
     output = generate_rollout(args, 0, source)
     assert texts(output.samples)[::2] == ["p2", "p3", "p4", "p5"]
     assert time.monotonic() - began < 2.0
-    aborted = {a["rid"] for engine in cluster.engines for a in engine.aborts if "rid" in a}
-    slow = {r["rid"] for r in cluster.requests if chr(r["input_ids"][1]) in "01"}
-    assert aborted == slow
-    assert len(slow) == 4
+    assert sum(chr(r["input_ids"][1]) in "01" for r in cluster.requests) == 4
+    assert [engine.aborts for engine in cluster.engines] == [[{"abort_all": True}]] * 2  # not one by one
     assert not any(engine.running for engine in cluster.engines)
     # their prompts are not skipped: they come first in the next rollout, as they were drawn
     assert source.buffer == RolloutDataSource(args).get_samples(2)

@@ -1,0 +1,246 @@
+"""Rollouts on engines that refuse, stall, hang and break off: nothing lost, nothing counted twice, all of it named."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import psutil
+import pytest
+
+from slime.observability.trace_utils import trace_span
+from slime.rollout import sglang_rollout, train_rollout
+from slime.rollout.base_types import iter_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.generate_state import GroupsInFlight, PendingRewards
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils import http_client
+from slime.utils.http_client import HttpRequestError, HttpTimeoutError
+from slime.utils.types import Sample
+from tests.support.fake_engine import Failure, FaultMix, hashed_reply
+
+HERE = __name__
+Status = Sample.Status
+
+
+@pytest.fixture(autouse=True)
+def short_back_off(monkeypatch):
+    monkeypatch.setattr(http_client, "BACKOFF_BASE_S", 0.01)
+    monkeypatch.setattr(http_client, "BACKOFF_CAP_S", 0.05)
+
+
+def rest_of_reply(input_ids: list[int], params: dict[str, Any]) -> list[int]:
+    """What is left of the answer to a prompt ``p<number>`` when ``input_ids`` has some of it."""
+    size = 1 + next((i for i, token in enumerate(input_ids[1:]) if not chr(token).isdigit()), len(input_ids) - 1)
+    return hashed_reply(input_ids[:size], {})[len(input_ids) - size :]
+
+
+def check_samples(samples: list[Sample], pieces: int = 1) -> None:
+    """Every sample once, with exactly the tokens of one answer to its prompt, in at most so many pieces."""
+    assert max(Counter(sample.index for sample in samples).values()) == 1
+    for sample in samples:
+        prompt = [ord(c) for c in sample.prompt]
+        assert sample.tokens == prompt + hashed_reply(prompt, {})
+        assert len(sample.rollout_log_probs) == len(sample.loss_mask) == sample.response_length
+        assert 1 <= len(sample.weight_versions) <= pieces
+
+
+def test_an_engine_that_is_unavailable_for_a_while_costs_time_only(cluster, make_args):
+    args = make_args()
+    for engine in cluster.engines:
+        engine.unavailable_until = time.monotonic() + 0.3
+    began = time.monotonic()
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert 0.25 < time.monotonic() - began < 5
+    check_samples(list(iter_samples(output.samples)))
+    assert len(cluster.requests) > 2 * 8
+
+
+def test_a_refusal_ends_the_rollout_at_once_with_the_engines_words(cluster, make_args):
+    args = make_args()
+    for engine in cluster.engines:
+        engine.delay = 5.0
+    cluster.engines[0].failures.append(Failure(400, b'{"error":{"message":"longer than the context length 7"}}'))
+    began = time.monotonic()
+    with pytest.raises(HttpRequestError, match="longer than the context length 7") as caught:
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert time.monotonic() - began < 2
+    assert caught.value.attempts == 1
+    cluster.wait_until(lambda: not any(e.running for e in cluster.engines), "the other requests aborted")
+
+
+def test_a_hang_ends_at_its_deadline_and_names_the_engines_and_what_they_hold(cluster, make_args):
+    args = make_args(rollout_request_timeout=0.5)
+    for engine in cluster.engines:
+        engine.failures.extend([Failure(hang=True)] * 50)
+    began = time.monotonic()
+    with pytest.raises(HttpTimeoutError, match=r"deadline of 0\.5 s") as caught:
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert time.monotonic() - began < 3
+    notes = " ".join(caught.value.__notes__)
+    for engine in cluster.engines:
+        assert f"engine {engine.url} holds 0 requests" in notes
+    assert "while generating group" in notes
+
+
+@pytest.mark.parametrize("failure", [Failure(truncated=True), Failure(200, b'{"text": "hal')])
+def test_broken_replies_are_reported_and_asked_for_again(cluster, make_args, caplog, failure):
+    args = make_args()
+    cluster.engines[0].failures.extend([failure] * 3)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    check_samples(list(iter_samples(output.samples)))
+    assert any("attempt 1 of 60" in message for message in caplog.messages)
+    rids = [request["rid"] for request in cluster.requests]
+    assert len(rids) == len(set(rids)) == 8 + 3
+
+
+def rollouts_under_faults(cluster: Any, args: Any, rollouts: int) -> None:
+    for number, engine in enumerate(cluster.engines):
+        engine.record = False
+        engine.duration = lambda ids: 0.001
+        engine.reply = rest_of_reply
+        rates = [
+            (0.05, Failure(503, b"busy")),
+            (0.03, Failure(cut=True)),
+            (0.03, Failure(truncated=True)),
+            (0.02, Failure(200, b'{"text"')),
+        ]
+        engine.faults = FaultMix(rates, seed=number)
+    source = RolloutDataSourceWithBuffer(args)
+    seen: set[int] = set()
+    process = psutil.Process()
+    early: tuple[int, int, int] | None = None
+    for rollout_id in range(rollouts):
+        samples = list(iter_samples(generate_rollout(args, rollout_id, source).samples))
+        check_samples(samples, pieces=3 if args.partial_rollout else 1)
+        indices = {sample.index for sample in samples}
+        assert len(indices) == args.rollout_batch_size * args.n_samples_per_prompt
+        assert not seen & indices, "a sample was trained twice"
+        seen |= indices
+        if rollout_id == rollouts // 4:
+            gc.collect()
+            early = (process.memory_info().rss, threading.active_count(), len(os.listdir("/proc/self/fd")))
+    assert source.sample_index - len(seen) == sum(len(group) for group in source.buffer), "samples were lost"
+    gc.collect()
+    assert early is not None
+    assert process.memory_info().rss - early[0] < 64 << 20
+    assert threading.active_count() <= early[1] + 2
+    assert len(os.listdir("/proc/self/fd")) <= early[2] + args.sglang_server_concurrency
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_nothing_is_lost_or_counted_twice_under_random_faults(cluster, make_args, partial):
+    rollouts_under_faults(cluster, make_args(prompts=400, over_sampling_batch_size=6, partial_rollout=partial), 8)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_groups_under_random_faults(cluster, make_args):
+    args = make_args(prompts=5000, rollout_batch_size=250, over_sampling_batch_size=260, n_samples_per_prompt=1)
+    rollouts_under_faults(cluster, args, 400)
+
+
+REWARDS = {"asked": 0, "cancelled": 0, "slow": True}
+
+
+async def slow_judge(args: Any, sample: Any, **kwargs: Any) -> Any:
+    first = sample[0] if isinstance(sample, list) else sample
+    REWARDS["asked"] += 1
+    if REWARDS["slow"] and first.prompt in ("p0", "p1"):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            REWARDS["cancelled"] += 1
+            raise
+    return [1.0] * len(sample) if isinstance(sample, list) else 1.0
+
+
+async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    turns = []
+    for turn in range(2):
+        copy = Sample.from_dict(sample.to_dict())
+        copy.rollout_id, copy.tokens = sample.index, [1]
+        copy.append_response_tokens(tokens=[turn], log_probs=[-0.1], text=f"turn {turn}")
+        copy.status = Status.COMPLETED
+        turns.append(copy)
+    return turns
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"group_rm": True}, {"custom_generate_function_path": f"{HERE}.two_turns"}],
+    ids=["samples", "groups", "fan-out"],
+)
+def test_pending_rewards_are_given_up_and_responses_kept(cluster, make_args, monkeypatch, overrides):
+    monkeypatch.setattr(train_rollout, "REWARD_GRACE_S", 0.1)
+    REWARDS.update(asked=0, cancelled=0, slow=True)
+    args = make_args(over_sampling_batch_size=6, partial_rollout=True, custom_rm_path=f"{HERE}.slow_judge", **overrides)
+    source = RolloutDataSourceWithBuffer(args)
+    began = time.monotonic()
+    output = generate_rollout(args, 0, source)
+    assert time.monotonic() - began < 3
+    assert {sample.prompt for sample in iter_samples(output.samples)} == {"p2", "p3", "p4", "p5"}
+    assert REWARDS["cancelled"] == (2 if args.group_rm else 4)
+    left = list(iter_samples(source.buffer))
+    assert {(s.prompt, s.status, s.reward) for s in left} == {(p, Status.COMPLETED, None) for p in ("p0", "p1")}
+    responses, requests = [s.response for s in left], len(cluster.requests)
+    REWARDS["slow"] = False
+    output = generate_rollout(args, 1, source)
+    again = [s for s in iter_samples(output.samples) if s.prompt in ("p0", "p1")]
+    assert [s.response for s in again] == responses
+    assert {s.reward for s in again} == {1.0}
+    new = [chr(r["input_ids"][1]) for r in cluster.requests[requests:]]
+    assert not {"0", "1"} & set(new), "finished responses were generated again"
+
+
+async def test_who_waits_for_what_is_told():
+    flying = GroupsInFlight()
+    group = [Sample(prompt="p", index=i, group_index=7) for i in range(3)]
+    task = asyncio.create_task(asyncio.sleep(0))
+    flying.add(task, group)
+    with trace_span(group[0], "generate_and_rm"), trace_span(group[0], "sglang_generate"):
+        with trace_span(group[1], "reward_model"), trace_span(group[2], "reward_model"):
+            told = flying.describe_oldest()
+    assert told == "group_index=7 for 0 s (samples [0] wait for an engine, samples [1, 2] wait for its reward)"
+    await task
+
+
+async def test_only_giving_up_lets_a_caller_go_on_without_its_reward():
+    pending = PendingRewards()
+
+    async def fails() -> None:
+        raise KeyError("judge")
+
+    with pytest.raises(KeyError, match="judge"):
+        await pending.wait_for(fails())
+    waiting = [asyncio.create_task(pending.wait_for(asyncio.sleep(30))) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0.01)
+    assert waiting[0].cancelled()
+    pending.give_up()
+    assert await waiting[1] is None
+
+
+def test_the_start_of_a_large_rollout_does_not_hold_up_its_first_replies(cluster, make_args):
+    """Groups are begun a few at a time: the first reply is there before the last of 400 groups has begun."""
+    args = make_args(prompts=400, rollout_batch_size=400, over_sampling_batch_size=400, n_samples_per_prompt=1,
+                     sglang_server_concurrency=4)  # fmt: skip
+    begun: list[int] = []
+    first_reply: list[int] = []
+    real = sglang_rollout.generate_and_rm_group
+
+    async def watched(*positional: Any, **named: Any) -> Any:
+        begun.append(1)
+        group = await real(*positional, **named)
+        first_reply.append(len(begun))
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_rollout, "generate_and_rm_group", watched)
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert first_reply[0] < 400
