@@ -23,7 +23,7 @@ class Checkpoint(ArgumentGroup):
     )
     ref_ckpt_step: int | None = flag(None, "step of the checkpoint --ref-load; default: its latest", ge=0)
     megatron_config_path: str | None = flag(None, "YAML file with flags of the roles actor and critic")
-    seed: int = flag(1234, "seed of training")
+    seed: int = flag(1234, "seed of training", ge=1)
 
 
 class Optimizer(ArgumentGroup):

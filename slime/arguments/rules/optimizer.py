@@ -37,6 +37,11 @@ def _check_learning_rate(args: Namespace) -> None:
 
 
 def _check_adam(args: Namespace) -> None:
+    if args.optimizer != "adam":
+        raise ArgumentError(
+            f"--optimizer {args.optimizer}: expected adam, the only one whose state Megatron divides among ranks "
+            "(--use-distributed-optimizer, which is always on); leave it out"
+        )
     for name in ("adam_beta1", "adam_beta2"):
         value = getattr(args, name)
         if not 0 <= value < 1:
@@ -95,8 +100,6 @@ def _check_state(args: Namespace) -> None:
         raise ArgumentError(
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; leave one out"
         )
-    if args.use_stateless_adam and args.optimizer != "adam":
-        raise ArgumentError(f"--use-stateless-adam needs --optimizer adam, not {args.optimizer}")
     if args.use_stateless_adam and not args.no_save_optim:
         raise ArgumentError("--use-stateless-adam has no state to save and needs --no-save-optim; add it")
     if args.use_stateless_adam and args.reset_optimizer_states:
