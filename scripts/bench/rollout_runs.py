@@ -78,13 +78,14 @@ class Prompts:
 @dataclass
 class Run:
     """What several rollouts in a row took (s of wall-clock and of processor time), for how long requests were in flight
-    in all, and what the engine counted."""
+    in all, the response tokens that were returned and those kept for rollouts to come, and what the engine counted."""
 
     seconds: float
     cpu_seconds: float
     in_flight_seconds: float
     samples: int
     trained_tokens: int
+    kept_tokens: int
     counts: dict[str, float]
 
     def slot_use(self, slots: int) -> float:
@@ -137,5 +138,6 @@ async def _run_rollouts(url: str, args: SimpleNamespace, rollouts: int, watch: S
     seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
     after = stats(url)
     await http_utils.get_http_client().close()
+    kept = sum(sample.response_length for group in prompts.handed_back for sample in group)
     counts = {name: after[name] - before[name] for name in after}
-    return Run(seconds, cpu_seconds, watch.seconds, samples, tokens, counts)
+    return Run(seconds, cpu_seconds, watch.seconds, samples, tokens, kept, counts)
