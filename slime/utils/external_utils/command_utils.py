@@ -82,13 +82,16 @@ def hf_download_dataset(full_name: str, data_dir: str = "/root/datasets") -> Non
 
 
 def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
-    """Do nothing when ``path_dst`` exists; otherwise raise NotImplementedError: FP8 checkpoints cannot be cast yet."""
+    """Write the FP8 checkpoint ``path_src`` in bf16 to ``path_dst``; leave that as it is when it exists.
+
+    Raises what ``fp8_checkpoint.cast_to_bf16`` raises.
+    """
+    from slime.utils.external_utils.fp8_checkpoint import cast_to_bf16
+
     if Path(path_dst).exists():
         print(f"{path_dst} exists already", flush=True)
         return
-    raise NotImplementedError(
-        f"slime cannot cast the FP8 checkpoint {path_src} to bf16 yet; download the model's bf16 release to {path_dst}"
-    )
+    cast_to_bf16(Path(path_src), Path(path_dst))
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:

@@ -180,12 +180,6 @@ def test_data_sets_come_from_the_hub_by_name(monkeypatch):
         command_utils.hf_download_dataset("a/b")
 
 
-def test_fp8_casts_are_refused_unless_done(tmp_path):
-    command_utils.fp8_cast_bf16("/nowhere", str(tmp_path))
-    with pytest.raises(NotImplementedError, match="download the model's bf16 release"):
-        command_utils.fp8_cast_bf16("/nowhere", str(tmp_path / "new"))
-
-
 def test_wandb_flags(monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert command_utils.get_default_wandb_args("train_it.py") == ""
