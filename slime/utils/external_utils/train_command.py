@@ -81,9 +81,17 @@ def execute_train(
     if dashboard:
         program = f"{_submission(dashboard, environment)} {program}"
     line = f"{preparation}exec {program}"
-    done = subprocess.run(["bash", "-c", line], check=False, env={**os.environ, **environment})
-    if done.returncode != 0:
-        raise RuntimeError(f"{train_script} exited with {done.returncode}")
+    status = _wait_for(subprocess.Popen(["bash", "-c", line], env={**os.environ, **environment}))
+    if status != 0:
+        raise RuntimeError(f"{train_script} exited with {status}")
+
+
+def _wait_for(run: subprocess.Popen[bytes]) -> int:
+    try:
+        return run.wait()
+    except KeyboardInterrupt:  # the terminal interrupts the run too: let it end what it has started
+        run.wait()
+        raise
 
 
 def _define_model_args(megatron_model_type: str) -> str:

@@ -6,14 +6,18 @@ import json
 import os
 import re
 import shlex
+import signal
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from slime.utils.external_utils import command_utils, train_command
 from slime.utils.misc import exec_command
+from tests.support.imports import ROOT
 
 RECORD = """
 import json, os, sys
@@ -85,6 +89,36 @@ def test_a_failed_run_raises_its_status(run, monkeypatch):
     monkeypatch.setenv("STATUS", "7")
     with pytest.raises(RuntimeError, match=r"train\.py exited with 7"):
         run("")
+
+
+def test_an_interrupted_run_may_clean_up(tmp_path):
+    (tmp_path / "train.py").write_text("""
+import pathlib, time
+try:
+    pathlib.Path("started").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    pathlib.Path("cleaned").touch()
+""")
+    script = """
+import pathlib
+from slime.utils.external_utils import train_command
+train_command.repo_base_dir = pathlib.Path(".").resolve()
+train_command.execute_train("", 1, None)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SL"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, start_new_session=True, env=environment, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, error = process.communicate(timeout=30)
+    assert (tmp_path / "cleaned").exists()
+    assert error.decode().splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_what_is_not_there(run, tmp_path):
