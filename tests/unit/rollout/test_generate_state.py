@@ -1,0 +1,73 @@
+"""The state that all requests of a process share, as plug-ins read it."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.rollout import sglang_rollout
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.support.rollout_args import CharTokenizer, rollout_args
+
+
+@pytest.fixture
+def make_state(monkeypatch):
+    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda path, **k: CharTokenizer())
+    SingletonMeta.clear_instances()
+    yield lambda **flags: sglang_rollout.GenerateState(rollout_args(**flags))
+    SingletonMeta.clear_instances()
+
+
+def test_there_is_one_per_process(make_state):
+    state = make_state(rollout_temperature=0.7)
+    assert make_state(rollout_temperature=0.1) is state
+    assert state.sampling_params["temperature"] == 0.7
+    SingletonMeta.clear_instances()
+    assert make_state(rollout_temperature=0.1).sampling_params["temperature"] == 0.1
+
+
+def test_as_many_requests_as_the_engines_take(make_state):
+    state = make_state(
+        sglang_server_concurrency=3, rollout_num_engines=None, rollout_num_gpus=8, rollout_num_gpus_per_engine=2
+    )
+    assert state.semaphore._value == 3 * 4
+
+
+def test_samples_of_a_group_have_seeds_of_their_own(make_state):
+    assert make_state(rollout_seed=40, n_samples_per_prompt=3).group_sampling_seeds == [40, 41, 42]
+
+
+def test_the_least_used_data_parallel_rank_is_next(make_state):
+    state = make_state(sglang_dp_size=3)
+    assert (state.dp_rank, state.dp_counts) == (0, [0, 0, 0])
+    with state.dp_rank_context() as first, state.dp_rank_context() as second:
+        assert (first, second, state.dp_rank) == (0, 1, 1)
+        with state.dp_rank_context() as third:
+            assert (third, state.dp_rank, state.dp_counts) == (2, 2, [1, 1, 1])
+        with state.dp_rank_context() as again:
+            assert again == 2
+    assert state.dp_counts == [0, 0, 0]
+
+
+def test_a_rank_is_given_back_by_a_request_that_fails(make_state):
+    state = make_state(sglang_dp_size=2)
+    with pytest.raises(RuntimeError), state.dp_rank_context():
+        raise RuntimeError
+    assert state.dp_counts == [0, 0]
+
+
+async def test_groups_become_tasks_and_a_reset_forgets_them(make_state, monkeypatch):
+    async def mine(args, group, sampling_params, evaluation=False):
+        sampling_params["temperature"] = -1  # a task's own copy
+        return [(sample.index, evaluation) for sample in group]
+
+    monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", mine)
+    state = make_state(rollout_temperature=0.5)
+    state.submit_generate_tasks([[Sample(index=0), Sample(index=1)], [Sample(index=2)]])
+    assert (state.remaining_batch_size, len(state.pendings)) == (2, 2)
+    results = sorted([await task for task in list(state.pendings)])
+    assert results == [[(0, False), (1, False)], [(2, False)]]
+    assert state.sampling_params["temperature"] == 0.5
+    state.aborted = True
+    state.reset()
+    assert (state.remaining_batch_size, state.pendings, state.aborted) == (0, set(), False)
