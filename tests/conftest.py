@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -56,6 +57,8 @@ def no_process_left_behind() -> Iterator[None]:
     token = uuid.uuid4().hex
     os.environ[MARK] = token
     yield
+    if workers := sys.modules.get("slime.rollout.rm_hub.workers"):
+        workers.close_reward_workers()  # they serve a process to its end, and this one has not come to it
     deadline = time.monotonic() + LEFTOVER_PATIENCE_S
     while (left := marked_processes(token)) and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -22,6 +22,19 @@ class Reward(ArgumentGroup):
     )
     group_rm: bool = flag(False, "score all responses to a prompt together instead of one by one")
     rm_url: str | None = flag(None, "address of the reward model of --rm-type remote_rm")
+    reward_workers: int | None = flag(
+        None, "processes that compute built-in rewards; default: one per four cores, at least 1 and at most 8", ge=1
+    )
+    reward_time_limit: float = flag(
+        5.0, "seconds of CPU time a built-in reward may take; six times as many on the clock", gt=0
+    )
+    reward_failure_tolerance: float = flag(
+        0.1,
+        "share of a rollout's rewards that may fail before the run stops (four may in any case); 0: the first one "
+        "stops it",
+        ge=0,
+        le=1,
+    )
     custom_rm_path: DottedPath | None = flag(None, "dotted path of your own reward function, instead of --rm-type")
     custom_reward_post_process_path: DottedPath | None = flag(
         None, "dotted path of your own normalisation of rewards; default: within the group of a prompt"

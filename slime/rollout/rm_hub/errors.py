@@ -1,74 +1,139 @@
-"""What happens when a reward cannot be computed."""
+"""Scoring samples, and what happens when a reward cannot be computed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import math
+import statistics
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from slime.rollout.generate_state import gather_or_cancel
+from slime.rollout.rm_hub import FLAG, check_count, reward_kind, rules, scored_together
+from slime.rollout.rm_hub.failure import RewardFailure
+from slime.rollout.rm_hub.workers import get_reward_workers
+from slime.utils.http_client import HttpRequestError
+from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 TOLERATED_ERRORS, TOLERATED_SHARE = 4, 0.1
-"""A rollout goes on with this many rewards that took too long, or this share of its samples, whichever is more."""
-
-
-class RewardTimeout(RuntimeError):
-    """A built-in reward did not answer within its wall-clock limit, or its worker process died of it."""
+"""A rollout goes on with this many failed rewards, or ``--reward-failure-tolerance``, whichever is more."""
 
 
 class RewardErrors:
-    """Scores samples and counts the rewards that failed, so that one hanging reward costs one sample.
+    """Scores the samples of one rollout, times the rewards and counts those that failed.
 
-    Such a sample gets reward 0, ``remove_sample`` and ``metadata["reward_error"]``. When more than the tolerated share
-    of a rollout fails, and at any error of a custom reward, the rollout stops.
+    A failed reward costs its sample: reward 0, ``remove_sample`` and ``metadata["reward_error"]``. When more than the
+    tolerated share fails, the rollout stops. ``args`` starts the worker processes that it will need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, args: Any = None) -> None:
         self.scored = 0
         self.failed: list[int | None] = []
+        self.kinds: Counter[str] = Counter()
+        self.latencies: dict[str, list[float]] = defaultdict(list)
+        self._first = ""
+        if args is not None and _uses_rules(args):
+            get_reward_workers(args)
 
-    def metrics(self, prefix: str = "rollout/") -> dict[str, int]:
-        """Return ``{"rollout/reward_errors": count}`` when there were any."""
-        return {f"{prefix}reward_errors": len(self.failed)} if self.failed else {}
+    def metrics(self, prefix: str = "rollout/") -> dict[str, float]:
+        """Return ``reward/failures`` in all and by kind, and ``reward/latency/<type>/mean`` and ``p99`` in seconds."""
+        if not self.scored:
+            return {}
+        found: dict[str, float] = {f"{prefix}reward/failures": len(self.failed)}
+        for kind, count in sorted(self.kinds.items()):
+            found[f"{prefix}reward/failures/{kind}"] = count
+        for kind, seconds in sorted(self.latencies.items()):
+            found[f"{prefix}reward/latency/{kind}/mean"] = statistics.fmean(seconds)
+            found[f"{prefix}reward/latency/{kind}/p99"] = sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1]
+        return found
 
     async def score_one(self, args: Any, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
-        """Set ``sample.reward`` to ``rm(args, sample)``."""
-        self.scored += 1
-        try:
-            sample.reward = await _with_deadline(args, rm(args, sample), [sample])
-        except RewardTimeout as e:
-            self._record(args, sample, e)
-
-    async def score_batch(self, args: Any, samples: list[Sample], rm: Callable[..., Awaitable[Any]]) -> None:
-        """Set the rewards of ``samples`` to the list ``rm(args, samples)`` returns."""
-        if not getattr(args, "custom_rm_path", None):
-            await asyncio.gather(*(self.score_one(args, sample, _one_of(rm)) for sample in samples))
-            return
-        self.scored += len(samples)
-        rewards = await _with_deadline(args, rm(args, samples), samples)
-        if not hasattr(rewards, "__len__") or len(rewards) != len(samples):
-            raise ValueError(
-                f"--custom-rm-path {args.custom_rm_path!r} was given {len(samples)} samples (indices "
-                f"{[s.index for s in samples]}) and must return a list of as many rewards, got {rewards!r:.200}"
-            )
-        for sample, reward in zip(samples, rewards, strict=True):
+        """Set ``sample.reward`` to ``rm(args, sample)``. Raises NotImplementedError for a reward there is not."""
+        path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+        if path is not None:
+            load_function(path, FLAG)  # one that cannot be loaded stops the run at once
+        found, reward = await self._attempt(args, [sample], rm(args, sample))
+        if found:
             sample.reward = reward
 
-    def _record(self, args: Any, sample: Sample, error: RewardTimeout) -> None:
+    async def score_batch(self, args: Any, samples: list[Sample], rm: Callable[..., Awaitable[Any]]) -> None:
+        """Set the rewards of ``samples`` to the list ``rm(args, samples)`` returns.
+
+        ``rm`` is called with all samples that ``args.custom_rm_path`` scores, and with each of the others by itself.
+        """
+        together = [sample for sample in samples if scored_together(args, sample)]
+        coros = [self.score_one(args, s, _one_of(rm)) for s in samples if not scored_together(args, s)]
+        if together:
+            coros.append(self._score_together(args, together, rm))
+        await gather_or_cancel(coros)
+
+    async def _score_together(self, args: Any, samples: list[Sample], rm: Callable[..., Awaitable[Any]]) -> None:
+        load_function(args.custom_rm_path, FLAG)
+        found, rewards = await self._attempt(args, samples, rm(args, samples))
+        if found:
+            check_count(args, samples, rewards)
+            for sample, reward in zip(samples, rewards, strict=True):
+                sample.reward = reward
+
+    async def _attempt(self, args: Any, samples: Sequence[Sample], reward: Awaitable[Any]) -> tuple[bool, Any]:
+        """Await a reward; return ``(True, it)``, or ``(False, None)`` when it failed and that is tolerated."""
+        self.scored += len(samples)
+        kind, began = reward_kind(args, samples[0]), time.monotonic()
+        try:
+            return True, await _with_deadline(args, reward, samples)
+        except NotImplementedError:
+            raise
+        except Exception as e:  # noqa: BLE001  (whatever a reward raises costs its samples, and is counted)
+            for sample in samples:
+                self._record(args, sample, e)
+            return False, None
+        finally:
+            self.latencies[kind].append(time.monotonic() - began)
+
+    def _record(self, args: Any, sample: Sample, error: Exception) -> None:
         self.failed.append(sample.index)
+        self.kinds[_kind_of(error)] += 1
         key = getattr(args, "reward_key", None)
         sample.reward = {key: 0.0} if key else 0.0
         sample.remove_sample = True
-        sample.metadata = {**(sample.metadata or {}), "reward_error": str(error)}
+        sample.metadata = {**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"}
         logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, error)
-        if len(self.failed) > max(TOLERATED_ERRORS, TOLERATED_SHARE * self.scored):
+        if not self._first:
+            self._first = f"sample index={sample.index}: {error}\n{_details(error)}".rstrip()
+        share = getattr(args, "reward_failure_tolerance", None)
+        share = TOLERATED_SHARE if share is None else share
+        if len(self.failed) > (max(TOLERATED_ERRORS, share * self.scored) if share else 0):
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
             raise RuntimeError(
-                f"{len(self.failed)} of {self.scored} rewards failed, more than the tolerated "
-                f"{TOLERATED_SHARE:.0%}; samples {self.failed[:20]}, the last error: {error}"
+                f"{len(self.failed)} of {self.scored} rewards failed ({kinds}), more than the tolerated {share:.0%} "
+                f"(--reward-failure-tolerance); samples {self.failed[:20]}; the first: {self._first}"
             ) from error
+
+
+def _uses_rules(args: Any) -> bool:
+    """True when the reward of the run is a rule; those of single samples start workers when they come."""
+    kind = (getattr(args, "rm_type", None) or "").strip().removeprefix("boxed_")
+    return getattr(args, "custom_rm_path", None) is None and kind in rules.RULES
+
+
+def _kind_of(error: Exception) -> str:
+    if isinstance(error, RewardFailure):
+        return error.kind
+    if isinstance(error, HttpRequestError):
+        return "remote"
+    return "timeout" if isinstance(error, TimeoutError) else "raised"
+
+
+def _details(error: Exception) -> str:
+    """Return the traceback where the reward failed: in its worker, if it had one."""
+    return error.details if isinstance(error, RewardFailure) else "".join(traceback.format_exception(error))
 
 
 def _one_of(batched: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -78,7 +143,7 @@ def _one_of(batched: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
     return one
 
 
-async def _with_deadline(args: Any, reward: Awaitable[Any], samples: list[Sample]) -> Any:
+async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sample]) -> Any:
     """Await a reward; errors name the samples. The deadline is ``rollout_request_timeout``."""
     limit = getattr(args, "rollout_request_timeout", None) or 1800.0
     names = f"samples {[s.index for s in samples]}"

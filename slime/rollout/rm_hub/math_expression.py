@@ -41,7 +41,7 @@ def latex_to_plain(text: str) -> str:
         text = re.sub(r"(?<![\w)])(\d+)?\\frac\{([^{}]*)\}\{([^{}]*)\}", _plain_fraction, text)
         text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))", text)
         text = re.sub(r"\\sqrt\[([^\[\]]*)\]\{([^{}]*)\}", r"((\2)^(1/(\1)))", text)
-        text = re.sub(r"\\sqrt\{([^{}]*)\}", r"sqrt(\1)", text)
+        text = re.sub(r"\\sqrt\{([^{}]*)\}", r" sqrt(\1)", text)  # the space ends a command before it
         text = re.sub(r"\^\{([^{}]*)\}", r"^(\1)", text)
         text = re.sub(r"\\(?:text|mathrm|mathbf|operatorname|mbox)\{([^{}]*)\}", r" \1 ", text)
         if text == before:

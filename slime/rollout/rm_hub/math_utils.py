@@ -7,7 +7,9 @@ fractions must be reduced, and an integer is only equal to an integer.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 
 from slime.rollout.rm_hub.math_expression import equal_values, latex_to_plain, unknown_letters
 
@@ -19,11 +21,10 @@ __all__ = [
     "grade_answer_verl",
     "last_boxed_only_string",
     "mathd_normalize_answer",
-    "quick_grade",
     "remove_boxed",
 ]
 
-_BRACKETS = "()[]"
+_OPENING, _CLOSING = "([", ")]"
 _UNITS = (
     "degree", "centimeter", "cm", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year", "foot",
     "feet", "inch", "yard",
@@ -159,22 +160,27 @@ def _as_number(text: str) -> Fraction | None:
 
 
 def _is_tuple(text: str) -> bool:
-    return (
-        len(text) > 2
-        and text[0] in _BRACKETS
-        and text[-1] in _BRACKETS
-        and not any(bracket in text[1:-1] for bracket in _BRACKETS)
-    )
+    """True when one pair of brackets surrounds all of ``text``."""
+    return len(text) > 2 and text[0] in _OPENING and text[-1] in _CLOSING and 0 not in list(_depths(text))[:-1]
+
+
+def _depths(text: str) -> Iterator[int]:
+    """Yield how many brackets are open after each character."""
+    depth = 0
+    for character in text:
+        depth += (character in _OPENING) - (character in _CLOSING)
+        yield depth
 
 
 def _elements(text: str) -> list[str]:
-    if _is_tuple(text):
-        return [part.strip() for part in text[1:-1].split(",")]
-    return [text]
+    """Return the parts of a tuple, or ``text`` itself."""
+    if not _is_tuple(text):
+        return [text]
+    commas = [i for i, depth in enumerate(_depths(text)) if depth == 1 and text[i] == ","]
+    return [text[i + 1 : j].strip() for i, j in pairwise([0, *commas, len(text) - 1])]
 
 
-def _compare_element(given: str, truth: str, *, use_sympy: bool) -> bool | None:
-    """Return whether two elements are equal; None when only sympy can tell and it must not be used."""
+def _equal_elements(given: str, truth: str) -> bool:
     if given == truth:
         return True
     if _INTEGER_FRACTION.fullmatch(given) and _INTEGER_FRACTION.fullmatch(truth):
@@ -186,14 +192,15 @@ def _compare_element(given: str, truth: str, *, use_sympy: bool) -> bool | None:
         return given_number == truth_number
     if unknown_letters(given) > 2 or unknown_letters(truth) > 2:
         return False  # words, not formulas
-    return equal_values(given, truth) if use_sympy else None
+    return equal_values(given, truth)
 
 
 def _is_integer(number: Fraction | None) -> bool:
     return number is not None and number.denominator == 1
 
 
-def _grade_values(given_answer: str, ground_truth: str, *, use_sympy: bool) -> bool | None:
+def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
+    """True when the two answers have the same value (tuples: element by element, with the same brackets)."""
     given, truth = _normalize(given_answer), _normalize(ground_truth)
     if given == truth:
         return True
@@ -204,25 +211,7 @@ def _grade_values(given_answer: str, ground_truth: str, *, use_sympy: bool) -> b
         return False
     if len(truth_elements) > 1 and (given[0] != truth[0] or given[-1] != truth[-1]):
         return False
-    undecided = False
-    for given_element, truth_element in zip(given_elements, truth_elements, strict=True):
-        verdict = _compare_element(given_element, truth_element, use_sympy=use_sympy)
-        if verdict is False:
-            return False
-        undecided |= verdict is None
-    return None if undecided else True
-
-
-def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
-    """True when the two answers have the same value (tuples: element by element, with the same brackets)."""
-    return _grade_values(given_answer, ground_truth, use_sympy=True) is True
-
-
-def quick_grade(given_answer: str, ground_truth: str) -> bool | None:
-    """Grade without sympy: True or False where text and exact numbers decide, None where sympy has to."""
-    if grade_answer_mathd(given_answer, ground_truth):
-        return True
-    return _grade_values(given_answer, ground_truth, use_sympy=False)
+    return all(map(_equal_elements, given_elements, truth_elements))
 
 
 def ground_truth_answer(ground_truth: object) -> str | None:

@@ -1,0 +1,15 @@
+"""A reward that could not be computed."""
+
+from __future__ import annotations
+
+KINDS = ("raised", "timeout", "memory", "crashed", "remote")
+"""It raised, took too long, ran out of memory, ended its process, or its server did not answer."""
+
+
+class RewardFailure(RuntimeError):
+    """Why one reward could not be computed: ``kind`` (one of KINDS) and, where there is one, the traceback."""
+
+    def __init__(self, kind: str, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.details = details

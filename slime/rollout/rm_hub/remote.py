@@ -1,0 +1,48 @@
+"""Rewards that a server computes (``--rm-type remote_rm``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS, TIMEOUT_S, ATTEMPTS = 64, 120.0, 10
+_client: Any = None
+
+
+def get_client() -> Any:
+    """Return the process's client for reward servers."""
+    from slime.utils.http_client import HttpClient
+
+    global _client
+    if _client is None:
+        _client = HttpClient(CONNECTIONS)
+    return _client
+
+
+async def remote_rm(args: Any, sample: Sample) -> Any:
+    """Return the JSON reply of ``POST args.rm_url`` with prompt, response and label.
+
+    Ten attempts of at most 120 s each. Raises HttpRequestError: at once for a refusal (4xx), else after the last one.
+    """
+    from slime.utils.http_client import HttpRequestError
+
+    if not getattr(args, "rm_url", None):
+        raise ValueError("--rm-type remote_rm needs --rm-url")
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    attempt = 0
+    while True:
+        try:
+            return await get_client().post(args.rm_url, payload, max_retries=1, timeout=TIMEOUT_S)
+        except HttpRequestError as e:
+            attempt += 1
+            refused = e.status is not None and 400 <= e.status < 500 and e.status != 429
+            if refused or attempt >= ATTEMPTS:
+                raise
+            logger.warning("reward request %d of %d failed: %s", attempt, ATTEMPTS, e)
+        await asyncio.sleep(min(2.0**attempt, 30.0) + random.random())

@@ -1,0 +1,308 @@
+"""Worker processes for rule rewards: whatever an answer makes a grader do, the event loop goes on.
+
+Each worker is served by a thread of this process and does one job at a time. It has limits on CPU time, wall-clock
+time, memory and processes; what exceeds one costs that job, and the worker is replaced. Workers end with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import pickle
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.rm_hub.failure import RewardFailure
+from slime.rollout.rm_hub.frames import LENGTH, frame
+
+START_LIMIT_S = 120.0
+STOP_GRACE_S = 5.0
+"""How much later than its own limit a worker is killed that did not end by itself."""
+WALL_PER_CPU = 6.0
+STDERR_BYTES = 8192
+
+
+def default_worker_count() -> int:
+    """Return how many workers to run: 1 up to 4 cores, then one per four cores, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """What one job may take. The wall-clock limit is wider: a busy machine must not change rewards."""
+
+    cpu_s: float = 5.0
+    memory_bytes: int = 4 << 30
+
+    @property
+    def wall_s(self) -> float:
+        return WALL_PER_CPU * self.cpu_s
+
+
+class _Ended(Exception):
+    """The worker has ended, with this exit code (None: it was killed for its silence)."""
+
+    def __init__(self, code: int | None, last_words: str) -> None:
+        self.code = code
+        self.last_words = last_words
+
+
+class _Worker:
+    """The owner's side of one worker process."""
+
+    def __init__(self, limits: WorkerLimits) -> None:
+        self.limits = limits
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+        python_path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+        numbers = [os.getpid(), limits.cpu_s, limits.wall_s, limits.memory_bytes]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "slime.rollout.rm_hub.worker_main", *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        self._stdin, self._stdout, self._stderr = (
+            pipe.fileno() for pipe in (self.process.stdin, self.process.stdout, self.process.stderr) if pipe
+        )
+        self._received, self._last_words = bytearray(), b""
+        for fd in (self._stdin, self._stdout, self._stderr):
+            os.set_blocking(fd, False)
+        try:
+            self.exchange(frame([root, *sys.path]), START_LIMIT_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def exchange(self, message: bytes, limit_s: float) -> Any:
+        """Send a framed message and return the reply. Raises _Ended when none comes within ``limit_s``."""
+        deadline = time.monotonic() + limit_s
+        self._last_words = b""
+        self._send(message, deadline)
+        head = self._receive(LENGTH.size, deadline)
+        return pickle.loads(self._receive(LENGTH.unpack(head)[0], deadline))
+
+    def _send(self, message: bytes, deadline: float) -> None:
+        view = memoryview(message)
+        while view:
+            self._wait(self._stdin, select.POLLOUT, deadline)
+            try:
+                view = view[os.write(self._stdin, view) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise self._ended() from None
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        while len(self._received) < size:
+            self._wait(self._stdout, select.POLLIN, deadline)
+            data = os.read(self._stdout, 1 << 20)
+            if not data:
+                raise self._ended()
+            self._received += data
+        taken = bytes(self._received[:size])
+        del self._received[:size]
+        return taken
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        """Wait until ``fd`` is ready, taking in what the worker writes to standard error."""
+        poll = select.poll()
+        poll.register(fd, event)
+        poll.register(self._stderr, select.POLLIN)
+        while True:
+            ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0))
+            if not ready:
+                self.kill()
+                raise _Ended(None, self._words())
+            if self._stderr in ready and not self._hear():
+                poll.unregister(self._stderr)
+            if fd in ready:
+                return
+
+    def _hear(self) -> bool:
+        """Take in standard error; False when it has ended."""
+        try:
+            data = os.read(self._stderr, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._last_words = (self._last_words + data)[-STDERR_BYTES:]
+        return bool(data)
+
+    def _words(self) -> str:
+        return self._last_words.decode(errors="replace").strip()
+
+    def _ended(self) -> _Ended:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_GRACE_S)
+        while self._hear() and select.select([self._stderr], [], [], 0)[0]:
+            pass
+        self.kill()
+        return _Ended(self.process.returncode, self._words())
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """End the worker, and what it may have started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@dataclass
+class _Job:
+    function: str
+    message: bytes
+    answer: Future[Any]
+
+
+class RewardWorkers:
+    """A few worker processes, started at once. Any thread and any event loop may use them."""
+
+    def __init__(self, count: int, limits: WorkerLimits | None = None) -> None:
+        self.limits = limits or WorkerLimits()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._workers: list[_Worker | None] = [None] * count
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"slime-reward-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the workers that run now."""
+        return [worker.process.pid for worker in self._workers if worker is not None and worker.alive]
+
+    def submit(self, function: str, *arguments: Any) -> Future[Any]:
+        """Compute ``function(*arguments)`` in a worker; ``function`` is the dotted path of a module-level function.
+
+        The future raises RewardFailure when the function raises, exceeds a limit or kills its worker.
+        """
+        answer: Future[Any] = Future()
+        try:
+            message = frame((function, arguments))
+        except Exception as e:  # noqa: BLE001  (whatever an argument's own pickling raises)
+            answer.set_exception(RewardFailure("raised", f"{function}: the arguments cannot be sent: {e!r}"))
+            return answer
+        self._jobs.put(_Job(function, message, answer))
+        return answer
+
+    async def call(self, function: str, *arguments: Any) -> Any:
+        """Await ``submit``. A cancelled call that is being computed is left to end by itself."""
+        return await asyncio.wrap_future(self.submit(function, *arguments))
+
+    def close(self) -> None:
+        """End the workers; jobs that wait are cancelled."""
+        self._closed = True
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job.answer.cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for worker in self._workers:
+            if worker is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+        for thread in self._threads:
+            thread.join(STOP_GRACE_S)
+
+    def _run(self, number: int) -> None:
+        while True:
+            self._prepare(number)
+            job = self._jobs.get()
+            if job is None:
+                break
+            if job.answer.set_running_or_notify_cancel():
+                try:
+                    job.answer.set_result(self._do(number, job))
+                except Exception as e:  # noqa: BLE001  (it belongs to whoever waits for the job)
+                    job.answer.set_exception(e)
+            del job
+        self._drop(number)
+
+    def _prepare(self, number: int) -> None:
+        """Start a worker where there is none, before its next job comes."""
+        if self._workers[number] is None and not self._closed:
+            with contextlib.suppress(_Ended, OSError):  # the job meets the same trouble, and reports it
+                self._workers[number] = _Worker(self.limits)
+
+    def _drop(self, number: int) -> None:
+        worker, self._workers[number] = self._workers[number], None
+        if worker is not None:
+            worker.kill()
+
+    def _do(self, number: int, job: _Job) -> Any:
+        try:
+            worker = self._workers[number]
+            if worker is None or not worker.alive:
+                self._drop(number)
+                worker = self._workers[number] = _Worker(self.limits)
+            retire, answer = worker.exchange(job.message, self.limits.wall_s + STOP_GRACE_S)
+        except _Ended as e:
+            self._drop(number)
+            raise self._failure(job, e) from None
+        if retire:
+            self._drop(number)
+        if answer[0] == "ok":
+            return answer[1]
+        kind, message, trace = answer
+        raise RewardFailure(kind, f"{job.function}: {message}", trace)
+
+    def _failure(self, job: _Job, end: _Ended) -> RewardFailure:
+        """Say what ended the worker."""
+        causes: dict[int | None, tuple[str, str]] = {
+            None: ("timeout", f"the worker was silent for {self.limits.wall_s + STOP_GRACE_S:g} s and was killed"),
+            -signal.SIGPROF: ("timeout", f"took more than {self.limits.cpu_s:g} s of CPU time (--reward-time-limit)"),
+            -signal.SIGALRM: (
+                "timeout",
+                f"took more than {self.limits.wall_s:g} s ({WALL_PER_CPU:g} x --reward-time-limit)",
+            ),
+        }
+        kind, said = causes.get(end.code, ("crashed", f"ended its worker process with exit code {end.code}"))
+        return RewardFailure(kind, f"{job.function}: {said}", end.last_words)
+
+
+_pools: dict[tuple[Any, ...], RewardWorkers] = {}
+_lock = threading.Lock()
+
+
+def get_reward_workers(args: Any) -> RewardWorkers:
+    """Return this process's workers for ``args.reward_workers`` and ``args.reward_time_limit``, starting them once."""
+    count = getattr(args, "reward_workers", None) or default_worker_count()
+    cpu_s = getattr(args, "reward_time_limit", None) or WorkerLimits.cpu_s
+    key = (os.getpid(), count, cpu_s)
+    with _lock:
+        if key not in _pools:
+            _pools[key] = RewardWorkers(count, WorkerLimits(cpu_s))
+        return _pools[key]
+
+
+@atexit.register
+def close_reward_workers() -> None:
+    """End the workers that ``get_reward_workers`` has started in this process; it starts new ones when asked again."""
+    with _lock:
+        pools = [_pools.pop(key) for key in list(_pools) if key[0] == os.getpid()]
+    for pool in pools:
+        pool.close()
