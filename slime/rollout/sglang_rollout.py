@@ -81,7 +81,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_counts = [0] * max(1, getattr(args, "sglang_dp_size", None) or 1)
         self.dp_rank = 0
         self.rollout_id: int | None = None
-        self.reward_errors = RewardErrors()
+        self.reward_errors = RewardErrors(args)
         self.reset()
 
     def reset(self) -> None:
