@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -78,7 +79,9 @@ def hf_download_dataset(full_name: str, data_dir: str = "/root/datasets") -> Non
     hf = shutil.which("hf", path=Path(sys.executable).parent) or shutil.which("hf")
     if hf is None:
         raise FileNotFoundError("the program `hf` downloads data sets: pip install huggingface_hub")
-    exec_command(f"{hf} download --repo-type dataset '{full_name}' --local-dir '{Path(data_dir) / name}'")
+    exec_command(
+        shlex.join([hf, "download", "--repo-type", "dataset", full_name, "--local-dir", str(Path(data_dir, name))])
+    )
 
 
 def fp8_cast_bf16(path_src: str, path_dst: str) -> None:

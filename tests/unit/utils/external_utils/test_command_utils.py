@@ -200,11 +200,11 @@ def test_a_link_to_something_that_has_gone_is_replaced(tmp_path):
 def test_data_sets_come_from_the_hub_by_name(monkeypatch):
     lines = []
     monkeypatch.setattr(command_utils, "exec_command", lines.append)
-    command_utils.hf_download_dataset("zhuzilin/dapo-math-17k", "/data sets")
+    command_utils.hf_download_dataset("zhuzilin/dapo-math-17k", "/it's data")
     program, *words = shlex.split(lines[0])
     assert Path(program).name == "hf"
     assert words == [
-        "download", "--repo-type", "dataset", "zhuzilin/dapo-math-17k", "--local-dir", "/data sets/dapo-math-17k",
+        "download", "--repo-type", "dataset", "zhuzilin/dapo-math-17k", "--local-dir", "/it's data/dapo-math-17k",
     ]  # fmt: skip
     for name in ("dapo-math-17k", "a/b/c", "/b", "a/"):
         with pytest.raises(ValueError, match="owner/name"):
