@@ -10,7 +10,7 @@ import logging
 from argparse import Namespace
 from typing import Any, Protocol
 
-from slime.arguments.plan.loop import refuse_impossible_loop
+from slime.arguments.plan.loop import generates_always, refuse_impossible_loop
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.steps import rollout_step
@@ -37,6 +37,7 @@ class Rollout(Protocol):
     def onload_kv(self) -> None: ...
     def check_weights(self, action: str) -> Any: ...
     def check_equal_checksums(self) -> None: ...
+    def weights_updated(self, version: int, step: int) -> None: ...
 
 
 class Trainer(Protocol):
@@ -71,6 +72,7 @@ class Loop:
         self.args, self.rollout, self.trainer = args, rollout, trainer
         self.rollouts_per_epoch = rollouts_per_epoch
         self.overlap = overlap
+        self.mixes_versions = generates_always(args)
         self._trained: dict[str, float] = {}
 
     def run(self) -> None:
@@ -101,12 +103,15 @@ class Loop:
                 self.train(rollout_id, data)
                 self.save(rollout_id)
                 self.give_devices_to_engines()
-                self.sync_weights()
+                self.sync_weights(rollout_id + 1)
             self.evaluate_periodically(rollout_id)
             self.report(rollout_id)
 
     def _one_step_ahead(self, rollout_ids: range) -> None:
-        """While rollout N is trained on, rollout N + 1 is generated with the weights of before."""
+        """While rollout N is trained on, rollout N + 1 is generated with the weights of before.
+
+        A rollout function that always generates is not waited for: its requests live through weight syncs.
+        """
         started = self.rollout.start_generate(rollout_ids[0]) if rollout_ids else None
         for rollout_id in rollout_ids:
             data = self.wait_generate(started, rollout_id)
@@ -116,9 +121,9 @@ class Loop:
                 self.train(rollout_id, data)
                 self.save(rollout_id)
                 if (rollout_id + 1) % self.args.update_weights_interval == 0:
-                    if upcoming is not None:  # so that no rollout is a mixture of two versions
+                    if upcoming is not None and not self.mixes_versions:
                         self.wait_generate(started, upcoming)
-                    self.sync_weights()
+                    self.sync_weights(rollout_id + 1)
             self.evaluate_periodically(rollout_id)
             self.report(rollout_id)
 
@@ -159,18 +164,23 @@ class Loop:
             return
         if self.args.offload_rollout:
             self.rollout.onload_weights()
-        self.sync_weights()
+        self.sync_weights(self.args.start_rollout_id)
         if self.args.check_weight_update_equal and self.args.start_rollout_id == 0:
             # Engines and trainer have loaded the same checkpoint; a resumed trainer is ahead of the engines' snapshot.
             self.rollout.check_weights("compare")
 
-    def sync_weights(self) -> None:
-        """Push the trainer's weights to the engines; with ``--check-weight-update-equal`` all must hold the same."""
+    def sync_weights(self, step: int) -> None:
+        """Push the trainer's weights, those after rollout ``step - 1``, to the engines.
+
+        With ``--check-weight-update-equal`` all must hold the same afterwards.
+        """
         assert self.trainer is not None
         if self.args.debug_train_only:
             return
         with timer("sync_weights"):
-            self.trainer.update_weights(synchronous_loop=not self.overlap)
+            version = self.trainer.update_weights(synchronous_loop=not self.overlap)
+            if version is not None:
+                self.rollout.weights_updated(version, step)
         if self.args.check_weight_update_equal:
             self.rollout.check_equal_checksums()
         if self.args.offload_rollout:

@@ -54,6 +54,10 @@ class RolloutHandle:
         """Take back the engines' memory for generation."""
         self._wait(self.manager.onload_kv.remote(), "onloading the engines' caches", CONTROL_DEADLINE_S)
 
+    def weights_updated(self, version: int, step: int) -> None:
+        """Say that every engine holds ``version``, the weights after training on all rollouts before ``step``."""
+        self._wait(self.manager.weights_updated.remote(version, step), "telling the weight version", CONTROL_DEADLINE_S)
+
     def check_weights(self, action: str) -> Any:
         """Run an action of the engines' weight checker."""
         return self._wait(self.manager.check_weights.remote(action), f"weight check {action!r}", CONTROL_DEADLINE_S)

@@ -25,8 +25,9 @@ from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_m
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
-from slime.rollout.metrics import request_metrics, top_p_metrics
+from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.staleness import weight_clock
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
 from slime.utils.http_utils import init_http_client
@@ -59,6 +60,8 @@ class RolloutManager:
         args = self.args
         self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
         self.generate_rollout = load_function(args.rollout_function_path, "--rollout-function-path")
+        if hasattr(self.data_source, "unconsumed"):
+            self.data_source.unconsumed = getattr(self.generate_rollout, "unconsumed", None)
         self.eval_generate_rollout = load_function(args.eval_function_path, "--eval-function-path")
         self._log_rollout = _optional(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
         self._log_eval = _optional(
@@ -173,6 +176,10 @@ class RolloutManager:
         """Take back what generation needs besides weights."""
         self.onload(["kv_cache", "cuda_graph"])
 
+    def weights_updated(self, version: int, step: int) -> None:
+        """Learn that every engine holds ``version``, the weights after training on all rollouts before ``step``."""
+        weight_clock().publish(version, step)
+
     @reports_errors
     def check_weights(self, action: str) -> list[Any]:
         """Run ``action`` of the engines' weight checker (snapshot, reset_tensors, compare, checksum) on all engines."""
@@ -189,10 +196,14 @@ class RolloutManager:
         return tracking.drain()
 
     def dispose(self) -> None:
-        """End engines and router."""
+        """End engines and router; before them a rollout function that always generates (its ``stop``)."""
         self._over.set()
-        if self.fleet is not None:
-            self.fleet.stop()
+        try:
+            if stop := getattr(getattr(self, "generate_rollout", None), "stop", None):
+                stop()
+        finally:
+            if self.fleet is not None:
+                self.fleet.stop()
 
     # Inside
 
@@ -232,7 +243,10 @@ class RolloutManager:
         self._wait_for_engines()
         output: Any = call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         check_sibling_rollout_ids(output.samples)
-        return list(iter_samples(output.samples)), output.metrics
+        samples = list(iter_samples(output.samples))
+        if hasattr(self.data_source, "record_consumed"):
+            self.data_source.record_consumed(rollout_id, samples)
+        return samples, output.metrics
 
     def _report(self, rollout_id: int, samples: list[Sample], metrics: dict[str, Any] | None, seconds: float) -> None:
         if asked_for := asked_for_metrics(self.args, samples):
@@ -242,6 +256,7 @@ class RolloutManager:
         if self._log_rollout is not None and self._log_rollout(rollout_id, self.args, samples, metrics, seconds):
             return
         measured = rollout_metrics(self.args, samples, seconds) | request_metrics(samples) | top_p_metrics(samples)
+        measured |= staleness_metrics(samples, rollout_id)
         self._log(rollout_id, measured | (metrics or {}), "rollout/step")
 
     def _log(self, rollout_id: int, metrics: dict[str, Any], step_key: str) -> None:

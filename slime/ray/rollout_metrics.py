@@ -95,7 +95,8 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
         cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
         found["prefix_cache_hit_rate"] = cached / prompt_tokens
         found["avg_cached_tokens_per_sample"] = cached / len(samples)
-    versions = [int(v) for s in samples for v in s.weight_versions if str(v).isdigit()]
+    named = {v for s in samples for v in (*s.weight_versions, *(span["version"] for span in s.weight_version_spans))}
+    versions = [int(v) for v in named if str(v).isdigit()]
     if versions:
         found["weight_version/min"], found["weight_version/max"] = float(min(versions)), float(max(versions))
     if args.log_reward_category:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from slime.rollout.staleness import trained_steps, weight_clock
 from slime.utils.types import Sample
+
+MAX_LAG_SHOWN = 16
 
 _REQUEST_ATTRIBUTES = {
     "e2e_latency": "request/e2e_latency",
@@ -52,3 +57,38 @@ def top_p_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             kept += int(sample.rollout_top_p_token_offsets[-1])
             tokens += sample.effective_response_length
     return {"rollout/top_p_kept_vocab_per_token": kept / tokens} if tokens else {}
+
+
+def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:
+    """Return ``rollout/staleness/*``: by how many training steps trained tokens lag behind rollout ``rollout_id``.
+
+    ``mean``, ``max`` and the nearest-rank ``p99`` over tokens whose version is known, and the share of each lag
+    (``lag_<k>``; the last one holds all from ``MAX_LAG_SHOWN`` on).
+    """
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        for step, tokens in trained_steps(sample, weight_clock()):
+            if step is not None:
+                counts[rollout_id - step] += tokens
+    total = sum(counts.values())
+    if not total:
+        return {}
+    found = {
+        "mean": sum(lag * tokens for lag, tokens in counts.items()) / total,
+        "max": float(max(counts)),
+        "p99": float(_nearest_rank(counts, 0.99)),
+    }
+    for lag in range(min(MAX_LAG_SHOWN, max(0, *counts)) + 1):
+        tokens = counts[lag] if lag < MAX_LAG_SHOWN else sum(n for k, n in counts.items() if k >= lag)
+        found[f"lag_{lag}"] = tokens / total
+    return {f"rollout/staleness/{name}": value for name, value in found.items()}
+
+
+def _nearest_rank(counts: Counter[int], share: float) -> int:
+    """Return the smallest value at or below which lies ``share`` of the counted values."""
+    rank, seen = math.ceil(share * sum(counts.values())), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= rank:
+            return value
+    raise ValueError("nothing was counted")

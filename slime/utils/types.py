@@ -22,7 +22,9 @@ class Sample:
 
     ``tokens`` are prompt + response ids; ``response_length`` counts everything after the first prompt, tool text
     included. ``loss_mask``, ``rollout_log_probs`` and ``teacher_log_probs`` have ``response_length`` entries, a
-    ``loss_mask`` of None means all ones. Plugins may set further attributes; they survive ``to_dict``/``from_dict``.
+    ``loss_mask`` of None means all ones. ``weight_versions`` has one entry per engine call; ``weight_version_spans``
+    says which response tokens each version made: ``{"version", "start", "end"}``, in order; tokens that no engine made
+    are in none. Plugins may set further attributes; they survive ``to_dict``/``from_dict``.
     """
 
     class Status(Enum):
@@ -108,6 +110,7 @@ class Sample:
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
+    weight_version_spans: list[dict[str, Any]] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: Any = None
     rollout_top_p_token_offsets: Any = None
@@ -204,6 +207,7 @@ class Sample:
             self.__dict__.update(before)
             raise
         if update_terminal_info and meta_info is not None and meta_info.get("finish_reason"):
+            self._record_weight_versions(meta_info, added)
             self.update_from_meta_info(args, meta_info)
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
@@ -246,6 +250,26 @@ class Sample:
         self.tokens = _as_list(self.tokens) + tokens
         self.response_length = earlier + count
         return count
+
+    def _record_weight_versions(self, meta_info: Mapping[str, Any], added: int) -> None:
+        """Add the spans of an engine reply of ``added`` tokens; a reply that crossed no update names one version."""
+        reported = [span for span in meta_info.get("weight_versions") or [] if isinstance(span, Mapping)]
+        if not reported and meta_info.get("weight_version") is not None:
+            reported = [{"version": meta_info["weight_version"], "start": 0}]
+        if not reported:
+            return
+        first = self.response_length - added
+        starts = [first + min(int(span["start"]), added) for span in reported]
+        spans = [dict(span) for span in self.weight_version_spans]
+        for span, start, end in zip(reported, starts, [*starts[1:], first + added], strict=True):
+            if start >= end:
+                continue
+            version = str(span["version"])
+            if spans and spans[-1]["version"] == version and spans[-1]["end"] == start:
+                spans[-1]["end"] = end
+            else:
+                spans.append({"version": version, "start": start, "end": end})
+        self.weight_version_spans = spans
 
     def _append_top_p(self, added: int, trainable: bool, meta_info: Mapping[str, Any]) -> None:
         raw_ids = first_present(meta_info, "top_p_token_ids", "top_p_kept_token_ids")

@@ -56,6 +56,9 @@ class RolloutRecorder(Recorder):
     def check_equal_checksums(self):
         self._call("checksums")
 
+    def weights_updated(self, version, step):
+        self._call(f"version {version} is step {step}")
+
 
 class TrainerRecorder(Recorder):
     def async_train(self, rollout_id, data, external_data=None):
@@ -88,6 +91,7 @@ class TrainerRecorder(Recorder):
 def loop_args(**changes):
     base = {
         "num_rollout": 2,
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         "start_rollout_id": 0,
         "skip_eval_before_train": False,
         "eval_interval": None,
@@ -131,6 +135,25 @@ def test_one_step_ahead():
         + ["wait 1", "start 2", "train 1", "wait 2", "sync (requests survive)"]
         + ["wait 2", "train 2", "sync (requests survive)", "finish"]
     )
+
+
+def test_a_rollout_that_always_generates_is_not_waited_for():
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    assert run(overlap=True, num_rollout=3, rollout_function_path=path) == (
+        ["sync (requests survive)", "start 0"]
+        + ["wait 0", "start 1", "train 0", "sync (requests survive)"]
+        + ["wait 1", "start 2", "train 1", "sync (requests survive)"]
+        + ["wait 2", "train 2", "sync (requests survive)", "finish"]
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_rollout_side_learns_which_step_a_version_is(monkeypatch, overlap):
+    versions = iter(range(1, 10))
+    monkeypatch.setattr(TrainerRecorder, "update_weights", lambda self, synchronous_loop=True: next(versions))
+    calls = run(overlap=overlap, num_rollout=9, start_rollout_id=5, update_weights_interval=2 if overlap else 1)
+    steps = [5, 6, 8] if overlap else [5, 6, 7, 8, 9]
+    assert [c for c in calls if "is step" in c] == [f"version {v} is step {s}" for v, s in enumerate(steps, 1)]
 
 
 def test_one_step_ahead_syncs_every_few_rollouts():
@@ -349,6 +372,8 @@ def train_args(**changes):
         "offload_rollout": False,
         "check_weight_update_equal": False,
         "update_weights_interval": 1,
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+        "debug_rollout_only": False,
     }
     return SimpleNamespace(**{**base, **changes})
 

@@ -63,7 +63,16 @@ class Rollout(ArgumentGroup):
         "put unfinished groups back into the buffer, to be continued by a later rollout, instead of throwing them away",
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "no loss on tokens that earlier rollouts generated, with --partial-rollout"
+        False,
+        "no loss on tokens that earlier rollouts generated, with --partial-rollout; in the fully asynchronous rollout: "
+        "on tokens older than the newest weights of their response",
+    )
+    max_staleness: int | None = flag(
+        None,
+        "fully asynchronous rollout: the largest number of training steps that the weights that made a token may lag "
+        "behind those that are trained on it; groups that would lag more wait to begin, or begin again. 0: as in "
+        "train.py. Default: no limit",
+        ge=0,
     )
     custom_generate_function_path: DottedPath | None = flag(
         None,

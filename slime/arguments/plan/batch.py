@@ -9,6 +9,9 @@ from slime.arguments.plan.words import count, span
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+GENERATE_WITH_ENGINES = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
+"""Built-in rollout functions that share generation, rewards and evaluation."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def batch_of(args: Namespace) -> BatchPlan:
         wave=args.over_sampling_batch_size if args.rollout_function_path == DEFAULT_ROLLOUT else None,
         filtered=args.dynamic_sampling_filter_path is not None,
         fans_out=fans_out and not sft,
-        own_function=args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT),
+        own_function=args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT, FULLY_ASYNC_ROLLOUT),
         from_dumps=args.load_debug_rollout_data is not None,
     )
 

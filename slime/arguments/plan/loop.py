@@ -7,14 +7,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.batch import SFT_ROLLOUT
+from slime.arguments.plan.batch import FULLY_ASYNC_ROLLOUT, SFT_ROLLOUT
 from slime.arguments.plan.words import count
 
-Kind = Literal["synchronous", "asynchronous", "rollout only", "train only", "SFT", "replay", "evaluation only"]
+Kind = Literal[
+    "synchronous",
+    "asynchronous",
+    "fully asynchronous",
+    "rollout only",
+    "train only",
+    "SFT",
+    "replay",
+    "evaluation only",
+]
 
 SENTENCES: dict[Kind, str] = {
     "synchronous": "train.py: generate, train, take the weights to the engines, one after the other",
     "asynchronous": "train_async.py: while one rollout is trained on, the next is generated with older weights",
+    "fully asynchronous": "train_async.py: generation never stops; each rollout takes groups that are ready, made with "
+    "weights of several steps",
     "rollout only": "--debug-rollout-only: engines generate, nothing is trained",
     "train only": "--debug-train-only: no engines; the rollout function makes samples without them",
     "SFT": "supervised fine-tuning on conversations; nothing is generated, no engines",
@@ -38,6 +49,8 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
     if kind == "SFT" and not args.debug_train_only:
         sentence = "supervised fine-tuning on conversations; engines only evaluate"
     rows = [("loop", sentence)]
+    if kind == "fully asynchronous":
+        rows.append(("staleness", _staleness(args)))
     if not args.debug_rollout_only:
         rows.append(("trains", _trains(args, kind)))
     if not args.debug_rollout_only and not args.debug_train_only:
@@ -60,6 +73,11 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
                 f"--update-weights-interval {args.update_weights_interval} has no effect in train.py, which takes the "
                 "weights to the engines after every rollout; use train_async.py or leave it out"
             )
+        if generates_always(args) and not args.debug_rollout_only:
+            raise ArgumentError(
+                f"--rollout-function-path {FULLY_ASYNC_ROLLOUT} generates while the trainer trains, which train.py "
+                "does not; use train_async.py"
+            )
         return
     names = ("colocate", "offload_train", "offload_rollout")
     asked = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
@@ -68,6 +86,11 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
             f"{asked[0]} makes engines and trainers take turns, but train_async.py generates while it trains; use "
             "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
+
+
+def generates_always(args: Namespace) -> bool:
+    """Whether the rollout function goes on generating between its calls, weight syncs included."""
+    return bool(args.rollout_function_path == FULLY_ASYNC_ROLLOUT)
 
 
 def _kind(args: Namespace, overlap: bool) -> Kind:
@@ -81,7 +104,15 @@ def _kind(args: Namespace, overlap: bool) -> Kind:
         return "SFT"
     if args.debug_train_only:
         return "train only"
+    if overlap and generates_always(args):
+        return "fully asynchronous"
     return "asynchronous" if overlap else "synchronous"
+
+
+def _staleness(args: Namespace) -> str:
+    if args.max_staleness is None:
+        return "tokens may be made by weights of any earlier step (--max-staleness)"
+    return f"no token is trained on that lags more than {count(args.max_staleness, 'step')} (--max-staleness)"
 
 
 def _trains(args: Namespace, kind: Kind) -> str:
@@ -110,7 +141,8 @@ def _weight_sync(args: Namespace, overlap: bool) -> str:
         way = "through a process group of trainers and engines"
     interval = args.update_weights_interval
     when = "after every rollout" if interval == 1 else f"after every {interval} rollouts"
-    when += ", between two generations" if overlap else ""
+    if overlap:
+        when += ", while requests are in flight" if generates_always(args) else ", between two generations"
     return f"{what} {way}, before the first and {when}"
 
 

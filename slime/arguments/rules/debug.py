@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
+from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
@@ -52,10 +53,11 @@ def choose_loop(args: Namespace) -> None:
             "--check-weight-update-equal overwrites the engines' weights before the first sync, and with "
             "--debug-rollout-only there is none; leave one out"
         )
-    if args.debug_train_only and args.load_debug_rollout_data is None and args.rollout_function_path == DEFAULT_ROLLOUT:
+    generates = args.rollout_function_path in GENERATE_WITH_ENGINES
+    if args.debug_train_only and args.load_debug_rollout_data is None and generates:
         unchecked.warn(
             args,
-            f"--debug-train-only starts no engines, with which {DEFAULT_ROLLOUT} generates: give "
+            f"--debug-train-only starts no engines, with which {args.rollout_function_path} generates: give "
             "--load-debug-rollout-data, or a --rollout-function-path that needs none",
         )
 

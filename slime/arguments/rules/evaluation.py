@@ -7,8 +7,8 @@ from argparse import Namespace
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args
+from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 from slime.arguments.rules import prompts
-from slime.arguments.rules.debug import DEFAULT_ROLLOUT
 
 
 def resolve_datasets(args: Namespace) -> None:
@@ -32,7 +32,7 @@ def fall_back_to_rollout(args: Namespace) -> None:
         args.eval_max_context_len = args.rollout_max_context_len
     if args.eval_interval is not None and not args.debug_train_only:
         _check_top_k(args)
-        if args.eval_function_path == DEFAULT_ROLLOUT:
+        if args.eval_function_path in GENERATE_WITH_ENGINES:
             _check_built_in(args)
 
 

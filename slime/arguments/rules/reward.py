@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules.debug import DEFAULT_ROLLOUT
+from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
 """Values of ``--rm-type`` and of a sample's ``metadata["rm_type"]``; each may be prefixed with ``boxed_``."""
@@ -26,7 +26,7 @@ def check(args: Namespace) -> None:
 
 def _check_data_sets(args: Namespace) -> None:
     """The rewards of the built-in evaluation; a custom reward function may read any type."""
-    if (args.eval_function_path or args.rollout_function_path) != DEFAULT_ROLLOUT:
+    if (args.eval_function_path or args.rollout_function_path) not in GENERATE_WITH_ENGINES:
         return
     for dataset in args.eval_datasets:
         if dataset.rm_type is not None and dataset.custom_rm_path is None:
@@ -49,7 +49,7 @@ def _check_type(args: Namespace, said: str, rm_type: str, instead: str) -> None:
 
 def _warn_of_none(args: Namespace) -> None:
     """Samples may bring their own type, and custom functions their own rewards."""
-    generates = args.rollout_function_path == DEFAULT_ROLLOUT and not args.debug_train_only
+    generates = args.rollout_function_path in GENERATE_WITH_ENGINES and not args.debug_train_only
     if generates and args.custom_generate_function_path is None and args.num_rollout != 0:
         unchecked.warn(
             args,

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules.debug import DEFAULT_ROLLOUT
+from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -55,7 +55,7 @@ def _check_lengths(args: Namespace) -> None:
                 "an engine takes; lower the one or raise the other"
             )
     response = args.rollout_max_response_len
-    generates = args.rollout_function_path == DEFAULT_ROLLOUT and args.custom_generate_function_path is None
+    generates = args.rollout_function_path in GENERATE_WITH_ENGINES and args.custom_generate_function_path is None
     if response is None and context is None and generates and not args.debug_train_only and args.num_rollout != 0:
         raise ArgumentError(
             "how long may a response get? Give --rollout-max-response-len, or --rollout-max-context-len for prompt and "

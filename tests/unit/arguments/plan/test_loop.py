@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from slime.arguments import ArgumentError
+from slime.arguments.plan.batch import FULLY_ASYNC_ROLLOUT
 from slime.arguments.plan.loop import loop_of, refuse_impossible_loop
 from tests.support.arguments import dry
 
@@ -31,6 +32,19 @@ def test_the_overlapped_loop_syncs_between_generations() -> None:
     said = rows("--update-weights-interval 3", overlap=True)
     assert said["loop"].startswith("train_async.py:")
     assert said["weight sync"].endswith("before the first and after every 3 rollouts, between two generations")
+
+
+def test_the_fully_asynchronous_loop() -> None:
+    flags = f"--rollout-function-path {FULLY_ASYNC_ROLLOUT}"
+    said = rows(flags, overlap=True)
+    assert said["loop"].startswith("train_async.py: generation never stops")
+    assert said["staleness"] == "tokens may be made by weights of any earlier step (--max-staleness)"
+    assert said["weight sync"].endswith("while requests are in flight")
+    bound = rows(f"{flags} --max-staleness 2", overlap=True)["staleness"]
+    assert bound == "no token is trained on that lags more than 2 steps (--max-staleness)"
+    with pytest.raises(ArgumentError, match=r"generates while the trainer trains.*use train_async\.py"):
+        refuse_impossible_loop(dry(*shlex.split(flags)), overlap=False)
+    refuse_impossible_loop(dry(*shlex.split(f"{flags} --debug-rollout-only")), overlap=False)
 
 
 def test_weights_take_other_ways() -> None:

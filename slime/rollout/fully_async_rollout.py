@@ -1,0 +1,175 @@
+"""Generation that never stops: groups are made across rollouts and weight syncs, each rollout takes what is ready.
+
+For ``train_async.py``: ``--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from typing import Any
+
+from slime.observability.progress import progress_bar
+from slime.rollout import sglang_rollout
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.generation_stream import GenerationStream
+from slime.rollout.group_job import Group
+from slime.rollout.rm_hub.errors import RewardErrors
+from slime.rollout.train_rollout import first_index
+from slime.utils.async_utils import get_async_loop, run
+from slime.utils.misc import load_function
+
+__all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async", "get_global_worker", "stop_global_worker"]
+
+logger = logging.getLogger(__name__)
+
+WAITING_NOTE_S = 60.0
+"""After this long without anything to wait for but new weights, and every time again, a rollout says so."""
+
+
+class AsyncRolloutWorker:
+    """Keeps groups of ``data_source`` in flight, at most ``concurrency``, and as many waiting to be consumed.
+
+    It lives on the process's asyncio loop and has no thread of its own; methods may be called from any other thread.
+    """
+
+    def __init__(self, args: Any, data_source: Any, concurrency: int | None = None) -> None:
+        self.args = args
+        self.data_source = data_source
+        self.stream = GenerationStream(args, data_source, concurrency)
+
+    def start(self) -> None:
+        """Begin to generate; consuming a rollout does so too."""
+        get_async_loop().call_soon_threadsafe(self.stream.start)
+
+    def stop(self) -> None:
+        """Stop generating, abort what is in flight, and hand all that was not consumed back to the data source."""
+        left = run(self.stream.stop())
+        sglang_rollout._hand_back(self.data_source, left)
+
+    def get_completed_groups(self, limit: int | None = None) -> list[tuple[int, Group]]:
+        """Consume the oldest finished groups, at most ``limit``, as (running number, group); does not wait."""
+        jobs = self.stream.ledger.completed.take(limit)
+        self.stream.wake()
+        return [(job.number, job.result or []) for job in jobs]
+
+    def queue_size(self) -> int:
+        """Return how many finished groups wait to be consumed."""
+        return len(self.stream.ledger.completed)
+
+    def unconsumed(self) -> list[Group]:
+        """Return the groups that were drawn and not consumed: the data source saves them with its own state."""
+
+        async def read() -> list[Group]:
+            return self.stream.ledger.unconsumed()
+
+        return run(read())
+
+    async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """Return the next ``rollout_batch_size`` groups, ordered by their first sample's index.
+
+        Whatever ends this early stops generation too; the next call takes it up again with the same groups.
+        """
+        self.stream.begin_rollout(rollout_id)
+        try:
+            await self._fill(rollout_id)
+        except BaseException:
+            await self.stream.suspend()
+            raise
+        groups, dropped, metrics = self.stream.end_rollout()
+        data = sorted(groups, key=first_index)
+        args = self.args
+        if path := args.rollout_sample_filter_path:
+            load_function(path, "--rollout-sample-filter-path")(args, data)
+        if path := args.rollout_all_samples_process_path:
+            process = load_function(path, "--rollout-all-samples-process-path")
+            process(args, sorted([*groups, *dropped], key=first_index), self.data_source.get_samples)
+        return RolloutFnTrainOutput(samples=data, metrics=metrics)
+
+    async def _fill(self, rollout_id: int) -> None:
+        """Return when enough groups are taken."""
+        stream, ledger, target = self.stream, self.stream.ledger, self.args.rollout_batch_size
+        stall_s = 2.0 * (getattr(self.args, "rollout_request_timeout", None) or 1800.0)
+        with progress_bar(f"rollout {rollout_id}", target, "group") as progress:
+            while True:
+                progress.update(stream.take(target), running=len(ledger.in_flight), ready=len(ledger.completed))
+                done = len(ledger.taken)
+                if done == target:
+                    return
+                if stream.is_exhausted:
+                    raise RuntimeError(
+                        f"rollout {rollout_id}: the data source has no more prompts; {done} of {target} groups are "
+                        "done and none is in flight"
+                    )
+                busy = len(ledger.in_flight)
+                if await stream.wait_for_change(stall_s if busy else WAITING_NOTE_S):
+                    continue
+                if busy:
+                    raise TimeoutError(
+                        f"rollout {rollout_id}: no group finished for {stall_s:g} s (2 x --rollout-request-timeout); "
+                        f"{done} of {target} are done, {busy} in flight, the oldest: {stream.describe_oldest()}"
+                    )
+                logger.info(
+                    "rollout %d waits for new weights: the engines have those of step %s, --max-staleness is %s, %d "
+                    "groups are ahead", rollout_id, stream.clock.step, stream.bound.limit, ledger.ahead,
+                )  # fmt: skip
+
+    async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
+        """Run the built-in evaluation. No group is begun meanwhile; those in flight go on and share the engines."""
+        state = sglang_rollout.GenerateState(self.args)
+        errors: RewardErrors = state.reward_errors
+        with self.stream.paused():
+            try:
+                return (await sglang_rollout.eval_rollout(self.args, rollout_id))[0]
+            finally:
+                state.reward_errors = errors
+
+
+_worker: AsyncRolloutWorker | None = None
+_worker_lock = threading.Lock()
+
+
+def get_global_worker(args: Any, data_source: Any) -> AsyncRolloutWorker:
+    """Return the process's worker for ``data_source``; one for another data source is stopped first."""
+    global _worker
+    with _worker_lock:
+        if _worker is not None and _worker.data_source is not data_source:
+            _worker.stop()
+            _worker = None
+        if _worker is None:
+            _worker = AsyncRolloutWorker(args, data_source)
+        return _worker
+
+
+def stop_global_worker() -> None:
+    """Stop the process's worker, if there is one; the next rollout makes another."""
+    global _worker
+    with _worker_lock:
+        worker, _worker = _worker, None
+    if worker is not None:
+        worker.stop()
+
+
+atexit.register(stop_global_worker)
+
+
+def unconsumed_groups() -> list[Group]:
+    """Return the groups that the process's worker has drawn and not given to a rollout."""
+    worker = _worker
+    return [] if worker is None else worker.unconsumed()
+
+
+def generate_rollout_fully_async(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """A ``--rollout-function-path`` that blocks only until enough groups are ready; generation goes on afterwards."""
+    worker = get_global_worker(args, data_source)
+    if evaluation:
+        return run(worker.evaluate(rollout_id))
+    return run(worker.rollout(rollout_id))
+
+
+# What the rollout manager asks of functions that always generate: to end, and what a checkpoint must hold of them.
+generate_rollout_fully_async.stop = stop_global_worker  # type: ignore[attr-defined]
+generate_rollout_fully_async.unconsumed = unconsumed_groups  # type: ignore[attr-defined]

@@ -1,0 +1,259 @@
+"""The stream of groups under the fully asynchronous rollout: what is begun when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from slime.rollout import sglang_rollout
+from slime.rollout.base_types import iter_samples
+from slime.rollout.filter_hub.base_types import call_dynamic_filter
+from slime.rollout.generate_state import cancel_all, request_limit
+from slime.rollout.group_copy import copy_group
+from slime.rollout.group_job import Group, GroupJob, forget_response, has_aborted, is_complete
+from slime.rollout.group_ledger import GroupLedger
+from slime.rollout.rm_hub.errors import RewardErrors
+from slime.rollout.staleness import StalenessBound, weight_clock
+from slime.utils.http_utils import get_http_client
+from slime.utils.misc import load_function
+
+_STEPS_TO_THE_SLOTS = 3
+"""Turns of the event loop after which the samples of a new group hold a slot or wait for one."""
+
+
+class WatchedSlots(asyncio.Semaphore):
+    """A semaphore that counts who waits, and calls ``changed`` whenever that or the free slots change."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.waiting = 0
+        self.changed: Callable[[], None] = lambda: None
+
+    async def acquire(self) -> Any:
+        self.waiting += 1
+        try:
+            return await super().acquire()
+        finally:
+            self.waiting -= 1
+            self.changed()
+
+    def release(self) -> None:
+        super().release()
+        self.changed()
+
+
+class GenerationStream:
+    """Begins groups as slots become free and ``--max-staleness`` allows, and queues those that finish.
+
+    At most ``concurrency`` groups are in flight, and none begins while as many are completed. Everything runs on one
+    event loop, but for ``wake`` and what is read of the ledger's ``completed``.
+    """
+
+    def __init__(self, args: Any, data_source: Any, concurrency: int | None = None) -> None:
+        self.args = args
+        self.data_source = data_source
+        self.concurrency = concurrency or request_limit(args)
+        self.clock = weight_clock()
+        self.bound = StalenessBound(getattr(args, "max_staleness", None), args.rollout_batch_size)
+        self.ledger = GroupLedger(args, self.bound, self.clock)
+        path = args.dynamic_sampling_filter_path
+        self._filter = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
+        self._pauses = 0
+        self._no_prompts = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._filler: asyncio.Task[None] | None = None
+        self._room = asyncio.Event()
+        self._change = asyncio.Event()
+        self._forget_clock: Callable[[], None] | None = None
+        self._slots: WatchedSlots | None = None
+
+    # Life
+
+    def start(self) -> None:
+        """Begin to generate (on the running loop); nothing happens when that was done already."""
+        if self._filler is not None and not self._filler.done():
+            return
+        self._loop = asyncio.get_running_loop()
+        state = sglang_rollout.GenerateState(self.args)
+        if not isinstance(state.semaphore, WatchedSlots):
+            state.semaphore = WatchedSlots(request_limit(self.args))
+        state.semaphore.changed = self._room.set
+        self._slots = state.semaphore
+        if self._forget_clock is None:
+            self._forget_clock = self.clock.listen(self.wake)
+        self._room.set()
+        self._filler = self._loop.create_task(self._keep_filling(), name="fully-async-filler")
+
+    async def suspend(self) -> None:
+        """Stop generating; groups in flight are aborted on the engines and wait to begin again."""
+        tasks = self.ledger.put_back()  # first: what the tasks still do concerns no one
+        if self._filler is not None:
+            tasks.append(self._filler)
+            self._filler = None
+        await cancel_all(tasks)
+        await get_http_client().drain_aborts()
+
+    async def stop(self) -> list[Group]:
+        """Stop for good; return the groups that were not consumed, in the order in which they were drawn."""
+        await self.suspend()
+        if self._forget_clock is not None:
+            self._forget_clock()
+            self._forget_clock = None
+        left = self.ledger.unconsumed()
+        self.ledger.waiting.clear()
+        self.ledger.completed.take()
+        return left
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Begin no group within the block."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self.wake()
+
+    def wake(self) -> None:
+        """Look again, from any thread, whether groups can begin and rollouts go on."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._notice)
+
+    def _notice(self) -> None:
+        self._room.set()
+        self._change.set()
+
+    # Consuming
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Start to consume a rollout: what is too old for it begins again at once."""
+        sglang_rollout.GenerateState(self.args).rollout_id = rollout_id
+        self._no_prompts = False
+        for task in self.ledger.begin_rollout(rollout_id):
+            task.cancel()
+        self.start()
+        self._room.set()
+
+    def take(self, target: int) -> int:
+        """Take completed groups until ``target`` are taken; return how many more. Raises what stops the run."""
+        failure, self.ledger.failure = self.ledger.failure, None  # who calls again after it wants another try
+        if failure is not None:
+            raise failure
+        more = self.ledger.take(target)
+        self._room.set()
+        return more
+
+    def end_rollout(self) -> tuple[list[Group], list[Group], dict[str, Any]]:
+        """Return the groups taken, those dropped by the filter, and the metrics since the last end."""
+        state = sglang_rollout.GenerateState(self.args)
+        groups, dropped, metrics = self.ledger.end_rollout()
+        metrics |= state.reward_errors.metrics()
+        state.reward_errors = RewardErrors(self.args)
+        self._room.set()
+        return groups, dropped, metrics
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True when the data source has no more prompts and nothing is on its way."""
+        ledger = self.ledger
+        return self._no_prompts and not ledger.in_flight and not ledger.waiting and not len(ledger.completed)
+
+    async def wait_for_change(self, timeout_s: float) -> bool:
+        """Wait until a group began or ended, new weights came, or ``wake``; return False when nothing does in time."""
+        try:
+            await asyncio.wait_for(self._change.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        self._change.clear()
+        return True
+
+    def describe_oldest(self, count: int = 3) -> str:
+        """Name the groups that have been in flight longest."""
+        now = time.monotonic()
+        oldest = sorted(self.ledger.in_flight.values(), key=lambda job: job.started)[:count]
+        return ", ".join(f"{job.name()} for {now - job.started:.0f} s" for job in oldest)
+
+    # Beginning
+
+    async def _keep_filling(self) -> None:
+        while True:
+            await self._room.wait()
+            self._room.clear()
+            try:
+                while self._may_begin() and self._begin_next():
+                    for _ in range(_STEPS_TO_THE_SLOTS):
+                        await asyncio.sleep(0)
+            except Exception as e:  # noqa: BLE001  (raised by the rollout that waits)
+                self.ledger.stop_with(e)
+                self._change.set()
+
+    def _may_begin(self) -> bool:
+        ledger = self.ledger
+        if self._pauses or ledger.failure is not None or (self._no_prompts and not ledger.waiting):
+            return False
+        if len(ledger.in_flight) >= self.concurrency or len(ledger.completed) >= self.concurrency:
+            return False
+        if self._slots is not None and self._slots.waiting >= max(1, self.args.n_samples_per_prompt):
+            return False
+        return self.bound.may_start(ledger.ahead, ledger.rollout_id, self.clock.step)
+
+    def _begin_next(self) -> bool:
+        """Begin the next group; False when there is none."""
+        ledger = self.ledger
+        if not ledger.waiting:
+            ledger.add(self.data_source.get_samples(1))
+        if not ledger.waiting:
+            self._no_prompts = True
+            self._change.set()
+            return False
+        job = ledger.waiting.popleft()
+        job.step, job.started = self.clock.step, time.monotonic()
+        if is_complete(job.original) and not ledger.is_too_old(job.original):
+            ledger.complete(job, job.original)
+            self._change.set()
+            return True
+        task = asyncio.get_running_loop().create_task(self._generate(job), name=f"fully-async {job.name()}")
+        ledger.in_flight[task] = job
+        task.add_done_callback(self._ended)
+        self._change.set()
+        return True
+
+    async def _generate(self, job: GroupJob) -> tuple[Group, Any]:
+        """Return the finished group and the dynamic filter's verdict on it, None for one that was aborted."""
+        group = copy_group(job.original)
+        for sample in iter_samples(group):
+            if self.ledger.is_too_old(sample):
+                forget_response(sample)
+        state = sglang_rollout.GenerateState(self.args)
+        group = await sglang_rollout.generate_and_rm_group(
+            self.args, group, state.sampling_params.copy(), evaluation=False
+        )
+        expected = self.args.n_samples_per_prompt
+        assert len(group) == expected, f"{job.name()} came back with {len(group)} samples, expected {expected}"
+        if has_aborted(group):
+            return group, None
+        verdict = call_dynamic_filter(self._filter, self.args, group)
+        if record := getattr(self.data_source, "record_completed", None):
+            record(group)
+        return group, verdict
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        """The callback of every task; it only sorts, and waits for nothing."""
+        job = self.ledger.in_flight.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        if job is None:
+            return  # it was given up before
+        if task.cancelled():
+            self.ledger.waiting.appendleft(job)
+        elif error is not None:
+            self.ledger.fail(job, error)
+        else:
+            group, verdict = task.result()
+            if verdict is None:
+                self.ledger.abort(job, group)
+            else:
+                self.ledger.finish(job, group, verdict)
+        self._notice()

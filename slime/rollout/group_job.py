@@ -1,0 +1,103 @@
+"""One group on its way through the fully asynchronous rollout, and how to begin it again."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.rollout.base_types import iter_samples
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+Group = list[Any]
+
+FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+_HOOKS = (
+    "custom_generate_function_path",
+    "custom_rm_path",
+    "rollout_sample_hook_path",
+    "dynamic_sampling_filter_path",
+)
+
+
+@dataclass
+class GroupJob:
+    """A group that was drawn from the data source and has not been consumed.
+
+    ``original`` is never handed to generation, which gets copies: whatever happens there, the group can begin again.
+    ``step`` is that of the engines' weights at the start, ``oldest`` that of the oldest trained token of ``result``.
+    """
+
+    original: Group
+    number: int = 0
+    step: int | None = None
+    oldest: int | None = None
+    result: Group | None = None
+    failures: int = 0
+    expired: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def name(self) -> str:
+        """Say which group this is."""
+        samples = list(iter_samples(self.original))
+        group_index = samples[0].group_index if samples else None
+        return f"group {group_index} (samples {[sample.index for sample in samples]})"
+
+    def to_save(self) -> Group:
+        """Return what a checkpoint keeps: the result, unless only the original tells how to begin again."""
+        flat = self.result is not None and all(isinstance(sample, Sample) for sample in self.result)
+        return self.result if flat and self.result is not None else self.original
+
+
+def is_complete(group: Group) -> bool:
+    """True when every sample has its response and its reward."""
+    return all(s.status in FINISHED and s.reward is not None for s in iter_samples(group))
+
+
+def has_aborted(group: Group) -> bool:
+    """True when a sample was aborted."""
+    return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(group))
+
+
+def forget_response(sample: Sample) -> None:
+    """Bring a sample back to its prompt."""
+    if sample.response_length:
+        sample.tokens = list(sample.tokens[: len(sample.tokens) - sample.response_length])
+    blank = Sample()
+    for name in (
+        "response",
+        "response_length",
+        "reward",
+        "loss_mask",
+        "weight_versions",
+        "weight_version_spans",
+        "rollout_log_probs",
+        "rollout_top_p_token_ids",
+        "rollout_top_p_token_offsets",
+        "rollout_routed_experts",
+        "remove_sample",
+        "teacher_log_probs",
+        "status",
+        "session_id",
+        "non_generation_time",
+        "spec_info",
+        "prefix_cache_info",
+    ):
+        setattr(sample, name, getattr(blank, name))
+
+
+def describe_hook(args: Any, error: BaseException) -> str:
+    """Return which custom function ``error`` came from, with its file and line; empty when it came from none."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for name in _HOOKS:
+        paths = getattr(args, name, None) or []
+        for path in [paths] if isinstance(paths, str) else paths:
+            flag = f"--{name.replace('_', '-')}"
+            code = getattr(inspect.unwrap(load_function(path, flag)), "__code__", None)
+            for frame, line in frames:
+                if frame.f_code is code:
+                    return f"in {flag} {path!r} ({frame.f_code.co_filename}:{line})"
+    return ""

@@ -1,0 +1,185 @@
+"""Where every group of the fully asynchronous rollout is, and what becomes of it when its generation ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter, deque
+from typing import Any
+
+from slime.rollout.base_types import iter_samples
+from slime.rollout.completed_groups import CompletedGroups
+from slime.rollout.filter_hub.base_types import MetricGatherer, should_drop_dynamic_filter_output
+from slime.rollout.group_job import Group, GroupJob, describe_hook
+from slime.rollout.staleness import (
+    StalenessBound,
+    WeightClock,
+    mask_older_versions,
+    oldest_step,
+    stamp_steps,
+)
+from slime.rollout.train_rollout import MAX_ABORTED_SHARE
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""A group that failed this often stops the run."""
+
+
+class GroupLedger:
+    """Each group that was drawn is in exactly one place: ``waiting`` to begin (again), ``in_flight`` (by its task),
+    ``completed``, ``taken`` by the rollout in progress, ``dropped`` by the dynamic filter, or consumed and forgotten.
+
+    Attributes:
+        rollout_id: the rollout that the next group is for.
+        failure: what stops the run.
+    """
+
+    def __init__(self, args: Any, bound: StalenessBound, clock: WeightClock) -> None:
+        self.args, self.bound, self.clock = args, bound, clock
+        self.waiting: deque[GroupJob] = deque()
+        self.in_flight: dict[Any, GroupJob] = {}
+        self.completed = CompletedGroups()
+        self.taken: list[GroupJob] = []
+        self.dropped: list[Group] = []
+        self.rollout_id = 0
+        self.failure: BaseException | None = None
+        self._numbers = itertools.count()
+        self._counts: Counter[str] = Counter()
+        self._filtered = MetricGatherer()
+
+    @property
+    def ahead(self) -> int:
+        """How many groups are consumed before one that begins now, counted from the start of ``rollout_id``."""
+        return len(self.taken) + len(self.completed) + len(self.in_flight)
+
+    def add(self, groups: list[Group]) -> None:
+        """Take in groups from the data source."""
+        self.waiting.extend(GroupJob(group, next(self._numbers)) for group in groups)
+
+    def unconsumed(self) -> list[Group]:
+        """Return what is to be drawn again after a restart, in the order in which it was drawn."""
+        jobs = [*self.completed.peek(), *self.taken, *self.in_flight.values(), *self.waiting]
+        return [job.to_save() for job in sorted(jobs, key=lambda job: job.number)]
+
+    def is_too_old(self, samples: Any) -> bool:
+        """True when samples hold tokens that ``rollout_id`` must not train on."""
+        return self.bound.is_too_old(oldest_step(samples, self.clock, None), self.rollout_id)
+
+    # Rollouts
+
+    def begin_rollout(self, rollout_id: int) -> list[Any]:
+        """Go on to a rollout; return the tasks whose groups are too old for it and wait to begin again."""
+        self.rollout_id = rollout_id
+        old = [task for task, job in self.in_flight.items() if self.bound.is_too_old(job.step, rollout_id)]
+        for task in sorted(old, key=lambda task: -self.in_flight[task].number):
+            self.expire(self.in_flight.pop(task))
+        return old
+
+    def take(self, target: int) -> int:
+        """Take the oldest completed groups that are young enough until ``target`` are taken; return how many more.
+
+        Groups that had to begin again once are waited for when this rollout is their last chance: otherwise long
+        responses might never be trained on.
+        """
+        rollout_id = self.rollout_id
+        for job in reversed(self.completed.take(where=lambda job: self.bound.is_too_old(job.oldest, rollout_id))):
+            self.expire(job)
+        last = [job for job in self.in_flight.values() if self.bound.is_last_chance(job.step, rollout_id)]
+        overdue = sum(1 for job in last if job.expired)
+        jobs = self.completed.take(target - len(self.taken) - overdue)
+        for job in jobs:
+            stamp_steps(job.result, self.clock)
+        self.taken += jobs
+        return len(jobs)
+
+    def end_rollout(self) -> tuple[list[Group], list[Group], dict[str, Any]]:
+        """Forget what was taken. Return it, the groups dropped since the last end, and the metrics since then."""
+        groups = [job.result or [] for job in self.taken]
+        dropped, self.dropped, self.taken = self.dropped, [], []
+        metrics = {
+            **self._filtered.collect(),
+            "rollout/fully_async/ready_groups": len(self.completed),
+            "rollout/fully_async/groups_in_flight": len(self.in_flight),
+            **{f"rollout/{name}": count for name, count in self._counts.items() if count},
+        }
+        self._filtered, self._counts = MetricGatherer(), Counter()
+        self.rollout_id += 1
+        return groups, dropped, metrics
+
+    def put_back(self) -> list[Any]:
+        """Undo what the rollout in progress took, and let all groups in flight wait again; return their tasks."""
+        for job in self.taken:
+            self.completed.put(job)
+        self.taken = []
+        tasks = list(self.in_flight)
+        self.waiting.extendleft(sorted(self.in_flight.values(), key=lambda job: -job.number))
+        self.in_flight.clear()
+        return tasks
+
+    # Ends of generation
+
+    def finish(self, job: GroupJob, group: Group, verdict: Any) -> None:
+        """A group was generated and scored: keep it, unless the dynamic filter's ``verdict`` is against it."""
+        if should_drop_dynamic_filter_output(
+            verdict, remaining_batch_size=self.ahead + 1, target_data_size=self.args.rollout_batch_size
+        ):
+            self._filtered.on_dynamic_filter_drop(verdict.reason)
+            self.dropped.append(group)
+            return
+        self.complete(job, group)
+
+    def complete(self, job: GroupJob, group: Group) -> None:
+        """Queue a group that is ready to be trained on."""
+        if self.args.partial_rollout and self.args.mask_offpolicy_in_partial_rollout:
+            self._counts["staleness/masked_tokens"] += mask_older_versions(group)
+        stamp_steps(group, self.clock)
+        job.result = group
+        job.oldest = oldest_step(group, self.clock, job.step)
+        self.completed.put(job)
+
+    def fail(self, job: GroupJob, error: BaseException) -> None:
+        """A group raised: it begins again, a few times; then the run stops with the error, which names it."""
+        job.failures += 1
+        where = describe_hook(self.args, error)
+        error.add_note(f"while generating {job.name()} {where}".rstrip())
+        self.waiting.appendleft(job)
+        if job.failures >= MAX_FAILURES:
+            error.add_note(f"this was attempt {job.failures} of {MAX_FAILURES}")
+            self.stop_with(error)
+            return
+        self._counts["fully_async/failed_attempts"] += 1
+        logger.warning(
+            "%s failed %s(attempt %d of %d) and begins again: %r",
+            job.name(), f"{where} " if where else "", job.failures, MAX_FAILURES, error, exc_info=error,
+        )  # fmt: skip
+
+    def abort(self, job: GroupJob, group: Group) -> None:
+        """A generate function gave up on a group: it begins again, with ``partial_rollout`` where it stopped."""
+        self._counts["fully_async/aborted_groups"] += 1
+        count = self._counts["fully_async/aborted_groups"]
+        if self.args.partial_rollout and not any(isinstance(item, list) for item in group):
+            stamp_steps(group, self.clock)
+            job.original = group
+        self.waiting.appendleft(job)
+        if count > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
+            self.stop_with(
+                RuntimeError(
+                    f"rollout {self.rollout_id}: {count} groups came back with ABORTED samples though nothing was "
+                    f"aborted, the last one {job.name()}; check the generate function"
+                )
+            )
+
+    def expire(self, job: GroupJob) -> None:
+        """Let a group that is too old begin again, before all others."""
+        self._counts["staleness/regenerated_groups"] += 1
+        if job.result is not None:
+            tokens = sum(sample.response_length for sample in iter_samples(job.result))
+            self._counts["staleness/regenerated_tokens"] += tokens
+        job.expired += 1
+        job.result = job.oldest = None
+        self.waiting.appendleft(job)
+
+    def stop_with(self, error: BaseException) -> None:
+        """Remember the first failure that stops the run."""
+        self.failure = self.failure or error

@@ -1,0 +1,156 @@
+"""How old tokens are when they are trained on, in training steps.
+
+A step is a rollout that has been trained on. The engines number their weights by versions; the driver says after every
+push which version holds the weights of which step (``WeightClock``). Rollout ``r`` is trained on weights of step ``r``,
+so its tokens of weights of step ``s`` lag by ``r - s``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.base_types import iter_samples
+from slime.utils.types import Sample
+
+
+class WeightClock:
+    """Which training step made which version of the engines' weights. Thread-safe.
+
+    ``step`` is that of the newest version, None before the first push and in runs that push none.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._version: str | None = None
+        self._steps: dict[str, int] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def publish(self, version: int | str, step: int) -> None:
+        """Say that every engine now holds ``version``, the weights after training on all rollouts before ``step``."""
+        with self._lock:
+            self._version, self.step = str(version), step
+            self._steps[str(version)] = step
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    def step_of(self, version: Any) -> int | None:
+        """Return the step of ``version``, None for one that was not published."""
+        with self._lock:
+            return self._steps.get(str(version))
+
+    def least_step_of(self, version: Any) -> int | None:
+        """Return the step of ``version``, or the newest step for a higher version: engines hold it a moment before the
+        driver says so. None for any other version.
+        """
+        known = self.step_of(version)
+        newest = self._version
+        if known is not None or newest is None:
+            return known
+        newer = str(version).isdigit() and newest.isdigit() and int(version) > int(newest)
+        return self.step if newer else None
+
+    def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` after every ``publish``, on its thread; return what ends that."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def forget() -> None:
+            with self._lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return forget
+
+
+_clock = WeightClock()
+
+
+def weight_clock() -> WeightClock:
+    """Return the process's clock."""
+    return _clock
+
+
+@dataclass(frozen=True)
+class StalenessBound:
+    """``--max-staleness``: no token is trained on that lags by more than ``limit`` steps; None: no bound.
+
+    ``batch_size`` is the number of groups that one rollout takes.
+    """
+
+    limit: int | None
+    batch_size: int
+
+    def may_start(self, ahead: int, rollout_id: int, step: int | None) -> bool:
+        """True when a group started now, at weights of ``step``, can be young enough when its turn comes.
+
+        ``ahead`` groups are to be consumed before it, the first of them by rollout ``rollout_id``.
+        """
+        if self.limit is None or step is None:
+            return True
+        return rollout_id + ahead // self.batch_size - step <= self.limit
+
+    def is_too_old(self, step: int | None, rollout_id: int) -> bool:
+        """True when tokens of weights of ``step`` must not be trained on by rollout ``rollout_id``."""
+        return self.limit is not None and step is not None and rollout_id - step > self.limit
+
+    def is_last_chance(self, step: int | None, rollout_id: int) -> bool:
+        """True when tokens of weights of ``step`` are too old for every rollout after ``rollout_id``."""
+        return self.is_too_old(step, rollout_id + 1)
+
+
+def stamp_steps(samples: Any, clock: WeightClock) -> None:
+    """Write the step of each version into the spans of nested samples: version numbers mean nothing after a restart."""
+    for sample in iter_samples(samples):
+        for span in sample.weight_version_spans:
+            if span.get("step") is None and (step := clock.step_of(span["version"])) is not None:
+                span["step"] = step
+
+
+def trained_steps(sample: Sample, clock: WeightClock) -> Iterator[tuple[int | None, int]]:
+    """Yield ``(step, tokens)`` of the tokens that the loss covers; the step is None for those of unknown origin."""
+    known = 0
+    for span in sample.weight_version_spans:
+        start, end = span["start"], span["end"]
+        count = end - start if sample.loss_mask is None else int(sum(sample.loss_mask[start:end]))
+        step = span.get("step")
+        step = clock.least_step_of(span["version"]) if step is None else step
+        if count and step is not None:
+            known += count
+            yield step, count
+    if (rest := int(sample.effective_response_length) - known) > 0:
+        yield None, rest
+
+
+def oldest_step(samples: Any, clock: WeightClock, default: int | None) -> int | None:
+    """Return the step of the oldest trained token of nested samples; ``default`` stands for tokens of unknown origin.
+
+    None when nothing is known of any.
+    """
+    steps = [
+        step if step is not None else default for s in iter_samples(samples) for step, _ in trained_steps(s, clock)
+    ]
+    return min((step for step in steps if step is not None), default=default)
+
+
+def mask_older_versions(samples: Any) -> int:
+    """Leave the tokens out of the loss that are older than the newest version in their sample; return how many.
+
+    ``--mask-offpolicy-in-partial-rollout`` for responses that went on under new weights.
+    """
+    masked = 0
+    for sample in iter_samples(samples):
+        spans = sample.weight_version_spans
+        older = [span for span in spans if span["version"] != spans[-1]["version"]]
+        if not older:
+            continue
+        mask = [1] * sample.response_length if sample.loss_mask is None else [int(m) for m in sample.loss_mask]
+        for span in older:
+            masked += sum(mask[span["start"] : span["end"]])
+            mask[span["start"] : span["end"]] = [0] * (span["end"] - span["start"])
+        sample.loss_mask = mask
+    return masked

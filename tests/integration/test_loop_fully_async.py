@@ -1,0 +1,61 @@
+"""``train_async.py`` with the fully asynchronous rollout: versions, lags, evaluation, and the end by Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.run_train import Run, read_metric, rl_flags, sums_file
+from tools.tiny_model import make_tiny_checkpoint
+
+pytestmark = pytest.mark.integration
+
+ROLLOUTS = 5
+
+
+def test_fully_async_rollouts_with_a_bound_on_staleness_until_ctrl_c(tmp_path: Path):
+    flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
+    extra = f"""--rollout-num-gpus 1 --num-rollout 1000 --rollout-max-response-len 64 --sglang-server-concurrency 24
+        --custom-rm-path tests.support.rollout_hooks.parity_reward
+        --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async --max-staleness 1
+        --eval-prompt-data sums {tmp_path / "sums.jsonl"} --eval-interval 2 --n-samples-per-eval-prompt 1
+        --eval-max-response-len 8 --save-debug-rollout-data {tmp_path}/dump_{{rollout_id}}.pt"""
+    with Run([*flags, *extra.split()], tmp_path / "run", script="train_async.py") as run:
+        run.wait_for(rf"rollout {ROLLOUTS} of 1000", 300)
+        run.send(signal.SIGINT)
+        ended = run.finish(60)
+        assert ended.returncode == 130
+        run.assert_nothing_left(10)
+    assert "never retrieved" not in ended.output + run.logs()
+
+    oldest, newest = (read_metric(ended.run_dir, f"rollout/weight_version/{which}") for which in ("min", "max"))
+    lags = read_metric(ended.run_dir, "rollout/staleness/max")
+    shares = {k: read_metric(ended.run_dir, f"rollout/staleness/lag_{k}") for k in (0, 1)}
+    # Version v holds the weights of step v - 1, and rollout r is trained on weights of step r.
+    for rollout_id in range(ROLLOUTS):
+        assert rollout_id <= oldest[rollout_id] <= newest[rollout_id] <= rollout_id + 1
+        assert lags[rollout_id] == rollout_id + 1 - oldest[rollout_id] <= 1
+        assert shares[0][rollout_id] + shares[1].get(rollout_id, 0.0) == pytest.approx(1.0)
+    assert max(lags.values()) == 1  # it did run ahead
+    difference = read_metric(ended.run_dir, "train/train_rollout_logprob_abs_diff")
+    assert difference[0] <= 1e-5
+    evaluated = read_metric(ended.run_dir, "eval/sums/weight_version/min")
+    assert [evaluated[i] for i in (1, 3)] == [3, 5]
+
+    import torch
+
+    consumed = set()
+    for rollout_id in range(ROLLOUTS):
+        samples = torch.load(tmp_path / f"dump_{rollout_id}.pt", weights_only=False)["samples"]
+        assert len(samples) == 16
+        for sample in samples:
+            spans = sample["weight_version_spans"]
+            assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+            assert spans[-1]["end"] == sample["response_length"]
+            assert all(span.get("step", int(span["version"]) - 1) == int(span["version"]) - 1 for span in spans)
+        assert not consumed & {sample["index"] for sample in samples}
+        consumed |= {sample["index"] for sample in samples}
+    reward = read_metric(ended.run_dir, "rollout/raw_reward")
+    assert all(0.0 <= reward[i] <= 1.0 for i in range(ROLLOUTS))
