@@ -89,8 +89,7 @@ def test_fields_and_their_defaults(rows: list[Name]):
 
 def test_sample_has_no_field_that_the_table_does_not_know():
     table = {row.leaf for row in ROWS if row.kind == "field" and row.name.startswith("Sample.")}
-    ours = {"weight_version_spans"}  # what slime has beside the names it shares with older releases
-    assert {field.name for field in dataclasses.fields(Sample)} - ours == table
+    assert {field.name for field in dataclasses.fields(Sample)} == table
 
 
 @pytest.fixture
