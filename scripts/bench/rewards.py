@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.rollout.rm_hub.workers import RewardWorkers, WorkerLimits, default_worker_count
+from slime.rollout.rm_hub.worker_process import WorkerLimits
+from slime.rollout.rm_hub.workers import RewardWorkers, default_worker_count
 
 TICK_S = 0.001
 BESIDE, WORKERS, ON_LOOP = "idle loop, unrelated processes", "graded in the workers", "graded on the loop"

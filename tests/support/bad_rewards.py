@@ -62,10 +62,6 @@ def eats_memory() -> int:
         hoard.append(bytes(64 << 20))  # of the address space; nothing is written
 
 
-def eats_memory_in_one_go() -> int:
-    return len(bytes(1 << 40))
-
-
 def forks() -> int:
     child = os.fork()
     if child == 0:

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from slime.rollout.rm_hub import async_rm, extract_boxed_answer, rules
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import RewardFailure
-from slime.rollout.rm_hub.workers import RewardWorkers, WorkerLimits, default_worker_count, get_reward_workers
+from slime.rollout.rm_hub.worker_process import WorkerLimits
+from slime.rollout.rm_hub.workers import RewardWorkers, default_worker_count, get_reward_workers
 from slime.utils.types import Sample
 
 BAD = "tests.support.bad_rewards"
@@ -66,7 +67,7 @@ def outcome(compute):
         return f"{type(e).__name__}: {e}"
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kind=st.sampled_from(sorted(rules.RULES)), boxed=st.booleans(), response=TEXTS, label=LABELS, metadata=METADATA)
 @example(kind="math", boxed=False, response=r"\boxed{(x+1)^2}", label="x^2+2x+1", metadata={})
 @example(kind="math", boxed=False, response=r"\boxed{2\sqrt{3}}", label=r"\sqrt{12}", metadata={})
@@ -98,7 +99,6 @@ async def test_values_come_back_as_they_are(workers, value):
         ("vanishes", (), "crashed", "exit code 17"),
         ("breaks", (), "crashed", "exit code -11"),
         ("eats_memory", (), "memory", "MemoryError"),
-        ("eats_memory_in_one_go", (), "memory", "MemoryError"),
         ("forks", (), "raised", "BlockingIOError"),
         ("starts_a_process", (), "raised", "BlockingIOError"),
         ("burn", (30.0,), "timeout", "took more than 0.25 s of CPU time (--reward-time-limit)"),
@@ -126,7 +126,8 @@ async def test_threads_and_prints_are_fine(workers):
 
 
 async def test_a_worker_that_ignores_its_timers_is_killed(monkeypatch):
-    monkeypatch.setattr("slime.rollout.rm_hub.workers.STOP_GRACE_S", 0.2)
+    for module in ("workers", "worker_process"):
+        monkeypatch.setattr(f"slime.rollout.rm_hub.{module}.STOP_GRACE_S", 0.2)
     stubborn = RewardWorkers(1, WorkerLimits(cpu_s=0.05))
     with pytest.raises(RewardFailure, match="was silent for") as caught:
         await stubborn.call(f"{BAD}.blocks_the_timers")
