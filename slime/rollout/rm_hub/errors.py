@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.rollout.generate_state import gather_or_cancel
 from slime.rollout.rm_hub import FLAG, check_count, reward_kind, rules, scored_together
-from slime.rollout.rm_hub.failure import RewardFailure
+from slime.rollout.rm_hub.failure import RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
 from slime.utils.misc import load_function
@@ -111,7 +111,7 @@ class RewardErrors:
         share = TOLERATED_SHARE if share is None else share
         if len(self.failed) > (max(TOLERATED_ERRORS, share * self.scored) if share else 0):
             kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
-            raise RuntimeError(
+            raise TooManyRewardFailures(
                 f"{len(self.failed)} of {self.scored} rewards failed ({kinds}), more than the tolerated {share:.0%} "
                 f"(--reward-failure-tolerance); samples {self.failed[:20]}; the first: {self._first}"
             ) from error

@@ -13,3 +13,7 @@ class RewardFailure(RuntimeError):
         super().__init__(message)
         self.kind = kind
         self.details = details
+
+
+class TooManyRewardFailures(RuntimeError):
+    """More than the tolerated share of a rollout's rewards failed: the run is to stop."""

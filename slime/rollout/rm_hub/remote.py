@@ -12,6 +12,8 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 CONNECTIONS, TIMEOUT_S, ATTEMPTS = 64, 120.0, 10
+PAUSE_S = 1.0
+"""Unit of the pauses between attempts: 2, 4, 8, ... at most 30 of them, and up to one more at random."""
 _client: Any = None
 
 
@@ -45,4 +47,4 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
             if refused or attempt >= ATTEMPTS:
                 raise
             logger.warning("reward request %d of %d failed: %s", attempt, ATTEMPTS, e)
-        await asyncio.sleep(min(2.0**attempt, 30.0) + random.random())
+        await asyncio.sleep(PAUSE_S * (min(2.0**attempt, 30.0) + random.random()))

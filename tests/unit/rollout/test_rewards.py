@@ -287,6 +287,27 @@ async def test_remote_rewards(monkeypatch):
         await remote_rm(args(rm_url=None), sample(""))
 
 
+async def test_remote_rewards_are_asked_again_and_fail_alone(monkeypatch):
+    for name, value in {"_client": None, "PAUSE_S": 0.0, "ATTEMPTS": 3}.items():
+        monkeypatch.setattr(remote, name, value)
+    with FakeCluster(1) as cluster:
+        engine = cluster.engines[0]
+        asked = args(rm_type="remote_rm", rm_url=f"{engine.url}/generate")
+        engine.failures.extend([Failure(503, b"busy"), Failure(500, b"no"), Failure(200, b"0.5")])
+        assert await async_rm(asked, sample("r")) == 0.5
+        assert len(engine.requests) == 3
+        errors, unlucky = RewardErrors(), sample("r")
+        engine.failures.extend([Failure(503, b"busy")] * 3)
+        await errors.score_one(asked, unlucky, async_rm)
+        assert unlucky.reward == 0.0
+        assert "busy" in unlucky.metadata["reward_error"]
+        engine.failures.append(Failure(400, b"bad label"))
+        await errors.score_one(asked, unlucky, async_rm)
+        assert errors.metrics()["rollout/reward/failures/remote"] == 2
+        assert len(engine.requests) == 7
+        await remote.get_client().close()
+
+
 async def timing_out(a: Any, s: Sample) -> float:
     raise RewardFailure("timeout", "took more than 5 s", "at line 7")
 
