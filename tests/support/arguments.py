@@ -49,8 +49,19 @@ def parse(*flags: Any, **keywords: Any) -> argparse.Namespace:
 
 def dry(*flags: Any) -> argparse.Namespace:
     """What ``--dry-run`` resolves ``minimal_flags`` and ``flags`` to, with its findings; nothing is printed."""
-    from slime.arguments.command_line import all_flags, build_parser
     from slime.arguments.parse import resolve
 
-    known = all_flags()
-    return resolve([*minimal_flags(), "--dry-run", *map(str, flags)], known, build_parser(known))
+    return resolve([*minimal_flags(), "--dry-run", *map(str, flags)], *known())
+
+
+_known: list[tuple[Any, argparse.ArgumentParser]] = []
+
+
+def known() -> tuple[Any, argparse.ArgumentParser]:
+    """Every known flag and a parser of them, which all tests share; made anew where a test changes the flags."""
+    from slime.arguments.command_line import all_flags, build_parser
+
+    flags = all_flags()
+    if not _known or _known[0][0] is not flags:
+        _known[:] = [(flags, build_parser(flags))]
+    return _known[0]

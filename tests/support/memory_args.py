@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from tests.support.arguments import known
+
 PLAIN: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -32,7 +34,6 @@ def bare_args(**values: Any) -> Namespace:
 
 def published_args(name: str, *flags: Any) -> Namespace:
     """Return what a dry run resolves for the published model ``name`` and ``flags``."""
-    from slime.arguments.command_line import all_flags, build_parser
     from slime.arguments.models.known import known_config
     from slime.arguments.models.megatron_flags import megatron_flags
     from slime.arguments.parse import resolve
@@ -45,8 +46,7 @@ def published_args(name: str, *flags: Any) -> Namespace:
         *("--custom-generate-function-path", "own.generate"),  # it needs no limit of responses; tests give one or none
         *("--dry-run", *megatron_flags(config), *flags),
     ]
-    known = all_flags()
-    return resolve([str(word) for word in words], known, build_parser(known))
+    return resolve([str(word) for word in words], *known())
 
 
 def meta_parameters(config: dict[str, Any]) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.arguments import known
+
 PAGES = Path(__file__).parents[1] / "data" / "arguments" / "plans"
 
 
@@ -27,11 +29,9 @@ def _with_model(line: str, models: dict[str, str]) -> str:
 
 def resolved(command_line: str) -> Namespace:
     """What ``--dry-run`` resolves a command line to."""
-    from slime.arguments.command_line import all_flags, build_parser
     from slime.arguments.parse import resolve
 
-    flags = all_flags()
-    return resolve(["--dry-run", *shlex.split(command_line)], flags, build_parser(flags))
+    return resolve(["--dry-run", *shlex.split(command_line)], *known())
 
 
 def page(command_line: str) -> str:

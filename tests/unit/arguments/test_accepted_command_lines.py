@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from slime.arguments import ArgumentError
-from slime.arguments.command_line import all_flags, build_parser
 from slime.arguments.flag import add_to_parser
 from slime.arguments.parse import resolve
 from slime.arguments.passthrough import catalog
@@ -28,6 +27,7 @@ from slime.arguments.plan.placement import EnginePlan, engines_of, layout_of
 from slime.backends.sglang_utils.router_args import router_fields
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.ray.rollout_validation import validate_server_group_gpu_indices
+from tests.support.arguments import known
 from tests.support.command_lines import NOWHERE, command_lines, with_files
 from tests.support.engine_commands import engine_commands
 
@@ -68,16 +68,10 @@ COUNTEREXAMPLES: tuple[tuple[str, int], ...] = (
 )  # fmt: skip
 
 
-@cache
-def _known() -> tuple[Any, argparse.ArgumentParser]:
-    flags = all_flags()
-    return flags, build_parser(flags)
-
-
 def _parse(line: str, folder: Path) -> argparse.Namespace | None:
     """The namespace of an accepted line, None for a refused one. Any exception but ArgumentError is a failure."""
     try:
-        return resolve(with_files(shlex.split(line), folder), *_known())
+        return resolve(with_files(shlex.split(line), folder), *known())
     except ArgumentError:
         return None
 

@@ -14,12 +14,11 @@ from slime.arguments import ArgumentError, parse_args
 from slime.arguments.command_line import all_flags, build_parser
 from slime.arguments.files import run_config
 from slime.arguments.parse import resolve
-from tests.support.arguments import dry, minimal_flags, parse
+from tests.support.arguments import dry, known, minimal_flags, parse
 
 
 def from_file(path, *words):
-    flags = all_flags()
-    return resolve(["--dry-run", "--config", str(path), *map(str, words)], flags, build_parser(flags))
+    return resolve(["--dry-run", "--config", str(path), *map(str, words)], *known())
 
 
 @pytest.fixture

@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from slime.arguments import ArgumentError
-from slime.arguments.command_line import all_flags, build_parser
 from slime.arguments.files.run_config import OWN_FLAGS
 from slime.arguments.flag import Flag
 from slime.arguments.parse import resolve
 from slime.utils.secrets import is_secret
-from tests.support.arguments import minimal_flags
+from tests.support.arguments import known, minimal_flags
 from tests.support.command_lines import command_lines
 
 # Files that must be there; what they hold is the subject of other tests.
@@ -76,12 +75,6 @@ NUMBERS = {
 ANY_TEXT = st.sampled_from(TEXTS) | st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8
 )
-
-
-@cache
-def known() -> tuple[Any, Any]:
-    flags = all_flags()
-    return flags, build_parser(flags)
 
 
 @cache
