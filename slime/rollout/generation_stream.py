@@ -212,7 +212,8 @@ class GenerationStream:
         job = ledger.waiting.popleft()
         job.step, job.started = self.clock.step, time.monotonic()
         if is_complete(job.original) and not ledger.is_too_old(job.original):
-            ledger.complete(job, job.original)
+            # It comes from before a restart, where the filter may have been against it.
+            ledger.finish(job, job.original, call_dynamic_filter(self._filter, self.args, job.original))
             self._change.set()
             return True
         task = asyncio.get_running_loop().create_task(self._generate(job), name=f"fully-async {job.name()}")

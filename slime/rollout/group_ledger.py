@@ -120,17 +120,13 @@ class GroupLedger:
     # Ends of generation
 
     def finish(self, job: GroupJob, group: Group, verdict: Any) -> None:
-        """A group was generated and scored: keep it, unless the dynamic filter's ``verdict`` is against it."""
+        """A group was generated and scored: queue it, unless the dynamic filter's ``verdict`` is against it."""
         if should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=self.ahead + 1, target_data_size=self.args.rollout_batch_size
         ):
             self._filtered.on_dynamic_filter_drop(verdict.reason)
             self.dropped.append(group)
             return
-        self.complete(job, group)
-
-    def complete(self, job: GroupJob, group: Group) -> None:
-        """Queue a group that is ready to be trained on."""
         if self.args.partial_rollout and self.args.mask_offpolicy_in_partial_rollout:
             self._counts["staleness/masked_tokens"] += mask_older_versions(group)
         stamp_steps(group, self.clock)

@@ -172,6 +172,38 @@ def test_the_hooks_are_those_of_the_default_rollout(cluster, start):
     assert len([index for seen in SEEN for index in seen if index % 2]) == dropped > 0
 
 
+def test_groups_that_come_back_complete_are_not_generated_again(cluster, start, clock):
+    args, source = start(dynamic_sampling_filter_path=f"{HERE}.keep_even")
+    worker = AsyncRolloutWorker(args, source)
+    worker.start()
+    settle(worker, lambda: worker.queue_size() >= 8)
+    worker.stop()
+    complete = [group for group in source.buffer if group[0].reward is not None]
+    assert len(complete) >= 8
+    odd = complete[0][0].group_index + 1
+    again = Sample(group_index=odd, index=7, prompt="p", status=Sample.Status.COMPLETED, reward=1.0)
+    source.buffer[:] = [[again, again], *complete]
+    sent = len(cluster.requests)
+    kept = [group[0].group_index for i in range(2) for group in generate_rollout_fully_async(args, i, source).samples]
+    assert kept == [group[0].group_index for group in complete[:8]]
+    assert len([r for r in cluster.requests[sent:] if r["input_ids"] == [ord(c) for c in complete[0][0].prompt]]) == 0
+
+
+def test_complete_groups_that_are_too_old_are_generated_again(cluster, start, clock):
+    args, source = start(max_staleness=1)
+    clock.publish(1, 5)
+    set_version(cluster, "1")
+    group = source.get_samples(1)[0]
+    for sample in group:
+        span = {"version": "9", "start": 0, "end": 2, "step": 3}  # of an earlier start
+        sample.tokens, sample.response_length, sample.response = [1, 2, 3], 2, "ab"
+        sample.weight_version_spans, sample.status, sample.reward = [span], Sample.Status.COMPLETED, 1.0
+    source.add_samples([group])
+    output = generate_rollout_fully_async(args, 5, source)
+    versions = {span["version"] for sample in iter_samples(output.samples) for span in sample.weight_version_spans}
+    assert versions == {"1"}
+
+
 async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     halves = []
     for _ in range(2):
