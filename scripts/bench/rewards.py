@@ -4,7 +4,7 @@ A task sleeps 1 ms at a time and notes by how much each sleep was late, while 64
 computed: by the workers of ``slime.rollout.rm_hub`` for this loop; by as many unrelated processes, of which the loop
 knows nothing (what the machine itself costs); and on the loop. The cases take turns.
 
-    python scripts/bench/rewards.py --runs 5
+    python -m scripts.bench.rewards --runs 5
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slime.rollout.rm_hub.worker_process import WorkerLimits
 from slime.rollout.rm_hub.workers import RewardWorkers, default_worker_count
 
 TICK_S = 0.001
+BURN = "scripts.bench.rewards.burn"
 BESIDE, WORKERS, ON_LOOP = "idle loop, unrelated processes", "graded in the workers", "graded on the loop"
 
 
@@ -54,7 +52,7 @@ class Setting:
 
 async def beside(setting: Setting) -> None:
     """Wait for processes that compute the same rewards for nobody."""
-    code = "import sys; sys.path[:0] = sys.argv[3:]; from rewards import burn\n"
+    code = "import sys; sys.path[:0] = sys.argv[3:]; from scripts.bench.rewards import burn\n"
     code += "for _ in range(int(sys.argv[1])): burn(float(sys.argv[2]))"
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(setting.share(n)), str(setting.cpu_s), *sys.path])
@@ -68,7 +66,7 @@ async def beside(setting: Setting) -> None:
 
 async def in_workers(setting: Setting) -> None:
     """Grade in the worker processes."""
-    await asyncio.gather(*(setting.pool.call("rewards.burn", setting.cpu_s) for _ in range(setting.rewards)))
+    await asyncio.gather(*(setting.pool.call(BURN, setting.cpu_s) for _ in range(setting.rewards)))
 
 
 async def on_loop(setting: Setting) -> None:
@@ -115,7 +113,7 @@ def main() -> None:
     given = parser.parse_args()
     pool = RewardWorkers(given.processes, WorkerLimits(cpu_s=60.0))
     setting = Setting(given.rewards, given.cpu_ms / 1000.0, given.processes, pool)
-    pool.submit("rewards.burn", 0.0).result()
+    pool.submit(BURN, 0.0).result()
     p99: dict[str, list[float]] = {name: [] for name in CASES}
     ticks: dict[str, list[float]] = {name: [] for name in CASES}
     took: dict[str, list[float]] = {name: [] for name in CASES}
