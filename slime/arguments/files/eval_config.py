@@ -151,6 +151,8 @@ def datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
     if not pairs:
         return []
     if len(pairs) == 1:
+        if not set("./") & set(pairs[0]):
+            raise ArgumentError(f"--eval-prompt-data {pairs[0]}: a name without a path; give both: {pairs[0]} PATH")
         pairs = ["aime", pairs[0]]
     if len(pairs) % 2 != 0:
         raise ArgumentError(
