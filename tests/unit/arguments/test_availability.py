@@ -16,6 +16,7 @@ from slime.arguments.availability import (
 )
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
+from slime.arguments.help import status_text
 from tests.support.arguments import dry, parse
 
 
@@ -29,6 +30,15 @@ def test_the_table_names_declared_flags_and_choices(flags):
     megatron = [flag.dest for flag in flags if flag.source == "megatron"]
     for pattern in NOT_YET_MEGATRON:
         assert fnmatch.filter(megatron, pattern), pattern
+
+
+def test_the_table_can_be_read(flags):
+    """``pytest -s`` prints it: a line for every flag, or values of one, whose feature does not exist yet."""
+    lines = [f"{flag.option:44} {status_text(flag)}" for flag in flags]
+    table = [line for line in lines if "not available yet" in line]
+    print("\n".join(["", *table]))
+    assert len(table) == sum(bool(not is_available(f) or refused_values(f)) for f in flags if f.dest not in INERT)
+    assert any(line.split() == "--update-weight-mode not available yet: delta".split() for line in table)
 
 
 def test_every_unavailable_flag_is_refused_by_name(flags):
