@@ -1,7 +1,7 @@
 """Where prompts come from: the prompt file, epoch by epoch, and a buffer of groups handed back by rollouts.
 
 Both keep their place in a small state that is saved with each checkpoint, so that a resumed run goes on with the very
-next prompt. Methods may be called from several threads.
+next prompt. Groups that were generated after it come back from a journal. Methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import copy
 import json
 import logging
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.recovery import Recovery, Unconsumed, still_open
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
@@ -59,10 +61,16 @@ class RolloutDataSource(DataSource):
 
     Without a data set (``--disable-rollout-global-dataset``) it hands out blank samples for the generate function to
     fill.
+
+    For runs that are resumed it may be told more than the abstract class asks for: ``record_completed`` keeps a
+    finished group, which a resumed run gets in the place of its prompt; ``record_consumed`` is the rollout manager's.
     """
 
     accepts_samples = False
     """Whether ``add_samples`` works; rollout functions ask before they hand surplus groups back."""
+
+    unconsumed: Unconsumed | None = None
+    """Set for rollout functions that work on groups across rollouts: returns the groups drawn and not consumed yet."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -74,6 +82,7 @@ class RolloutDataSource(DataSource):
         self.dataset: Dataset | None = None
         self._lock = threading.RLock()
         self._snapshots: dict[int, bytes] = {}
+        self._recovery = Recovery(args)
         if args.rollout_global_dataset:
             self.dataset = self._load_dataset()
             if args.rollout_shuffle:
@@ -103,7 +112,15 @@ class RolloutDataSource(DataSource):
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return ``num_samples`` groups: each prompt copied ``n_samples_per_prompt`` times and numbered."""
         with self._lock:
-            return [self._make_group(prompt) for prompt in self._next_prompts(num_samples)]
+            return self._recovery.hand_out([self._make_group(prompt) for prompt in self._next_prompts(num_samples)])
+
+    def record_completed(self, group: Group) -> None:
+        """Keep a group that has been generated, as it is now, in case that the run has to be resumed."""
+        self._recovery.completed(group)
+
+    def record_consumed(self, rollout_id: int, samples: Iterable[Sample]) -> None:
+        """Note that ``samples`` are the training data of ``rollout_id``."""
+        self._recovery.consumed(rollout_id, samples)
 
     def _next_prompts(self, count: int) -> list[Sample]:
         if self.dataset is None:
@@ -183,13 +200,20 @@ class RolloutDataSource(DataSource):
         """Remember the state as the one that ``save(rollout_id)`` is to write, whatever is drawn from now on."""
         if not self.args.rollout_global_dataset or not self.args.save:
             return
+        data = self._serialize()
         with self._lock:
-            self._snapshots[rollout_id] = self._serialize()
+            self._snapshots[rollout_id] = data
             for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
                 del self._snapshots[old]
+            self._recovery.after_rollout(rollout_id, len(self) // self.args.rollout_batch_size)
 
     def _serialize(self) -> bytes:
-        return json.dumps(self.state_dict()).encode()
+        with self._lock:
+            state, buffer = self.state_dict(), list(getattr(self, "buffer", ()))
+        if self.unconsumed is not None:  # without the lock, which those who draw meanwhile may wait for
+            open_groups = still_open(self.unconsumed(), state, buffer)
+            state["in_flight"] = [encode_group(group) for group in open_groups]
+        return json.dumps(state).encode()
 
     def save(self, rollout_id: int) -> None:
         """Write the snapshot of ``rollout_id`` (or else the present state) under ``<save>/rollout``, atomically."""
@@ -198,16 +222,24 @@ class RolloutDataSource(DataSource):
         if not self.args.save:
             raise ValueError("the data source can only be saved with --save")
         path = _state_path(self.args.save, rollout_id, ".json")
+        data = self._snapshots.get(rollout_id) or self._serialize()
         with self._lock:
-            data = self._snapshots.get(rollout_id) or self._serialize()
             for old in [r for r in self._snapshots if r <= rollout_id]:
                 del self._snapshots[old]
         write_atomically(path, data, durable=True)
+        self._recovery.after_save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Restore the state saved for ``rollout_id`` under ``<load>/rollout``; without such a file start afresh."""
-        if not self.args.rollout_global_dataset or not self.args.load or rollout_id is None or rollout_id < 0:
+        """Restore the state saved for ``rollout_id`` under ``<load>/rollout``; without such a file start afresh.
+
+        Groups that an earlier start generated after it are handed out in the place of their prompts.
+        """
+        if not self.args.rollout_global_dataset or not self.args.load or rollout_id is None:
             return
+        if rollout_id < 0 or self._load_state(rollout_id):
+            self._recovery.resume(max(rollout_id, -1))
+
+    def _load_state(self, rollout_id: int) -> bool:
         path = _state_path(self.args.load, rollout_id, ".json")
         legacy = path.with_suffix(".pt")
         if path.exists():
@@ -219,14 +251,16 @@ class RolloutDataSource(DataSource):
             self.load_state_dict(torch.load(legacy, weights_only=True))
         else:
             logger.warning("no data source state at %s: prompts start from the first one", path)
-            return
+            return False
         logger.info("data source continues from %s: epoch %d, offset %d", path, self.epoch_id, self.sample_offset)
+        return True
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
     """A ``RolloutDataSource`` with a buffer in front: groups handed back come out again before new prompts.
 
-    The buffer is part of the saved state. ``--buffer-filter-path`` chooses what leaves it (default: the oldest).
+    The buffer is part of the saved state, and so are groups that a rollout function still works on: they come first.
+    ``--buffer-filter-path`` chooses what leaves it (default: the oldest).
     """
 
     accepts_samples = True
@@ -240,7 +274,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return ``num_samples`` groups, from the buffer first."""
         with self._lock:
-            groups = self._take_from_buffer(num_samples)
+            groups = self._recovery.hand_out(self._take_from_buffer(num_samples))
             return groups + super().get_samples(num_samples - len(groups))
 
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
@@ -262,6 +296,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             )
         with self._lock:
             self.buffer += samples
+            self._recovery.returned(samples)
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
@@ -271,7 +306,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         with self._lock:
             super().load_state_dict(state)
             self.buffer = []
-            self.add_samples([decode_group(group) for group in state.get("buffer", [])])
+            self.add_samples([decode_group(group) for group in [*state.get("in_flight", []), *state.get("buffer", [])]])
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
         """Merge ``metadata`` into what is saved with the state."""

@@ -82,6 +82,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_rank = 0
         self.rollout_id: int | None = None
         self.reward_errors = RewardErrors(args)
+        self.on_completed: Callable[[list[Sample]], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -416,6 +417,7 @@ def generate_rollout(
     )
     if evaluation:
         return run(eval_rollout(args, rollout_id))[0]
+    GenerateState(args).on_completed = getattr(data_source, "record_completed", None)
     output, handed_back = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
     _hand_back(data_source, handed_back)
     return output

@@ -117,6 +117,8 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 )
             for group in _results_in_order(done, state):
                 before = len(collection.accepted)
+                if state.on_completed is not None and not _has_aborted(group):
+                    state.on_completed(group)
                 collection.add(group, state)
                 samples = list(iter_samples(group))
                 tokens += sum(sample.response_length for sample in samples)

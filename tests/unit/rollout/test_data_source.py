@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.rollout import data_source
+from slime.rollout import data_source, journal
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.state_codec import NotStorable, decode_value, encode_value
@@ -29,6 +29,8 @@ HERE = __name__
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch):
     monkeypatch.setattr(data_source, "load_tokenizer", lambda *a, **k: CharTokenizer())
+    monkeypatch.setattr(atomic_file, "sync", lambda path: None)  # hundreds of files would wait for the disk
+    monkeypatch.setattr(journal, "sync", lambda path: None)
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""A run without trainer that may be killed at any moment: the real loop and rollout manager, a trainer that counts.
+
+The "model" is the list of groups trained on, step by step, saved as checkpoints are: written whole, then the tracker is
+replaced. Start it with ``python -m tests.support.durable_driver '<json of arguments>'``; it ends when all is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from slime.driver import Loop
+from slime.ray import rollout_manager
+from slime.ray.rollout_manager import RolloutManager
+from slime.rollout import data_source, sglang_rollout
+from slime.utils.atomic_file import write_atomically
+from slime.utils.http_utils import init_http_client
+from tests.support.rollout_args import CharTokenizer, rollout_args
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Rollout:
+    """The rollout manager as the loop sees it, without Ray."""
+
+    def __init__(self, manager: RolloutManager) -> None:
+        self.manager = manager
+        self.threads = ThreadPoolExecutor(1)
+
+    def start_generate(self, rollout_id: int) -> Future[Any]:
+        return self.threads.submit(self.manager.generate, rollout_id)
+
+    def wait_generate(self, started: Future[Any], rollout_id: int) -> Any:
+        return started.result()
+
+    def save(self, rollout_id: int) -> None:
+        self.manager.save(rollout_id)
+
+
+class CountingTrainer:
+    """ "Trains" by noting the groups of each step; saves and loads what it noted."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        tracker = Path(args.save) / TRACKER
+        self.last = int(tracker.read_text()) if tracker.exists() else -1
+        self.trained = read_model(args.save, self.last) if self.last >= 0 else []
+
+    def async_train(self, rollout_id: int, data: Any, external_data: Any = None) -> list[Any]:
+        groups = sorted({i // self.args.n_samples_per_prompt for box in data for i in indices(box)})
+        self.trained.append(groups)
+        return []
+
+    def wait(self, refs: list[Any], what: str) -> list[Any]:
+        return []
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        write_atomically(Path(self.args.save) / f"model_{rollout_id}.json", json.dumps(self.trained))
+        write_atomically(Path(self.args.save) / TRACKER, f"{rollout_id}\n")
+
+    def update_weights(self, synchronous_loop: bool = True) -> int:
+        return 0
+
+    def clear_memory(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def indices(box: Any) -> list[int]:
+    return list(box.inner.to_rollout_data()["sample_indices"])
+
+
+def read_model(save: str, rollout_id: int) -> list[list[int]]:
+    """Return the groups of each step that checkpoint ``rollout_id`` was trained on."""
+    model: list[list[int]] = json.loads((Path(save) / f"model_{rollout_id}.json").read_text())
+    return model
+
+
+def run(changes: dict[str, Any]) -> None:
+    """Start or resume the run, and take it to its end."""
+    overlap = changes.pop("overlap")
+    base: dict[str, Any] = {
+        "advantage_estimator": "grpo", "balance_by_flops": False, "balance_data": False,
+        "check_weight_update_equal": False,
+        "custom_convert_samples_to_train_data_path": None, "custom_eval_rollout_log_function_path": None,
+        "custom_reward_post_process_path": None, "custom_rollout_log_function_path": None,
+        "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer", "debug_rollout_only": False,
+        "debug_train_only": True, "device_type": "cpu", "dump_details": None, "eval_interval": None,
+        "grpo_std_normalization": False, "load_debug_rollout_data": None, "log_reward_category": None,
+        "micro_batch_size": 1, "offload_rollout": False, "offload_train": False, "rewards_normalization": True,
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout", "rollout_num_gpus": 1,
+        "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout", "save_debug_rollout_data": None,
+        "skip_eval_before_train": True, "update_weights_interval": 1, "use_dynamic_batch_size": False,
+        "wandb_always_use_train_step": False, "custom_rm_path": "tests.support.durable_driver.reward",
+    }  # fmt: skip
+    args: Any = rollout_args(**{**base, **changes})
+    for module in (sglang_rollout, data_source):
+        module.load_tokenizer = lambda *a, **k: CharTokenizer()  # type: ignore[attr-defined]
+    rollout_manager.worker.begin = lambda args, name: Path(os.devnull)  # type: ignore[assignment]
+    rollout_manager.ray = SimpleNamespace(put=lambda shard: shard)  # type: ignore[assignment]
+    init_http_client(args)
+    manager = RolloutManager(args)
+    manager.setup((None, [], []), {})
+    manager.set_train_parallel_config(
+        {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    )
+    trainer = CountingTrainer(args)
+    args.start_rollout_id = trainer.last + 1
+    manager.load(trainer.last)
+    Loop(args, Rollout(manager), trainer, manager.get_num_rollout_per_epoch(), overlap=overlap).run()  # type: ignore[arg-type]
+
+
+async def reward(args: Any, sample: Any, **_: Any) -> float:
+    return float(sample.index % 2)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    run(json.loads(sys.argv[1]))
+    os._exit(0)

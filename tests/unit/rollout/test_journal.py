@@ -1,0 +1,199 @@
+"""The journal of groups: exact, whatever happens to the end of its file, and never in the way of the run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slime.rollout import journal as journal_module
+from slime.rollout.journal import GroupJournal
+from slime.rollout.journal_file import decode_record, encode_record, read_records
+from slime.utils.types import Sample
+from tests.support.journal_model import (
+    ABORTED,
+    COMPLETED,
+    PENDING,
+    SETTING,
+    check_one_history,
+    make_group,
+    told,
+)
+
+
+@pytest.fixture(autouse=True)
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was synced; a kill, unlike the loss of the machine, needs no disk that is waited for."""
+    names: list[str] = []
+    monkeypatch.setattr(journal_module, "sync", lambda path: names.append(path.name))
+    return names
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_damaged_file_says_what_its_whole_part_says(tmp_path: Path, seed: int) -> None:
+    check_one_history(tmp_path / "rollout", seed)
+
+
+def test_lines_are_json_with_length_and_checksum(tmp_path: Path) -> None:
+    record = {"text": 'é\n"}', "list": [1, 2.5, None]}
+    line = encode_record(record)
+    outer = json.loads(line)
+    assert outer["record"] == record
+    assert line.endswith(b"}\n")
+    assert line.count(b"\n") == 1
+    assert len(json.dumps(outer["record"], separators=(",", ":"))) == outer["len"]
+    assert decode_record(line) == record
+    path = tmp_path / "file"
+    path.write_bytes(line * 3 + line[:-1])
+    assert list(read_records(path)) == [(record, len(line) * n) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"\n", b"{}\n", encode_record([1])[:-1], encode_record([1])[1:], encode_record([1]) + b"\n"]
+)
+def test_anything_else_is_no_record(line: bytes) -> None:
+    with pytest.raises(ValueError, match="record"):
+        decode_record(line)
+
+
+def test_what_is_flushed_is_synced(tmp_path: Path, synced: list[str]) -> None:
+    journal, _ = told(tmp_path, 2)
+    journal.completed(make_group(0, [1], COMPLETED))
+    journal.flush()
+    assert synced[-1:] == ["journal_2.jsonl"]
+    assert len(synced) <= 2  # once for both records, or once for each when the first was written before
+
+
+def test_other_flags_than_then_make_a_journal_useless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal, _ = told(tmp_path, 0)
+    journal.completed(make_group(0, [1], COMPLETED))
+    journal.flush()
+    other = GroupJournal(tmp_path, {**SETTING, "rollout_temperature": 0.5})
+    assert other.resume(0).generated == {}
+    assert "flags that decide over what is generated have changed" in caplog.text
+    other.completed(make_group(1, [2], COMPLETED))
+    other.flush()
+    assert told(tmp_path, 0)[1] == ([], {}, {})  # and what is made now is not for the flags of then
+
+
+def test_only_wanted_rollouts_are_written_and_old_ones_forgotten(tmp_path: Path) -> None:
+    journal, _ = told(tmp_path, 3)
+    for rollout_id in range(3, 9):
+        journal.completed(make_group(rollout_id, [1], COMPLETED))
+        journal.turn_over(rollout_id + 1, wanted=(rollout_id + 1) % 2 == 0)
+    journal.flush()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["journal_3.jsonl", "journal_4.jsonl", "journal_6.jsonl", "journal_8.jsonl"]
+    journal.forget_before(6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal_6.jsonl", "journal_8.jsonl"]
+    (tmp_path / "journal_of_mine.jsonl").write_text("kept")
+    journal, (_, generated, _) = told(tmp_path, 6)
+    assert list(generated) == [6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal_6.jsonl", "journal_of_mine.jsonl"]
+
+
+def test_before_it_is_opened_nothing_is_written(tmp_path: Path) -> None:
+    journal = GroupJournal(tmp_path / "rollout", SETTING)
+    journal.completed(make_group(0, [1], COMPLETED))
+    journal.consumed(0, [0])
+    journal.flush()
+    assert not (tmp_path / "rollout").exists()
+
+
+def test_groups_without_a_number_are_left_out(tmp_path: Path) -> None:
+    journal, _ = told(tmp_path, 0)
+    group = make_group(0, [1], COMPLETED)
+    group[0].group_index = None
+    journal.completed(group)
+    journal.dispatched([group])
+    journal.completed([])  # type: ignore[arg-type]
+    journal.flush()
+    assert told(tmp_path, 0)[1] == ([], {}, {})
+
+
+def test_nested_groups_and_the_last_state_count(tmp_path: Path) -> None:
+    journal, _ = told(tmp_path, 0)
+    one, two = make_group(5, [1, 2], COMPLETED)
+    journal.returned(make_group(5, [1], ABORTED))
+    journal.completed([[one, two], two])
+    journal.returned(make_group(6, [], PENDING))
+    journal.flush()
+    assert told(tmp_path, 0)[1] == ([], {5: [[one, two], two]}, {})
+
+
+def test_what_cannot_be_stored_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal, _ = told(tmp_path, 0)
+    bad = make_group(1, [1], COMPLETED)
+    bad[0].train_metadata = {"handle": threading.Lock()}
+    journal.completed(bad)
+    journal.completed(make_group(2, [1], COMPLETED))
+    journal.flush()
+    assert "field 'train_metadata'" in caplog.text
+    assert list(told(tmp_path, 0)[1][1]) == [2]
+
+
+def test_a_disk_that_fails_stops_the_journal_and_not_the_run(tmp_path: Path, monkeypatch, caplog) -> None:
+    journal, _ = told(tmp_path, 0)
+    journal.completed(make_group(1, [1], COMPLETED))
+    journal.flush()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(journal_module, "_append", full)
+        journal.completed(make_group(2, [1], COMPLETED))
+        journal.flush()
+    assert "No space left on device" in caplog.text
+    journal.completed(make_group(3, [1], COMPLETED))
+    journal.turn_over(1, wanted=True)
+    journal.flush()
+    assert list(told(tmp_path, 0)[1][1]) == [1]
+
+
+def test_a_slow_disk_costs_groups_and_not_memory(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(journal_module, "MAX_WAITING", 3)
+    append, go = journal_module._append, threading.Event()
+
+    def slow(batch: object) -> object:
+        assert go.wait(20)
+        return append(batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(journal_module, "_append", slow)
+    journal, _ = told(tmp_path, 0)
+    for number in range(20):
+        began = time.monotonic()
+        journal.completed(make_group(number, [1], COMPLETED))
+        assert time.monotonic() - began < 5
+    go.set()
+    journal.flush()
+    assert caplog.text.count("too slow for the journal") == 1
+    kept = list(told(tmp_path, 0)[1][1])
+    assert 1 <= len(kept) < 20
+    assert kept == sorted(kept)
+
+
+def test_many_threads_and_no_thread_left(tmp_path: Path) -> None:
+    journal, _ = told(tmp_path, 0)
+
+    def note(start: int) -> None:
+        for number in range(start, start + 50):
+            journal.completed(make_group(number, [number], COMPLETED))
+
+    threads = [threading.Thread(target=note, args=(100 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.flush()
+    end = time.monotonic() + 20
+    while any(thread.name == "journal" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    generated = told(tmp_path, 0)[1][1]
+    assert sorted(generated) == [100 * i + n for i in range(4) for n in range(50)]
+    assert all(isinstance(s, Sample) and s.tokens == [number] for number, g in generated.items() for s in g)
