@@ -27,6 +27,7 @@ from slime.utils.async_utils import run
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
 from tests.support.fake_engine import Failure, FakeCluster
+from tools.metric_names import undocumented
 
 HERE = __name__
 
@@ -378,6 +379,7 @@ async def test_metrics_say_what_failed_and_how_long_rewards_took():
     await errors.score_one(args(rm_type="math"), sample(r"\boxed{4}"), async_rm)
     await errors.score_one(args(custom_rm_path=f"{HERE}.fine"), sample("4"), timing_out)
     found = errors.metrics("eval/")
+    assert undocumented([*found, *errors.metrics()]) == []
     assert found["eval/reward/failures"] == found["eval/reward/failures/timeout"] == 1
     for kind in ("f1", "math", "custom"):
         assert 0 < found[f"eval/reward/latency/{kind}/mean"] <= found[f"eval/reward/latency/{kind}/p99"] < 60
