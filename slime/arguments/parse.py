@@ -43,12 +43,12 @@ def parse_args(
         parser = build_parser(flags, add_custom_arguments)
         _answer_help(words, flags, parser)
         args = resolve(words, flags, parser)
+        if args.dry_run:
+            _answer_dry_run(args)
     except ArgumentError as error:
         if argv is not None:
             raise
         _exit(error)
-    if args.dry_run:
-        _answer_dry_run(args)
     for warning in args.warnings:
         print(f"{_program()}: warning: {warning}", file=sys.stderr)
     unchecked.end(args)
