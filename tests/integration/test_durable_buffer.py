@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.durable_kills import run_with_kills
+from tests.support.durable_kills import FULLY_ASYNC, run_with_kills
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("overlap", "partial"), [(False, False), (True, True)])
-def test_kills_at_random_moments(tmp_path: Path, overlap: bool, partial: bool) -> None:
-    run_with_kills(tmp_path / "run", 3, seed=overlap, overlap=overlap, partial_rollout=partial)
+@pytest.mark.parametrize("flags", [{}, {"overlap": True, "partial_rollout": True}, FULLY_ASYNC])
+def test_kills_at_random_moments(tmp_path: Path, flags: dict[str, Any]) -> None:
+    run_with_kills(tmp_path / "run", 3, seed=len(flags), **flags)

@@ -14,6 +14,11 @@ from tests.support.durable_driver import read_model
 from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_args import write_prompts
 
+FULLY_ASYNC = {
+    "overlap": True,
+    "rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+}
+
 
 def run_with_kills(folder: Path, kills: int, seed: int, **changes: Any) -> int:
     """Kill the same run ``kills`` times at random moments after its start; assert that nothing is lost or repeated.
@@ -64,11 +69,11 @@ def wait_until_generating(cluster: FakeCluster, run: subprocess.Popen[bytes], lo
 
 
 def check(save: Path, steps: int, batch: int) -> None:
-    """Every group drawn was trained on once, or waits in the buffer of the last state."""
+    """Every group drawn was trained on once, or is in the last state: in the buffer, or still worked on."""
     trained = read_model(str(save), steps - 1)
     assert [len(step) for step in trained] == [batch] * steps
     state = json.loads((save / "rollout" / f"global_dataset_state_dict_{steps - 1}.json").read_text())
-    waiting = [group[0]["group_index"] for group in state["buffer"]]
+    waiting = [group[0]["group_index"] for group in [*state.get("in_flight", []), *state["buffer"]]]
     everything = [group for step in trained for group in step] + waiting
     assert sorted(everything) == list(range(state["sample_group_index"])), (trained, waiting)
 
