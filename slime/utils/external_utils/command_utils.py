@@ -34,6 +34,9 @@ __all__ = [
     "save_to_temp_file",
 ]
 
+HOME = str(Path.home())
+"""Where checkpoints and data sets are by default: in the containers that such scripts run in, the home of root."""
+
 
 def convert_checkpoint(
     model_name: str,
@@ -41,17 +44,17 @@ def convert_checkpoint(
     num_gpus_per_node: int,
     multinode: bool = False,
     extra_args: str = "",
-    dir_dst: str = "/root",
+    dir_dst: str = HOME,
     hf_checkpoint: str | None = None,
 ) -> None:
     """Make ``<dir_dst>/<model_name>_torch_dist`` usable as ``--ref-load`` or ``--load``; leave it when it exists.
 
     Trainers read Hugging Face checkpoints themselves, so it becomes a link to ``hf_checkpoint`` (default
-    ``/root/models/<model_name>``) and the other arguments are not needed. Raises FileNotFoundError when that is no
+    ``~/models/<model_name>``) and the other arguments are not needed. Raises FileNotFoundError when that is no
     Hugging Face checkpoint.
     """
     del megatron_model_type, num_gpus_per_node, multinode, extra_args
-    source = Path(hf_checkpoint or f"/root/models/{model_name}")
+    source = Path(hf_checkpoint or f"{HOME}/models/{model_name}")
     target = Path(dir_dst) / f"{model_name}_torch_dist"
     if target.exists():
         print(f"{target} exists already", flush=True)
@@ -67,7 +70,7 @@ def convert_checkpoint(
     print(f"{target} is a link to {source}: trainers read Hugging Face checkpoints, nothing to convert", flush=True)
 
 
-def hf_download_dataset(full_name: str, data_dir: str = "/root/datasets") -> None:
+def hf_download_dataset(full_name: str, data_dir: str = f"{HOME}/datasets") -> None:
     """Download the data set ``owner/name`` of the Hugging Face hub to ``<data_dir>/name``.
 
     Raises ValueError for another form of name, FileNotFoundError without the ``hf`` program and RuntimeError when it

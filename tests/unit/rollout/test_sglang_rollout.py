@@ -440,7 +440,7 @@ async def failing_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
 
 def test_an_error_in_a_custom_reward_names_the_sample(cluster, make_args):
     args = make_args(custom_rm_path=f"{HERE}.failing_reward")
-    with pytest.raises(RuntimeError, match="5 of [5-8] rewards failed") as caught:
+    with pytest.raises(RuntimeError, match=r"5 of [5-8] rewards failed") as caught:
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     for said in (
         "the first: sample index=",
