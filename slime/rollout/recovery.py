@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 DECIDES_WHAT_IS_GENERATED = (
     "apply_chat_template", "apply_chat_template_kwargs", "custom_generate_function_path", "custom_rm_path",
-    "data_source_path", "finetune", "group_rm", "hf_checkpoint", "input_key", "label_key", "metadata_key",
+    "data_source_path", "group_rm", "hf_checkpoint", "input_key", "label_key", "metadata_key",
     "multimodal_keys", "n_samples_per_prompt", "partial_rollout", "prompt_data", "ref_load", "reward_key", "rm_type",
     "rm_url", "rollout_function_path", "rollout_max_context_len", "rollout_max_prompt_len", "rollout_max_response_len",
     "rollout_sample_hook_path", "rollout_seed", "rollout_shuffle", "rollout_skip_special_tokens", "rollout_stop",
@@ -33,8 +33,8 @@ class Recovery:
     """The journal of a data source, and the groups that came back from it.
 
     Everything is a no-op in runs that a second start does not resume: without ``--save`` and a ``--load`` of the same
-    directory, without ``--save-interval``, and with ``--mask-offpolicy-in-partial-rollout``, which would mask what
-    comes back.
+    directory, with ``--finetune``, without ``--save-interval``, and with ``--mask-offpolicy-in-partial-rollout``, which
+    would mask what comes back.
     """
 
     def __init__(self, args: Any) -> None:
@@ -104,12 +104,11 @@ def still_open(groups: Iterable[Group], state: dict[str, Any], buffer: Iterable[
 
 
 def _is_resumed(args: Any) -> bool:
-    save, load = getattr(args, "save", None), getattr(args, "load", None)
-    if not args.rollout_global_dataset or not save or not load or getattr(args, "save_interval", None) is None:
+    if not args.rollout_global_dataset or getattr(args, "save_interval", None) is None:
         return False
     if getattr(args, "partial_rollout", False) and getattr(args, "mask_offpolicy_in_partial_rollout", False):
         return False
-    return Path(save).absolute() == Path(load).absolute()
+    return bool(getattr(args, "continues_own_checkpoints", False))
 
 
 def _setting(args: Any) -> dict[str, Any]:

@@ -82,7 +82,9 @@ def rollout_args(**overrides: Any) -> SimpleNamespace:
         "tool_key": "tools",
         "trust_remote_code": False,
     }
-    return SimpleNamespace(**{**values, **overrides})
+    values |= overrides
+    values.setdefault("continues_own_checkpoints", values["save"] is not None and values["save"] == values["load"])
+    return SimpleNamespace(**values)
 
 
 def write_prompts(path: Path, count: int) -> Path:

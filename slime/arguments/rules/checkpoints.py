@@ -44,7 +44,12 @@ def _needs_reference(args: Namespace) -> bool:
 
 
 def resolve_load(args: Namespace) -> None:
-    """Continue a Megatron checkpoint when ``--load`` is one; otherwise start from weights alone, at rollout 0."""
+    """Continue a Megatron checkpoint when ``--load`` is one; otherwise start from weights alone, at rollout 0.
+
+    ``args.continues_own_checkpoints`` says whether the run, started again, goes on from what it saves itself.
+    """
+    if not hasattr(args, "continues_own_checkpoints"):  # afterwards --load may be where the first weights come from
+        args.continues_own_checkpoints = _same_directory(args.load, args.save) and not args.finetune
     if args.ref_ckpt_step is not None and not is_megatron_checkpoint(args.ref_load):
         _no_steps(args, f"--ref-ckpt-step {args.ref_ckpt_step}: --ref-load {args.ref_load}", args.ref_load)
     if is_megatron_checkpoint(args.load):
@@ -57,6 +62,10 @@ def resolve_load(args: Namespace) -> None:
         _no_steps(args, f"--ckpt-step {args.ckpt_step}: --load {args.load}", args.load)
     if args.start_rollout_id is None:
         args.start_rollout_id = 0
+
+
+def _same_directory(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and Path(one).absolute() == Path(other).absolute()
 
 
 def _start_from_reference(args: Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import data_source, journal
+from slime.rollout import data_source, journal, recovery
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
@@ -45,6 +45,23 @@ def start(tmp_path: Path) -> Start:
         return source
 
     return begin
+
+
+def test_a_first_start_keeps_what_the_second_takes_up(tmp_path: Path) -> None:
+    """The flags of one command line, before there is a checkpoint and after."""
+    from tests.support.arguments import parse
+
+    save = tmp_path / "save"
+    words = ("--load", save, "--save", save, "--save-interval", 2)
+    first = parse(*words)
+    save.mkdir()
+    (save / "latest_checkpointed_iteration.txt").write_text("1")
+    second = parse(*words)
+    assert first.load != second.load == str(save)
+    journals = [recovery.Recovery(args).journal for args in (first, second)]
+    assert None not in journals
+    assert recovery._setting(first) == recovery._setting(second)
+    assert recovery.Recovery(parse(*words, "--finetune")).journal is None
 
 
 def finish(group: list[Sample], status: Status = Status.COMPLETED) -> list[Sample]:
