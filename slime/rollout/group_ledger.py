@@ -11,6 +11,7 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.completed_groups import CompletedGroups
 from slime.rollout.filter_hub.base_types import MetricGatherer, should_drop_dynamic_filter_output
 from slime.rollout.group_job import Group, GroupJob, describe_hook
+from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import (
     StalenessBound,
     WeightClock,
@@ -140,6 +141,9 @@ class GroupLedger:
         where = describe_hook(self.args, error)
         error.add_note(f"while generating {job.name()} {where}".rstrip())
         self.waiting.appendleft(job)
+        if isinstance(error, TooManyRewardFailures):  # it counts all groups, and says enough
+            self.stop_with(error)
+            return
         if job.failures >= MAX_FAILURES:
             error.add_note(f"this was attempt {job.failures} of {MAX_FAILURES}")
             self.stop_with(error)

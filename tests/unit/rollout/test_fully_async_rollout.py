@@ -18,6 +18,7 @@ from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBu
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.group_job import GroupJob
+from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import WeightClock
 from slime.utils.async_utils import get_async_loop, interrupt, run
 from slime.utils.types import Sample
@@ -264,6 +265,19 @@ def test_one_that_always_raises_stops_the_run_and_names_sample_and_hook(cluster,
     worker = fully_async_rollout.get_global_worker(args, source)
     assert not worker.stream.ledger.in_flight
     assert 1 in [group[0].group_index for group in worker.unconsumed()]
+
+
+async def no_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
+    raise ValueError("the judge is away")
+
+
+def test_too_many_failed_rewards_stop_the_run_at_once(cluster, start):
+    """Each failure is a sample's; that there are too many is no failure of a group that beginning again would mend."""
+    args, source = start(custom_rm_path=f"{HERE}.no_reward")
+    with pytest.raises(TooManyRewardFailures, match="the judge is away"):
+        generate_rollout_fully_async(args, 0, source)
+    ledger = fully_async_rollout.get_global_worker(args, source).stream.ledger
+    assert ledger._counts["fully_async/failed_attempts"] == 0
 
 
 async def aborts_once(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
