@@ -18,7 +18,7 @@ from tests.support.command_lines import command_lines, with_files
 
 
 def test_configs_stages_and_groups_are_made(tmp_path):
-    assert run(tmp_path, 150, derandomize=True) > 30
+    assert run(tmp_path, 300, derandomize=True) > 30
 
 
 @pytest.mark.soak
