@@ -19,7 +19,7 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
     from tools.tiny_model import megatron_flags
 
     required = (
-        *("--hf-checkpoint", checkpoint, "--disable-rollout-global-dataset"),
+        *("--hf-checkpoint", checkpoint, "--disable-rollout-global-dataset", "--rollout-max-response-len", 32),
         *("--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1, "--rollout-num-gpus", 1),
         *("--actor-num-gpus-per-node", os.environ["WORLD_SIZE"]),
     )
