@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
+import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +18,10 @@ from typing import Any
 
 def echo(value: Any) -> Any:
     return value
+
+
+def describe(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"
 
 
 def pid() -> int:
@@ -93,5 +100,24 @@ def blocks_the_timers() -> None:
     time.sleep(60)
 
 
-def lets_down_the_pickler() -> Any:
+def lets_down_the_sender() -> Any:
     return lambda: 1
+
+
+class Hostile:
+    """Takes over who unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (66,)
+
+
+def sends_a_hostile_object() -> Any:
+    return Hostile()
+
+
+def writes_to_the_owner() -> None:
+    """Send a pickle in the place of a reply, on the descriptor a reward that has been taken over would find."""
+    body = pickle.dumps((False, ("ok", Hostile())))
+    for fd in range(3, 16):
+        with contextlib.suppress(OSError):
+            os.write(fd, struct.pack("<Q", len(body)) + body)

@@ -15,7 +15,7 @@ import sys
 import traceback
 from typing import Any, BinaryIO
 
-from slime.rollout.rm_hub.frames import frame, read_frame
+from slime.rollout.rm_hub.frames import read_job, reply_frame
 from slime.rollout.rm_hub.worker_limits import die_with_owner, forbid_processes, limit_memory
 
 NICENESS = 5
@@ -64,9 +64,9 @@ def _answer(function: str, arguments: tuple[Any, ...], cpu_s: float, wall_s: flo
 def _reply(answer: tuple[Any, ...]) -> bytes:
     retire = answer[0] == "memory" or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > RETIRE_BYTES
     try:
-        return frame((retire, answer))
-    except Exception as e:  # noqa: BLE001  (whatever a result's own pickling raises)
-        return frame((retire, ("raised", f"the result cannot be sent back: {type(e).__name__}: {e}", "")))
+        return reply_frame((retire, answer))
+    except (TypeError, ValueError) as e:
+        return reply_frame((retire, ("raised", f"the result cannot be sent back: {type(e).__name__}: {e}", "")))
 
 
 def serve(owner_pid: int, cpu_s: float, wall_s: float, memory_bytes: int) -> None:
@@ -80,13 +80,13 @@ def serve(owner_pid: int, cpu_s: float, wall_s: float, memory_bytes: int) -> Non
     _die_of_timers()
     limit_memory(memory_bytes)
     forbid_processes()
-    sys.path[:] = read_frame(jobs)
+    sys.path[:] = read_job(jobs)
     import sympy  # noqa: F401  (the first job should not pay for it)
 
-    _write_all(replies, frame("ready"))
+    _write_all(replies, reply_frame("ready"))
     while True:
         try:
-            function, arguments = read_frame(jobs)
+            function, arguments = read_job(jobs)
         except EOFError:
             return
         except Exception as e:  # noqa: BLE001  (an argument whose class cannot be imported here)

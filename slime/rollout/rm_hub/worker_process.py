@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.rm_hub.frames import LENGTH, frame
+from slime.rollout.rm_hub.frames import LENGTH, job_frame, read_reply
 
 START_LIMIT_S = 120.0
 STOP_GRACE_S = 5.0
@@ -66,7 +65,7 @@ class Worker:
         for fd in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(fd, False)
         try:
-            self.exchange(frame([root, *sys.path]), START_LIMIT_S)
+            self.exchange(job_frame([root, *sys.path]), START_LIMIT_S)
         except BaseException:
             self.kill()
             raise
@@ -77,7 +76,7 @@ class Worker:
         self._last_words = b""
         self._send(message, deadline)
         head = self._receive(LENGTH.size, deadline)
-        return pickle.loads(self._receive(LENGTH.unpack(head)[0], deadline))
+        return read_reply(self._receive(LENGTH.unpack(head)[0], deadline))
 
     def _send(self, message: bytes, deadline: float) -> None:
         view = memoryview(message)

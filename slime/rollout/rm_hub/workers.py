@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.rm_hub.failure import RewardFailure
-from slime.rollout.rm_hub.frames import frame
+from slime.rollout.rm_hub.frames import job_frame
 from slime.rollout.rm_hub.worker_process import STOP_GRACE_S, WALL_PER_CPU, Worker, WorkerEnded, WorkerLimits
 
 
@@ -60,7 +60,7 @@ class RewardWorkers:
         """
         answer: Future[Any] = Future()
         try:
-            message = frame((function, arguments))
+            message = job_frame((function, arguments))
         except Exception as e:  # noqa: BLE001  (whatever an argument's own pickling raises)
             answer.set_exception(RewardFailure("raised", f"{function}: the arguments cannot be sent: {e!r}"))
             return answer
@@ -125,6 +125,9 @@ class RewardWorkers:
         except WorkerEnded as e:
             self._drop(number)
             raise self._failure(job, e) from None
+        except (ValueError, TypeError) as e:  # what a worker sends that a reward has taken over
+            self._drop(number)
+            raise RewardFailure("crashed", f"{job.function}: its worker sent an unreadable reply: {e}") from None
         if retire:
             self._drop(number)
         if answer[0] == "ok":

@@ -85,7 +85,14 @@ def test_a_worker_and_this_process_agree(kind, boxed, response, label, metadata)
 @pytest.mark.parametrize(
     "value", ["é\ud800\0", (1, [2.5, None]), np.float32(0.1), decimal.Decimal("0.1"), b"\n" * 300_000, "x" * 3_000_000]
 )
-async def test_values_come_back_as_they_are(workers, value):
+async def test_arguments_of_any_kind_arrive(workers, value):
+    assert await workers.call(f"{BAD}.describe", value) == f"{type(value).__name__} {value!r}"
+
+
+@pytest.mark.parametrize(
+    "value", [1, 0.1, True, None, "é\ud800\0", {"score": -1.0, "pred": [2.5, None]}, "x" * 3_000_000]
+)
+async def test_results_come_back_as_they_are(workers, value):
     back = await workers.call(f"{BAD}.echo", value)
     assert back == value
     assert type(back) is type(value)
@@ -104,7 +111,9 @@ async def test_values_come_back_as_they_are(workers, value):
         ("burn", (30.0,), "timeout", "took more than 0.25 s of CPU time (--reward-time-limit)"),
         ("loop_in_c", (), "timeout", "took more than 0.25 s of CPU time"),
         ("nap", (60.0,), "timeout", "took more than 1.5 s (6 x --reward-time-limit)"),
-        ("lets_down_the_pickler", (), "raised", "the result cannot be sent back"),
+        ("sends_a_hostile_object", (), "raised", "the result cannot be sent back"),
+        ("writes_to_the_owner", (), "crashed", "its worker sent an unreadable reply"),
+        ("lets_down_the_sender", (), "raised", "the result cannot be sent back"),
         ("echo", (threading.Lock(),), "raised", "the arguments cannot be sent"),
         ("no_such", (), "raised", "no attribute 'no_such'"),
     ],
