@@ -48,7 +48,7 @@ def test_fully_async_rollouts_with_a_bound_on_staleness_until_ctrl_c(tmp_path: P
 
     consumed = set()
     for rollout_id in range(ROLLOUTS):
-        samples = torch.load(tmp_path / f"dump_{rollout_id}.pt", weights_only=False)["samples"]
+        samples = torch.load(tmp_path / f"dump_{rollout_id}.pt", weights_only=True)["samples"]
         assert len(samples) == 16
         for sample in samples:
             spans = sample["weight_version_spans"]

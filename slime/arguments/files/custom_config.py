@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from slime.arguments.command_line import nearest
 from slime.arguments.files.flag_values import FlagNames, read_flags
 from slime.arguments.files.yaml_source import read as read_yaml
 from slime.arguments.flag import Flag
+from slime.arguments.spelling import nearest
 
 OPTION = "--custom-config-path"
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slime.arguments.command_line import nearest
 from slime.arguments.files.schema import message
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.flag import CONVERTERS, KIND_WORDS, Flag
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.passthrough import router, sglang
+from slime.arguments.spelling import nearest
 
 
 @dataclass(frozen=True)
