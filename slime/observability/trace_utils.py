@@ -35,6 +35,7 @@ TRACE_CHILDREN_KEY = "_trace_children"
 """Attribute of a span that holds child spans measured elsewhere: ``[{"name", "start", "end", "attrs"}]``."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+_CARRIER_KEYS = frozenset({"version", "trace_id", "attempt", "events"})
 _NO_PARENTS: Mapping[str, str] = MappingProxyType({})
 _parents: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("slime_trace_parents", default=_NO_PARENTS)
 _complained: set[str] = set()
@@ -64,20 +65,7 @@ class Span:
 def bind_trace(sample: Any) -> TraceHandle | None:
     """Give ``sample`` a trace if it has none and return its handle (None when tracing is off or impossible)."""
     with _harmless("bind_trace"):
-        if not _enabled():
-            return None
-        carrier: Any = getattr(sample, "trace", None)
-        if not _is_carrier(carrier):
-            carrier = {
-                "version": VERSION,
-                "trace_id": uuid.uuid4().hex,
-                "sample_id": getattr(sample, "index", None),
-                "group_id": getattr(sample, "group_index", None),
-                "attempt": 0,
-                "events": [],
-            }
-            sample.trace = carrier
-        return TraceHandle(carrier)
+        return _bind(sample) if _enabled() else None
     return None
 
 
@@ -136,7 +124,7 @@ def trace_span(target: Any, name: str, attrs: Mapping[str, Any] | None = None) -
         parents = dict(_parents.get())
         now = time.time()
         for handle in _handles(target):
-            span_id = uuid.uuid4().hex[:16]
+            span_id = _new_span_id()
             _append(handle, "span_start", name, now, span_id, _parent(handle), attrs)
             span.ids.append((handle, span_id))
             parents[handle.carrier["trace_id"]] = span_id
@@ -233,20 +221,44 @@ def _enabled() -> bool:
 
 
 def _is_carrier(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"version", "trace_id", "attempt", "events"} <= value.keys()
+    return isinstance(value, Mapping) and _CARRIER_KEYS.issubset(value)
+
+
+def _bind(sample: Any) -> TraceHandle:
+    carrier: Any = getattr(sample, "trace", None)
+    if not _is_carrier(carrier):
+        carrier = {
+            "version": VERSION,
+            "trace_id": uuid.uuid4().hex,
+            "sample_id": getattr(sample, "index", None),
+            "group_id": getattr(sample, "group_index", None),
+            "attempt": 0,
+            "events": [],
+        }
+        sample.trace = carrier
+    return TraceHandle(carrier)
+
+
+def _new_span_id() -> str:
+    return os.urandom(8).hex()
 
 
 def _handles(target: Any) -> list[TraceHandle]:
-    if not _enabled() or target is None:
+    return _handles_of(target) if _enabled() else []
+
+
+def _handles_of(target: Any) -> list[TraceHandle]:
+    if target is None:
         return []
     if isinstance(target, TraceHandle):
         return [target]
     if isinstance(target, (list, tuple)):
-        return [handle for item in target for handle in _handles(item)]
+        return [handle for item in target for handle in _handles_of(item)]
     if isinstance(target, Mapping):
         return [TraceHandle(target)] if _is_carrier(target) else []  # type: ignore[arg-type]
-    handle = bind_trace(target)
-    return [handle] if handle else []
+    with _harmless("bind_trace"):
+        return [_bind(target)]
+    return []
 
 
 def _parent(handle: TraceHandle) -> str | None:
@@ -263,8 +275,11 @@ def _append(
     attrs: Mapping[str, Any] | None,
 ) -> None:
     carrier = handle.carrier
-    event = {"type": kind, "name": name, "ts": ts}
-    event.update({key: carrier.get(key) for key in ("trace_id", "sample_id", "group_id", "attempt")})
+    about = carrier.get
+    event = {
+        "type": kind, "name": name, "ts": ts, "trace_id": about("trace_id"), "sample_id": about("sample_id"),
+        "group_id": about("group_id"), "attempt": about("attempt"),
+    }  # fmt: skip
     if span_id:
         event["span_id"] = span_id
     if parent:
@@ -280,19 +295,28 @@ def _close(span: Span) -> None:
     children = attrs.pop(TRACE_CHILDREN_KEY, None) or ()
     for handle, span_id in span.ids:
         for child in children:
-            child_id = uuid.uuid4().hex[:16]
+            child_id = _new_span_id()
             _append(handle, "span_start", child["name"], child["start"], child_id, span_id, child.get("attrs"))
             _append(handle, "span_end", child["name"], child["end"], child_id, span_id, None)
         _append(handle, "span_end", span.name, now, span_id, _parent(handle), attrs)
 
 
-@contextmanager
-def _harmless(where: str) -> Iterator[None]:
+class _harmless:  # noqa: N801  (read as a statement: with _harmless(...))
     """Log a failure of the tracer, once per kind, in place of raising it."""
-    try:
-        yield
-    except Exception as error:
-        kind = f"{where}: {type(error).__name__}"
-        if kind not in _complained:
-            _complained.add(kind)
-            logger.warning("tracing failed in %s and goes on without: %s", where, error, exc_info=True)
+
+    __slots__ = ("where",)
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        what = f"{self.where}: {type(error).__name__}"
+        if what not in _complained:
+            _complained.add(what)
+            logger.warning("tracing failed in %s and goes on without: %s", self.where, error, exc_info=error)
+        return True

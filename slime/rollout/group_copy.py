@@ -10,6 +10,8 @@ from slime.utils.types import Sample
 _SHARED = ("multimodal_inputs", "multimodal_train_inputs")
 """Large and never changed in place: copied one level deep."""
 
+_UNCHANGING = frozenset({type(None), bool, int, float, str, Sample.Status})
+
 
 def copy_group(group: Any) -> Any:
     """Return a copy of a (nested) list of samples; tensors, arrays and images are shared with the original."""
@@ -18,14 +20,23 @@ def copy_group(group: Any) -> Any:
 
 def copy_sample(sample: Sample) -> Sample:
     """Return a copy of one sample with lists, counters and metadata of its own."""
-    new = copy.copy(sample)
+    new = _shallow(sample)
     for name, value in sample.__dict__.items():
+        if type(value) in _UNCHANGING:
+            continue
         if isinstance(value, list):
             new.__dict__[name] = value.copy()
         elif isinstance(value, dict):
             new.__dict__[name] = value.copy() if name in _SHARED else _copy_dict(value)
         elif isinstance(value, (Sample.SpecInfo, Sample.PrefixCacheInfo)):
-            new.__dict__[name] = copy.copy(value)
+            new.__dict__[name] = _shallow(value)
+    return new
+
+
+def _shallow(value: Any) -> Any:
+    """``copy.copy`` of an object that is all in its dictionary, several times faster."""
+    new = object.__new__(type(value))
+    new.__dict__.update(value.__dict__)
     return new
 
 
