@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.rollout import sglang_rollout
-from slime.rollout.base_types import iter_samples
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.generate_state import cancel_all, request_limit
 from slime.rollout.group_copy import copy_group
-from slime.rollout.group_job import Group, GroupJob, forget_response, has_aborted, is_complete
+from slime.rollout.group_job import Group, GroupJob, has_aborted, is_complete
 from slime.rollout.group_ledger import GroupLedger
 from slime.rollout.rm_hub.errors import RewardErrors
-from slime.rollout.staleness import StalenessBound, weight_clock
+from slime.rollout.staleness import StalenessBound, stamp_steps, weight_clock, with_all_steps
 from slime.utils.http_utils import get_http_client
 from slime.utils.misc import load_function
 
@@ -58,7 +57,7 @@ class GenerationStream:
         self.concurrency = concurrency or request_limit(args)
         self.clock = weight_clock()
         self.bound = StalenessBound(getattr(args, "max_staleness", None), args.rollout_batch_size)
-        self.ledger = GroupLedger(args, self.bound, self.clock)
+        self.ledger = GroupLedger(args, self.bound, self.clock, self._give_back)
         path = args.dynamic_sampling_filter_path
         self._filter = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
         self._pauses = 0
@@ -211,7 +210,8 @@ class GenerationStream:
             return False
         job = ledger.waiting.popleft()
         job.step, job.started = self.clock.step, time.monotonic()
-        if is_complete(job.original) and not ledger.is_too_old(job.original):
+        ledger.forget_too_old(job)
+        if is_complete(job.original):
             # It comes from before a restart, where the filter may have been against it.
             ledger.finish(job, job.original, call_dynamic_filter(self._filter, self.args, job.original))
             self._change.set()
@@ -224,22 +224,27 @@ class GenerationStream:
 
     async def _generate(self, job: GroupJob) -> tuple[Group, Any]:
         """Return the finished group and the dynamic filter's verdict on it, None for one that was aborted."""
-        group = copy_group(job.original)
-        for sample in iter_samples(group):
-            if self.ledger.is_too_old(sample):
-                forget_response(sample)
         state = sglang_rollout.GenerateState(self.args)
         group = await sglang_rollout.generate_and_rm_group(
-            self.args, group, state.sampling_params.copy(), evaluation=False
+            self.args, copy_group(job.original), state.sampling_params.copy(), evaluation=False
         )
         expected = self.args.n_samples_per_prompt
         assert len(group) == expected, f"{job.name()} came back with {len(group)} samples, expected {expected}"
         if has_aborted(group):
             return group, None
+        stamp_steps(group, self.clock, job.step)
         verdict = call_dynamic_filter(self._filter, self.args, group)
         if record := getattr(self.data_source, "record_completed", None):
-            record(group)
+            record(with_all_steps(group, self.clock))
         return group, verdict
+
+    def _give_back(self, group: Group) -> bool:
+        source = self.data_source
+        if not hasattr(source, "add_samples") or not getattr(source, "accepts_samples", True):
+            return False
+        source.add_samples([group])
+        self._no_prompts = False
+        return True
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         """The callback of every task; it only sorts, and waits for nothing."""

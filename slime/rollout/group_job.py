@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class GroupJob:
 
     ``original`` is never handed to generation, which gets copies: whatever happens there, the group can begin again.
     ``step`` is that of the engines' weights at the start, ``oldest`` that of the oldest trained token of ``result``.
+    ``failures`` and ``expired`` count how often it raised and was too old.
     """
 
     original: Group
@@ -87,6 +89,29 @@ def forget_response(sample: Sample) -> None:
         "prefix_cache_info",
     ):
         setattr(sample, name, getattr(blank, name))
+
+
+def forget_too_old(group: Group, is_too_old: Callable[[Any], bool]) -> int:
+    """Let those of a group's samples (or fan-outs) begin again that are too old; return the number of tokens lost."""
+    lost = 0
+    for number, item in enumerate(group):
+        if is_too_old(item):
+            lost += sum(sample.response_length for sample in iter_samples(item))
+            group[number] = _prompt_of(item)
+    return lost
+
+
+def _prompt_of(item: Any) -> Any:
+    """Return a sample without its response; of a fan-out the first one stands for the one that it was made of."""
+    if not isinstance(item, list):
+        forget_response(item)
+        return item
+    sample = next(iter_samples(item))
+    forget_response(sample)
+    sample.rollout_id = None
+    if sample.prompt:
+        sample.tokens = []
+    return sample
 
 
 def describe_hook(args: Any, error: BaseException) -> str:

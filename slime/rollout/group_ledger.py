@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.completed_groups import CompletedGroups
 from slime.rollout.filter_hub.base_types import MetricGatherer, should_drop_dynamic_filter_output
-from slime.rollout.group_job import Group, GroupJob, describe_hook
+from slime.rollout.group_job import Group, GroupJob, describe_hook, forget_too_old, is_complete
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import (
+    UNKNOWN_WEIGHTS,
     StalenessBound,
     WeightClock,
     mask_older_versions,
     oldest_step,
     stamp_steps,
+    trained_steps,
+    with_all_steps,
 )
 from slime.rollout.train_rollout import MAX_ABORTED_SHARE
 
@@ -25,26 +29,35 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 """A group that failed this often stops the run."""
+MAX_EXPIRED = 10
+"""So does one that was too old this often: it is waited for after the first time, so its versions cannot be right."""
 
 
 class GroupLedger:
     """Each group that was drawn is in exactly one place: ``waiting`` to begin (again), ``in_flight`` (by its task),
     ``completed``, ``taken`` by the rollout in progress, ``dropped`` by the dynamic filter, or consumed and forgotten.
 
+    ``give_back`` takes a group back into the data source, which draws it again; it returns False when it cannot.
+
     Attributes:
         rollout_id: the rollout that the next group is for.
         failure: what stops the run.
     """
 
-    def __init__(self, args: Any, bound: StalenessBound, clock: WeightClock) -> None:
+    def __init__(
+        self, args: Any, bound: StalenessBound, clock: WeightClock, give_back: Callable[[Group], bool]
+    ) -> None:
         self.args, self.bound, self.clock = args, bound, clock
+        self._give_back = give_back
         self.waiting: deque[GroupJob] = deque()
         self.in_flight: dict[Any, GroupJob] = {}
         self.completed = CompletedGroups()
         self.taken: list[GroupJob] = []
         self.dropped: list[Group] = []
-        self.rollout_id = 0
+        self.rollout_id: int = getattr(args, "start_rollout_id", None) or 0
         self.failure: BaseException | None = None
+        self._masks = bool(args.partial_rollout and args.mask_offpolicy_in_partial_rollout)
+        self._keeps_dropped = args.rollout_all_samples_process_path is not None
         self._numbers = itertools.count()
         self._counts: Counter[str] = Counter()
         self._filtered = MetricGatherer()
@@ -61,10 +74,20 @@ class GroupLedger:
     def unconsumed(self) -> list[Group]:
         """Return what is to be drawn again after a restart, in the order in which it was drawn."""
         jobs = [*self.completed.peek(), *self.taken, *self.in_flight.values(), *self.waiting]
-        return [job.to_save() for job in sorted(jobs, key=lambda job: job.number)]
+        return [with_all_steps(job.to_save(), self.clock) for job in sorted(jobs, key=lambda job: job.number)]
 
-    def is_too_old(self, samples: Any) -> bool:
-        """True when samples hold tokens that ``rollout_id`` must not train on."""
+    def forget_too_old(self, job: GroupJob) -> None:
+        """Before a job begins: drop responses, of before an abort or a restart, that ``rollout_id`` must not train on.
+
+        Those that will be left out of the loss may stay.
+        """
+        if self.bound.limit is None or (self._masks and not is_complete(job.original)):
+            return
+        lost = forget_too_old(job.original, self._is_too_old)
+        if lost and not job.expired:
+            self._count_regenerated(lost)
+
+    def _is_too_old(self, samples: Any) -> bool:
         return self.bound.is_too_old(oldest_step(samples, self.clock, None), self.rollout_id)
 
     # Rollouts
@@ -126,11 +149,12 @@ class GroupLedger:
             verdict, remaining_batch_size=self.ahead + 1, target_data_size=self.args.rollout_batch_size
         ):
             self._filtered.on_dynamic_filter_drop(verdict.reason)
-            self.dropped.append(group)
+            if self._keeps_dropped:
+                self.dropped.append(group)
             return
-        if self.args.partial_rollout and self.args.mask_offpolicy_in_partial_rollout:
+        stamp_steps(group, self.clock, job.step)
+        if self._masks:
             self._counts["staleness/masked_tokens"] += mask_older_versions(group)
-        stamp_steps(group, self.clock)
         job.result = group
         job.oldest = oldest_step(group, self.clock, job.step)
         self.completed.put(job)
@@ -155,13 +179,20 @@ class GroupLedger:
         )  # fmt: skip
 
     def abort(self, job: GroupJob, group: Group) -> None:
-        """A generate function gave up on a group: it begins again, with ``partial_rollout`` where it stopped."""
+        """A generate function gave up on a group: it goes back to the data source and begins again, with
+        ``partial_rollout`` where it stopped."""
         self._counts["fully_async/aborted_groups"] += 1
         count = self._counts["fully_async/aborted_groups"]
         if self.args.partial_rollout and not any(isinstance(item, list) for item in group):
-            stamp_steps(group, self.clock)
+            stamp_steps(group, self.clock, job.step)
             job.original = group
-        self.waiting.appendleft(job)
+        try:
+            given_back = self._give_back(job.original)
+        except Exception as e:  # noqa: BLE001  (raised by the rollout that waits)
+            given_back = False
+            self.stop_with(e)
+        if not given_back:
+            self.waiting.appendleft(job)
         if count > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
             self.stop_with(
                 RuntimeError(
@@ -172,13 +203,26 @@ class GroupLedger:
 
     def expire(self, job: GroupJob) -> None:
         """Let a group that is too old begin again, before all others."""
-        self._counts["staleness/regenerated_groups"] += 1
-        if job.result is not None:
-            tokens = sum(sample.response_length for sample in iter_samples(job.result))
-            self._counts["staleness/regenerated_tokens"] += tokens
+        self._count_regenerated(sum(sample.response_length for sample in iter_samples(job.result or [])))
         job.expired += 1
+        if job.expired >= MAX_EXPIRED:
+            made_at = sorted(
+                {str(step) for s in iter_samples(job.result or []) for step, _ in trained_steps(s, self.clock)}
+            )
+            self.stop_with(
+                RuntimeError(
+                    f"rollout {self.rollout_id}: {job.name()} was too old for --max-staleness {self.bound.limit} "
+                    f"{job.expired} times, though it was generated again each time. Its engines should hold the "
+                    f"weights of step {self.clock.step}; its tokens are of steps {', '.join(made_at) or 'unknown'} "
+                    f"({UNKNOWN_WEIGHTS}: weights that were never pushed). Do all engines get the weights?"
+                )
+            )
         job.result = job.oldest = None
         self.waiting.appendleft(job)
+
+    def _count_regenerated(self, tokens: int) -> None:
+        self._counts["staleness/regenerated_groups"] += 1
+        self._counts["staleness/regenerated_tokens"] += tokens
 
     def stop_with(self, error: BaseException) -> None:
         """Remember the first failure that stops the run."""

@@ -3,6 +3,8 @@
 A step is a rollout that has been trained on. The engines number their weights by versions; the driver says after every
 push which version holds the weights of which step (``WeightClock``). Rollout ``r`` is trained on weights of step ``r``,
 so its tokens of weights of step ``s`` lag by ``r - s``.
+
+Where it is not certain which weights made a token, the oldest that can have made it count.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.group_copy import copy_group
 from slime.utils.types import Sample
+
+UNKNOWN_WEIGHTS = -1
+"""The step of weights that were never pushed: older than all."""
 
 
 class WeightClock:
@@ -44,15 +50,17 @@ class WeightClock:
             return self._steps.get(str(version))
 
     def least_step_of(self, version: Any) -> int | None:
-        """Return the step of ``version``, or the newest step for a higher version: engines hold it a moment before the
-        driver says so. None for any other version.
+        """Return the step of ``version``, or the least it can have when it is not known; None before the first push.
+
+        Engines hold a higher version a moment before the driver says so: it is at least as new as the newest. Any
+        other one was never pushed (an engine that lost its weights): ``UNKNOWN_WEIGHTS``.
         """
-        known = self.step_of(version)
-        newest = self._version
-        if known is not None or newest is None:
-            return known
-        newer = str(version).isdigit() and newest.isdigit() and int(version) > int(newest)
-        return self.step if newer else None
+        with self._lock:
+            newest, version = self._version, str(version)
+            if newest is None or version in self._steps:
+                return self._steps.get(version)
+            newer = version.isdigit() and newest.isdigit() and int(version) > int(newest)
+            return self.step if newer else UNKNOWN_WEIGHTS
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` after every ``publish``, on its thread; return what ends that."""
@@ -96,19 +104,64 @@ class StalenessBound:
 
     def is_too_old(self, step: int | None, rollout_id: int) -> bool:
         """True when tokens of weights of ``step`` must not be trained on by rollout ``rollout_id``."""
-        return self.limit is not None and step is not None and rollout_id - step > self.limit
+        if self.limit is None or step is None:
+            return False
+        return step == UNKNOWN_WEIGHTS or rollout_id - step > self.limit
 
     def is_last_chance(self, step: int | None, rollout_id: int) -> bool:
         """True when tokens of weights of ``step`` are too old for every rollout after ``rollout_id``."""
         return self.is_too_old(step, rollout_id + 1)
 
 
-def stamp_steps(samples: Any, clock: WeightClock) -> None:
-    """Write the step of each version into the spans of nested samples: version numbers mean nothing after a restart."""
+def stamp_steps(samples: Any, clock: WeightClock, since: int | None = None) -> None:
+    """Write the step of each version into the spans of nested samples: version numbers mean nothing after a restart.
+
+    ``since`` is the step of the engines' weights when the generation began. It is the step of spans that may hold older
+    tokens than their version says, and of trained tokens in no span: they get one with the version None.
+    """
     for sample in iter_samples(samples):
-        for span in sample.weight_version_spans:
-            if span.get("step") is None and (step := clock.step_of(span["version"])) is not None:
-                span["step"] = step
+        spans = [_stamped(span, clock, since) for span in sample.weight_version_spans]
+        if since is not None:
+            spans = sorted([*spans, *_unclaimed(sample, spans, since)], key=lambda span: int(span["start"]))
+        if spans != sample.weight_version_spans:
+            sample.weight_version_spans = spans
+
+
+def _stamped(span: dict[str, Any], clock: WeightClock, since: int | None) -> dict[str, Any]:
+    if span.get("step") is not None:
+        return span
+    step = clock.step_of(span["version"])
+    if span.get("at_end") and since is not None:
+        least = clock.least_step_of(span["version"])
+        end = {} if step is None else {"end_step": step}
+        return {**span, "step": since if least is None else min(since, least), **end}
+    return span if step is None else {**span, "step": step}
+
+
+def _unclaimed(sample: Sample, spans: list[dict[str, Any]], since: int) -> Iterator[dict[str, Any]]:
+    """Yield spans for the trained tokens that are in none of ``spans`` (in order)."""
+    ends = [0, *(span["end"] for span in spans)]
+    starts = [*(span["start"] for span in spans), sample.response_length]
+    for start, end in zip(ends, starts, strict=True):
+        if start < end and (sample.loss_mask is None or any(sample.loss_mask[start:end])):
+            yield {"version": None, "start": start, "end": end, "step": since}
+
+
+def with_all_steps(group: Any, clock: WeightClock) -> Any:
+    """Return a (nested) group, or a copy of it, whose spans all have a step: what may outlive this process.
+
+    Spans of a version that the clock was not told of yet get the least step they can have.
+    """
+    if all(span.get("step") is not None for sample in iter_samples(group) for span in sample.weight_version_spans):
+        return group
+    group = copy_group(group)
+    for sample in iter_samples(group):
+        sample.weight_version_spans = [
+            span if step is None else {**span, "step": step}
+            for span in sample.weight_version_spans
+            for step in [span["step"] if "step" in span else clock.least_step_of(span["version"])]
+        ]
+    return group
 
 
 def trained_steps(sample: Sample, clock: WeightClock) -> Iterator[tuple[int | None, int]]:
@@ -138,14 +191,15 @@ def oldest_step(samples: Any, clock: WeightClock, default: int | None) -> int | 
 
 
 def mask_older_versions(samples: Any) -> int:
-    """Leave the tokens out of the loss that are older than the newest version in their sample; return how many.
+    """Leave the tokens out of the loss that are, or may be, older than the newest weights in their sample; return how
+    many. For samples with stamped steps.
 
     ``--mask-offpolicy-in-partial-rollout`` for responses that went on under new weights.
     """
     masked = 0
     for sample in iter_samples(samples):
         spans = sample.weight_version_spans
-        older = [span for span in spans if span["version"] != spans[-1]["version"]]
+        older = [span for span in spans if _is_older(span, spans[-1])]
         if not older:
             continue
         mask = [1] * sample.response_length if sample.loss_mask is None else [int(m) for m in sample.loss_mask]
@@ -154,3 +208,11 @@ def mask_older_versions(samples: Any) -> int:
             mask[span["start"] : span["end"]] = [0] * (span["end"] - span["start"])
         sample.loss_mask = mask
     return masked
+
+
+def _is_older(span: dict[str, Any], last: dict[str, Any]) -> bool:
+    """True when tokens of ``span`` may be older than the weights at the end of the sample's ``last`` span."""
+    step, newest = span.get("step"), last.get("end_step" if last.get("at_end") else "step")
+    if newest is None:  # not told to the clock yet, so newer than all that it knows
+        return step is not None or bool(span["version"] != last["version"])
+    return bool(span["version"] != last["version"]) if step is None else bool(step < newest)

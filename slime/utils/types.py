@@ -24,7 +24,9 @@ class Sample:
     included. ``loss_mask``, ``rollout_log_probs`` and ``teacher_log_probs`` have ``response_length`` entries, a
     ``loss_mask`` of None means all ones. ``weight_versions`` has one entry per engine call; ``weight_version_spans``
     says which response tokens each version made: ``{"version", "start", "end"}``, in order; tokens that no engine made
-    are in none. Plugins may set further attributes; they survive ``to_dict``/``from_dict``.
+    are in none. A span with ``"at_end": True`` names the version at the end of a request that may have lived through
+    a change; rollout functions add the ``"step"`` of the training (``slime.rollout.staleness``). Plugins may set
+    further attributes; they survive ``to_dict``/``from_dict``.
     """
 
     class Status(Enum):
@@ -252,10 +254,14 @@ class Sample:
         return count
 
     def _record_weight_versions(self, meta_info: Mapping[str, Any], added: int) -> None:
-        """Add the spans of an engine reply of ``added`` tokens; a reply that crossed no update names one version."""
+        """Add the spans of an engine reply of ``added`` tokens.
+
+        One that only names the version at its end does not tell which tokens earlier versions made, if any.
+        """
         reported = [span for span in meta_info.get("weight_versions") or [] if isinstance(span, Mapping)]
+        says_less = {}
         if not reported and meta_info.get("weight_version") is not None:
-            reported = [{"version": meta_info["weight_version"], "start": 0}]
+            reported, says_less = [{"version": meta_info["weight_version"], "start": 0}], {"at_end": True}
         if not reported:
             return
         first = self.response_length - added
@@ -264,11 +270,11 @@ class Sample:
         for span, start, end in zip(reported, starts, [*starts[1:], first + added], strict=True):
             if start >= end:
                 continue
-            version = str(span["version"])
-            if spans and spans[-1]["version"] == version and spans[-1]["end"] == start:
-                spans[-1]["end"] = end
+            new = {"version": str(span["version"]), "start": start, "end": end, **says_less}
+            if spans and {**spans[-1], "start": start, "end": end} == new and spans[-1]["end"] == start:
+                spans[-1]["end"] = end  # a span that has a step is left alone: versions count anew after a restart
             else:
-                spans.append({"version": version, "start": start, "end": end})
+                spans.append(new)
         self.weight_version_spans = spans
 
     def _append_top_p(self, added: int, trainable: bool, meta_info: Mapping[str, Any]) -> None:

@@ -241,6 +241,7 @@ def always_fails(args: Any, sample: Sample) -> None:
 
 def test_a_group_that_raises_begins_again(cluster, start, caplog):
     TROUBLE.clear()
+    set_version(cluster, "1")
     args, source = start(rollout_sample_hook_path=[f"{HERE}.fails_twice"], max_staleness=0)
     fully_async_rollout.get_global_worker(args, source).stream.clock.publish(1, 0)
     output = generate_rollout_fully_async(args, 0, source)
@@ -296,6 +297,7 @@ async def aborts_always(args: Any, sample: Sample, sampling_params: dict[str, An
 def test_aborted_groups_begin_again_but_not_for_ever(cluster, start, clock):
     TROUBLE.clear()
     clock.publish(1, 0)
+    set_version(cluster, "1")
     args, source = start(custom_generate_function_path=f"{HERE}.aborts_once", max_staleness=0)
     output = generate_rollout_fully_async(args, 0, source)
     assert prompts(output.samples) == ["p0", "p1", "p2", "p3"]
@@ -304,6 +306,86 @@ def test_aborted_groups_begin_again_but_not_for_ever(cluster, start, clock):
     clock.publish(2, 1)
     with pytest.raises(RuntimeError, match="rollout 1: 17 groups came back with ABORTED samples"):
         generate_rollout_fully_async(args, 1, source)
+
+
+def remember_and_pop(args: Any, rollout_id: None, buffer: list[Any], count: int) -> list[Any]:
+    SEEN.append((rollout_id, [[sample.response for sample in group] for group in buffer], count))
+    return [buffer.pop(0)]
+
+
+async def half_a_response(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.group_index == 2 and sample.index == 4 and not sample.response_length:
+        meta = {"finish_reason": {"type": "abort"}, "weight_version": "1"}
+        sample.tokens = [ord(c) for c in sample.prompt]
+        sample.append_response_tokens(tokens=[7, 7], log_probs=[-1.0, -1.0], text="77", meta_info=meta)
+        return sample
+    return await sglang_rollout.generate(args, sample, sampling_params)
+
+
+half_a_response.resumable = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_aborted_groups_go_through_the_buffer_and_its_filter(cluster, start, clock, partial):
+    clock.publish(1, 0)
+    set_version(cluster, "1")
+    args, source = start(
+        custom_generate_function_path=f"{HERE}.half_a_response", buffer_filter_path=f"{HERE}.remember_and_pop",
+        partial_rollout=partial, max_staleness=0,
+    )  # fmt: skip
+    if not partial:
+        TROUBLE.clear()
+        args.custom_generate_function_path = f"{HERE}.aborts_once"
+    output = generate_rollout_fully_async(args, 0, source)
+    assert prompts(output.samples) == ["p0", "p1", "p2", "p3"]
+    ((rollout_id, [responses], count),) = SEEN
+    assert (rollout_id, count) == (None, 1)
+    assert responses[0] == ("77" if partial else "")
+    again = output.samples[2][0]
+    assert again.tokens[2:4] == [7, 7] if partial else again.tokens[2:4] != [7, 7]
+    assert sum(span["end"] - span["start"] for span in again.weight_version_spans) == again.response_length
+
+
+def test_a_source_that_fails_to_take_a_group_back_stops_the_run_and_the_group_is_kept(cluster, start):
+    TROUBLE.clear()
+    args, source = start(custom_generate_function_path=f"{HERE}.aborts_once")
+
+    def broken(groups: Any) -> None:
+        raise OSError("the buffer is full")
+
+    source.add_samples = broken
+    with pytest.raises(OSError, match="the buffer is full"):
+        generate_rollout_fully_async(args, 0, source)
+    left = fully_async_rollout.get_global_worker(args, source).unconsumed()
+    assert sorted(group[0].group_index for group in left) == list(range(source.sample_group_index))
+    del source.add_samples
+
+
+def test_engines_without_the_pushed_weights_are_found_out(cluster, start, clock):
+    """They report a version that was never pushed: nothing of them is trained on, and the run ends."""
+    clock.publish(1, 0)
+    set_version(cluster, "default")
+    args, source = start(max_staleness=3)
+    with pytest.raises(RuntimeError, match=r"was too old for --max-staleness 3 10 times.*of steps -1 \(-1: "):
+        generate_rollout_fully_async(args, 0, source)
+
+
+def test_a_fan_out_that_comes_back_too_old_begins_again_from_its_prompt(cluster, start, clock):
+    args, source = start(custom_generate_function_path=f"{HERE}.fan_out", max_staleness=1)
+    clock.publish(7, 5)
+    group = source.get_samples(1)[0]
+    old = [run(fan_out(args, sample, {})) for sample in group]
+    for sample in iter_samples(old):
+        sample.reward = 0.0
+        sample.weight_version_spans = [{"version": "7", "start": 0, "end": 1, "step": 3}]  # of an earlier start
+    source.add_samples([old])
+    output = generate_rollout_fully_async(args, 5, source)
+    first = output.samples[0]
+    assert [[sample.index for sample in item] for item in first] == [[0, 0], [1, 1]]
+    spans = [sample.weight_version_spans for sample in iter_samples(first)]
+    assert spans == [[{"version": None, "start": 0, "end": 1, "step": 5}]] * 4
+    assert output.metrics["rollout/staleness/regenerated_tokens"] == 4
+    assert output.metrics["rollout/staleness/regenerated_groups"] == 1
 
 
 def set_version(cluster: Any, version: str) -> None:
@@ -383,7 +465,8 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     cluster.wait_until(lambda: not any(e.running for e in cluster.engines), "requests are aborted on the engines")
     names = [task.get_name() for task in asyncio.all_tasks(get_async_loop())]
     assert not [name for name in names if name.startswith("fully-async")]
-    assert all(sample.response_length == 0 for group in source.buffer for sample in group)
+    half_made = [s for group in source.buffer for s in group if s.response_length and s.reward is None]
+    assert not half_made
 
 
 def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):

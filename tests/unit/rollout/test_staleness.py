@@ -11,7 +11,15 @@ import pytest
 
 from slime.rollout import metrics, staleness
 from slime.rollout.metrics import staleness_metrics
-from slime.rollout.staleness import StalenessBound, WeightClock, mask_older_versions, oldest_step, stamp_steps
+from slime.rollout.staleness import (
+    UNKNOWN_WEIGHTS,
+    StalenessBound,
+    WeightClock,
+    mask_older_versions,
+    oldest_step,
+    stamp_steps,
+    with_all_steps,
+)
 from slime.utils.types import Sample
 
 
@@ -44,14 +52,54 @@ def test_spans_are_positions_in_the_response():
     assert Sample.from_dict(sample.to_dict()).weight_version_spans == sample.weight_version_spans
 
 
-def test_replies_that_crossed_no_update_name_one_version():
+def reply_naming_its_end(sample: Sample, version: str, length: int) -> None:
+    """Append a reply of an engine that only says which version it had in the end."""
+    meta = {"finish_reason": {"type": "abort"}, "weight_version": version}
+    sample.append_response_tokens(tokens=[7] * length, log_probs=[-1.0] * length, meta_info=meta)
+
+
+def test_replies_without_spans_name_the_version_at_their_end():
     sample = Sample(tokens=[1])
-    meta = {"finish_reason": {"type": "abort"}, "weight_version": "default"}
-    sample.append_response_tokens(tokens=[7, 7], log_probs=[-1.0, -1.0], meta_info=meta)
-    assert sample.weight_version_spans == [{"version": "default", "start": 0, "end": 2}]
-    sample.append_response_tokens(tokens=[], log_probs=[], meta_info=meta)
+    reply_naming_its_end(sample, "default", 2)
+    assert sample.weight_version_spans == [{"version": "default", "start": 0, "end": 2, "at_end": True}]
+    reply_naming_its_end(sample, "default", 0)
     sample.append_response_tokens(tokens=[7], log_probs=[-1.0], meta_info={"finish_reason": {"type": "stop"}})
-    assert sample.weight_version_spans == [{"version": "default", "start": 0, "end": 2}]
+    assert sample.weight_version_spans == [{"version": "default", "start": 0, "end": 2, "at_end": True}]
+    reply(sample, ("default", 1))
+    assert version_of_each_token(sample) == ["default", "default", None, "default"]
+
+
+def test_tokens_of_a_request_that_may_have_crossed_an_update_are_as_old_as_they_can_be():
+    clock = WeightClock()
+    for version, step in ((1, 0), (2, 1)):
+        clock.publish(version, step)
+    crossed, whole, unpublished = Sample(), Sample(), Sample()
+    for sample, version in ((crossed, "2"), (whole, "2"), (unpublished, "3")):
+        reply_naming_its_end(sample, version, 3)
+    stamp_steps([crossed, unpublished], clock, since=0)
+    stamp_steps([whole], clock, since=1)
+    assert [oldest_step(sample, clock, None) for sample in (crossed, whole, unpublished)] == [0, 1, 0]
+    assert mask_older_versions([[crossed], whole, unpublished]) == 6  # where it is not sure, nothing is trained on
+    assert (crossed.loss_mask, whole.loss_mask, unpublished.loss_mask) == ([0] * 3, [1] * 3, [0] * 3)
+
+
+def test_trained_tokens_without_a_version_are_those_of_the_start():
+    clock = WeightClock()
+    clock.publish(1, 0)
+    clock.publish(2, 4)
+    sample = Sample(response_length=6, loss_mask=[1, 1, 0, 0, 0, 1])
+    sample.weight_version_spans = [{"version": "2", "start": 3, "end": 5}]
+    stamp_steps(sample, clock)
+    assert len(sample.weight_version_spans) == 1
+    stamp_steps(sample, clock, since=3)
+    assert sample.weight_version_spans == [
+        {"version": None, "start": 0, "end": 3, "step": 3},
+        {"version": "2", "start": 3, "end": 5, "step": 4},
+        {"version": None, "start": 5, "end": 6, "step": 3},
+    ]
+    sample.append_response_tokens(tokens=[8], trainable=False)
+    stamp_steps(sample, clock, since=4)
+    assert len(sample.weight_version_spans) == 3  # no loss on the last one
 
 
 def test_a_span_that_ends_beyond_the_tokens_is_cut_and_one_that_ends_before_them_is_stretched():
@@ -72,10 +120,17 @@ def test_the_clock_knows_versions_and_takes_higher_ones_for_at_least_as_new():
     clock.publish(2, 7)
     assert (clock.step, clock.step_of("1"), clock.step_of(2)) == (7, 5, 7)
     assert (clock.step_of("3"), clock.least_step_of("3"), clock.least_step_of("1")) == (None, 7, 5)
-    assert clock.least_step_of("default") is None
     forget()
     clock.publish(3, 8)
     assert told == [5, 7]
+
+
+def test_weights_that_were_never_pushed_are_older_than_all():
+    clock = WeightClock()
+    assert clock.least_step_of("default") is None  # in runs that push none
+    clock.publish(4, 0)
+    assert {clock.least_step_of(version) for version in ("default", "3", None)} == {UNKNOWN_WEIGHTS}
+    assert UNKNOWN_WEIGHTS < 0
 
 
 def test_the_bound_counts_the_groups_in_front():
@@ -116,9 +171,19 @@ def test_steps_survive_a_restart():
     reply(sample, ("4", 2), ("5", 1))
     stamp_steps([sample], clock)
     assert [span.get("step") for span in sample.weight_version_spans] == [3, None]
+    # Versions are counted from 1 again: what is kept has a step for every token, if need be the least there can be.
+    kept = with_all_steps([sample], clock)
+    assert [span["step"] for span in kept[0].weight_version_spans] == [3, 3]
+    assert "step" not in sample.weight_version_spans[1]
+    assert with_all_steps(kept, clock) is kept
     later = WeightClock()
-    later.publish(1, 10)  # versions are counted from 1 again
-    assert oldest_step([sample], later, None) == 3
+    for version, step in ((1, 10), (4, 13), (5, 14)):
+        later.publish(version, step)
+    assert oldest_step(kept, later, None) == 3
+    reply(kept[0], ("5", 2))  # the same number, other weights
+    stamp_steps(kept, later)
+    assert [span["step"] for span in kept[0].weight_version_spans] == [3, 3, 14]
+    assert mask_older_versions(kept) == 3
 
 
 def test_tokens_older_than_the_newest_are_masked():
