@@ -15,7 +15,6 @@ from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generation_stream import GenerationStream
 from slime.rollout.group_job import Group
-from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.train_rollout import first_index
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import load_function
@@ -116,14 +115,8 @@ class AsyncRolloutWorker:
                 )  # fmt: skip
 
     async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
-        """Run the built-in evaluation. No group is begun meanwhile; those in flight go on and share the engines."""
-        state = sglang_rollout.GenerateState(self.args)
-        errors: RewardErrors = state.reward_errors
-        with self.stream.paused():
-            try:
-                return (await sglang_rollout.eval_rollout(self.args, rollout_id))[0]
-            finally:
-                state.reward_errors = errors
+        """Run the built-in evaluation. Groups in flight go on; new ones begin in the slots that it leaves free."""
+        return (await sglang_rollout.eval_rollout(self.args, rollout_id))[0]
 
 
 _worker: AsyncRolloutWorker | None = None

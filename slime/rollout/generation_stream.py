@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from slime.rollout import sglang_rollout
@@ -60,7 +59,6 @@ class GenerationStream:
         self.ledger = GroupLedger(args, self.bound, self.clock, self._give_back)
         path = args.dynamic_sampling_filter_path
         self._filter = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
-        self._pauses = 0
         self._no_prompts = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._filler: asyncio.Task[None] | None = None
@@ -105,16 +103,6 @@ class GenerationStream:
         self.ledger.waiting.clear()
         self.ledger.completed.take()
         return left
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Begin no group within the block."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            self.wake()
 
     def wake(self) -> None:
         """Look again, from any thread, whether groups can begin and rollouts go on."""
@@ -191,7 +179,7 @@ class GenerationStream:
 
     def _may_begin(self) -> bool:
         ledger = self.ledger
-        if self._pauses or ledger.failure is not None or (self._no_prompts and not ledger.waiting):
+        if ledger.failure is not None or (self._no_prompts and not ledger.waiting):
             return False
         if len(ledger.in_flight) >= self.concurrency or len(ledger.completed) >= self.concurrency:
             return False

@@ -82,6 +82,8 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_rank = 0
         self.rollout_id: int | None = None
         self.reward_errors = RewardErrors(args)
+        self.eval_rollout_id: int | None = None
+        self.eval_reward_errors = RewardErrors()
         self.on_completed: Callable[[list[Sample]], None] | None = None
         self.reset()
 
@@ -261,7 +263,8 @@ async def generate_and_rm(
                     result = await _generate_resumable(args, sample, sampling_params, evaluation)
         if _any_aborted(result):
             return result
-        result = await apply_sample_hooks(args, result, rollout_id=state.rollout_id, evaluation=evaluation)
+        rollout_id = state.eval_rollout_id if evaluation else state.rollout_id
+        result = await apply_sample_hooks(args, result, rollout_id=rollout_id, evaluation=evaluation)
     if not args.group_rm:
         await _score(args, state, result, evaluation)
     return result
@@ -297,16 +300,15 @@ def _any_aborted(samples: Any) -> bool:
 
 
 async def _score(args: Any, state: GenerateState, result: Sample | list[Sample], evaluation: bool) -> None:
+    errors = state.eval_reward_errors if evaluation else state.reward_errors
     if isinstance(result, list):
         unscored = [sample for sample in iter_samples(result) if sample.reward is None]
         if unscored:
             with trace_span(unscored, "reward_model"):
-                await _wait_for_reward(
-                    state, state.reward_errors.score_batch(args, unscored, batched_async_rm), evaluation
-                )
+                await _wait_for_reward(state, errors.score_batch(args, unscored, batched_async_rm), evaluation)
     elif result.reward is None:
         with trace_span(result, "reward_model"):
-            await _wait_for_reward(state, state.reward_errors.score_one(args, result, async_rm), evaluation)
+            await _wait_for_reward(state, errors.score_one(args, result, async_rm), evaluation)
 
 
 async def _wait_for_reward(state: GenerateState, reward: Coroutine[Any, Any, Any], evaluation: bool) -> None:
@@ -394,12 +396,12 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
     """Evaluate all data sets of ``args.eval_datasets`` concurrently; the second item is always empty."""
     assert not args.group_rm, "--group-rm is not supported by the built-in evaluation; use --eval-function-path"
     state = GenerateState(args)
-    state.reward_errors = RewardErrors()
+    state.eval_rollout_id, state.eval_reward_errors = rollout_id, RewardErrors()
     results = await gather_or_cancel(
         [eval_rollout_single_dataset(args, rollout_id, config) for config in getattr(args, "eval_datasets", None) or []]
     )
     data = {name: found for result in results for name, found in result.items()}
-    return RolloutFnEvalOutput(data=data, metrics=state.reward_errors.metrics("eval/")), []
+    return RolloutFnEvalOutput(data=data, metrics=state.eval_reward_errors.metrics("eval/")), []
 
 
 async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:

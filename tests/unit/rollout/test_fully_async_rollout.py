@@ -22,6 +22,7 @@ from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import WeightClock
 from slime.utils.async_utils import get_async_loop, interrupt, run
 from slime.utils.types import Sample
+from tests.unit.rollout.test_sglang_rollout import eval_config
 
 HERE = __name__
 SEEN: list[Any] = []
@@ -43,6 +44,7 @@ def start(make_args):
 
     def begin(**changes: Any) -> tuple[SimpleNamespace, RolloutDataSourceWithBuffer]:
         args = make_args(**{"prompts": 100, "sglang_server_concurrency": 8, **changes})
+        args.prompts = changes.get("prompts", 100)
         return args, RolloutDataSourceWithBuffer(args)
 
     return begin
@@ -488,19 +490,48 @@ def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):
     assert len(set(drawn)) == len(drawn)
 
 
-def test_evaluation_begins_no_groups(cluster, start):
-    args, source = start()
-    generate_rollout_fully_async(args, 0, source)
-    worker = fully_async_rollout.get_global_worker(args, source)
-    with worker.stream.paused():
-        settle(worker, lambda: not worker.stream.ledger.in_flight)
-        drawn = source.sample_group_index
-        worker.get_completed_groups()
-        output = generate_rollout_fully_async(args, 0, source, evaluation=True)
-        assert isinstance(output, RolloutFnEvalOutput)
-        assert output.data == {}
-        assert source.sample_group_index == drawn
-    settle(worker, lambda: source.sample_group_index > drawn)
+async def judge_while_groups_begin(args: Any, sample: Sample, **_: Any) -> float:
+    """A reward of an evaluation that is there only when groups of training have begun meanwhile."""
+    worker, source = args.worker, args.worker.data_source
+    drawn = source.sample_group_index
+    worker.get_completed_groups()  # makes room
+    async with asyncio.timeout(20):
+        while source.sample_group_index == drawn:
+            await asyncio.sleep(0.001)
+    if sample.index == 1:
+        raise ValueError("no verdict")
+    return 1.0
+
+
+async def training_reward(args: Any, sample: Sample, **_: Any) -> float:
+    if sample.group_index == 3:
+        raise ValueError("no reward")
+    return 0.5
+
+
+def remember_call(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
+    SEEN.append((evaluation, rollout_id))
+
+
+@pytest.mark.parametrize("function", [generate_rollout_fully_async, sglang_rollout.generate_rollout])
+def test_groups_begin_during_an_evaluation_of_any_kind(cluster, start, function):
+    """What both count and what their hooks are told is kept apart."""
+    args, source = start(rollout_sample_hook_path=[f"{HERE}.remember_call"], custom_rm_path=f"{HERE}.training_reward")
+    first = generate_rollout_fully_async(args, 0, source)
+    args.worker = worker = fully_async_rollout.get_global_worker(args, source)
+    settle(worker, lambda: not worker.stream.ledger.in_flight)
+    args.eval_datasets = [
+        eval_config(args.prompt_data, "one", custom_rm_path=f"{HERE}.judge_while_groups_begin", max_response_len=8)
+    ]
+    output = function(args, 7, source, evaluation=True)
+    assert isinstance(output, RolloutFnEvalOutput)
+    assert output.data["one"]["rewards"] == [1.0, 0.0] + [1.0] * (2 * args.prompts - 2)
+    assert output.metrics["eval/reward/failures"] == 1
+    second = generate_rollout_fully_async(args, 1, source)
+    failures = [output.metrics["rollout/reward/failures"] for output in (first, second)]
+    assert sum(failures) == 2
+    assert {rollout_id for evaluation, rollout_id in SEEN if evaluation} == {7}
+    assert {rollout_id for evaluation, rollout_id in SEEN if not evaluation} <= {0, 1}
 
 
 def test_a_source_without_prompts_is_told(cluster, start):
