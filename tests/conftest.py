@@ -59,6 +59,8 @@ def no_process_left_behind() -> Iterator[None]:
     yield
     if workers := sys.modules.get("slime.rollout.rm_hub.workers"):
         workers.close_reward_workers()  # they serve a process to its end, and this one has not come to it
+    if parsers := sys.modules.get("slime.agent.parser_process"):
+        parsers.close()
     deadline = time.monotonic() + LEFTOVER_PATIENCE_S
     while (left := marked_processes(token)) and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -1,0 +1,123 @@
+"""What a model wrote, taken apart: reasoning, text for the user, and tool uses.
+
+Models have formats of their own; SGLang's parsers know them by name. One format is parsed here without SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.agent import sglang_parsers
+
+logger = logging.getLogger(__name__)
+
+ToolSchemas = Sequence[Mapping[str, Any]]
+"""Tools as the chat templates take them: ``{"type": "function", "function": {"name", "parameters", ...}}``."""
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ParsedModelOutput:
+    """``tool_uses`` are ``{"name", "input"}``; ``ill_formed`` says that a tool use could not be read as meant."""
+
+    reasoning: str = ""
+    text: str = ""
+    tool_uses: list[dict[str, Any]] = field(default_factory=list)
+    ill_formed: bool = False
+
+
+def parse_model_output(
+    raw: str,
+    *,
+    tools_schema: ToolSchemas | None,
+    tool_parser_name: str | None,
+    reasoning_parser_name: str | None,
+) -> ParsedModelOutput:
+    """Take ``raw`` apart with SGLang's parsers of these names.
+
+    Without a reasoning parser there is no reasoning; without tools no tool use is looked for; without a tool parser
+    they are looked for in the format of ``parse_xml_tool_uses``. Raises ValueError for a parser that SGLang lacks.
+    """
+    reasoning, body = "", raw
+    if reasoning_parser_name:
+        reasoning, text = sglang_parsers.split_reasoning(raw.lstrip(), reasoning_parser_name)
+        if reasoning:
+            reasoning, body = reasoning.strip("\n"), text.lstrip("\n")
+    if not tools_schema:
+        return ParsedModelOutput(reasoning, body)
+    if tool_parser_name:
+        text, tool_uses, ill_formed = parse_tool_uses(body, tools_schema, tool_parser_name)
+    else:
+        text, tool_uses, ill_formed = parse_xml_tool_uses(body, tools_schema)
+    return ParsedModelOutput(reasoning, text, tool_uses, ill_formed)
+
+
+def parse_tool_uses(body: str, tools_schema: ToolSchemas, parser_name: str) -> tuple[str, list[dict[str, Any]], bool]:
+    """Return the text without tool uses, the tool uses, and whether one was ill-formed, by SGLang's parser.
+
+    Arguments that are no JSON object become ``{"_raw_arguments": text}``. When something began like a tool use and none
+    could be read, the text is ``body`` as it is, so that the agent sees it.
+    """
+    try:
+        text, calls, began = sglang_parsers.tool_calls(body, list(tools_schema), parser_name)
+    except sglang_parsers.UnparsableOutput as e:
+        logger.info("tool parser %s: %s", parser_name, e)
+        return body, [], True
+    if began and not calls:
+        return body, [], True
+    uses, ill_formed = [], False
+    for name, arguments in calls:
+        parsed = _json_object(arguments)
+        ill_formed |= parsed is None
+        uses.append({"name": name, "input": {"_raw_arguments": arguments} if parsed is None else parsed})
+    return text, uses, ill_formed
+
+
+def parse_xml_tool_uses(body: str, tools_schema: ToolSchemas) -> tuple[str, list[dict[str, Any]], bool]:
+    """As ``parse_tool_uses``, for ``<tool_call><function=NAME><parameter=P>value</parameter></function></tool_call>``.
+
+    Values have the type that the tool's schema gives the parameter, and stay strings where they cannot have it. A name
+    that no tool has is no tool use; it stays in the text.
+    """
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools_schema}
+    uses: list[dict[str, Any]] = []
+
+    def take(match: re.Match[str]) -> str:
+        name = match[1].strip()
+        if name not in schemas:
+            return match[0]
+        types = schemas[name].get("properties") or {}
+        inputs = {
+            key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
+            for key, value in _PARAMETER.findall(match[2])
+        }
+        uses.append({"name": name, "input": inputs})
+        return ""
+
+    text = _TOOL_CALL.sub(take, body)
+    return (text.rstrip() if uses else text), uses, "<tool_call>" in text
+
+
+def _typed(value: str, schema: Any) -> Any:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind in (None, "string"):
+        return value
+    try:
+        return json.loads(value if kind != "boolean" else value.lower())
+    except ValueError:
+        return value
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
