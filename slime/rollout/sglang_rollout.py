@@ -10,7 +10,7 @@ import copy
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_samples
 from slime.rollout.engine_idle import describe_engines
 from slime.rollout.eval_rollout import eval_single_dataset
+from slime.rollout.generate_request import append_output, generate_payload, prompt_token_ids, routing_headers
 from slime.rollout.generate_state import (
     GroupsInFlight,
     PendingRewards,
@@ -34,12 +35,7 @@ from slime.rollout.train_rollout import Collection, collect, first_index, stop_i
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, post
 from slime.utils.misc import SingletonMeta, load_function
-from slime.utils.processing_utils import (
-    build_processor_kwargs,
-    encode_image_for_rollout_engine,
-    load_processor,
-    load_tokenizer,
-)
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 __all__ = [
@@ -125,16 +121,27 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     An abort that no one here asked for (engines that abort for a weight sync) is resumed from the tokens it left.
     Raises AssertionError for a sample that is not PENDING or ABORTED or is longer than it may get.
     """
+    return await generate_to_the_end(args, sample, sampling_params, evaluation, _generate_once)
+
+
+async def generate_to_the_end(
+    args: Any,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    evaluation: bool,
+    generate_once: Callable[[Any, Sample, dict[str, Any], bool], Awaitable[None]],
+) -> Sample:
+    """What ``generate`` does, with a request of another kind: ``generate_once(args, sample, params, evaluation)``."""
     state = GenerateState(args)
     assert sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED), (
         f"sample index={sample.index} cannot be generated from status {sample.status}"
     )
     if not sample.tokens:
-        sample.tokens = _prompt_token_ids(state, sample)
+        sample.tokens = prompt_token_ids(state, sample)
     stalled = 0
     while True:
         before = sample.response_length
-        await _generate_once(args, sample, sampling_params, evaluation)
+        await generate_once(args, sample, sampling_params, evaluation)
         if sample.status != Sample.Status.ABORTED or state.aborted:
             return sample
         stalled = 0 if sample.response_length > before else stalled + 1
@@ -147,70 +154,18 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
 
 
 async def _generate_once(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> None:
-    left = _tokens_left(args, sample, sampling_params, evaluation)
-    assert left >= 0, (
-        f"sample index={sample.index} has {sample.response_length} response tokens, "
-        f"{-left} more than max_new_tokens allows"
-    )
-    if left == 0:
-        sample.status = Sample.Status.TRUNCATED
+    payload = generate_payload(args, sample, sampling_params, evaluation)
+    if payload is None:
         return
-    params = {**sampling_params, "max_new_tokens": left}
-    payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
-    images = (sample.multimodal_inputs or {}).get("images")
-    if images:
-        payload["text"] = f"{sample.prompt}{sample.response}"
-        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    else:
-        payload["input_ids"] = sample.tokens
-    if getattr(args, "use_rollout_routing_replay", False):
-        payload["return_routed_experts"] = True
-    headers = None
-    if getattr(args, "router_policy", None) in ("consistent_hashing", "manual") and sample.session_id:
-        headers = {"X-SMG-Routing-Key": sample.session_id}
-    with trace_span(sample, "sglang_generate", {"max_new_tokens": left}) as span:
+    limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
+    with trace_span(sample, "sglang_generate", limit) as span:
         try:
-            output = await post(get_model_url(args, "default"), payload, headers=headers)
+            output = await post(get_model_url(args, "default"), payload, headers=routing_headers(args, sample))
         except HttpTimeoutError as e:
             e.add_note(await describe_engines(get_model_url(args, "default", "")))
             raise
-        meta_info = output["meta_info"]
-        span.update(**build_sglang_meta_trace_attrs(meta_info))
-    log_probs = meta_info.get("output_token_logprobs") or []
-    sample.append_response_tokens(
-        args,
-        tokens=[item[1] for item in log_probs],
-        log_probs=[item[0] for item in log_probs],
-        meta_info=meta_info,
-        text=output["text"],
-    )
-
-
-def _tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
-    limit = sampling_params.get("max_new_tokens")
-    context = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
-    room = None if context is None else int(context) - len(sample.tokens)
-    left = None if limit is None else int(limit) - sample.response_length
-    if left is not None and (room is None or left < 0):
-        return left
-    if room is None:
-        raise ValueError("the response has no length limit: set --rollout-max-response-len")
-    return max(0, room if left is None else min(left, room))
-
-
-def _prompt_token_ids(state: GenerateState, sample: Sample) -> list[int]:
-    if not isinstance(sample.prompt, str):
-        raise ValueError(
-            f"sample index={sample.index} has chat messages as its prompt; use --apply-chat-template to render them, "
-            "or a --custom-generate-function-path that takes messages"
-        )
-    if state.processor is not None and sample.multimodal_inputs:
-        kwargs = build_processor_kwargs(sample.multimodal_inputs)
-        outputs = state.processor(text=sample.prompt, **kwargs)
-        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
-        sample.multimodal_train_inputs = train_inputs or None
-        return list(outputs["input_ids"][0])
-    return list(state.tokenizer.encode(sample.prompt, add_special_tokens=False))
+        span.update(**build_sglang_meta_trace_attrs(output["meta_info"]))
+    append_output(args, sample, output)
 
 
 def _generate_function(args: Any, sample: Sample) -> tuple[Callable[..., Any], bool]:
@@ -274,9 +229,11 @@ async def _generate_resumable(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
     """Call the sample's generate function. What a custom one leaves half-done when it is cancelled, or when one of
-    several samples it made was aborted, is undone for partial rollouts: only the default one can go on from there."""
+    several samples it made was aborted, is undone for partial rollouts, unless its attribute ``resumable`` says that it
+    can go on from there, as the default one can."""
     fn, custom = _generate_function(args, sample)
-    original = copy.deepcopy(sample) if custom and args.partial_rollout and not evaluation else None
+    undo = custom and not getattr(fn, "resumable", False)
+    original = copy.deepcopy(sample) if undo and args.partial_rollout and not evaluation else None
     try:
         result = await _call_generate(fn, args, sample, sampling_params, evaluation)
     except asyncio.CancelledError:

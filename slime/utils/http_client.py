@@ -15,52 +15,41 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
-logger = logging.getLogger(__name__)
+from slime.utils.http_errors import (
+    RETRIED_STATUSES,
+    HttpRequestError,
+    HttpTimeoutError,
+    Retry,
+    StreamLostError,
+    check_status,
+    is_lost_upstream,
+    transport_errors,
+)
+from slime.utils.http_stream import STREAM_BUFFER, LatestEvents
 
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-"""Replies that say "later" or "elsewhere". Every other status from 400 up is final."""
+__all__ = [
+    "RETRIED_STATUSES",
+    "HttpClient",
+    "HttpRequestError",
+    "HttpTimeoutError",
+    "StreamLostError",
+    "is_lost_upstream",
+]
+
+logger = logging.getLogger(__name__)
 
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
 WORKER_LIST_AGE_S = 1.0
-_BODY_SHOWN = 2000
 _LARGE_BODY = 1 << 14
 _gc_lock = threading.Lock()
-
-
-class HttpRequestError(RuntimeError):
-    """A request that failed for good: ``method``, ``url``, ``status`` (None without a reply), ``body``, ``attempts``,
-    ``elapsed`` seconds."""
-
-    def __init__(
-        self, method: str, url: str, reason: str, *, status: int | None, body: str, attempts: int, elapsed: float
-    ) -> None:
-        self.method, self.url, self.status, self.body = method, url, status, body
-        self.attempts, self.elapsed = attempts, elapsed
-        shown = body if len(body) <= _BODY_SHOWN else body[:_BODY_SHOWN] + f"... ({len(body)} characters)"
-        super().__init__(
-            f"{method} {url} {reason} (status {status}, {attempts} attempt{'s' if attempts != 1 else ''}, "
-            f"{elapsed:.1f} s){': ' + shown if shown else ''}"
-        )
-
-
-class HttpTimeoutError(HttpRequestError, TimeoutError):
-    """A request that was not answered before its deadline."""
-
-
-class _Retry(Exception):
-    """One attempt failed in a way that another attempt may mend."""
-
-    def __init__(self, reason: str, status: int | None = None, body: str = "", retry_after: float = 0.0) -> None:
-        super().__init__(reason)
-        self.reason, self.status, self.body, self.retry_after = reason, status, body, retry_after
 
 
 class HttpClient:
@@ -107,9 +96,40 @@ class HttpClient:
         try:
             return await self._request("POST", url, payload, max_retries, headers, timeout, rid)
         except (asyncio.CancelledError, HttpTimeoutError):
-            if rid is not None and base not in self._left_to_caller:
-                self._abort_later(base, rid.current)
+            self._abort_unless_left(base, rid)
             raise
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        url: str,
+        payload: Mapping[str, Any],
+        *,
+        max_retries: int = 60,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[LatestEvents]:
+        """POST ``payload`` with ``stream``; yield the server-sent events of the answer, of those at hand the latest.
+
+        ``timeout`` s (default ``request_timeout``) is the deadline of the answer's head, retries included, and then of
+        every event. An answer that is left before its end is aborted on the engines. Raises as ``post`` does, and
+        StreamLostError when the connection breaks once events may have come.
+        """
+        base, _, endpoint = url.rpartition("/")
+        payload = {**payload, "stream": True}
+        rid = _AttemptId(payload) if endpoint == "generate" and _is_single_request(payload) else None
+        try:
+            reply = await self._request("POST", url, payload, max_retries, headers, timeout, rid, self._open)
+        except (asyncio.CancelledError, HttpTimeoutError):
+            self._abort_unless_left(base, rid)
+            raise
+        events = LatestEvents(reply, self.request_timeout if timeout is None else timeout)
+        try:
+            yield events
+        finally:
+            events.close()
+            if not events.ended:
+                self._abort_unless_left(base, rid)
 
     async def get(self, url: str, *, timeout: float = 60.0, headers: Mapping[str, str] | None = None) -> Any:
         """GET ``url`` once; return the reply parsed as JSON, or as text. Raises HttpRequestError as ``post`` does."""
@@ -186,10 +206,12 @@ class HttpClient:
         headers: Mapping[str, str] | None,
         timeout: float | None,
         rid: _AttemptId | None,
+        send: Callable[..., Awaitable[Any]] | None = None,
     ) -> Any:
+        send = send or self._attempt
         limit = self.request_timeout if timeout is None else timeout
         started = time.monotonic()
-        last: _Retry | None = None
+        last: Retry | None = None
         attempt = 0
         try:
             async with asyncio.timeout(limit):
@@ -197,8 +219,8 @@ class HttpClient:
                     attempt += 1
                     body = _encode(payload if rid is None else {**payload, "rid": rid.of_attempt(attempt)})
                     try:
-                        return await self._attempt(method, url, body, self._headers(url, headers), attempt, started)
-                    except _Retry as e:
+                        return await send(method, url, body, self._headers(url, headers), attempt, started)
+                    except Retry as e:
                         last = e
                     if attempt >= max(1, max_attempts):
                         break
@@ -207,7 +229,7 @@ class HttpClient:
                         "%s %s: %s (attempt %d of %d), again in %.1f s", method, url, last.reason, attempt,
                         max_attempts, delay,
                     )  # fmt: skip
-                    await asyncio.sleep(max(delay, last.retry_after))
+                    await asyncio.sleep(max(delay, min(BACKOFF_CAP_S, last.retry_after)))
         except TimeoutError as e:
             reason = f"was not answered within its deadline of {limit:g} s"
             if last is not None:
@@ -224,38 +246,33 @@ class HttpClient:
     async def _attempt(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
     ) -> Any:
-        try:
+        with transport_errors(method, url, attempt):
             async with self._session().request(method, url, data=body, headers=headers) as reply:
                 raw = await reply.read()
-                status, kind = reply.status, reply.content_type
-                retry_after = reply.headers.get("Retry-After", "")
-        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
-            raise HttpRequestError(
-                method, url, "is not a valid HTTP URL", status=None, body=str(e), attempts=attempt, elapsed=0.0
-            ) from e
-        except (aiohttp.ClientError, OSError) as e:
-            if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
-                raise
-            raise _Retry(f"{type(e).__name__}: {e}" if str(e) else type(e).__name__) from e
-        if status >= 400:
-            text = raw.decode("utf-8", "replace")
-            if status in RETRIED_STATUSES or is_lost_upstream(status, text):
-                seconds = min(BACKOFF_CAP_S, float(retry_after)) if retry_after.isdigit() else 0.0
-                raise _Retry(f"answered {status}", status, text, seconds)
-            raise HttpRequestError(
-                method, url, "was refused", status=status, body=text, attempts=attempt,
-                elapsed=time.monotonic() - started,
-            )  # fmt: skip
+        check_status(reply, raw, attempt, started)
         try:
             return _decode(raw)
         except orjson.JSONDecodeError as e:
             text = raw.decode("utf-8", "replace")
-            if kind == "application/json" and text:
-                raise _Retry(f"answered {status} with broken JSON ({e})", status, text) from e
+            if reply.content_type == "application/json" and text:
+                raise Retry(f"answered {reply.status} with broken JSON ({e})", reply.status, text) from e
             return text
 
-    def _abort_later(self, base: str, rid: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._abort(base, rid))
+    async def _open(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
+    ) -> aiohttp.ClientResponse:
+        """Return an answer of which only the head was read."""
+        with transport_errors(method, url, attempt):
+            reply = await self._session().request(method, url, data=body, headers=headers, read_bufsize=STREAM_BUFFER)
+            if reply.status >= 400:
+                check_status(reply, await reply.read(), attempt, started)
+        return reply
+
+    def _abort_unless_left(self, base: str, rid: _AttemptId | None) -> None:
+        """Begin to abort a request that has an id of its own, unless the caller is about to abort everything."""
+        if rid is None or base in self._left_to_caller:
+            return
+        task = asyncio.get_running_loop().create_task(self._abort(base, rid.current))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -272,14 +289,6 @@ class HttpClient:
         for url, result in zip(urls, await asyncio.gather(*posts, return_exceptions=True), strict=True):
             if isinstance(result, BaseException):
                 logger.warning("could not abort request %s on %s: %s", rid, url, result)
-
-
-def is_lost_upstream(status: int, text: str) -> bool:
-    """True when a router's 500 says that its connection to the engine broke: the engine died, others may serve.
-
-    The codes are sglang-router's (``call_upstream_request_error``, ``read_response_body_failed``, ...).
-    """
-    return status == 500 and ("call_upstream_" in text or "read_response_" in text)
 
 
 class _AttemptId:

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
-from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
+from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError, StreamLostError
 from slime.utils.network import (
     _wrap_ipv6,
     find_available_port,
@@ -18,6 +18,7 @@ __all__ = [
     "HttpClient",
     "HttpRequestError",
     "HttpTimeoutError",
+    "StreamLostError",
     "_wrap_ipv6",
     "find_available_port",
     "get",

@@ -100,7 +100,26 @@ def test_samples_hold_the_tokens_and_log_probs_of_the_engine(setup, make_args):
     check_log_probs(setup, samples)
 
 
-def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args):
+STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+
+
+def test_streamed_samples_are_the_same(setup, make_args):
+    args = make_args(rollout_max_response_len=24, rollout_temperature=0.0)
+    whole = list(iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples))
+    args.custom_generate_function_path = STREAMING
+    streamed = list(iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples))
+    assert [s.tokens for s in streamed] == [s.tokens for s in whole]
+    for one, other in zip(streamed, whole, strict=True):
+        assert (one.response, one.status, one.weight_versions) == (other.response, other.status, other.weight_versions)
+        assert len(one.rollout_log_probs) == one.response_length == len(one.loss_mask)
+        assert torch.allclose(torch.tensor(one.rollout_log_probs), torch.tensor(other.rollout_log_probs), atol=1e-5)
+        names = [event["name"] for event in one.trace["events"]]
+        assert "sglang_generate_stream" in names
+        assert "sglang_generate" not in names
+
+
+@pytest.mark.parametrize("generate", [None, STREAMING], ids=["whole", "streamed"])
+def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args, generate):
     # Ten stop tokens in 384: responses of about 40 tokens, rarely of the same length, so that some are in flight when
     # the first group is done.
     args = make_args(
@@ -108,6 +127,7 @@ def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args):
         partial_rollout=True,
         rollout_max_response_len=250,
         rollout_stop_token_ids=list(range(10)),
+        custom_generate_function_path=generate,
     )
     args.rollout_batch_size = 1
     source = RolloutDataSourceWithBuffer(args)

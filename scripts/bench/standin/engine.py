@@ -8,7 +8,7 @@ import functools
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,14 +143,51 @@ class StandInEngine:
             return Response.of_json({"error": {"message": f"Duplicate request ID detected: {rid}"}}, 400)
         stop = self.running[rid] = asyncio.Event()
         self.max_running = max(self.max_running, len(self.running))
-        try:
-            data = await self._run(rid, body, stop)
-        finally:
-            del self.running[rid]
+        if body.get("stream"):
+            events: asyncio.Queue[bytes] = asyncio.Queue()
+            run = asyncio.get_running_loop().create_task(self._run(rid, body, stop, events.put_nowait))
+            pieces = self._events(rid, run, events, request.lost, cut=failure is not None)
+            return Response(content_type="text/event-stream", pieces=pieces)
+        data = await self._run(rid, body, stop)
         return Response(body=data, sent=len(data) // 2 if failure is not None else None)
 
-    async def _run(self, rid: str, body: dict[str, Any], stop: asyncio.Event) -> bytes:
-        """Wait for a slot, take the time the answer takes, and return the reply."""
+    async def _events(
+        self, rid: str, run: asyncio.Task[bytes], events: asyncio.Queue[bytes], lost: asyncio.Event, cut: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of a streamed answer; ``cut``: only the first half. A lost reader stops it."""
+        gone = asyncio.get_running_loop().create_task(lost.wait())
+        try:
+            count = 0
+            while not (run.done() and events.empty()):
+                following = asyncio.get_running_loop().create_task(events.get())
+                await asyncio.wait((following, run, gone), return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    return
+                if not following.done():
+                    following.cancel()
+                    continue
+                count += 1
+                yield b"data: %b\n\n" % following.result()
+                if cut and count >= 2:
+                    raise ConnectionResetError("cut in the middle of a stream")
+            yield b"data: %b\n\ndata: [DONE]\n\n" % run.result()
+        finally:
+            gone.cancel()
+            self._stop(rid, everything=False)
+            await asyncio.wait((run,))
+
+    async def _run(
+        self, rid: str, body: dict[str, Any], stop: asyncio.Event, tell: Callable[[bytes], None] | None = None
+    ) -> bytes:
+        try:
+            return await self._run_in_slot(rid, body, stop, tell)
+        finally:
+            del self.running[rid]
+
+    async def _run_in_slot(
+        self, rid: str, body: dict[str, Any], stop: asyncio.Event, tell: Callable[[bytes], None] | None
+    ) -> bytes:
+        """Wait for a slot, take the time the answer takes, and return the reply; ``tell`` what there is meanwhile."""
         admitted = self._is_free()
         if admitted:
             self._count(+1)
@@ -158,7 +195,7 @@ class StandInEngine:
             turn = self.waiting[rid] = asyncio.get_running_loop().create_future()
             admitted = await turn
         try:
-            return await self._answer(rid, body, stop)
+            return await self._answer(rid, body, stop, tell)
         finally:
             if admitted:
                 self._count(-1)
@@ -173,7 +210,9 @@ class StandInEngine:
             self._count(+1)
             self.waiting.pop(next(iter(self.waiting))).set_result(True)
 
-    async def _answer(self, rid: str, body: dict[str, Any], stop: asyncio.Event) -> bytes:
+    async def _answer(
+        self, rid: str, body: dict[str, Any], stop: asyncio.Event, tell: Callable[[bytes], None] | None
+    ) -> bytes:
         params = body.get("sampling_params", {})
         ids = body.get("input_ids") or [ord(c) for c in body.get("text", "")]
         whole = self.reply(ids, params)
@@ -182,19 +221,38 @@ class StandInEngine:
         kind, out = ("stop", whole) if len(whole) <= limit else ("length", whole[:limit])
         began = time.monotonic()
         seconds = self._seconds(ids, len(out))
+        steps = len(out) if tell else 1
+        for step in range(steps):
+            await self._wait(stop, seconds / steps)
+            if stop.is_set():
+                done = (time.monotonic() - began) / seconds if seconds else 0.0
+                kind, out = "abort", out[: step if tell else min(len(out), int(done * len(out)))]
+                break
+            if tell and step + 1 < steps:
+                tell(self._reply(rid, body, ids, out[: step + 1], None, began))
+        self.stats["tokens"] += len(out)
+        self.stats["aborted" if kind == "abort" else "finished"] += 1
+        self.stats["aborted_tokens"] += len(out) if kind == "abort" else 0
+        return self._reply(rid, body, ids, out, {"type": kind}, began)
+
+    async def _wait(self, stop: asyncio.Event, seconds: float) -> None:
         if seconds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await stop.wait()
-        if stop.is_set():
-            done = (time.monotonic() - began) / seconds if seconds else 0.0
-            kind, out = "abort", out[: min(len(out), int(done * len(out)))]
-        self.stats["tokens"] += len(out)
-        self.stats["aborted" if kind == "abort" else "finished"] += 1
-        self.stats["aborted_tokens"] += len(out) if kind == "abort" else 0
+
+    def _reply(
+        self,
+        rid: str,
+        body: dict[str, Any],
+        ids: list[int],
+        out: list[int],
+        finish: dict[str, str] | None,
+        began: float,
+    ) -> bytes:
         meta: dict[str, Any] = {
             "id": rid,
-            "finish_reason": {"type": kind},
+            "finish_reason": finish,
             "prompt_tokens": len(ids),
             "cached_tokens": len(ids) // 2,
             "completion_tokens": len(out),

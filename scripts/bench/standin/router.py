@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import aiohttp
@@ -34,11 +36,25 @@ class StandInRouter:
         engine = self.engines[self.turn % len(self.engines)]
         headers = {name: value for name, value in request.headers.items() if name.lower().startswith("x-")}
         headers["Content-Type"] = "application/json"
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-                session.post(f"{engine.url}/generate", data=request.body, headers=headers) as reply,
-            ):
+        async with contextlib.AsyncExitStack() as opened:
+            try:
+                session = await opened.enter_async_context(
+                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+                )
+                asked = session.post(f"{engine.url}/generate", data=request.body, headers=headers)
+                reply = await opened.enter_async_context(asked)
+                if reply.content_type == "text/event-stream":
+                    pieces = _forward(reply, opened.pop_all())
+                    return Response(reply.status, content_type=reply.content_type, pieces=pieces)
                 return Response(reply.status, await reply.read(), reply.content_type)
+            except aiohttp.ClientError as e:
+                return Response.of_json({"error": {"message": str(e)}}, 502)
+
+
+async def _forward(reply: aiohttp.ClientResponse, opened: contextlib.AsyncExitStack) -> AsyncGenerator[bytes, None]:
+    async with opened:
+        try:
+            async for piece in reply.content.iter_any():
+                yield piece
         except aiohttp.ClientError as e:
-            return Response.of_json({"error": {"message": str(e)}}, 502)
+            raise ConnectionError(str(e)) from e

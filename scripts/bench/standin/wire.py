@@ -6,7 +6,7 @@ One request at a time per connection, bodies with a Content-Length, connections 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -28,13 +28,17 @@ class Request:
 
 @dataclass
 class Response:
-    """A reply. Of its ``body`` only ``sent`` bytes are sent before the connection is cut, when that is given."""
+    """A reply. Of its ``body`` only ``sent`` bytes are sent before the connection is cut, when that is given.
+
+    ``pieces`` of a body are sent as they come instead; one that raises ConnectionError cuts the connection.
+    """
 
     status: int = 200
     body: bytes = b""
     content_type: str = "application/json"
     sent: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    pieces: AsyncGenerator[bytes, None] | None = None
 
     @classmethod
     def of_json(cls, value: object, status: int = 200) -> Response:
@@ -42,9 +46,10 @@ class Response:
 
     def encode(self) -> bytes:
         extra = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+        size = "Transfer-Encoding: chunked" if self.pieces is not None else f"Content-Length: {len(self.body)}"
         head = (
             f"HTTP/1.1 {self.status} {REASONS.get(self.status, 'Unknown')}\r\nContent-Type: {self.content_type}\r\n"
-            f"Content-Length: {len(self.body)}\r\n{extra}\r\n"
+            f"{size}\r\n{extra}\r\n"
         )
         return head.encode() + self.body
 
@@ -104,8 +109,26 @@ class Connection(asyncio.Protocol):
             self.transport.close()
             return
         self.transport.write(data)
+        if response.pieces is not None and not await self._send_pieces(response.pieces):
+            self.transport.abort()
+            return
         self.task = None
         self._take_request()
+
+    async def _send_pieces(self, pieces: AsyncGenerator[bytes, None]) -> bool:
+        """Send a body in pieces; False when it broke off or its reader has gone."""
+        assert self.transport is not None
+        try:
+            async for piece in pieces:
+                if self.lost.is_set():
+                    return False
+                self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        except ConnectionError:
+            return False
+        finally:
+            await pieces.aclose()
+        self.transport.write(b"0\r\n\r\n")
+        return True
 
 
 class Listener:

@@ -1,0 +1,81 @@
+"""What a sample asks an engine for, and what becomes of the reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+from slime.utils.types import Sample
+
+
+def generate_payload(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> dict[str, Any] | None:
+    """Return the body of the request for the rest of ``sample``; None, and status TRUNCATED, when nothing is left."""
+    left = _tokens_left(args, sample, sampling_params, evaluation)
+    assert left >= 0, (
+        f"sample index={sample.index} has {sample.response_length} response tokens, "
+        f"{-left} more than max_new_tokens allows"
+    )
+    if left == 0:
+        sample.status = Sample.Status.TRUNCATED
+        return None
+    params = {**sampling_params, "max_new_tokens": left}
+    payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
+    images = (sample.multimodal_inputs or {}).get("images")
+    if images:
+        payload["text"] = f"{sample.prompt}{sample.response}"
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
+    else:
+        payload["input_ids"] = sample.tokens
+    if getattr(args, "use_rollout_routing_replay", False):
+        payload["return_routed_experts"] = True
+    return payload
+
+
+def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
+    """Return the header that keeps the requests of a sample on one engine, for the routers that heed it."""
+    if getattr(args, "router_policy", None) in ("consistent_hashing", "manual") and sample.session_id:
+        return {"X-SMG-Routing-Key": sample.session_id}
+    return None
+
+
+def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
+    """Append the tokens of an engine's reply to ``sample``."""
+    meta_info = output["meta_info"]
+    log_probs = meta_info.get("output_token_logprobs") or []
+    sample.append_response_tokens(
+        args,
+        tokens=[item[1] for item in log_probs],
+        log_probs=[item[0] for item in log_probs],
+        meta_info=meta_info,
+        text=output["text"],
+    )
+
+
+def _tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
+    limit = sampling_params.get("max_new_tokens")
+    context = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
+    room = None if context is None else int(context) - len(sample.tokens)
+    left = None if limit is None else int(limit) - sample.response_length
+    if left is not None and (room is None or left < 0):
+        return left
+    if room is None:
+        raise ValueError("the response has no length limit: set --rollout-max-response-len")
+    return max(0, room if left is None else min(left, room))
+
+
+def prompt_token_ids(state: Any, sample: Sample) -> list[int]:
+    """Return the token ids of a prompt; of one with images those of the processor, whose other outputs are kept."""
+    if not isinstance(sample.prompt, str):
+        raise ValueError(
+            f"sample index={sample.index} has chat messages as its prompt; use --apply-chat-template to render them, "
+            "or a --custom-generate-function-path that takes messages"
+        )
+    if state.processor is not None and sample.multimodal_inputs:
+        kwargs = build_processor_kwargs(sample.multimodal_inputs)
+        outputs = state.processor(text=sample.prompt, **kwargs)
+        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
+        sample.multimodal_train_inputs = train_inputs or None
+        return list(outputs["input_ids"][0])
+    return list(state.tokenizer.encode(sample.prompt, add_special_tokens=False))

@@ -1,0 +1,133 @@
+"""Generation that reads the engine's answer as it grows (``--custom-generate-function-path``).
+
+A sample has the tokens that have arrived at any moment: those who show or supervise samples see them, a rollout that
+ends need not wait for the engine, and a connection that breaks off costs no token.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
+from slime.rollout import sglang_rollout
+from slime.rollout.engine_idle import describe_engines
+from slime.rollout.generate_request import append_output, generate_payload, routing_headers
+from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
+from slime.utils.types import Sample
+
+__all__ = ["generate_streaming"]
+
+logger = logging.getLogger(__name__)
+
+_ABORT = {"type": "abort"}
+_GROWS = (
+    "tokens",
+    "response",
+    "response_length",
+    "loss_mask",
+    "rollout_log_probs",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+    "rollout_routed_experts",
+    "weight_versions",
+    "weight_version_spans",
+    "spec_info",
+    "prefix_cache_info",
+    "status",
+)
+"""What an engine's reply changes of a sample."""
+
+
+async def generate_streaming(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
+    """Do what ``slime.rollout.sglang_rollout.generate`` does, with ``"stream": true``; return the same sample.
+
+    When the rollout is aborted, the sample is ABORTED with the tokens that had arrived. Every event must come within
+    ``--rollout-request-timeout``. A stream that breaks off is continued by another request.
+    """
+    return await sglang_rollout.generate_to_the_end(args, sample, sampling_params, evaluation, _stream_once)
+
+
+generate_streaming.resumable = True  # type: ignore[attr-defined]
+
+
+async def _stream_once(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> None:
+    payload = generate_payload(args, sample, sampling_params, evaluation)
+    if payload is None:
+        return
+    answer = _GrowingAnswer(args, sample)
+    limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
+    with trace_span(sample, "sglang_generate_stream", limit) as span:
+        try:
+            await _read(args, sample, payload, answer)
+        except StreamLostError as e:
+            logger.warning("sample index=%s goes on with what it has, the stream was lost: %s", sample.index, e)
+        except HttpTimeoutError as e:
+            e.add_note(await describe_engines(sglang_rollout.get_model_url(args, "default", "")))
+            raise
+        finally:
+            answer.close()
+        span.update(**build_sglang_meta_trace_attrs(answer.meta_info))
+
+
+async def _read(args: Any, sample: Sample, payload: dict[str, Any], answer: _GrowingAnswer) -> None:
+    state = sglang_rollout.GenerateState(args)
+    url = sglang_rollout.get_model_url(args, "default")
+    headers = routing_headers(args, sample)
+    async with get_http_client().stream(url, payload, headers=headers) as events:
+        async for event in events:
+            answer.take(event, url)
+            if state.aborted and not answer.finished:
+                return
+
+
+class _GrowingAnswer:
+    """One streamed answer: every event says all of it, so that the sample is made anew from its state before."""
+
+    def __init__(self, args: Any, sample: Sample) -> None:
+        self.args = args
+        self.sample = sample
+        self.finished = False
+        self._before = {name: copy.copy(getattr(sample, name)) for name in _GROWS}
+        self._latest: dict[str, Any] | None = None
+
+    @property
+    def meta_info(self) -> Mapping[str, Any]:
+        return {} if self._latest is None else self._latest["meta_info"]
+
+    def take(self, event: dict[str, Any], url: str) -> None:
+        """Let the sample be what it was, and ``event``."""
+        reason = event["meta_info"].get("finish_reason")
+        if isinstance(reason, Mapping) and reason.get("type") == "abort" and reason.get("status_code") == 400:
+            raise HttpRequestError(
+                "POST", url, "was refused", status=400, body=str(reason.get("message")), attempts=1, elapsed=0.0
+            )
+        self._check_whole(event)
+        self._latest, self.finished = event, reason is not None
+        self._rebuild(event)
+
+    def close(self) -> None:
+        """Account for an answer that was left before its end as for one that the engine aborted."""
+        if self.finished:
+            return
+        latest = self._latest or {"text": "", "meta_info": {}}
+        self._rebuild({**latest, "meta_info": {**latest["meta_info"], "finish_reason": _ABORT}})
+
+    def _rebuild(self, output: dict[str, Any]) -> None:
+        for name, value in self._before.items():
+            setattr(self.sample, name, copy.copy(value))
+        append_output(self.args, self.sample, output)
+
+    def _check_whole(self, event: dict[str, Any]) -> None:
+        """Refuse what engines send under --incremental-streaming-output: the new tokens only."""
+        made, told = event["meta_info"].get("completion_tokens"), event["meta_info"].get("output_token_logprobs")
+        if isinstance(made, int) and told is not None and len(told) < made:
+            raise ValueError(
+                f"sample index={self.sample.index}: an event of the stream has {len(told)} of {made} tokens, but "
+                "generate_streaming needs events that repeat the earlier ones; leave out "
+                "--sglang-incremental-streaming-output"
+            )
