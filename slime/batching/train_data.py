@@ -41,7 +41,7 @@ def build_train_data(
     data: dict[str, list[Any]] = {
         "tokens": [sample.tokens for sample in samples],
         "response_lengths": [_response_length(sample) for sample in samples],
-        "rewards": [_finite_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True)],
+        "rewards": [finite_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True)],
         "raw_reward": _raw_rewards(args, samples, raw_rewards),
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
         "sample_indices": [sample.index for sample in samples],
@@ -135,7 +135,8 @@ def _present(sample: Sample, field: str) -> Any:
     return value
 
 
-def _finite_reward(sample: Sample, reward: Any) -> float:
+def finite_reward(sample: Sample, reward: Any) -> float:
+    """Return ``reward`` as a float. Raises TrainDataError, naming the sample, for what is no finite number."""
     try:
         value = float(reward)
     except (TypeError, ValueError):

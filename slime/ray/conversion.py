@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,21 @@ from typing import Any
 from slime.algorithms.rewards import post_process_rewards
 from slime.batching.columns import RolloutBatch, RolloutShard
 from slime.batching.schedule import build_dp_schedule, leftover_positions
-from slime.batching.train_data import build_train_data
+from slime.batching.train_data import build_train_data, finite_reward
+from slime.rollout.hooks import Hook, find_hook, make_hook
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.utils.atomic_file import write_atomically
-from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+
+_MAKERS = (
+    "rollout_function_path",
+    "custom_generate_function_path",
+    "rollout_sample_hook_path",
+    "custom_rm_path",
+    "rollout_sample_filter_path",
+)
 
 
 @dataclass
@@ -38,10 +47,8 @@ class Converter:
         self.args = args
         self.train_parallel_config: Mapping[str, int] | None = None
         self.carried = CarriedOver([], [], [])
-        path = args.custom_convert_samples_to_train_data_path
-        self._convert = load_function(path, "--custom-convert-samples-to-train-data-path") if path else None
-        path = args.custom_reward_post_process_path
-        self._post_process: Any = load_function(path, "--custom-reward-post-process-path") if path else None
+        self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
+        self._post_process = find_hook(args, "custom_reward_post_process_path")
 
     def shards(self, samples: Sequence[Sample]) -> list[RolloutShard]:
         """Return one shard per data-parallel rank of what ``samples``, after those carried over, train.
@@ -66,20 +73,56 @@ class Converter:
         rewards: list[float]
         if self._convert is not None:
             samples = old.samples + fresh
-            batch = RolloutBatch.from_train_data(self._convert(self.args, samples))
+            batch = self._converted(self._convert, samples)
             raw, rewards = [0.0] * len(samples), [0.0] * len(samples)  # the converter makes its own
         else:
             fresh_raw, fresh_rewards = self._rewards(fresh)
             samples = old.samples + fresh
             raw, rewards = old.raw_rewards + list(fresh_raw), old.rewards + list(fresh_rewards)
-            batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
+            with self._naming_makers():
+                batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
         self._carry_over(samples, raw, rewards, batch)
         return batch
 
+    def _converted(self, convert: Hook, samples: list[Sample]) -> RolloutBatch:
+        data = convert(self.args, samples)
+        if not isinstance(data, Mapping):
+            raise convert.returned(data, "a dict of lists with one entry per sample")
+        with convert.naming():
+            return RolloutBatch.from_train_data(data)
+
     def _rewards(self, samples: list[Sample]) -> tuple[Sequence[Any], Sequence[float]]:
-        if self._post_process is not None:
-            return self._post_process(self.args, samples)
-        return post_process_rewards(self.args, samples)
+        if self._post_process is None:
+            with self._naming_makers():
+                return post_process_rewards(self.args, samples)
+        result = self._post_process(self.args, samples)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise self._post_process.returned(result, "two lists: (raw_rewards, rewards)")
+        for name, values in zip(("raw_rewards", "rewards"), result, strict=True):
+            if not hasattr(values, "__len__") or len(values) != len(samples):
+                seen = f"{len(values)} of them" if hasattr(values, "__len__") else repr(values)
+                raise ValueError(
+                    f"{self._post_process} returned as {name} {seen:.80} for {len(samples)} samples; expected one per "
+                    "sample, in order"
+                )
+        raw, rewards = (values.tolist() if hasattr(values, "tolist") else list(values) for values in result)
+        with self._post_process.naming():
+            return raw, [finite_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True)]
+
+    @contextlib.contextmanager
+    def _naming_makers(self) -> Iterator[None]:
+        """Add to an error about samples which of the user's hooks have made them what they are."""
+        try:
+            yield
+        except (ValueError, KeyError) as e:
+            found: dict[str, Hook] = {}
+            for name in _MAKERS:
+                paths = getattr(self.args, name, None) or []
+                hooks = [make_hook(path, name) for path in ([paths] if isinstance(paths, str) else paths)]
+                found |= {hook.path: hook for hook in hooks if not hook.path.startswith("slime.")}
+            for hook in found.values():
+                e.add_note(f"the samples were made with {hook}")
+            raise
 
     def _carry_over(self, samples: list[Sample], raw: list[Any], rewards: list[Any], batch: RolloutBatch) -> None:
         ids = batch.rollout_ids

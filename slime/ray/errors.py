@@ -58,14 +58,15 @@ def reports_errors(method: F) -> F:
 
 
 def one_line_kind(error: BaseException) -> str:
-    """Return ``Type: message`` of the exception that started it all."""
+    """Return ``Type: message`` of the exception that started it all, and the notes that say where it comes from."""
     root = error
     if isinstance(root, RayTaskError) and root.cause is not None:
         root = root.cause
     text = str(root)
     if isinstance(root, (RemoteFailure, EngineDied)):
         return text
-    return f"{type(root).__name__}: {text}" if text else type(root).__name__
+    notes = "".join(f"\n  {note}" for note in getattr(root, "__notes__", ()))
+    return (f"{type(root).__name__}: {text}" if text else type(root).__name__) + notes
 
 
 def clean_traceback(error: BaseException) -> str:

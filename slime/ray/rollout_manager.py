@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_m
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
+from slime.rollout.hooks import check_hooks, find_hook, make_hook
 from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
@@ -58,15 +59,15 @@ class RolloutManager:
     def setup(self, pg: Any, wiring: dict[str, Any]) -> None:
         """Load prompts and hooks; start the engines on the slots ``pg`` in the background."""
         args = self.args
-        self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
-        self.generate_rollout = load_function(args.rollout_function_path, "--rollout-function-path")
+        check_hooks(args)
+        self.data_source = make_hook(args.data_source_path, "data_source_path")(args)
+        self._make_rollout = _rollout_function(args, "rollout_function_path")
+        self.generate_rollout = load_function(args.rollout_function_path)
         if hasattr(self.data_source, "unconsumed"):
             self.data_source.unconsumed = getattr(self.generate_rollout, "unconsumed", None)
-        self.eval_generate_rollout = load_function(args.eval_function_path, "--eval-function-path")
-        self._log_rollout = _optional(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
-        self._log_eval = _optional(
-            args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
-        )
+        self._make_evaluation = _rollout_function(args, "eval_function_path")
+        self._log_rollout = find_hook(args, "custom_rollout_log_function_path")
+        self._log_eval = find_hook(args, "custom_eval_rollout_log_function_path")
         self.converter = Converter(args)
         if args.dump_details:
             save_tokenizer(args)
@@ -106,7 +107,7 @@ class RolloutManager:
             set_current_rollout_id(rollout_id)
             self._wait_for_engines()
             output: Any = call_rollout_fn(
-                self.eval_generate_rollout, self.args, rollout_id, self.data_source, evaluation=True
+                self._make_evaluation, self.args, rollout_id, self.data_source, evaluation=True
             )
             if self.args.save_debug_rollout_data:
                 everything = [s for result in output.data.values() for s in iter_samples(result.get("samples") or [])]
@@ -241,7 +242,7 @@ class RolloutManager:
         if self.args.load_debug_rollout_data:
             return rollout_dumps.load(self.args, rollout_id), None
         self._wait_for_engines()
-        output: Any = call_rollout_fn(self.generate_rollout, self.args, rollout_id, self.data_source, evaluation=False)
+        output: Any = call_rollout_fn(self._make_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         check_sibling_rollout_ids(output.samples)
         samples = list(iter_samples(output.samples))
         if hasattr(self.data_source, "record_consumed"):
@@ -276,5 +277,7 @@ class RolloutManager:
             del self._carried_snapshots[old]
 
 
-def _optional(path: str | None, flag: str) -> Any:
-    return load_function(path, flag) if path else None
+def _rollout_function(args: Namespace, name: str) -> Callable[..., Any]:
+    """Return the function that makes rollouts; errors are laid at the door of a user's own, not of a built-in one."""
+    hook = make_hook(getattr(args, name), name)
+    return hook.function if hook.path.startswith("slime.") else hook

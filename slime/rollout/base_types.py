@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.hooks import describe, finish
 from slime.utils.types import Sample
 
 
@@ -28,19 +29,47 @@ class RolloutFnEvalOutput:
 def call_rollout_fn(
     fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function and wrap what older ones return: a list of groups, or a dict of eval results."""
-    output = fn(*args, **kwargs, evaluation=evaluation)
-    if isinstance(output, (RolloutFnTrainOutput, RolloutFnEvalOutput)):
-        return output
+    """Call a (coroutine) function that makes rollouts; wrap what older ones return: a list of groups, or a dict.
+
+    Raises TypeError, naming the function, for anything else, and for what is no sample in it.
+    """
+    output = finish(fn(*args, **kwargs, evaluation=evaluation))
     if evaluation and isinstance(output, dict):
-        return RolloutFnEvalOutput(data=output)
+        output = RolloutFnEvalOutput(data=output)
     if not evaluation and isinstance(output, list):
-        return RolloutFnTrainOutput(samples=output)
-    expected = "RolloutFnEvalOutput or dict" if evaluation else "RolloutFnTrainOutput or list"
-    raise TypeError(
-        f"rollout function {getattr(fn, '__qualname__', fn)} returned {type(output).__name__} with "
-        f"evaluation={evaluation}; expected {expected}"
-    )
+        output = RolloutFnTrainOutput(samples=output)
+    if not isinstance(output, (RolloutFnTrainOutput, RolloutFnEvalOutput)):
+        expected = "RolloutFnEvalOutput or dict" if evaluation else "RolloutFnTrainOutput or list"
+        raise TypeError(
+            f"{describe(fn)} returned {type(output).__name__} with evaluation={evaluation}; expected {expected}"
+        )
+    if isinstance(output, RolloutFnTrainOutput):
+        _check_groups(fn, output.samples)
+    elif evaluation:
+        _check_results(fn, output.data)
+    return output
+
+
+def _check_groups(fn: Callable[..., Any], groups: Any) -> None:
+    if not isinstance(groups, list):
+        raise TypeError(f"{describe(fn)} returned {type(groups).__name__} as its samples; expected a list of groups")
+    for number, group in enumerate(groups):
+        odd = next((leaf for leaf in iter_samples(group) if not isinstance(leaf, Sample)), None)
+        if odd is not None:
+            raise TypeError(
+                f"{describe(fn)} returned {type(odd).__name__} {odd!r:.80} in group {number} of {len(groups)}; "
+                "expected lists of Sample"
+            )
+
+
+def _check_results(fn: Callable[..., Any], data: Any) -> None:
+    expected = '{data set: {"rewards": [...], "truncated": [...], "samples": [...]}}'
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{describe(fn)} returned {type(data).__name__} as its evaluation data; expected {expected}")
+    for name, result in data.items():
+        if not isinstance(result, Mapping) or "rewards" not in result:
+            seen = f"the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else type(result).__name__
+            raise TypeError(f"{describe(fn)} returned {seen} for evaluation data set {name!r}; expected {expected}")
 
 
 def iter_samples(nested: Any) -> Iterator[Sample]:

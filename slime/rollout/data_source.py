@@ -11,16 +11,16 @@ import copy
 import json
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.hooks import describe, find_hook
 from slime.rollout.recovery import Recovery, Unconsumed, still_open
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
-from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -268,8 +268,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
-        path = getattr(args, "buffer_filter_path", None)
-        self.buffer_filter = pop_first if path is None else load_function(path, "--buffer-filter-path")
+        self.buffer_filter: Callable[..., Any] = find_hook(args, "buffer_filter_path") or pop_first
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return ``num_samples`` groups, from the buffer first."""
@@ -280,9 +279,21 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _take_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples <= 0:
             return []
-        groups: list[Group] = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
+        if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+            raise TypeError(
+                f"{describe(self.buffer_filter)} returned {type(groups).__name__}; expected a list of groups"
+            )
         if len(groups) > num_samples:
-            raise ValueError(f"--buffer-filter-path returned {len(groups)} groups, {num_samples} were asked for")
+            raise ValueError(
+                f"{describe(self.buffer_filter)} returned {len(groups)} groups, {num_samples} were asked for"
+            )
+        taken = set(map(id, groups))
+        if any(id(group) in taken for group in self.buffer):
+            raise ValueError(
+                f"{describe(self.buffer_filter)} left groups in the buffer that it returned: they would be handed out "
+                "twice; remove them from the list it is given"
+            )
         return groups
 
     def add_samples(self, samples: list[Group]) -> None:

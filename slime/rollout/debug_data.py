@@ -87,7 +87,7 @@ def _plain_sample(sample: Sample) -> dict[str, Any]:
         try:
             plain[name] = _plain_value(value)
         except TypeError as e:
-            if name in Sample.__dataclass_fields__:
+            if name in Sample.__dataclass_fields__ and name != "trace":
                 raise TypeError(f"sample index={sample.index}: field {name!r} cannot be dumped: {e}") from e
             logger.warning("sample index=%s: attribute %r is left out of the dump: %s", sample.index, name, e)
     return plain

@@ -15,9 +15,9 @@ from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.generation_stream import GenerationStream
 from slime.rollout.group_job import Group
+from slime.rollout.hooks import find_hook
 from slime.rollout.train_rollout import first_index
 from slime.utils.async_utils import get_async_loop, run
-from slime.utils.misc import load_function
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async", "get_global_worker", "stop_global_worker"]
 
@@ -79,11 +79,10 @@ class AsyncRolloutWorker:
         groups, dropped, metrics = self.stream.end_rollout()
         data = sorted(groups, key=first_index)
         args = self.args
-        if path := args.rollout_sample_filter_path:
-            load_function(path, "--rollout-sample-filter-path")(args, data)
-        if path := args.rollout_all_samples_process_path:
-            process = load_function(path, "--rollout-all-samples-process-path")
-            process(args, sorted([*groups, *dropped], key=first_index), self.data_source.get_samples)
+        if sample_filter := find_hook(args, "rollout_sample_filter_path"):
+            await sample_filter.awaited(args, data)
+        if process := find_hook(args, "rollout_all_samples_process_path"):
+            await process.awaited(args, sorted([*groups, *dropped], key=first_index), self.data_source.get_samples)
         return RolloutFnTrainOutput(samples=data, metrics=metrics)
 
     async def _fill(self, rollout_id: int) -> None:

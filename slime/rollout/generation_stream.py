@@ -8,15 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout import sglang_rollout
-from slime.rollout.filter_hub.base_types import call_dynamic_filter
+from slime.rollout.drawing import draw_groups
+from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
 from slime.rollout.generate_state import cancel_all, request_limit
 from slime.rollout.group_copy import copy_group
 from slime.rollout.group_job import Group, GroupJob, has_aborted, is_complete
 from slime.rollout.group_ledger import GroupLedger
+from slime.rollout.hooks import find_hook
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import StalenessBound, stamp_steps, weight_clock, with_all_steps
 from slime.utils.http_utils import get_http_client
-from slime.utils.misc import load_function
 
 _STEPS_TO_THE_SLOTS = 3
 """Turns of the event loop after which the samples of a new group hold a slot or wait for one."""
@@ -57,8 +58,7 @@ class GenerationStream:
         self.clock = weight_clock()
         self.bound = StalenessBound(getattr(args, "max_staleness", None), args.rollout_batch_size)
         self.ledger = GroupLedger(args, self.bound, self.clock, self._give_back)
-        path = args.dynamic_sampling_filter_path
-        self._filter = None if path is None else load_function(path, "--dynamic-sampling-filter-path")
+        self._filter = find_hook(args, "dynamic_sampling_filter_path")
         self._no_prompts = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._filler: asyncio.Task[None] | None = None
@@ -191,7 +191,7 @@ class GenerationStream:
         """Begin the next group; False when there is none."""
         ledger = self.ledger
         if not ledger.waiting:
-            ledger.add(self.data_source.get_samples(1))
+            ledger.add(draw_groups(self.args, self.data_source.get_samples, 1))
         if not ledger.waiting:
             self._no_prompts = True
             self._change.set()
@@ -221,7 +221,7 @@ class GenerationStream:
         if has_aborted(group):
             return group, None
         stamp_steps(group, self.clock, job.step)
-        verdict = call_dynamic_filter(self._filter, self.args, group)
+        verdict = await await_dynamic_filter(self._filter, self.args, group)
         if record := getattr(self.data_source, "record_completed", None):
             record(with_all_steps(group, self.clock))
         return group, verdict

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
+from slime.rollout.hooks import Hook, make_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
-
-FLAG = "--rollout-sample-hook-path"
 
 _current_rollout_id: int | None = None
 
@@ -36,28 +33,20 @@ async def apply_sample_hooks(
     A hook may be sync or async and returns the sample to go on with, or None to keep the one it was given. It is
     passed those of ``rollout_id`` and ``evaluation`` that it accepts. Raises TypeError for any other return value.
     """
-    for path in getattr(args, "rollout_sample_hook_path", None) or []:
-        samples = await _apply(load_function(path, FLAG), path, args, samples, rollout_id, evaluation)
+    paths = getattr(args, "rollout_sample_hook_path", None) or []
+    for path in [paths] if isinstance(paths, str) else paths:
+        samples = await _apply(
+            make_hook(path, "rollout_sample_hook_path", load=load_function), args, samples, rollout_id, evaluation
+        )
     return samples
 
 
-async def _apply(
-    hook: Callable[..., Any], path: str, args: Any, samples: Any, rollout_id: int | None, evaluation: bool
-) -> Any:
-    if isinstance(samples, list):
-        return [await _apply(hook, path, args, sample, rollout_id, evaluation) for sample in samples]
-    offered = {"rollout_id": rollout_id, "evaluation": evaluation}
-    parameters = inspect.signature(hook).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        offered = {name: value for name, value in offered.items() if name in parameters}
-    result = hook(args, samples, **offered)
-    if inspect.isawaitable(result):
-        result = await result
+async def _apply(hook: Hook, args: Any, samples: Any, rollout_id: int | None, evaluation: bool) -> Any:
+    if isinstance(samples, (list, tuple)):
+        return [await _apply(hook, args, sample, rollout_id, evaluation) for sample in samples]
+    result = await hook.awaited(args, samples, **hook.accepted(rollout_id=rollout_id, evaluation=evaluation))
     if result is None:
         return samples
     if not isinstance(result, Sample):
-        raise TypeError(
-            f"{FLAG} {path!r} returned {type(result).__name__} for sample index={samples.index}; "
-            "expected a Sample, or None to keep the one it was given"
-        )
+        raise hook.returned(result, "a Sample, or None to keep the one it was given", samples)
     return result

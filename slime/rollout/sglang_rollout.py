@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_samples
+from slime.rollout.custom_generate import call_generate, generate_hook
 from slime.rollout.engine_idle import describe_engines
 from slime.rollout.eval_rollout import eval_single_dataset
 from slime.rollout.generate_request import append_output, generate_payload, prompt_token_ids, routing_headers
@@ -28,6 +28,7 @@ from slime.rollout.generate_state import (
     request_limit,
     train_sampling_params,
 )
+from slime.rollout.hooks import Hook, make_hook
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
@@ -168,30 +169,6 @@ async def _generate_once(args: Any, sample: Sample, sampling_params: dict[str, A
     append_output(args, sample, output)
 
 
-def _generate_function(args: Any, sample: Sample) -> tuple[Callable[..., Any], bool]:
-    """Return the sample's generate function and whether it is a custom one."""
-    path = sample.generate_function_path or getattr(args, "custom_generate_function_path", None)
-    if path is None:
-        return generate, False
-    return load_function(path, "--custom-generate-function-path"), True
-
-
-async def _call_generate(
-    fn: Callable[..., Any], args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Sample | list[Sample]:
-    if "evaluation" in inspect.signature(fn).parameters:
-        result = await fn(args, sample, sampling_params, evaluation=evaluation)
-    else:
-        result = await fn(args, sample, sampling_params)
-    leaves = list(iter_samples(result))
-    if not all(isinstance(leaf, Sample) for leaf in leaves):
-        raise TypeError(
-            f"generate function {getattr(fn, '__qualname__', fn)} returned {type(result).__name__} for sample "
-            f"index={sample.index}; expected a Sample or a list of Samples"
-        )
-    return result
-
-
 async def generate_and_rm(
     args: Any, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
@@ -231,11 +208,11 @@ async def _generate_resumable(
     """Call the sample's generate function. What a custom one leaves half-done when it is cancelled, or when one of
     several samples it made was aborted, is undone for partial rollouts, unless its attribute ``resumable`` says that it
     can go on from there, as the default one can."""
-    fn, custom = _generate_function(args, sample)
-    undo = custom and not getattr(fn, "resumable", False)
+    custom = generate_hook(args, sample, load_function)
+    undo = custom is not None and not getattr(custom.function, "resumable", False)
     original = copy.deepcopy(sample) if undo and args.partial_rollout and not evaluation else None
     try:
-        result = await _call_generate(fn, args, sample, sampling_params, evaluation)
+        result = await call_generate(custom or generate, args, sample, sampling_params, evaluation)
     except asyncio.CancelledError:
         if original is not None:
             _restore(sample, original)
@@ -324,9 +301,7 @@ async def generate_rollout_async(
     assert args.rollout_global_dataset, "the default rollout needs the global data set"
     state = GenerateState(args)
     state.rollout_id, state.reward_errors = rollout_id, RewardErrors()
-    collection = Collection(
-        args, rollout_id, _load(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
-    )
+    collection = Collection(args, rollout_id, _hook(args, "dynamic_sampling_filter_path"))
     try:
         await collect(args, state, get_samples, collection)
         unfinished = await abort(args, rollout_id)
@@ -338,15 +313,16 @@ async def generate_rollout_async(
     if unfinished:
         metrics["rollout/partial_groups" if args.partial_rollout else "rollout/put_back_groups"] = len(unfinished)
     data = sorted(collection.accepted, key=first_index)
-    if sample_filter := _load(args.rollout_sample_filter_path, "--rollout-sample-filter-path"):
-        sample_filter(args, data)
-    if process := _load(args.rollout_all_samples_process_path, "--rollout-all-samples-process-path"):
-        process(args, sorted(collection.seen, key=first_index), get_samples)
+    if sample_filter := _hook(args, "rollout_sample_filter_path"):
+        await sample_filter.awaited(args, data)
+    if process := _hook(args, "rollout_all_samples_process_path"):
+        await process.awaited(args, sorted(collection.seen, key=first_index), get_samples)
     return RolloutFnTrainOutput(samples=data, metrics=metrics), collection.handed_back + unfinished
 
 
-def _load(path: str | None, flag: str) -> Callable[..., Any] | None:
-    return None if path is None else load_function(path, flag)
+def _hook(args: Any, name: str) -> Hook | None:
+    path = getattr(args, name)
+    return make_hook(path, name, load=load_function) if path else None
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:

@@ -44,7 +44,7 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         try:
             encoded[name] = encode_value(value)
         except NotStorable as e:
-            if name in Sample.__dataclass_fields__:
+            if name in Sample.__dataclass_fields__ and name != "trace":
                 raise NotStorable(f"sample index={sample.index}: field {name!r} cannot be saved: {e}") from e
             logger.warning("sample index=%s: attribute %r is not saved with the buffer: %s", sample.index, name, e)
     return encoded

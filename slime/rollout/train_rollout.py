@@ -10,10 +10,11 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import iter_samples
+from slime.rollout.drawing import draw_groups
 from slime.rollout.engine_idle import abort_all_until_idle
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
-    call_dynamic_filter,
+    await_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import cancel_all
@@ -46,7 +47,7 @@ class Collection:
         self.aborted = 0
         self.metrics = MetricGatherer()
 
-    def add(self, group: Group, state: Any) -> None:
+    async def add(self, group: Group, state: Any) -> None:
         """Accept, drop or hand back one finished group."""
         assert len(group) == self.args.n_samples_per_prompt, (
             f"group {first_index(group)} has {len(group)} samples, expected --n-samples-per-prompt "
@@ -56,7 +57,7 @@ class Collection:
             self._requeue(group, state)
             return
         target = self.args.rollout_batch_size
-        verdict = call_dynamic_filter(self.filter, self.args, group)
+        verdict = await await_dynamic_filter(self.filter, self.args, group)
         drop = should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=state.remaining_batch_size, target_data_size=target
         )
@@ -102,7 +103,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
         reward_sum, rewarded = 0.0, 0
         while len(collection.accepted) < target:
             while state.remaining_batch_size < target:
-                groups = get_samples(args.over_sampling_batch_size)
+                groups = draw_groups(args, get_samples, args.over_sampling_batch_size)
                 if not groups:
                     raise RuntimeError(f"rollout {collection.rollout_id}: the data source has no more prompts")
                 await _submit(state, groups)
@@ -119,7 +120,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 before = len(collection.accepted)
                 if state.on_completed is not None and not _has_aborted(group):
                     state.on_completed(group)
-                collection.add(group, state)
+                await collection.add(group, state)
                 samples = list(iter_samples(group))
                 tokens += sum(sample.response_length for sample in samples)
                 for reward in (_reward_number(args, sample) for sample in samples):

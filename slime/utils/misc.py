@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import inspect
+import pkgutil
 import subprocess
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -33,7 +36,8 @@ def load_function(path: str, flag: str | None = None) -> Any:
     """Import ``package.module.attr`` and return the attribute; the result is cached for the life of the process.
 
     ``flag`` is the command-line flag the path came from, for the message. Raises ValueError for a path without a dot,
-    ImportError when the module cannot be imported, AttributeError when it has no such attribute.
+    ImportError when the module cannot be imported or fails while it is, AttributeError when it has no such attribute;
+    the last two name the nearest there is.
     """
     origin = f"{flag} {path!r}" if flag else f"dotted path {path!r}"
     if not isinstance(path, str) or "." not in path or ":" in path or "/" in path:
@@ -41,10 +45,12 @@ def load_function(path: str, flag: str | None = None) -> Any:
     module_path, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_path)
-    except ImportError as e:
-        raise ImportError(
-            f"{origin}: cannot import module {module_path!r}: {e}. Is its folder on PYTHONPATH of this process?"
-        ) from e
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module_path}.".startswith(f"{e.name}."):  # one that the module itself imports
+            raise ImportError(f"{origin}: module {module_path!r} cannot be imported: {e}") from e
+        raise ImportError(f"{origin}: there is no module {e.name!r}{_hint_at_module(e.name)}") from e
+    except Exception as e:
+        raise ImportError(f"{origin}: importing module {module_path!r} raised {type(e).__name__}: {e}") from e
     try:
         return getattr(module, name)
     except AttributeError as e:
@@ -52,6 +58,20 @@ def load_function(path: str, flag: str | None = None) -> Any:
         hint = f"; did you mean {module_path}.{near[0]}?" if near else ""
         where = getattr(module, "__file__", None) or "a namespace package"
         raise AttributeError(f"{origin}: module {module_path!r} ({where}) has no attribute {name!r}{hint}") from e
+
+
+def _hint_at_module(missing: str) -> str:
+    """Return what may have been meant by the module ``missing``, whose parent package exists."""
+    parent_path, _, name = missing.rpartition(".")
+    parent = sys.modules.get(parent_path)
+    if inspect.isclass(getattr(parent, name, None)):
+        return f"; {missing} is a class, whose methods have no path: name a function of the module"
+    if parent is not None and not hasattr(parent, "__path__"):
+        return f"; {parent_path} is a module, not a package"
+    siblings = {module.name for module in pkgutil.iter_modules(getattr(parent, "__path__", None))}
+    near = difflib.get_close_matches(name, siblings, n=1)
+    hint = f"; did you mean {f'{parent_path}.' if parent_path else ''}{near[0]}?" if near else ""
+    return hint if parent_path else f"{hint or '.'} Is its folder on PYTHONPATH of this process?"
 
 
 class SingletonMeta(type):

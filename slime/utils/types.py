@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from slime.utils.meta_arrays import decode_int32_meta_array, first_present, to_int32_tensor
 
@@ -25,8 +25,9 @@ class Sample:
     ``loss_mask`` of None means all ones. ``weight_versions`` has one entry per engine call; ``weight_version_spans``
     says which response tokens each version made: ``{"version", "start", "end"}``, in order; tokens that no engine made
     are in none. A span with ``"at_end": True`` names the version at the end of a request that may have lived through
-    a change; rollout functions add the ``"step"`` of the training (``slime.rollout.staleness``). Plugins may set
-    further attributes; they survive ``to_dict``/``from_dict``.
+    a change; rollout functions add the ``"step"`` of the training (``slime.rollout.staleness``). ``trace`` is the
+    carrier of ``slime.observability.trace_utils``. Plugins may set further attributes; they survive
+    ``to_dict``/``from_dict``.
     """
 
     class Status(Enum):
@@ -128,6 +129,7 @@ class Sample:
     non_generation_time: float = 0.0
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    trace: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a shallow copy of all attributes, with the status as its string and the counters as dicts."""
@@ -138,9 +140,9 @@ class Sample:
             "prefix_cache_info": self.prefix_cache_info.to_dict(),
         }
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Sample:
-        """Rebuild a sample from ``to_dict``'s result, which is left as it is.
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild a sample (of a subclass: ``Mine.from_dict``) from ``to_dict``'s result, which is left as it is.
 
         Unknown keys become attributes. Raises KeyError without a ``status`` and ValueError for an unknown one.
         """
@@ -148,8 +150,8 @@ class Sample:
         values["status"] = Sample.Status(values["status"])
         values["spec_info"] = Sample.SpecInfo.from_dict(values.get("spec_info") or {})
         values["prefix_cache_info"] = Sample.PrefixCacheInfo.from_dict(values.get("prefix_cache_info") or {})
-        known = Sample.__dataclass_fields__
-        sample = Sample(**{name: value for name, value in values.items() if name in known})
+        known = {name for name, declared in cls.__dataclass_fields__.items() if declared.init}
+        sample = cls(**{name: value for name, value in values.items() if name in known})
         for name, value in values.items():
             if name not in known:
                 setattr(sample, name, value)

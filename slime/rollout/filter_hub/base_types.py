@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from slime.rollout.hooks import Hook, describe, finish, for_samples
 
 
 @dataclass
@@ -21,10 +24,25 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Call a filter; no filter keeps everything, a bare truth value is wrapped."""
+    """Call a filter; no filter keeps everything, a bare truth value is wrapped.
+
+    A coroutine function is waited for, which keeps an event loop from everything else: await
+    ``await_dynamic_filter`` there. Raises TypeError for a filter that returns nothing.
+    """
+    return DynamicFilterOutput(keep=True) if fn is None else _verdict(fn, finish(fn(*args, **kwargs)), args)
+
+
+async def await_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """As ``call_dynamic_filter``, for coroutines."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
-    output = fn(*args, **kwargs)
+    output = fn.awaited(*args, **kwargs) if isinstance(fn, Hook) else fn(*args, **kwargs)
+    return _verdict(fn, await output if inspect.isawaitable(output) else output, args)
+
+
+def _verdict(fn: Callable[..., Any], output: Any, args: tuple[Any, ...]) -> DynamicFilterOutput:
+    if output is None:  # a forgotten return would drop every group there is
+        raise TypeError(f"{describe(fn)} returned None{for_samples(args)}; expected a bool or a DynamicFilterOutput")
     return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))
 
 

@@ -15,8 +15,13 @@ MIN_STD = 1e-6
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Drop a group when the unbiased standard deviation of its rewards, in float64, is at most 1e-6."""
-    rewards = [float(sample.get_reward_value(args)) for sample in iter_samples(samples)]
+    """Drop a group when the unbiased standard deviation of its rewards, in float64, is at most 1e-6.
+
+    Rewards are those of all samples, however deep they are nested. Raises ValueError for one that is no number.
+    """
+    rewards = [_number(args, sample) for sample in iter_samples(samples)]
+    if not rewards:
+        return DynamicFilterOutput(keep=False, reason="empty")
     keep = _unbiased_std(rewards) > MIN_STD
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
@@ -26,6 +31,17 @@ def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **k
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output
+
+
+def _number(args: Any, sample: Sample) -> float:
+    reward = sample.get_reward_value(args)
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"sample index={sample.index} group_index={sample.group_index}: reward {reward!r} is not a number; check "
+            "the reward function, or --reward-key when it returns a dict"
+        ) from None
 
 
 def _unbiased_std(values: list[float]) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from slime.rollout.generate_state import gather_or_cancel
+from slime.rollout.hooks import Hook, make_hook
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
@@ -45,6 +47,23 @@ def _metadata(sample: Sample) -> dict[str, Any]:
     return sample.metadata if isinstance(sample.metadata, dict) else {}
 
 
+def reward_hook(args: Any, sample: Sample) -> Hook | None:
+    """Return the custom reward of ``sample``: its own, else that of the run; None for a built-in one."""
+    if sample.custom_rm_path:
+        flag = f"custom_rm_path of the sample, in place of {FLAG}"
+        return make_hook(sample.custom_rm_path, "custom_rm_path", flag, load_function)
+    path = getattr(args, "custom_rm_path", None)
+    return make_hook(path, "custom_rm_path", load=load_function) if path else None
+
+
+def _is_reward(args: Any, reward: Any) -> bool:
+    """True for what can be a reward; None only when a later hook can make one of it."""
+    if reward is None:
+        hooks = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+        return any(getattr(args, name, None) for name in hooks)
+    return not isinstance(reward, (str, bytes, list, tuple, Sample))
+
+
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """Return the reward of one sample.
 
@@ -53,9 +72,11 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     worker processes, custom rewards here. Raises NotImplementedError for an unknown type and RewardFailure when a rule
     raises or exceeds its limits.
     """
-    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
-    if path is not None:
-        return await load_function(path, FLAG)(args, sample, **kwargs)
+    if hook := reward_hook(args, sample):
+        reward = await hook.awaited_off_loop(args, sample, **kwargs)
+        if not _is_reward(args, reward):
+            raise hook.returned(reward, "the reward of one sample, a number or a dict", sample)
+        return reward
     kind = reward_kind(args, sample)
     response = sample.response
     if kind.startswith("boxed_"):
@@ -88,12 +109,14 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     """
     together = [sample for sample in samples if scored_together(args, sample)]
     if together and len(together) == len(samples):
-        return await load_function(args.custom_rm_path, FLAG)(args, samples, **kwargs)
+        hook = make_hook(args.custom_rm_path, "custom_rm_path", load=load_function)
+        rewards = await hook.awaited_off_loop(args, samples, **kwargs)
+        check_count(args, samples, rewards)
+        return list(rewards)
     coros = [async_rm(args, sample, **kwargs) for sample in samples if not scored_together(args, sample)]
     if not together:
         return await gather_or_cancel(coros)
     *alone, rewards = await gather_or_cancel([*coros, batched_async_rm(args, together, **kwargs)])
-    check_count(args, together, rewards)
     single, joint = iter(alone), iter(rewards)
     return [next(joint if scored_together(args, sample) else single) for sample in samples]
 
@@ -105,8 +128,10 @@ def scored_together(args: Any, sample: Sample) -> bool:
 
 def check_count(args: Any, samples: list[Sample], rewards: Any) -> None:
     """Raise ValueError unless a custom reward returned as many rewards as it was given samples."""
-    if not hasattr(rewards, "__len__") or len(rewards) != len(samples):
+    sized = hasattr(rewards, "__len__") and not isinstance(rewards, (str, bytes, Mapping))
+    if not sized or len(rewards) != len(samples):
+        hook = make_hook(args.custom_rm_path, "custom_rm_path")
         raise ValueError(
-            f"{FLAG} {args.custom_rm_path!r} was given {len(samples)} samples (indices "
-            f"{[s.index for s in samples]}) and must return a list of as many rewards, got {rewards!r:.200}"
+            f"{hook} was given {len(samples)} samples (indices {[s.index for s in samples]}) and must return a list of "
+            f"as many rewards, got {rewards!r:.200}"
         )

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slime.rollout.generate_state import gather_or_cancel
-from slime.rollout.rm_hub import FLAG, check_count, reward_kind, rules, scored_together
+from slime.rollout.hooks import make_hook, with_notes
+from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
 from slime.rollout.rm_hub.failure import RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
-from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ class RewardErrors:
 
     async def score_one(self, args: Any, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
         """Set ``sample.reward`` to ``rm(args, sample)``. Raises NotImplementedError for a reward there is not."""
-        path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
-        if path is not None:
-            load_function(path, FLAG)  # one that cannot be loaded stops the run at once
+        reward_hook(args, sample)  # one that cannot be loaded stops the run at once
         found, reward = await self._attempt(args, [sample], rm(args, sample))
         if found:
             sample.reward = reward
@@ -75,7 +73,7 @@ class RewardErrors:
         await gather_or_cancel(coros)
 
     async def _score_together(self, args: Any, samples: list[Sample], rm: Callable[..., Awaitable[Any]]) -> None:
-        load_function(args.custom_rm_path, FLAG)
+        make_hook(args.custom_rm_path, "custom_rm_path")
         found, rewards = await self._attempt(args, samples, rm(args, samples))
         if found:
             check_count(args, samples, rewards)
@@ -104,7 +102,7 @@ class RewardErrors:
         sample.reward = {key: 0.0} if key else 0.0
         sample.remove_sample = True
         sample.metadata = {**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"}
-        logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, error)
+        logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, with_notes(error))
         if not self._first:
             self._first = f"sample index={sample.index}: {error}\n{_details(error)}".rstrip()
         share = getattr(args, "reward_failure_tolerance", None)

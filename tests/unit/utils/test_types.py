@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from slime.observability.trace_utils import trace_span
+from slime.rollout.group_copy import copy_sample
 from slime.utils.types import MultimodalTypes, ParamInfo, Sample
 
 Status = Sample.Status
@@ -52,13 +55,27 @@ def test_dict_round_trip_keeps_unknown_attributes_and_leaves_its_input():
         Sample.from_dict({})
 
 
-def test_pickle_and_subclass_copies():
-    class Mine(Sample):
-        pass
+@dataclasses.dataclass
+class Mine(Sample):
+    messages: list = dataclasses.field(default_factory=list)
 
+
+def test_pickle_and_copies_of_subclasses():
     sample = Sample(tokens=[1], status=Status.ABORTED)
     assert pickle.loads(pickle.dumps(sample)) == sample
-    assert Mine(**sample.__dict__).tokens == [1]
+    with trace_span(sample, "generate"):  # gives it a trace
+        pass
+    mine = Mine(**sample.__dict__)
+    assert mine.tokens == [1]
+    assert mine.trace is sample.trace
+    assert Sample(**sample.__dict__) == sample
+    mine.messages.append({"role": "user"})
+    for again in (copy.deepcopy(mine), copy_sample(mine), Mine.from_dict(mine.to_dict()), Mine(**mine.__dict__)):
+        assert isinstance(again, Mine)
+        assert again == mine
+        assert again.trace == mine.trace
+    assert type(Sample.from_dict(mine.to_dict())) is Sample
+    assert Sample.from_dict(mine.to_dict()).messages == mine.messages
 
 
 def test_rates():

@@ -1,0 +1,63 @@
+"""How the rollout manager calls each of its hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Contract:
+    """``call``: the signature, for messages. The function must take ``positional`` arguments and these ``keywords``; a
+    class is also asked for ``methods``."""
+
+    flag: str
+    call: str
+    positional: int
+    keywords: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    what: str = "a function"
+
+
+CONTRACTS: dict[str, Contract] = {
+    "rollout_function_path": Contract(
+        "--rollout-function-path", "fn(args, rollout_id, data_source, evaluation=False)", 3, ("evaluation",)
+    ),
+    "eval_function_path": Contract(
+        "--eval-function-path", "fn(args, rollout_id, data_source, evaluation=False)", 3, ("evaluation",)
+    ),
+    "data_source_path": Contract(
+        "--data-source-path",
+        "a class C(args) with get_samples(n), add_samples(groups), save(rollout_id), load(rollout_id=None) and __len__",
+        1,
+        methods=("get_samples",),
+        what="a class",
+    ),
+    "buffer_filter_path": Contract("--buffer-filter-path", "fn(args, rollout_id, buffer, num_samples)", 4),
+    "custom_generate_function_path": Contract(
+        "--custom-generate-function-path",
+        "fn(args, sample, sampling_params[, evaluation])",
+        3,
+    ),
+    "rollout_sample_hook_path": Contract(
+        "--rollout-sample-hook-path", "fn(args, sample, *, rollout_id=None, evaluation=False)", 2
+    ),
+    "custom_rm_path": Contract(
+        "--custom-rm-path", "fn(args, sample, **kwargs), or fn(args, samples, **kwargs) with --group-rm", 2
+    ),
+    "dynamic_sampling_filter_path": Contract("--dynamic-sampling-filter-path", "fn(args, group, **kwargs)", 2),
+    "rollout_sample_filter_path": Contract("--rollout-sample-filter-path", "fn(args, groups)", 2),
+    "rollout_all_samples_process_path": Contract(
+        "--rollout-all-samples-process-path", "fn(args, all_groups, get_samples)", 3
+    ),
+    "custom_reward_post_process_path": Contract("--custom-reward-post-process-path", "fn(args, samples)", 2),
+    "custom_convert_samples_to_train_data_path": Contract(
+        "--custom-convert-samples-to-train-data-path", "fn(args, samples)", 2
+    ),
+    "custom_rollout_log_function_path": Contract(
+        "--custom-rollout-log-function-path", "fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time)", 5
+    ),
+    "custom_eval_rollout_log_function_path": Contract(
+        "--custom-eval-rollout-log-function-path", "fn(rollout_id, args, data, extra_metrics)", 4
+    ),
+}
+"""By the attribute of the arguments that holds the dotted path (of sample hooks: several)."""

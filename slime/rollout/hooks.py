@@ -1,0 +1,274 @@
+"""Functions that users name by flag: looked up in one place, called in either form, and named in every error."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.hook_contracts import CONTRACTS, Contract
+from slime.utils.async_utils import run
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+_SHOWN = 8
+"""So many samples are named in a message."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A user's function. ``str`` gives flag, dotted path, file and line, for messages.
+
+    Call it like the function, where blocking is right, or await ``awaited``. Whether the function is a coroutine
+    function makes no difference: what it returns is awaited when that can be. Whatever it raises carries a note that
+    names the hook and the samples among its arguments.
+    """
+
+    flag: str
+    path: str
+    function: Callable[..., Any]
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.path!r} ({place_of(self.function)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.naming(args):
+            return finish(self.function(*args, **kwargs))
+
+    async def awaited(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on the event loop's thread."""
+        with self.naming(args):
+            result = self.function(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+    async def awaited_off_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; a plain one, which may compute or block, in a thread of its own."""
+        if self.is_async:
+            return await self.awaited(*args, **kwargs)
+        with self.naming(args):
+            result = await in_thread(self.function, *args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+    @contextlib.contextmanager
+    def naming(self, *about: Any) -> Iterator[None]:
+        """Within the block, add to what is raised a note with this hook and the samples found in ``about``."""
+        try:
+            yield
+        except Exception as e:
+            note = f"in {self}{for_samples(about)}"
+            if note not in getattr(e, "__notes__", ()):
+                e.add_note(note)
+            raise
+
+    def returned(self, result: Any, expected: str, *about: Any) -> TypeError:
+        """Return the error for a result that is not what was ``expected``."""
+        return TypeError(f"{self} returned {_shown(result)}{for_samples(about)}; expected {expected}")
+
+    def accepted(self, **offered: Any) -> dict[str, Any]:
+        """Return those of the keyword arguments that the function takes by name, all of them with ``**kwargs``."""
+        parameters = self._parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return offered
+        return {name: value for name, value in offered.items() if name in parameters}
+
+    @functools.cached_property
+    def is_async(self) -> bool:
+        """True when the function is known to be a coroutine function."""
+        return is_coroutine_function(self.function)
+
+    def has_parameter(self, name: str) -> bool:
+        """True when the function has a parameter of that very name."""
+        return name in self._parameters
+
+    @functools.cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+
+def find_hook(args: Any, name: str) -> Hook | None:
+    """Return the hook that ``args.<name>`` names, None when it names none. Raises as ``make_hook`` does."""
+    path = getattr(args, name, None)
+    return make_hook(path, name) if path else None
+
+
+def make_hook(path: str, name: str, flag: str | None = None, load: Callable[[str], Any] | None = None) -> Hook:
+    """Return the hook of the attribute ``name`` of the arguments at a dotted path.
+
+    ``flag`` is for messages, where the path did not come from the flag of that name. ``load`` looks the path up in
+    place of ``load_function``. Raises as ``load_function`` does, and TypeError for what cannot be called as the hook is
+    going to be called.
+    """
+    if load is None or load is load_function:
+        return _checked_hook(path, name, flag or CONTRACTS[name].flag)
+    return Hook(flag or CONTRACTS[name].flag, path, load(path))
+
+
+@functools.cache
+def _checked_hook(path: str, name: str, flag: str) -> Hook:
+    hook = Hook(flag, path, load_function(path, flag))
+    _check_call(hook, CONTRACTS[name])
+    return hook
+
+
+def check_hooks(args: Any) -> None:
+    """Look up every hook of the rollout manager. Raises for the first that is not there or cannot be called."""
+    for name in CONTRACTS:
+        paths = getattr(args, name, None) or []
+        for path in [paths] if isinstance(paths, str) else paths:
+            make_hook(path, name)
+    for dataset in getattr(args, "eval_datasets", None) or []:
+        for name in ("custom_generate_function_path", "custom_rm_path"):
+            if path := getattr(dataset, name, None):
+                make_hook(path, name, flag=f"--eval-config, data set {dataset.name!r}, {name}")
+
+
+def _check_call(hook: Hook, contract: Contract) -> None:
+    if not callable(hook.function):
+        raise TypeError(
+            f"{hook.flag} {hook.path!r} is a {type(hook.function).__name__}, expected {contract.what}: {contract.call}"
+        )
+    try:
+        signature = inspect.signature(hook.function)
+    except (TypeError, ValueError):  # a built-in that does not tell
+        return
+    try:
+        signature.bind(*[None] * contract.positional, **dict.fromkeys(contract.keywords))
+    except TypeError as e:
+        raise TypeError(
+            f"{hook} cannot be called as the flag's function is: {e}. Expected {contract.call}, got "
+            f"{getattr(hook.function, '__name__', 'fn')}{signature}"
+        ) from None
+    for method in contract.methods:
+        found = getattr(hook.function, method, None)
+        if not callable(found):
+            raise TypeError(f"{hook} has no method {method!r}; expected {contract.call}")
+        if is_coroutine_function(found):
+            raise TypeError(f"{hook}: {method!r} is a coroutine function, but rollouts call it without await")
+
+
+def finish(result: Any) -> Any:
+    """Return ``result``, awaited if it can be, blocking until it is there.
+
+    On the thread of an event loop, which cannot wait for itself, another loop awaits it.
+    """
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run(wait())
+    return asyncio.run_coroutine_threadsafe(wait(), _second_loop()).result()
+
+
+@functools.cache
+def _second_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="slime-asyncio-hooks", daemon=True).start()
+    return loop
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Await ``function(*args, **kwargs)`` in a daemon thread: one that hangs keeps neither its waiter nor the exit.
+
+    Unlike those of a pool, threads that call hooks which need a thread themselves never wait for each other.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(result)
+        elif isinstance(error, StopIteration):  # a future does not take it
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as e:  # noqa: BLE001  (raised again where it is awaited)
+            error = e
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=f"hook-{getattr(function, '__name__', '')}", daemon=True).start()
+    return await future
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """True for coroutine functions, also wrapped, partial, or as the ``__call__`` of an object."""
+    function = _innermost(function)
+    if inspect.iscoroutinefunction(function):
+        return True
+    return not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
+
+
+def describe(function: Any) -> str:
+    """Return what messages call a function: a hook with its flag and path, any other by its name and place."""
+    if isinstance(function, Hook):
+        return str(function)
+    return f"{getattr(_innermost(function), '__qualname__', function)} ({place_of(function)})"
+
+
+def place_of(function: Any) -> str:
+    """Return ``file:line`` where a function or class is defined, or the module of one that has no source."""
+    function = _innermost(function)
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        function = type(function)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (TypeError, OSError):
+        return f"module {getattr(function, '__module__', None) or 'unknown'}, no source"
+
+
+def _innermost(function: Any) -> Any:
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    return function
+
+
+def with_notes(error: BaseException) -> str:
+    """Return the message of ``error`` and its notes, which say where it comes from."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def for_samples(values: Any) -> str:
+    """Return ``, for sample index=3 group_index=1`` of the samples in nested ``values``; nothing when there is none."""
+    samples = list(_samples_in(values))
+    if not samples:
+        return ""
+    if len(samples) == 1:
+        return f", for sample index={samples[0].index} group_index={samples[0].group_index}"
+    names = ", ".join(f"{s.index} of group {s.group_index}" for s in samples[:_SHOWN])
+    return f", for {len(samples)} samples: index {names}{', ...' if len(samples) > _SHOWN else ''}"
+
+
+def _samples_in(values: Any) -> Iterator[Sample]:
+    if isinstance(values, Sample):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _samples_in(value)
+
+
+def _shown(result: Any) -> str:
+    if result is None:
+        return "NoneType"
+    text = repr(result)
+    return f"{type(result).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
