@@ -17,6 +17,8 @@ from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.router import RouterProcess
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.on_policy_distillation import post_process_rewards
+from slime.rollout.rm_hub import remote
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.servers.loads import num_requests_from_load
 from slime.servers.router_client import add_worker, wait_worker_ready
@@ -116,6 +118,26 @@ def test_streamed_samples_are_the_same(setup, make_args):
         names = [event["name"] for event in one.trace["events"]]
         assert "sglang_generate_stream" in names
         assert "sglang_generate" not in names
+
+
+def test_a_teacher_tells_the_log_probs_of_the_responses(setup, make_args, monkeypatch):
+    """The teacher is the student here: they agree."""
+    client = http_utils.HttpClient(8, api_key=KEY)
+    client.trust(f"http://127.0.0.1:{setup.port}")
+    monkeypatch.setattr(remote, "_client", client)
+    args = make_args(
+        rollout_max_response_len=24,
+        custom_rm_path="slime.rollout.on_policy_distillation.reward_func",
+        rm_url=f"http://127.0.0.1:{setup.port}/generate",
+    )
+    samples = list(iter_samples(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples))
+    assert post_process_rewards(args, samples) == ([0.0] * 8, [0.0] * 8)
+    for sample in samples:
+        cut = len(sample.tokens) - sample.response_length
+        expected = setup.reference.log_probs(sample.tokens[:cut], sample.tokens[cut:])
+        assert torch.allclose(torch.tensor(sample.teacher_log_probs), expected, atol=1e-5)
+        assert not sample.remove_sample
+    run(client.close())
 
 
 @pytest.mark.parametrize("generate", [None, STREAMING], ids=["whole", "streamed"])

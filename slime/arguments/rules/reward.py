@@ -11,17 +11,34 @@ from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
 """Values of ``--rm-type`` and of a sample's ``metadata["rm_type"]``; each may be prefixed with ``boxed_``."""
 NOT_YET = ("ifbench",)
+DISTILLATION = "slime.rollout.on_policy_distillation"
 
 
 def check(args: Namespace) -> None:
     """A built-in reward must be known and complete; no reward at all is worth a warning."""
     _check_data_sets(args)
     if args.custom_rm_path is not None:
+        _check_distillation(args)
         return
     if args.rm_type is None:
         _warn_of_none(args)
         return
     _check_type(args, "--rm-type ", args.rm_type, "--custom-rm-path")
+
+
+def _check_distillation(args: Namespace) -> None:
+    """The teacher's reply is no number: something has to make log-probs of it."""
+    if args.custom_rm_path != f"{DISTILLATION}.reward_func":
+        return
+    if args.rm_url is None:
+        raise ArgumentError(
+            f"--custom-rm-path {args.custom_rm_path} needs --rm-url, the /generate address of the teacher's server"
+        )
+    if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
+        raise ArgumentError(
+            f"--custom-rm-path {args.custom_rm_path} needs --custom-reward-post-process-path "
+            f"{DISTILLATION}.post_process_rewards, which reads the teacher's replies"
+        )
 
 
 def _check_data_sets(args: Namespace) -> None:

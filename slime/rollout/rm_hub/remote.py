@@ -28,19 +28,24 @@ def get_client() -> Any:
 
 
 async def remote_rm(args: Any, sample: Sample) -> Any:
-    """Return the JSON reply of ``POST args.rm_url`` with prompt, response and label.
-
-    Ten attempts of at most 120 s each. Raises HttpRequestError: at once for a refusal (4xx), else after the last one.
-    """
-    from slime.utils.http_client import HttpRequestError
-
+    """Return the JSON reply of ``POST args.rm_url`` with prompt, response and label; see ``ask`` for what is raised."""
     if not getattr(args, "rm_url", None):
         raise ValueError("--rm-type remote_rm needs --rm-url")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    return await ask(args.rm_url, payload, TIMEOUT_S)
+
+
+async def ask(url: str, payload: dict[str, Any], timeout: float) -> Any:
+    """Return the JSON reply of ``POST url``; ten attempts of at most ``timeout`` s each.
+
+    Raises HttpRequestError: at once for a refusal (4xx), else after the last attempt.
+    """
+    from slime.utils.http_client import HttpRequestError
+
     attempt = 0
     while True:
         try:
-            return await get_client().post(args.rm_url, payload, max_retries=1, timeout=TIMEOUT_S)
+            return await get_client().post(url, payload, max_retries=1, timeout=timeout)
         except HttpRequestError as e:
             attempt += 1
             refused = e.status is not None and 400 <= e.status < 500 and e.status != 429

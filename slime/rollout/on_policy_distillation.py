@@ -1,0 +1,97 @@
+"""On-policy distillation: a teacher behind ``--rm-url`` says how likely it finds what the student wrote.
+
+``reward_func`` (``--custom-rm-path``) asks an SGLang server, ``post_process_rewards``
+(``--custom-reward-post-process-path``) makes ``teacher_log_probs`` of its reply. Rewards are zero: what trains is the
+difference between the log-probs of teacher and student.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.rollout.generate_state import gather_or_cancel
+from slime.rollout.rm_hub.remote import ask
+from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.types import Sample
+
+__all__ = ["post_process_rewards", "reward_func"]
+
+
+async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -> Any:
+    """Return the teacher's whole reply, with the log-probs of every token of ``sample``; for a list, one each.
+
+    The teacher must have the student's tokenizer. Each of ten attempts may take ``--rollout-request-timeout``. Raises
+    ValueError without ``--rm-url`` and for a reply that does not tell the log-probs of the sample's very tokens,
+    HttpRequestError when the teacher does not answer.
+    """
+    if isinstance(sample, list):
+        return await gather_or_cancel([reward_func(args, one, **kwargs) for one in sample])
+    if not getattr(args, "rm_url", None):
+        raise ValueError(f"{__name__}.reward_func needs --rm-url, the /generate address of the teacher's server")
+    payload: dict[str, Any] = {
+        "input_ids": list(sample.tokens),
+        "sampling_params": {
+            "temperature": args.rollout_temperature,
+            "max_new_tokens": 0,
+            "skip_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    images = (sample.multimodal_inputs or {}).get("images")
+    if images:
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
+    reply = await ask(args.rm_url, payload, getattr(args, "rollout_request_timeout", None) or 1800.0)
+    teacher_log_probs(sample, reply)
+    return reply
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+    """Set ``teacher_log_probs`` (response_length floats) of all samples; return (raw rewards, rewards), all 0.0.
+
+    A sample whose reward failed, which is left out of the loss, gets zeros. Raises ValueError naming the sample for a
+    reward that is no teacher's reply.
+    """
+    for sample in samples:
+        failed = sample.remove_sample and "reward_error" in (sample.metadata or {})
+        sample.teacher_log_probs = (
+            [0.0] * sample.response_length if failed else teacher_log_probs(sample, sample.get_reward_value(args))
+        )
+    return [0.0] * len(samples), [0.0] * len(samples)
+
+
+def teacher_log_probs(sample: Sample, reply: Any) -> list[float]:
+    """Return the log-probs of the response tokens (response_length floats) that a teacher's ``reply`` tells.
+
+    ``meta_info.input_token_logprobs`` has ``[log-prob, token id, ...]`` for every token of prompt and response; nothing
+    is known about the first. Raises ValueError when it is missing, or is not about the tokens of ``sample``.
+    """
+    name = f"sample index={sample.index} group_index={sample.group_index}"
+    meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
+    entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, Mapping) else None
+    if not isinstance(entries, Sequence):
+        raise ValueError(
+            f"{name}: the teacher's reply has no meta_info.input_token_logprobs, is --rm-url /generate of an SGLang "
+            f"server? Got {reply!r:.300}"
+        )
+    tokens, length = list(sample.tokens), sample.response_length
+    with_images = bool((sample.multimodal_inputs or {}).get("images"))  # each is as many tokens as the server makes it
+    if len(entries) <= length if with_images else len(entries) != len(tokens):
+        raise ValueError(
+            f"{name}: the teacher told the log-probs of {len(entries)} tokens, the sample has {len(tokens)} "
+            f"({length} of them in the response)"
+        )
+    if length >= len(tokens):
+        raise ValueError(f"{name} has no prompt: the teacher cannot say how likely its first token is")
+    told = entries[len(entries) - length :]
+    for position, (entry, token) in enumerate(zip(told, tokens[len(tokens) - length :], strict=True)):
+        if entry[1] != token:
+            raise ValueError(
+                f"{name}: response token {position} is {token}, but the teacher told of {entry[1]}; both must "
+                "have the same tokenizer"
+            )
+        if not isinstance(entry[0], (int, float)) or not math.isfinite(entry[0]):
+            raise ValueError(f"{name}: the teacher's log-prob of response token {position} is {entry[0]!r}, no number")
+    return [float(entry[0]) for entry in told]
