@@ -26,7 +26,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 SNAPSHOTS_KEPT = 4
 """The overlapped loop saves one rollout late; older snapshots are of rollouts that were not saved."""
 Group = list[Sample]
@@ -62,12 +62,13 @@ class RolloutDataSource(DataSource):
     Without a data set (``--disable-rollout-global-dataset``) it hands out blank samples for the generate function to
     fill.
 
-    For runs that are resumed it may be told more than the abstract class asks for: ``record_completed`` keeps a
+    It may be told more than the abstract class asks for: ``take_back`` is how rollout functions hand back what they
+    drew and did not use, whether or not ``add_samples`` works. For runs that are resumed, ``record_completed`` keeps a
     finished group, which a resumed run gets in the place of its prompt; ``record_consumed`` is the rollout manager's.
     """
 
     accepts_samples = False
-    """Whether ``add_samples`` works; rollout functions ask before they hand surplus groups back."""
+    """Whether ``add_samples`` works."""
 
     unconsumed: Unconsumed | None = None
     """Set for rollout functions that work on groups across rollouts: returns the groups drawn and not consumed yet."""
@@ -81,6 +82,7 @@ class RolloutDataSource(DataSource):
         self.metadata: dict[str, Any] = {}
         self.dataset: Dataset | None = None
         self._lock = threading.RLock()
+        self._taken_back: list[Group] = []
         self._snapshots: dict[int, bytes] = {}
         self._recovery = Recovery(args)
         if args.rollout_global_dataset:
@@ -110,9 +112,23 @@ class RolloutDataSource(DataSource):
         )
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """Return ``num_samples`` groups: each prompt copied ``n_samples_per_prompt`` times and numbered."""
+        """Return ``num_samples`` groups: each prompt copied ``n_samples_per_prompt`` times and numbered.
+
+        What was taken back comes first.
+        """
         with self._lock:
-            return self._recovery.hand_out([self._make_group(prompt) for prompt in self._next_prompts(num_samples)])
+            groups = self._recovery.hand_out(pop_first(self.args, None, self._taken_back, num_samples))
+            prompts = self._next_prompts(num_samples - len(groups))
+            return groups + self._recovery.hand_out([self._make_group(prompt) for prompt in prompts])
+
+    def take_back(self, groups: list[Group]) -> None:
+        """Hand ``groups`` out again before new prompts; a class that has ``add_samples`` is given them there."""
+        if type(self).add_samples is not RolloutDataSource.add_samples:
+            self.add_samples(groups)
+            return
+        with self._lock:
+            self._taken_back += groups
+            self._recovery.returned(groups)
 
     def record_completed(self, group: Group) -> None:
         """Keep a group that has been generated, as it is now, in case that the run has to be resumed."""
@@ -167,7 +183,12 @@ class RolloutDataSource(DataSource):
                 "sample_index": self.sample_index,
                 "metadata": encode_value(self.metadata),
                 "num_prompts": len(self),
+                "buffer": [encode_group(group) for group in self._waiting_groups()],
             }
+
+    def _waiting_groups(self) -> list[Group]:
+        """Return the groups that come out before new prompts."""
+        return self._taken_back
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place that ``state_dict`` described. Raises ValueError for a state that this data cannot have."""
@@ -195,6 +216,9 @@ class RolloutDataSource(DataSource):
             if self.dataset is not None and self.args.rollout_shuffle:
                 self.dataset.shuffle(self.epoch_id)
             self._snapshots.clear()
+            self._taken_back = []
+            if groups := [decode_group(group) for group in [*state.get("in_flight", []), *state.get("buffer", [])]]:
+                self.take_back(groups)
 
     def snapshot(self, rollout_id: int) -> None:
         """Remember the state as the one that ``save(rollout_id)`` is to write, whatever is drawn from now on."""
@@ -209,7 +233,7 @@ class RolloutDataSource(DataSource):
 
     def _serialize(self) -> bytes:
         with self._lock:
-            state, buffer = self.state_dict(), list(getattr(self, "buffer", ()))
+            state, buffer = self.state_dict(), list(self._waiting_groups())
         if self.unconsumed is not None:  # without the lock, which those who draw meanwhile may wait for
             open_groups = still_open(self.unconsumed(), state, buffer)
             state["in_flight"] = [encode_group(group) for group in open_groups]
@@ -309,15 +333,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             self.buffer += samples
             self._recovery.returned(samples)
 
-    def state_dict(self) -> dict[str, Any]:
-        with self._lock:
-            return {**super().state_dict(), "buffer": [encode_group(group) for group in self.buffer]}
+    def _waiting_groups(self) -> list[Group]:
+        return self.buffer
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._lock:
-            super().load_state_dict(state)
             self.buffer = []
-            self.add_samples([decode_group(group) for group in [*state.get("in_flight", []), *state.get("buffer", [])]])
+            super().load_state_dict(state)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
         """Merge ``metadata`` into what is saved with the state."""

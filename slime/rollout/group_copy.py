@@ -45,5 +45,5 @@ def _copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
         return {}
     try:
         return copy.deepcopy(value)
-    except TypeError:  # a user's object that cannot be copied (a lock, a connection) is shared
+    except Exception:  # noqa: BLE001  (a user's object that cannot be copied, a lock or a tensor in a graph, is shared)
         return value.copy()

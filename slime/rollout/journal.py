@@ -9,9 +9,10 @@ Records (see ``journal_file`` for their form): ``begin`` (first; the flags that 
 ``dispatched`` (indices of groups handed out), ``completed`` (a group with its samples), ``returned`` (a group handed
 back, with what was generated of it), ``consumed`` (indices of the groups that a rollout gave to training).
 
-A thread of its own encodes and writes in batches; every batch is with the operating system before the next begins, and
-on the disk at most ``SYNC_INTERVAL_S`` later. A killed process loses at most the batch in progress, a lost machine at
-most that interval, and both only work. A disk that fails stops the journal with an error in the log, never the run.
+A thread of its own encodes and writes; every record is with the operating system before the next is encoded, and on the
+disk at most ``SYNC_INTERVAL_S`` later. A killed process loses what waits for that thread, a lost machine at most that
+interval more, and both only work. A disk that fails ends the journal of a rollout with an error in the log, never
+the run; the next rollout that is worth keeping tries again.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_group
-from slime.rollout.journal_file import encode_body, encode_record, read_records, to_json
-from slime.rollout.state_codec import NotStorable, decode_group, encode_group
-from slime.utils.atomic_file import sync
+from slime.rollout.journal_file import encode_parts, read_records, to_json
+from slime.rollout.state_codec import decode_group, encode_group
+from slime.utils.atomic_file import name_failure, sync
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
 SYNC_INTERVAL_S = 2.0
 IDLE_S = 0.5
 """How long the writing thread waits for more before it ends."""
+BREATH_S = 0.0001
+"""The pause after each part that takes long: who encodes without one keeps the interpreter lock from the event loop."""
 MAX_WAITING = 4096
 """Records waiting to be written; with more, groups are left out: a slow disk costs work, not memory."""
 
@@ -77,18 +81,29 @@ class _Entry:
     record: dict[str, Any]
     samples: Any = None
 
-    def line(self) -> bytes:
+    def line(self) -> list[bytes]:
+        """Return the line of this record in parts."""
         if self.samples is None:
-            return encode_record(self.record)
+            return encode_parts([to_json(self.record)])
         head = {name: value for name, value in self.record.items() if name != "samples"}
-        return encode_body(b'%s,"samples":%s}' % (to_json(head)[:-1], _samples_to_json(self.samples)))
+        return encode_parts([b'%s,"samples":' % to_json(head)[:-1], *samples_to_json(self.samples), b"}"])
 
 
-def _samples_to_json(group: Any) -> bytes:
-    """Encode sample by sample: one long call would keep every other thread of the process waiting."""
-    if isinstance(group, list):
-        return b"[%s]" % b",".join(map(_samples_to_json, group))
-    return to_json(encode_group(group))
+def samples_to_json(group: Any) -> list[bytes]:
+    """Return a group as JSON in parts, encoded list by list with breaths in between."""
+    if not isinstance(group, list):
+        data = to_json(encode_group(group, after_long_list=_breathe))
+        _breathe()
+        return [data]
+    parts = [b"["]
+    for number, item in enumerate(group):
+        parts += [b","] if number else []
+        parts += samples_to_json(item)
+    return [*parts, b"]"]
+
+
+def _breathe() -> None:
+    time.sleep(BREATH_S)
 
 
 class GroupJournal:
@@ -106,7 +121,7 @@ class GroupJournal:
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
         self._hurry = 0
-        self._failed = False
+        self._failed: set[Path] = set()
         self._left_out = 0
 
     def path(self, rollout_id: int) -> Path:
@@ -118,7 +133,11 @@ class GroupJournal:
         self.flush()
         self._remove(lambda number: number != rollout_id)
         path = self.path(rollout_id)
-        replay = self._read(path) if path.exists() else None
+        try:
+            replay = self._read(path) if path.exists() else None
+        except OSError as e:
+            logger.error("%s cannot be used; what it holds is generated again: %s", path, e)
+            replay = None
         self._open(rollout_id, begin=replay is None)
         return replay or Replay()
 
@@ -172,15 +191,14 @@ class GroupJournal:
 
     def _put(self, record: dict[str, Any], samples: Any = None) -> None:
         with self._changed:
-            if self._path is None or self._failed:
+            if self._path is None or self._path in self._failed:
                 return
             if samples is not None and len(self._waiting) >= MAX_WAITING:
                 self._leave_out()
                 return
             self._waiting.append(_Entry(self._path, record, samples))
             if self._writer is None:
-                self._writer = threading.Thread(target=self._write_what_waits, name="journal", daemon=True)
-                self._writer.start()
+                self._start_writer()
             self._changed.notify_all()
 
     def _leave_out(self) -> None:
@@ -190,15 +208,22 @@ class GroupJournal:
 
     def _open(self, rollout_id: int, *, begin: bool) -> None:
         self._path = self.path(rollout_id)
+        self._failed.discard(self._path)
         if begin:
-            self._path.unlink(missing_ok=True)
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as e:
+                self._fail(self._path, e)
             self._put({"kind": "begin", "format": FORMAT, "rollout": rollout_id, "setting": self.setting})
 
     def _read(self, path: Path) -> Replay | None:
         """Return what ``path`` holds, cut where it is damaged; None when it is of no use here."""
         replay, end = Replay(), 0
         for number, (record, position) in enumerate(read_records(path)):
-            if number == 0 and (record.get("format"), record.get("setting")) != (FORMAT, self.setting):
+            if number == 0 and record.get("format") not in READABLE:
+                logger.warning("%s is not used: it is of another version of slime (%s)", path, record.get("format"))
+                return None
+            if number == 0 and record.get("setting") != self.setting:
                 logger.warning("%s is not used: the flags that decide over what is generated have changed", path)
                 return None
             replay.apply(record)
@@ -215,30 +240,41 @@ class GroupJournal:
         for path in self.folder.glob("journal_*.jsonl"):
             number = path.stem.removeprefix("journal_")
             if number.isdecimal() and stale(int(number)):
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as e:
+                    logger.warning("%s is of no use any more and cannot be removed: %s", path, e)
+
+    def _run(self) -> None:
+        """The writing thread, from the first record to a pause."""
+        try:
+            self._write_what_waits()
+        except Exception:
+            logger.exception("the journal of this rollout ends; a resumed run generates again what it would have kept")
+            with self._changed:
+                self._failed |= {entry.path for entry in self._waiting} | ({self._path} if self._path else set())
+                self._waiting.clear()
+        with self._changed:
+            self._writer = None
+            if self._waiting:  # noted since the last look
+                self._start_writer()
+            self._changed.notify_all()
+
+    def _start_writer(self) -> None:
+        self._writer = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._writer.start()
 
     def _write_what_waits(self) -> None:
         synced = time.monotonic()
         unsynced: set[Path] = set()
         while batch := self._next_batch():
-            try:
-                unsynced |= _append(batch)
-                if time.monotonic() - synced >= SYNC_INTERVAL_S:
-                    _sync(unsynced)
-                    synced = time.monotonic()
-            except OSError as e:
-                self._fail(e)
-        try:
-            _sync(unsynced)
-        except OSError as e:
-            self._fail(e)
-        with self._changed:
-            # what was noted since the last look is the next thread's
-            self._writer = None
-            if self._waiting:
-                self._writer = threading.Thread(target=self._write_what_waits, name="journal", daemon=True)
-                self._writer.start()
-            self._changed.notify_all()
+            for path, entries in _by_file(batch).items():
+                if self._try(path, lambda path=path, entries=entries: _append(path, entries)):  # type: ignore[misc]
+                    unsynced.add(path)
+            if time.monotonic() - synced >= SYNC_INTERVAL_S:
+                self._sync(unsynced)
+                synced = time.monotonic()
+        self._sync(unsynced)
 
     def _next_batch(self) -> list[_Entry]:
         with self._changed:
@@ -248,30 +284,48 @@ class GroupJournal:
             self._waiting.clear()
             return batch
 
-    def _fail(self, error: OSError) -> None:
-        logger.error("the journal stops; a resumed run generates again what it would have kept: %s", error)
-        with self._changed:
-            self._failed = True
-            self._waiting.clear()
+    def _sync(self, paths: set[Path]) -> None:
+        for path in paths:
+            if path.exists():  # not yet forgotten
+                self._try(path, lambda path=path: sync(path))  # type: ignore[misc]
+        paths.clear()
 
-
-def _append(batch: Sequence[_Entry]) -> set[Path]:
-    """Write the entries in order, one write per run of entries of the same file; return the files."""
-    lines: dict[Path, list[bytes]] = {}
-    for entry in batch:
+    def _try(self, path: Path, action: Callable[[], None]) -> bool:
+        """Do something to a file that has not failed; return whether that worked."""
+        if path in self._failed:
+            return False
         try:
-            lines.setdefault(entry.path, []).append(entry.line())
-        except NotStorable as e:
-            logger.warning("a group is left out of the journal: %s", e)
-    for path, content in lines.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
-            file.write(b"".join(content))
-    return set(lines)
+            action()
+        except OSError as e:
+            self._fail(path, e)
+            return False
+        return True
+
+    def _fail(self, path: Path, error: OSError) -> None:
+        logger.error(
+            "the journal of this rollout ends; a resumed run generates again what it would have kept: %s",
+            name_failure(error, path),
+        )
+        with self._changed:
+            self._failed.add(path)
 
 
-def _sync(paths: set[Path]) -> None:
-    for path in paths:
-        if path.exists():  # not yet forgotten
-            sync(path)
-    paths.clear()
+def _by_file(batch: Sequence[_Entry]) -> dict[Path, list[_Entry]]:
+    files: dict[Path, list[_Entry]] = {}
+    for entry in batch:
+        files.setdefault(entry.path, []).append(entry)
+    return files
+
+
+def _append(path: Path, entries: Sequence[_Entry]) -> None:
+    """Write the entries in order, each as soon as it is encoded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        for entry in entries:
+            try:
+                line = entry.line()
+            except Exception as e:  # noqa: BLE001  (whatever plugins attach to samples, the run goes on)
+                logger.warning("group %s is left out of the journal: %s", entry.record.get("group"), e)
+                continue
+            file.writelines(line)
+            file.flush()

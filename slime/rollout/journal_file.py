@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _HEAD = re.compile(rb'\{"crc":"([0-9a-f]{8})","len":(\d+),"record":')
 
 def encode_record(record: Any) -> bytes:
     """Return the line of ``record``, any JSON value."""
-    return encode_body(to_json(record))
+    return b"".join(encode_parts([to_json(record)]))
 
 
 def to_json(value: Any) -> bytes:
@@ -26,9 +26,12 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def encode_body(body: bytes) -> bytes:
-    """Return the line of a record that is JSON on one line already."""
-    return b'{"crc":"%08x","len":%d,"record":%s}\n' % (zlib.crc32(body), len(body), body)
+def encode_parts(body: Sequence[bytes]) -> list[bytes]:
+    """Return the line of a record that is JSON on one line already; it comes in parts, so that none is copied."""
+    checksum = 0
+    for part in body:
+        checksum = zlib.crc32(part, checksum)
+    return [b'{"crc":"%08x","len":%d,"record":' % (checksum, sum(map(len, body))), *body, b"}\n"]
 
 
 def decode_record(line: bytes) -> Any:

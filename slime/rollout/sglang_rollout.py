@@ -361,11 +361,9 @@ def generate_rollout(
 def _hand_back(data_source: Any, groups: list[list[Sample]]) -> None:
     if not groups:
         return
-    if getattr(data_source, "accepts_samples", True):
+    if take_back := getattr(data_source, "take_back", None):
+        take_back(groups)
+    elif getattr(data_source, "accepts_samples", True):
         data_source.add_samples(groups)
-        return
-    logger.warning(
-        "%d groups are dropped because %s takes none back; use RolloutDataSourceWithBuffer to keep them",
-        len(groups),
-        type(data_source).__name__,
-    )
+    else:
+        logger.warning("%d groups are dropped because %s takes none back", len(groups), type(data_source).__name__)

@@ -1,13 +1,17 @@
 """Samples as JSON: exact, safe to load, and compact for long lists of numbers.
 
-Arrays and tensors become ``{"__array__": [dtype, shape, base64]}`` (tensors with ``"torch": true``), long lists of
-plain ints or floats ``{"__ints__": base64}`` / ``{"__floats__": base64}``, images base64 PNG.
+Arrays and tensors become ``{"__array__": [dtype, shape, base64]}`` (tensors with ``"torch": dtype``, others with
+``"as": dtype`` where they are stored narrower than they are). Long lists of plain ints or floats become
+``{"__packed__": [dtype, base64]}`` in the narrowest dtype that gives every value back bit for bit, or
+``{"__repeated__": [value, count]}``; images become base64 PNG. Older files have lists as ``__ints__`` and
+``__floats__``, 64 bits wide.
 """
 
 from __future__ import annotations
 
 import base64
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,18 +21,22 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _LONG = 16
-_TAGS = {"__array__", "__ints__", "__floats__", "__bytes__", "__image__", "__escaped__"}
+_VERY_LONG = 512
+_TAGS = {
+    "__array__", "__ints__", "__floats__", "__packed__", "__repeated__", "__bytes__", "__image__", "__escaped__"
+}  # fmt: skip
+_INTS = ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8")
 
 
 class NotStorable(TypeError):
     """A value that has no form in the state file."""
 
 
-def encode_group(group: Any) -> Any:
-    """Encode a (nested) list of samples."""
+def encode_group(group: Any, after_long_list: Callable[[], None] = lambda: None) -> Any:
+    """Encode a (nested) list of samples; ``after_long_list`` is called after each part that takes long."""
     if isinstance(group, list):
-        return [encode_group(item) for item in group]
-    return _encode_sample(group)
+        return [encode_group(item, after_long_list) for item in group]
+    return _encode_sample(group, after_long_list)
 
 
 def decode_group(data: Any) -> Any:
@@ -38,11 +46,13 @@ def decode_group(data: Any) -> Any:
     return Sample.from_dict(decode_value(data))
 
 
-def _encode_sample(sample: Sample) -> dict[str, Any]:
+def _encode_sample(sample: Sample, after_long_list: Callable[[], None]) -> dict[str, Any]:
     encoded = {}
     for name, value in sample.to_dict().items():
         try:
             encoded[name] = encode_value(value)
+            if isinstance(value, list) and len(value) >= _VERY_LONG:
+                after_long_list()
         except NotStorable as e:
             if name in Sample.__dataclass_fields__ and name != "trace":
                 raise NotStorable(f"sample index={sample.index}: field {name!r} cannot be saved: {e}") from e
@@ -64,7 +74,7 @@ def encode_value(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return {"__array__": [value.dtype.str, list(value.shape), _b64(value)]}
+        return _encode_array(value)
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         return _encode_tensor(value)
     if type(value).__module__.partition(".")[0] == "PIL":
@@ -86,11 +96,17 @@ def decode_value(value: Any) -> Any:
         return np.frombuffer(base64.b64decode(value["__ints__"]), "<i8").tolist()
     if "__floats__" in value:
         return np.frombuffer(base64.b64decode(value["__floats__"]), "<f8").tolist()
+    if "__packed__" in value:
+        dtype, data = value["__packed__"]
+        return np.frombuffer(base64.b64decode(data), dtype).tolist()
+    if "__repeated__" in value:
+        item, count = value["__repeated__"]
+        return [item] * count
     if "__bytes__" in value:
         return base64.b64decode(value["__bytes__"])
     if "__array__" in value:
         dtype, shape, data = value["__array__"]
-        array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+        array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).astype(value.get("as", dtype))
         return _to_tensor(array, value["torch"]) if "torch" in value else array
     if "__image__" in value:
         from slime.utils.processing_utils import _open_image
@@ -100,17 +116,63 @@ def decode_value(value: Any) -> Any:
 
 
 def _encode_list(values: list[Any] | tuple[Any, ...]) -> Any:
-    if len(values) >= _LONG:
-        kinds = set(map(type, values))
-        if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
-            return {"__ints__": _b64(np.array(values, "<i8"))}
-        if kinds == {float}:
-            return {"__floats__": _b64(np.array(values, "<f8"))}
+    if len(values) >= _LONG and len(kinds := set(map(type, values))) == 1:
+        packed = _pack(values, kinds.pop())
+        if packed is not None:
+            return packed
     return [encode_value(item) for item in values]
+
+
+def _pack(values: list[Any] | tuple[Any, ...], kind: type) -> dict[str, Any] | None:
+    """Encode a list of ints or of floats; None for another ``kind`` and for ints of more than 64 bits."""
+    if kind is int:
+        try:
+            array = np.array(values, "<i8")
+        except OverflowError:
+            return None
+        narrow = _narrowest(array)
+    elif kind is float:
+        array = np.array(values, "<f8")
+        narrow = _as_float32(array)
+    else:
+        return None
+    bits = array.view("<i8")
+    if (bits == bits[0]).all() and np.isfinite(array[0]):
+        return {"__repeated__": [values[0], len(values)]}
+    return {"__packed__": [narrow.dtype.str, _b64(narrow)]}
+
+
+def _narrowest(array: np.ndarray) -> np.ndarray:
+    """Return integers in the narrowest dtype that holds them."""
+    if not array.size:
+        return array
+    low, high = int(array.min()), int(array.max())
+    for name in _INTS:
+        dtype = np.dtype(name)
+        if dtype.itemsize >= array.dtype.itemsize:
+            break
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return array.astype(dtype)
+    return array
+
+
+def _as_float32(array: np.ndarray) -> np.ndarray:
+    """Return float64 values as float32 when that loses no bit of any: what engines report does not."""
+    with np.errstate(over="ignore"):
+        narrow = array.astype("<f4")
+    return narrow if (narrow.astype("<f8").view("<i8") == array.view("<i8")).all() else array
 
 
 def _b64(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+
+
+def _encode_array(array: np.ndarray) -> dict[str, Any]:
+    stored = _narrowest(array) if array.dtype.kind in "iu" else array
+    encoded: dict[str, Any] = {"__array__": [stored.dtype.str, list(array.shape), _b64(stored)]}
+    if stored.dtype != array.dtype:
+        encoded["as"] = array.dtype.str
+    return encoded
 
 
 def _encode_tensor(tensor: Any) -> dict[str, Any]:
@@ -118,8 +180,10 @@ def _encode_tensor(tensor: Any) -> dict[str, Any]:
 
     tensor = tensor.detach().cpu().contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
-    array = tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    return {"__array__": [array.dtype.str, list(tensor.shape), _b64(array)], "torch": name}
+    if tensor.dtype == torch.bfloat16:  # its bits are no numbers: not to be narrowed
+        array = tensor.view(torch.int16).numpy()
+        return {"__array__": [array.dtype.str, list(array.shape), _b64(array)], "torch": name}
+    return {**_encode_array(tensor.numpy()), "torch": name}
 
 
 def _to_tensor(array: np.ndarray, dtype: str) -> Any:

@@ -30,7 +30,7 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = False) -> Iterato
         if durable:
             sync(path.parent)
     except OSError as e:
-        raise OSError(e.errno, f"{path}: cannot be written: {e.strerror or e}{_space_left(e, path.parent)}") from e
+        raise name_failure(e, path) from e
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -51,10 +51,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _space_left(error: OSError, directory: Path) -> str:
+def name_failure(error: OSError, path: Path) -> OSError:
+    """Return ``error`` with the file that could not be written in its message, and the space left on a full disk."""
+    return OSError(error.errno, f"{path}: cannot be written: {error.strerror or error}{_space_left(error, path)}")
+
+
+def _space_left(error: OSError, path: Path) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
-    try:
-        return f" ({shutil.disk_usage(directory).free >> 20} MiB are free there)"
-    except OSError:
-        return ""
+    for directory in path.parents:
+        with contextlib.suppress(OSError):
+            return f" ({shutil.disk_usage(directory).free >> 20} MiB are free there)"
+    return ""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,39 +139,148 @@ def test_what_cannot_be_stored_is_left_out(tmp_path: Path, caplog: pytest.LogCap
     assert list(told(tmp_path, 0)[1][1]) == [2]
 
 
-def test_a_disk_that_fails_stops_the_journal_and_not_the_run(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_a_full_disk_ends_the_journal_of_a_rollout_and_not_the_run(tmp_path: Path, caplog) -> None:
+    """``/dev/full`` takes nothing; the message names the file and the space, and the next rollout tries again."""
     journal, _ = told(tmp_path, 0)
     journal.completed(make_group(1, [1], COMPLETED))
     journal.flush()
+    journal.path(0).rename(tmp_path / "kept")
+    journal.path(0).symlink_to("/dev/full")
+    for number in (2, 3):
+        journal.completed(make_group(number, [1], COMPLETED))
+        journal.flush()
+    assert re.search(rf"{journal.path(0)}: cannot be written: No space left on device \(\d+ MiB are free", caplog.text)
+    assert len(caplog.records) == 1
+    journal.turn_over(1, wanted=True)
+    journal.completed(make_group(4, [1], COMPLETED))
+    journal.flush()
+    journal.path(0).unlink()
+    (tmp_path / "kept").rename(journal.path(0))
+    assert list(read_records(journal.path(1)))[1][0]["group"] == 4
+    assert list(told(tmp_path, 0)[1][1]) == [1]
 
-    def full(*_: object) -> None:
+
+def test_a_record_cut_off_by_a_full_disk_is_not_followed_by_others(tmp_path: Path, monkeypatch, caplog) -> None:
+    journal, _ = told(tmp_path, 0)
+    append = journal_module._append
+
+    def half(path: Path, entries: Any) -> None:
+        with open(path, "ab") as file:
+            file.write(b"".join(entries[0].line())[:-7])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as context:
-        context.setattr(journal_module, "_append", full)
-        journal.completed(make_group(2, [1], COMPLETED))
-        journal.flush()
-    assert "No space left on device" in caplog.text
-    journal.completed(make_group(3, [1], COMPLETED))
-    journal.turn_over(1, wanted=True)
+    journal.completed(make_group(1, [1], COMPLETED))
     journal.flush()
-    assert list(told(tmp_path, 0)[1][1]) == [1]
+    monkeypatch.setattr(journal_module, "_append", half)
+    journal.completed(make_group(2, [1], COMPLETED))
+    journal.flush()
+    monkeypatch.setattr(journal_module, "_append", append)
+    journal.completed(make_group(3, [1], COMPLETED))
+    journal.flush()
+    again, (_, generated, _) = told(tmp_path, 0)
+    assert list(generated) == [1]
+    assert "are no whole record and are cut off" in caplog.text
+    again.completed(make_group(3, [1], COMPLETED))
+    again.flush()
+    assert list(told(tmp_path, 0)[1][1]) == [1, 3]
+
+
+def test_a_directory_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    journal, nothing = told(tmp_path / "file" / "rollout", 0)
+    assert nothing == ([], {}, {})
+    journal.completed(make_group(1, [1], COMPLETED))
+    journal.flush()
+    assert f"{journal.path(0)}: cannot be written: Not a directory" in caplog.text
+
+
+def test_a_directory_that_is_missing_is_made(tmp_path: Path) -> None:
+    journal, _ = told(tmp_path / "not" / "yet", 0)
+    journal.completed(make_group(1, [1], COMPLETED))
+    journal.flush()
+    shutil.rmtree(tmp_path / "not")  # by someone else, in the middle of the run
+    journal.turn_over(1, wanted=True)
+    journal.completed(make_group(2, [1], COMPLETED))
+    journal.flush()
+    assert list(told(tmp_path / "not" / "yet", 1)[1][1]) == [2]
+
+
+@pytest.mark.parametrize("name", ["unlink", "truncate"])
+def test_a_read_only_directory_stops_nothing(tmp_path: Path, monkeypatch, caplog, name: str) -> None:
+    journal, _ = told(tmp_path, 0)
+    journal.completed(make_group(1, [1], COMPLETED))
+    journal.flush()
+    with open(journal.path(0), "ab") as file:
+        file.write(b"torn")
+    (tmp_path / "journal_7.jsonl").write_text("old")
+
+    def refuse(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(*((Path, "unlink", refuse) if name == "unlink" else (journal_module.os, "truncate", refuse)))
+        again, _ = told(tmp_path, 0)
+        again.turn_over(7, wanted=True)
+        again.forget_before(9)
+        again.flush()
+    assert f"Read-only file system: '{tmp_path}/journal_" in caplog.text
+
+
+def test_what_breaks_the_writing_thread_is_not_waited_for(tmp_path: Path, monkeypatch, caplog) -> None:
+    journal, _ = told(tmp_path, 0)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as context:
+        context.setattr(journal_module, "_append", broken)
+        journal.completed(make_group(1, [1], COMPLETED))
+        journal.flush()
+    assert "boom" in caplog.text
+    journal.completed(make_group(2, [1], COMPLETED))
+    journal.flush()
+    journal.turn_over(1, wanted=True)
+    journal.completed(make_group(3, [1], COMPLETED))
+    journal.flush()
+    assert list(told(tmp_path, 1)[1][1]) == [3]
+
+
+def test_what_fails_in_one_group_does_not_concern_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
+    journal, _ = told(tmp_path, 0)
+    endless: dict[str, Any] = {}
+    endless["itself"] = endless
+    bad = make_group(1, [1], COMPLETED)
+    bad[0].metadata = endless
+    journal.completed(bad)
+    journal.completed(make_group(2, [1], COMPLETED))
+    journal.flush()
+    assert "group 1 is left out of the journal" in caplog.text
+    assert list(told(tmp_path, 0)[1][1]) == [2]
+
+
+@pytest.mark.parametrize("format_", [1, 99])
+def test_journals_of_other_releases(tmp_path: Path, caplog, format_: int) -> None:
+    (tmp_path / "journal_0.jsonl").write_bytes(
+        encode_record({"kind": "begin", "format": format_, "rollout": 0, "setting": SETTING})
+        + encode_record({"kind": "dispatched", "groups": [5]})
+    )
+    dispatched = told(tmp_path, 0)[1][0]
+    assert dispatched == ([5] if format_ == 1 else [])
+    assert ("of another version of slime" in caplog.text) == (format_ == 99)
 
 
 def test_a_slow_disk_costs_groups_and_not_memory(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(journal_module, "MAX_WAITING", 3)
     append, go = journal_module._append, threading.Event()
 
-    def slow(batch: object) -> object:
-        assert go.wait(20)
-        return append(batch)  # type: ignore[arg-type]
+    def slow(path: Path, entries: Any) -> None:
+        assert go.wait(60)
+        append(path, entries)
 
     monkeypatch.setattr(journal_module, "_append", slow)
     journal, _ = told(tmp_path, 0)
     for number in range(20):
-        began = time.monotonic()
-        journal.completed(make_group(number, [1], COMPLETED))
-        assert time.monotonic() - began < 5
+        journal.completed(make_group(number, [1], COMPLETED))  # returns while the disk keeps the thread waiting
     go.set()
     journal.flush()
     assert caplog.text.count("too slow for the journal") == 1
