@@ -301,7 +301,7 @@ def _close(span: Span) -> None:
         _append(handle, "span_end", span.name, now, span_id, _parent(handle), attrs)
 
 
-class _harmless:  # noqa: N801  (read as a statement: with _harmless(...))
+class _harmless:
     """Log a failure of the tracer, once per kind, in place of raising it."""
 
     __slots__ = ("where",)

@@ -78,4 +78,5 @@ def prompt_token_ids(state: Any, sample: Sample) -> list[int]:
         train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
         sample.multimodal_train_inputs = train_inputs or None
         return list(outputs["input_ids"][0])
-    return list(state.tokenizer.encode(sample.prompt, add_special_tokens=False))
+    ids: list[int] = state.prompt_tokens.of(state.tokenizer, sample.prompt)
+    return ids

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_group
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 
 def train_sampling_params(args: Any) -> dict[str, Any]:
@@ -35,6 +39,26 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
 def request_limit(args: Any) -> int:
     """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine."""
     return max(1, int(args.sglang_server_concurrency) * max(1, get_rollout_num_engines(args)))
+
+
+class PromptTokens:
+    """Token ids of the latest prompts: the samples of a group, which begin together, have the same one."""
+
+    KEPT = 16
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = None
+        self._ids: dict[str, list[int]] = {}
+
+    def of(self, tokenizer: Any, prompt: str) -> list[int]:
+        """Return the token ids of ``prompt``, a list of the caller's own."""
+        if tokenizer is not self._tokenizer:
+            self._tokenizer, self._ids = tokenizer, {}
+        if prompt not in self._ids:
+            if len(self._ids) >= self.KEPT:
+                del self._ids[next(iter(self._ids))]
+            self._ids[prompt] = tokenizer.encode(prompt, add_special_tokens=False)
+        return list(self._ids[prompt])
 
 
 class GroupsInFlight:
@@ -97,31 +121,76 @@ def _open_span(sample: Sample) -> str | None:
 
 
 class PendingRewards:
-    """The rewards that are being computed, which a rollout that ends can give up."""
+    """The rewards that are being computed. A rollout that ends leaves them behind, to go on by themselves; who comes
+    back with the same samples waits for what was left, and asks for nothing twice.
+    """
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._given_up: set[asyncio.Task[Any]] = set()
+        self._waiters: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
+        self._by_sample: dict[int, asyncio.Task[Any]] = {}
+        self._leaving = False
+        self._left: asyncio.Future[None] | None = None
+        """Done when those who wait are to go on."""
 
-    async def wait_for(self, reward: Coroutine[Any, Any, Any]) -> None:
-        """Run ``reward`` to its end, or until it is given up. Raises what it raises."""
-        task = asyncio.get_running_loop().create_task(reward)
-        self._tasks.add(task)
+    def __len__(self) -> int:
+        """How many samples have a reward on its way."""
+        return len(self._by_sample)
+
+    def begin(self) -> None:
+        """From now on rewards are waited for (again)."""
+        self._leaving, self._left = False, None
+
+    def leave(self) -> None:
+        """Who waits for a reward, now or until ``begin``, goes on without it."""
+        self._leaving = True
+        for waiter in (*self._waiters.values(), self._left):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_for(self, reward: Coroutine[Any, Any, Any], samples: Iterable[Sample]) -> None:
+        """Run ``reward``, which sets the rewards of ``samples``, to its end, or until it is left behind.
+
+        Raises what it raises. A caller that is cancelled cancels the reward too.
+        """
+        loop = asyncio.get_running_loop()
+        samples = list(samples)
+        task = loop.create_task(reward)
+        waiter = self._waiters[task] = loop.create_future()
+        self._by_sample.update((id(sample), task) for sample in samples)
+        task.add_done_callback(functools.partial(self._ended, samples))  # which keeps the samples, and their ids, alive
+        if self._leaving:
+            waiter.set_result(None)
         try:
-            await task
+            await waiter
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if task not in self._given_up or (current is not None and current.cancelling()):
-                raise
-        finally:
-            self._tasks.discard(task)
-            self._given_up.discard(task)
+            if waiter.cancelled():
+                await cancel_all([task])
+            raise
+        if task.done():
+            task.result()
 
-    def give_up(self) -> None:
-        """Cancel all; who waits for them goes on without."""
-        self._given_up |= self._tasks
-        for task in self._tasks:
-            task.cancel()
+    async def catch_up(self, samples: Iterable[Sample]) -> bool:
+        """Wait until nothing is on its way of the rewards of ``samples``; those that failed are to be asked for again.
+
+        Returns False when they are left behind once more.
+        """
+        tasks = {task for sample in samples if (task := self._by_sample.get(id(sample))) is not None}
+        if tasks and self._left is None:
+            self._left = asyncio.get_running_loop().create_future()
+        while tasks and self._left is not None and not self._leaving:
+            await asyncio.wait({*tasks, self._left}, return_when=asyncio.FIRST_COMPLETED)
+            tasks = {task for task in tasks if not task.done()}
+        return not tasks
+
+    def _ended(self, samples: list[Sample], task: asyncio.Task[Any]) -> None:
+        for sample in samples:
+            self._by_sample.pop(id(sample), None)
+        waiter = self._waiters.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if not waiter.done():
+            waiter.set_result(None)
+        elif error is not None:
+            logger.warning("a reward that its rollout did not wait for failed, and is asked for again: %r", error)
 
 
 @contextlib.contextmanager

@@ -15,33 +15,13 @@ from slime.rollout.group_copy import copy_group
 from slime.rollout.group_job import Group, GroupJob, has_aborted, is_complete
 from slime.rollout.group_ledger import GroupLedger
 from slime.rollout.hooks import find_hook
+from slime.rollout.request_slots import RequestSlots
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import StalenessBound, stamp_steps, weight_clock, with_all_steps
 from slime.utils.http_utils import get_http_client
 
 _STEPS_TO_THE_SLOTS = 3
 """Turns of the event loop after which the samples of a new group hold a slot or wait for one."""
-
-
-class WatchedSlots(asyncio.Semaphore):
-    """A semaphore that counts who waits, and calls ``changed`` whenever that or the free slots change."""
-
-    def __init__(self, value: int) -> None:
-        super().__init__(value)
-        self.waiting = 0
-        self.changed: Callable[[], None] = lambda: None
-
-    async def acquire(self) -> Any:
-        self.waiting += 1
-        try:
-            return await super().acquire()
-        finally:
-            self.waiting -= 1
-            self.changed()
-
-    def release(self) -> None:
-        super().release()
-        self.changed()
 
 
 class GenerationStream:
@@ -65,7 +45,7 @@ class GenerationStream:
         self._room = asyncio.Event()
         self._change = asyncio.Event()
         self._forget_clock: Callable[[], None] | None = None
-        self._slots: WatchedSlots | None = None
+        self._slots: RequestSlots | None = None
 
     # Life
 
@@ -75,8 +55,8 @@ class GenerationStream:
             return
         self._loop = asyncio.get_running_loop()
         state = sglang_rollout.GenerateState(self.args)
-        if not isinstance(state.semaphore, WatchedSlots):
-            state.semaphore = WatchedSlots(request_limit(self.args))
+        if not isinstance(state.semaphore, RequestSlots):
+            state.semaphore = RequestSlots(request_limit(self.args))
         state.semaphore.changed = self._room.set
         self._slots = state.semaphore
         if self._forget_clock is None:
@@ -138,6 +118,8 @@ class GenerationStream:
         state = sglang_rollout.GenerateState(self.args)
         groups, dropped, metrics = self.ledger.end_rollout()
         metrics |= state.reward_errors.metrics()
+        if self._slots is not None:
+            metrics |= self._slots.metrics()
         state.reward_errors = RewardErrors(self.args)
         self._room.set()
         return groups, dropped, metrics

@@ -22,6 +22,7 @@ from slime.rollout.generate_request import append_output, generate_payload, prom
 from slime.rollout.generate_state import (
     GroupsInFlight,
     PendingRewards,
+    PromptTokens,
     cancel_all,
     gather_or_cancel,
     least_used,
@@ -29,6 +30,7 @@ from slime.rollout.generate_state import (
     train_sampling_params,
 )
 from slime.rollout.hooks import Hook, make_hook
+from slime.rollout.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
@@ -72,7 +74,8 @@ class GenerateState(metaclass=SingletonMeta):
         self.tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
         wants_processor = getattr(args, "multimodal_keys", None) is not None
         self.processor = load_processor(args.hf_checkpoint, **trust) if wants_processor else None
-        self.semaphore = asyncio.Semaphore(request_limit(args))
+        engines = EngineLoads(lambda: get_model_url(args, "default", ""))
+        self.semaphore: asyncio.Semaphore = RequestSlots(request_limit(args), engines)
         self.sampling_params = train_sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.dp_counts = [0] * max(1, getattr(args, "sglang_dp_size", None) or 1)
@@ -82,6 +85,8 @@ class GenerateState(metaclass=SingletonMeta):
         self.eval_rollout_id: int | None = None
         self.eval_reward_errors = RewardErrors()
         self.on_completed: Callable[[list[Sample]], None] | None = None
+        self.pending_rewards = PendingRewards()
+        self.prompt_tokens = PromptTokens()
         self.reset()
 
     def reset(self) -> None:
@@ -89,7 +94,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Any]] = set()
         self.groups_in_flight = GroupsInFlight()
-        self.pending_rewards = PendingRewards()
+        self.pending_rewards.begin()
         self.aborted = False
 
     @contextmanager
@@ -234,23 +239,29 @@ def _any_aborted(samples: Any) -> bool:
 
 
 async def _score(args: Any, state: GenerateState, result: Sample | list[Sample], evaluation: bool) -> None:
+    if not await state.pending_rewards.catch_up(iter_samples(result)):
+        return
     errors = state.eval_reward_errors if evaluation else state.reward_errors
     if isinstance(result, list):
         unscored = [sample for sample in iter_samples(result) if sample.reward is None]
         if unscored:
             with trace_span(unscored, "reward_model"):
-                await _wait_for_reward(state, errors.score_batch(args, unscored, batched_async_rm), evaluation)
+                reward = errors.score_batch(args, unscored, batched_async_rm)
+                await _wait_for_reward(state, reward, unscored, evaluation)
     elif result.reward is None:
         with trace_span(result, "reward_model"):
-            await _wait_for_reward(state, errors.score_one(args, result, async_rm), evaluation)
+            reward = errors.score_one(args, result, async_rm)
+            await _wait_for_reward(state, reward, [result], evaluation)
 
 
-async def _wait_for_reward(state: GenerateState, reward: Coroutine[Any, Any, Any], evaluation: bool) -> None:
-    """Rewards of training samples may be given up when the rollout ends; the samples are scored when they come back."""
+async def _wait_for_reward(
+    state: GenerateState, reward: Coroutine[Any, Any, None], samples: list[Sample], evaluation: bool
+) -> None:
+    """Rewards of training samples may be left behind when the rollout ends, until the samples come back."""
     if evaluation:
         await reward
     else:
-        await state.pending_rewards.wait_for(reward)
+        await state.pending_rewards.wait_for(reward, samples)
 
 
 async def generate_and_rm_group(
@@ -276,11 +287,11 @@ async def generate_and_rm_group(
         group = await gather_or_cancel(coros)
     if args.group_rm and not _any_aborted(group):
         samples = list(iter_samples(group))
-        if any(sample.reward is None for sample in samples):
+        caught_up = await state.pending_rewards.catch_up(samples)
+        if caught_up and any(sample.reward is None for sample in samples):
             with trace_span(samples, "group_reward_model"):
-                await _wait_for_reward(
-                    state, state.reward_errors.score_batch(args, samples, batched_async_rm), evaluation
-                )
+                reward = state.reward_errors.score_batch(args, samples, batched_async_rm)
+                await _wait_for_reward(state, reward, samples, evaluation)
     return group
 
 
@@ -310,6 +321,10 @@ async def generate_rollout_async(
         await get_http_client().drain_aborts()
         state.reset()
     metrics = {**collection.collect_metrics(), **state.reward_errors.metrics()}
+    if isinstance(state.semaphore, RequestSlots):
+        metrics |= state.semaphore.metrics()
+    if len(state.pending_rewards):
+        metrics["rollout/reward/left_behind"] = len(state.pending_rewards)
     if unfinished:
         metrics["rollout/partial_groups" if args.partial_rollout else "rollout/put_back_groups"] = len(unfinished)
     data = sorted(collection.accepted, key=first_index)

@@ -24,10 +24,8 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 60.0
-REWARD_GRACE_S = 1.0
-"""How long rewards may take once the engines were stopped. Those that take longer are asked for again later."""
 FINISH_GRACE_S = 10.0
-"""How long groups may take to return once the engines were stopped and pending rewards given up."""
+"""How long groups may take to return once the engines were stopped and pending rewards left behind."""
 MAX_ABORTED_SHARE = 4
 SUBMITTED_AT_ONCE = 8
 
@@ -162,9 +160,9 @@ def _results_in_order(done: set[asyncio.Task[Any]], state: Any) -> list[Group]:
 async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
     """Abort what the engines are generating and return the groups in flight, in order, to be handed back.
 
-    With ``partial_rollout`` that is what has been generated of them; rewards that take long are given up, and asked for
-    again when the group comes back. Without it nothing is waited for, and groups that are not finished are as they were
-    drawn: their prompts are neither skipped nor continued.
+    With ``partial_rollout`` that is what has been generated of them; rewards go on without anyone who waits for them,
+    and are there, or waited for, when the group comes back. Without it nothing is waited for, and groups that are not
+    finished are as they were drawn: their prompts are neither skipped nor continued.
     """
     assert not state.aborted, "this rollout was aborted already"
     state.aborted = True
@@ -180,10 +178,8 @@ async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: li
     if not args.partial_rollout:
         state.pendings = set()
         return sorted((_finished_or_original(task, state) for task in tasks), key=first_index)
-    _, late = await asyncio.wait(tasks, timeout=min(REWARD_GRACE_S, FINISH_GRACE_S))
-    if late:
-        state.pending_rewards.give_up()
-        _, late = await asyncio.wait(late, timeout=FINISH_GRACE_S)
+    state.pending_rewards.leave()
+    _, late = await asyncio.wait(tasks, timeout=FINISH_GRACE_S)
     await cancel_all(late)
     state.pendings = set()
     return sorted((_unfinished_group(task, rollout_id, state) for task in tasks), key=first_index)

@@ -1,4 +1,4 @@
-"""How many requests an engine holds, from its reply to ``GET /v1/loads``."""
+"""How many requests an engine holds, and how many of them wait, from its reply to ``GET /v1/loads``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def num_requests_from_load(load: Any) -> int:
     if total is not None:
         return total
     return (_first_int(load, _RUNNING) or 0) + (_first_int(load, _WAITING) or 0)
+
+
+def num_waiting_from_load(load: Any) -> int:
+    """Return how many requests of a load reply wait to be worked on; 0 where it does not say."""
+    if isinstance(load, list):
+        return sum(num_waiting_from_load(entry) for entry in load)
+    if not isinstance(load, dict):
+        raise ValueError(f"A load reply is a list or an object, got {type(load).__name__}: {load!r}")
+    return num_waiting_from_load(load["loads"]) if "loads" in load else _first_int(load, _WAITING) or 0
 
 
 def _first_int(load: dict[str, Any], names: tuple[str, ...]) -> int | None:

@@ -45,6 +45,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+BUSY_STATUSES = frozenset({429, 503})
+
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
 WORKER_LIST_AGE_S = 1.0
@@ -57,6 +59,7 @@ class HttpClient:
 
     ``request_timeout`` (s) is the deadline of a whole request, its retries included. ``api_key`` is sent as a bearer
     token to the hosts registered with ``trust`` and to no other. Proxy settings of the environment are ignored.
+    ``refused`` counts the ``/generate`` requests that a busy server turned away and that wait to be sent again.
     """
 
     def __init__(self, concurrency: int, request_timeout: float = 1800.0, api_key: str | None = None) -> None:
@@ -70,6 +73,7 @@ class HttpClient:
         self._workers: dict[str, tuple[float, list[str]]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._left_to_caller: set[str] = set()
+        self.refused = 0
 
     def trust(self, url: str) -> None:
         """Send the API key to the host and port of ``url`` from now on."""
@@ -229,7 +233,12 @@ class HttpClient:
                         "%s %s: %s (attempt %d of %d), again in %.1f s", method, url, last.reason, attempt,
                         max_attempts, delay,
                     )  # fmt: skip
-                    await asyncio.sleep(max(delay, min(BACKOFF_CAP_S, last.retry_after)))
+                    busy = rid is not None and last.status in BUSY_STATUSES
+                    self.refused += busy
+                    try:
+                        await asyncio.sleep(max(delay, min(BACKOFF_CAP_S, last.retry_after)))
+                    finally:
+                        self.refused -= busy
         except TimeoutError as e:
             reason = f"was not answered within its deadline of {limit:g} s"
             if last is not None:

@@ -14,13 +14,14 @@ import psutil
 import pytest
 
 from slime.observability.trace_utils import trace_span
-from slime.rollout import sglang_rollout, train_rollout
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.generate_state import GroupsInFlight, PendingRewards
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_rollout import SUBMITTED_AT_ONCE
 from slime.utils import http_client
+from slime.utils.async_utils import get_async_loop
 from slime.utils.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
 from tests.support.fake_engine import Failure, FaultMix, hashed_reply
@@ -145,18 +146,25 @@ def test_a_hundred_thousand_groups_under_random_faults(cluster, make_args):
     rollouts_under_faults(cluster, args, 400)
 
 
-REWARDS = {"asked": 0, "cancelled": 0, "slow": True}
+REWARDS: dict[str, Any] = {}
+
+
+def reset_rewards(expected: int) -> None:
+    REWARDS.update(asked=[], cancelled=0, expected=expected, all_asked=asyncio.Event(), answer=asyncio.Event())
 
 
 async def slow_judge(args: Any, sample: Any, **kwargs: Any) -> Any:
-    first = sample[0] if isinstance(sample, list) else sample
-    REWARDS["asked"] += 1
-    if REWARDS["slow"] and first.prompt in ("p0", "p1"):
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            REWARDS["cancelled"] += 1
-            raise
+    """Answers p0 and p1 when ``REWARDS["answer"]`` is set, the others once it was asked for all of p0 and p1."""
+    several = sample if isinstance(sample, list) else [sample]
+    REWARDS["asked"] += [one.prompt for one in several]
+    slow = several[0].prompt in ("p0", "p1")
+    if sum(prompt in ("p0", "p1") for prompt in REWARDS["asked"]) >= REWARDS["expected"]:
+        REWARDS["all_asked"].set()
+    try:
+        await (REWARDS["answer"] if slow else REWARDS["all_asked"]).wait()
+    except asyncio.CancelledError:
+        REWARDS["cancelled"] += slow
+        raise
     return [1.0] * len(sample) if isinstance(sample, list) else 1.0
 
 
@@ -176,26 +184,53 @@ async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) 
     [{}, {"group_rm": True}, {"custom_generate_function_path": f"{HERE}.two_turns"}],
     ids=["samples", "groups", "fan-out"],
 )
-def test_pending_rewards_are_given_up_and_responses_kept(cluster, make_args, monkeypatch, overrides):
-    monkeypatch.setattr(train_rollout, "REWARD_GRACE_S", 0.1)
-    REWARDS.update(asked=0, cancelled=0, slow=True)
+@pytest.mark.parametrize("answered", ["before the next rollout", "during it"])
+def test_slow_rewards_are_left_behind_and_asked_for_once(cluster, make_args, overrides, answered):
     args = make_args(over_sampling_batch_size=6, partial_rollout=True, custom_rm_path=f"{HERE}.slow_judge", **overrides)
+    reset_rewards(2 * args.n_samples_per_prompt * (2 if args.custom_generate_function_path else 1))
     source = RolloutDataSourceWithBuffer(args)
-    began = time.monotonic()
     output = generate_rollout(args, 0, source)
-    assert time.monotonic() - began < 3
     assert {sample.prompt for sample in iter_samples(output.samples)} == {"p2", "p3", "p4", "p5"}
-    assert REWARDS["cancelled"] == (2 if args.group_rm else 4)
     left = list(iter_samples(source.buffer))
     assert {(s.prompt, s.status, s.reward) for s in left} == {(p, Status.COMPLETED, None) for p in ("p0", "p1")}
+    assert output.metrics["rollout/reward/left_behind"] == len(left)
     responses, requests = [s.response for s in left], len(cluster.requests)
-    REWARDS["slow"] = False
+    get_async_loop().call_soon_threadsafe(REWARDS["answer"].set)
+    if answered == "before the next rollout":
+        cluster.wait_until(lambda: {s.reward for s in left} == {1.0}, "the rewards of p0 and p1")
     output = generate_rollout(args, 1, source)
     again = [s for s in iter_samples(output.samples) if s.prompt in ("p0", "p1")]
     assert [s.response for s in again] == responses
     assert {s.reward for s in again} == {1.0}
     new = [chr(r["input_ids"][1]) for r in cluster.requests[requests:]]
     assert not {"0", "1"} & set(new), "finished responses were generated again"
+    assert [REWARDS["asked"].count(p) for p in ("p0", "p1")] == [len(left) // 2] * 2
+    assert REWARDS["cancelled"] == 0
+
+
+def test_a_reward_may_take_several_rollouts(cluster, make_args):
+    args = make_args(prompts=60, over_sampling_batch_size=6, partial_rollout=True, custom_rm_path=f"{HERE}.slow_judge")
+    reset_rewards(2 * args.n_samples_per_prompt)
+    source = RolloutDataSourceWithBuffer(args)
+    for rollout_id in range(3):
+        output = generate_rollout(args, rollout_id, source)
+        assert not {"p0", "p1"} & {sample.prompt for sample in iter_samples(output.samples)}
+    get_async_loop().call_soon_threadsafe(REWARDS["answer"].set)
+    output = generate_rollout(args, 3, source)
+    assert {"p0", "p1"} < {sample.prompt for sample in iter_samples(output.samples)}
+    asked = [REWARDS["asked"].count(p) for p in ("p0", "p1")]
+    assert asked == [args.n_samples_per_prompt] * 2
+
+
+def test_without_partial_rollout_pending_rewards_are_cancelled(cluster, make_args):
+    args = make_args(over_sampling_batch_size=6, custom_rm_path=f"{HERE}.slow_judge")
+    reset_rewards(2 * args.n_samples_per_prompt)
+    source = RolloutDataSourceWithBuffer(args)
+    output = generate_rollout(args, 0, source)
+    assert {sample.prompt for sample in iter_samples(output.samples)} == {"p2", "p3", "p4", "p5"}
+    assert REWARDS["cancelled"] == 2 * args.n_samples_per_prompt
+    assert {(s.prompt, s.status) for s in iter_samples(source.buffer)} == {(p, Status.PENDING) for p in ("p0", "p1")}
+    assert "rollout/reward/left_behind" not in output.metrics
 
 
 async def test_who_waits_for_what_is_told():
@@ -210,21 +245,44 @@ async def test_who_waits_for_what_is_told():
     await task
 
 
-async def test_only_giving_up_lets_a_caller_go_on_without_its_reward():
-    pending = PendingRewards()
+async def test_only_leaving_lets_a_caller_go_on_without_its_reward():
+    pending, sample, answer = PendingRewards(), Sample(), asyncio.Event()
 
     async def fails() -> None:
         raise KeyError("judge")
 
+    async def scores() -> None:
+        await answer.wait()
+        sample.reward = 1.0
+
     with pytest.raises(KeyError, match="judge"):
-        await pending.wait_for(fails())
-    waiting = [asyncio.create_task(pending.wait_for(asyncio.sleep(30))) for _ in range(2)]
+        await pending.wait_for(fails(), [Sample()])
+    cancelled = asyncio.create_task(pending.wait_for(asyncio.sleep(30), [Sample()]))
+    waiting = asyncio.create_task(pending.wait_for(scores(), [sample]))
     await asyncio.sleep(0)
-    waiting[0].cancel()
-    await asyncio.sleep(0.01)
-    assert waiting[0].cancelled()
-    pending.give_up()
-    assert await waiting[1] is None
+    assert len(pending) == 2
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert cancelled.cancelled()
+    assert len(pending) == 1
+    pending.leave()
+    await waiting
+    await pending.wait_for(fails(), [Sample()])  # nor is a reward waited for that is only asked for now
+    assert sample.reward is None
+    assert not await pending.catch_up([sample])
+    for leave_again in (True, False):
+        pending.begin()
+        back = asyncio.create_task(pending.catch_up([sample, Sample()]))
+        await asyncio.sleep(0)
+        assert not back.done()
+        if leave_again:
+            pending.leave()
+            assert not await back
+    answer.set()
+    assert await back
+    assert (sample.reward, len(pending)) == (1.0, 0)
+    with pytest.raises(KeyError, match="judge"):
+        await pending.wait_for(fails(), [Sample()])
 
 
 def test_the_start_of_a_large_rollout_does_not_hold_up_its_first_replies(cluster, make_args):

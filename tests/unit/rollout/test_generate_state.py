@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.rollout import sglang_rollout
+from slime.rollout.generate_state import PromptTokens
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args
@@ -71,3 +72,26 @@ async def test_groups_become_tasks_and_a_reset_forgets_them(make_state, monkeypa
     state.aborted = True
     state.reset()
     assert (state.remaining_batch_size, state.pendings, state.aborted) == (0, set(), False)
+
+
+class CountingTokenizer:
+    def __init__(self, offset: int = 0) -> None:
+        self.offset, self.asked = offset, []
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        self.asked.append(text)
+        return [ord(c) + self.offset for c in text]
+
+
+def test_a_prompt_is_tokenised_once_for_its_group():
+    tokens, tokenizer = PromptTokens(), CountingTokenizer()
+    for prompt in ("a", "a", "ab", "a", "ab"):
+        ids = tokens.of(tokenizer, prompt)
+        assert ids == [ord(c) for c in prompt]
+        ids.append(0)  # a sample's own
+    assert tokenizer.asked == ["a", "ab"]
+    assert tokens.of(CountingTokenizer(1), "a") == [98]
+    for number in range(2 * PromptTokens.KEPT):
+        tokens.of(tokenizer, str(number))
+    assert len(tokens._ids) == PromptTokens.KEPT

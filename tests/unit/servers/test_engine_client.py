@@ -10,7 +10,7 @@ import pytest
 
 from slime.servers.engine_client import EngineClient
 from slime.servers.errors import EngineError, EngineTimeoutError
-from slime.servers.loads import num_requests_from_load
+from slime.servers.loads import num_requests_from_load, num_waiting_from_load
 from tests.support.http_stub import Reply, Seen, http_stub
 
 OK: Reply = (200, {"success": True, "message": "Success."})
@@ -170,24 +170,25 @@ def test_checksum_is_the_whole_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "count"),
+    ("load", "count", "waiting"),
     [
-        ({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 3}, {"num_running_reqs": 1}]}, 6),
-        ([{"num_reqs": 4}, {"num_total_reqs": 5}], 9),
-        ({"total_reqs": 7, "num_running_reqs": 1}, 7),
-        ({"num_reqs": None, "total_running_reqs": 2, "total_waiting_reqs": 2}, 4),
-        ({"num_reqs": True, "num_running_reqs": 3}, 3),
-        ({"loads": []}, 0),
-        ({}, 0),
+        ({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 3}, {"num_running_reqs": 1}]}, 6, 3),
+        ([{"num_reqs": 4, "num_waiting_reqs": 1}, {"num_total_reqs": 5, "total_waiting_reqs": 2}], 9, 3),
+        ({"total_reqs": 7, "num_running_reqs": 1}, 7, 0),
+        ({"num_reqs": None, "total_running_reqs": 2, "total_waiting_reqs": 2}, 4, 2),
+        ({"num_reqs": True, "num_running_reqs": 3}, 3, 0),
+        ({"loads": []}, 0, 0),
+        ({}, 0, 0),
     ],
 )
-def test_requests_are_counted_from_any_form_of_load_reply(load: Any, count: int) -> None:
-    assert num_requests_from_load(load) == count
+def test_requests_are_counted_from_any_form_of_load_reply(load: Any, count: int, waiting: int) -> None:
+    assert (num_requests_from_load(load), num_waiting_from_load(load)) == (count, waiting)
 
 
-def test_a_load_reply_of_another_kind_is_refused() -> None:
+@pytest.mark.parametrize("read", [num_requests_from_load, num_waiting_from_load])
+def test_a_load_reply_of_another_kind_is_refused(read: Any) -> None:
     with pytest.raises(ValueError, match="got str"):
-        num_requests_from_load("busy")
+        read("busy")
 
 
 def test_num_requests_asks_the_engine() -> None:
