@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from slime.batching.errors import TrainDataError
-
-_STRUCT_CODES = {"int8": "b", "int32": "i", "int64": "q", "float32": "f", "float64": "d"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +65,7 @@ def ragged_from_rows(
 ) -> Ragged:
     """Copy rows (lists, arrays or tensors, of any mix) into one array of ``dtype`` (None: that of the first row).
 
-    A list of plain numbers costs about 7 ns per number. Conversions must be exact for integers: a token id beyond
+    A list of plain numbers costs 5 to 10 ns per number. Conversions must be exact for integers: a token id beyond
     int32 or a mask of 0.5 raises TrainDataError, which names the sample (``name_of(i)``) and the field.
     """
     arrays = [
@@ -75,17 +74,53 @@ def ragged_from_rows(
     typed = next((row for row in arrays if isinstance(row, np.ndarray)), np.empty(0, dtype="int32"))
     offsets = offsets_of([len(row) for row in arrays])
     values = np.empty((offsets[-1], *typed.shape[1:]), dtype=dtype or typed.dtype)
-    code = _STRUCT_CODES.get(values.dtype.name) if values.ndim == 1 else None
-    buffer = values.data.cast("B") if code and values.size else None
+    pack = _PACKERS.get(values.dtype.name) if values.ndim == 1 else None
     for i, (row, start) in enumerate(zip(arrays, offsets.tolist(), strict=False)):
-        if buffer is not None and not isinstance(row, np.ndarray):
-            try:
-                struct.pack_into(f"{len(row)}{code}", buffer, start * values.itemsize, *row)
+        if pack is not None and len(row) and not isinstance(row, np.ndarray):
+            packed = pack(row)
+            if packed is not None:
+                values[start : start + len(row)] = packed
                 continue
-            except (struct.error, OverflowError):  # floats for integers, too large, or not numbers: the slow way tells
-                pass
         values[start : start + len(row)] = _exact(np.asarray(row), values, field, name_of(i))
     return Ragged(values, offsets)
+
+
+Row = list[Any] | tuple[Any, ...]
+
+
+def _pack_int8(row: Row) -> np.ndarray | None:
+    """Pack through bytes, four times as fast as through anything that knows signs."""
+    try:
+        packed = np.frombuffer(bytes(row), dtype=np.uint8)
+    except (TypeError, ValueError):
+        return None
+    return packed if packed.max() < 128 else None
+
+
+def _pack_int32(row: Row) -> np.ndarray | None:
+    """Pack through int64, twice as fast as without: Python need not look at the range of every number."""
+    packed = _pack_as("q", np.int64, row)
+    if packed is None or packed.min() < -(2**31) or packed.max() >= 2**31:
+        return None
+    return packed
+
+
+def _pack_as(code: str, dtype: Any, row: Row) -> np.ndarray | None:
+    try:
+        return np.frombuffer(struct.pack(f"{len(row)}{code}", *row), dtype=dtype)
+    except (struct.error, OverflowError):
+        return None
+
+
+_PACKERS: dict[str, Callable[[Row], np.ndarray | None]] = {
+    "int8": _pack_int8,
+    "int32": _pack_int32,
+    "int64": functools.partial(_pack_as, "q", np.int64),
+    "float32": functools.partial(_pack_as, "f", np.float32),
+    "float64": functools.partial(_pack_as, "d", np.float64),
+}
+"""By dtype: the fast way from a list of plain numbers, or None for what the slow way must look at: floats for integers,
+numbers out of range, things that are not numbers."""
 
 
 def _as_array(row: Any, field: str, name: str) -> np.ndarray:

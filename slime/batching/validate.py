@@ -12,6 +12,9 @@ from slime.batching.ragged import Ragged
 
 REQUIRED_KEYS = ("tokens", "response_lengths", "rewards", "loss_masks")
 
+RESERVED_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes", "local_raw_reward")
+"""Columns that ranks are given besides the samples' own."""
+
 Namer = Callable[[int], str]
 
 
@@ -27,12 +30,16 @@ def sample_namer(sample_indices: Sequence[int | None] | None) -> Namer:
 
 
 def required_keys(data: Mapping[str, Any]) -> None:
-    """Raise when a key that training cannot do without is missing, or there is no sample at all."""
+    """Raise when a key that training cannot do without is missing or one of its own is there, and without a sample."""
     missing = [key for key in REQUIRED_KEYS if data.get(key) is None]
     if missing:
         raise TrainDataError(
             f"train data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}. A converter given by "
             f"--custom-convert-samples-to-train-data-path must return at least {', '.join(REQUIRED_KEYS)}"
+        )
+    if taken := [key for key in RESERVED_KEYS if data.get(key) is not None]:
+        raise TrainDataError(
+            f"train data has the key {', '.join(taken)}, with which ranks learn the schedule; name yours differently"
         )
     if not len(data["tokens"]):
         raise TrainDataError("train data holds no sample; the rollout produced nothing to train on")

@@ -11,11 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.bench.samples_to_shards import ARGS as BENCH_ARGS
+from scripts.bench.samples_to_shards import PickleStore, make_samples
 from slime.batching.columns import RolloutBatch, RolloutShard
 from slime.batching.errors import TrainDataError
 from slime.batching.ragged import Ragged, ragged_from_rows
 from slime.batching.rollout_ids import fill_rollout_ids, mask_sums_by_rollout
 from slime.batching.schedule import DpSchedule
+from slime.batching.train_data import build_train_data
 
 
 def make_data(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, Any]:
@@ -107,6 +110,23 @@ def test_shard_arrays_travel_out_of_band_and_arrive_read_only_without_a_copy() -
         assert not column.values.flags.writeable
     row = received.batch.ragged["tokens"][1]
     assert np.shares_memory(row, received.batch.ragged["tokens"].values)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_stored_bytes_are_4_per_token_and_5_per_response_token_and_little_per_sample(ranks: int) -> None:
+    count, beyond = 64, []
+    for prompt, response in ((20, 100), (200, 1000)):
+        samples = make_samples(count, prompt, response)
+        rewards = [float(s.reward) for s in samples]  # type: ignore[arg-type]
+        batch = RolloutBatch.from_train_data(build_train_data(BENCH_ARGS, samples, rewards, rewards))
+        stored = sum(PickleStore().through(shard)[1] for shard in batch.shards(round_robin(count, ranks)))
+        tokens, answers = sum(len(s.tokens) for s in samples), sum(s.response_length for s in samples)
+        assert answers < tokens - 10 * count  # else 9 bytes per token would pass for less
+        beyond.append(stored - 4 * tokens - 5 * answers)
+    # Nothing beyond them grows with the tokens. What grows with the samples: three offsets and six numbers in their
+    # shard, the length and the raw reward of every sample in every shard. The rest is the same for every shard.
+    assert abs(beyond[1] - beyond[0]) < 64
+    assert beyond[1] < count * (100 + 20 * ranks) + 3000 * ranks
 
 
 def test_tensors_are_writable_though_the_shard_is_not(recwarn: pytest.WarningsRecorder) -> None:
@@ -207,6 +227,8 @@ def change(key: str, value: Any, at: int | None = 1):
         (change("truncated", 1, None), r"'truncated' must hold one entry per sample \(2\), got 1"),
         (change("loss_masks", None, None), "train data lacks loss_masks"),
         (change("tokens", [], None), "no sample"),
+        (change("partition", [0, 1], None), r"train data has the key partition, which .* schedule"),
+        (change("my_scalar", 3, None), r"'my_scalar' must hold one entry per sample \(2\), got 3"),
     ],
 )
 def test_errors_name_the_sample_and_the_field(apply, match: str) -> None:
@@ -239,6 +261,27 @@ def test_ragged_take_and_sums(rows: list[list[int]], data: st.DataObject) -> Non
     taken = column.take(np.array(positions, dtype=np.int64))
     assert [taken[i].tolist() for i in range(len(taken))] == [rows[i] for i in positions]
     assert taken.values.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_integers_are_exact_or_refused_whatever_holds_them(dtype: str, data: st.DataObject) -> None:
+    """Fast ways and slow ones agree, at the ends of the range, for plain numbers, NumPy's and truth values."""
+    info = np.iinfo(dtype)
+    near = [info.min, info.max, info.min - 1, info.max + 1, 127, 128, 255, 256, 2**31, -(2**31) - 1, -1, 0]
+    numbers = st.one_of(st.integers(info.min, info.max), st.sampled_from(near), st.booleans())
+    row = data.draw(st.lists(numbers, min_size=1, max_size=6))
+    if data.draw(st.booleans()):
+        row = [np.int64(n) if -(2**63) <= n < 2**63 else n for n in row]
+    if data.draw(st.booleans()):
+        row = row + [data.draw(st.sampled_from([0.5, 2.0, float("nan")]))]
+    fits = all(n == n and n == int(n) and info.min <= n <= info.max for n in row)
+    if fits:
+        assert ragged_from_rows([[], row, [3]], dtype, "tokens").values.tolist() == [*map(int, row), 3]
+    else:
+        with pytest.raises(TrainDataError, match="sample 1: tokens"):
+            ragged_from_rows([[], row, [3]], dtype, "tokens")
 
 
 def test_ragged_refuses_rows_beyond_the_last() -> None:

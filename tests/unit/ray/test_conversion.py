@@ -6,7 +6,9 @@ import logging
 import statistics
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +139,144 @@ def bare_converter(args, samples):
         "loss_masks": [[1] for _ in samples],
         "sample_indices": [s.index for s in samples],
     }
+
+
+def every_key(args, samples):
+    """Returns the keys that training knows, some of its own, and derives rollout ids and mask sums from nothing."""
+    return bare_converter(args, samples) | {
+        "raw_reward": [10 * s.reward for s in samples],
+        "truncated": [0 for _ in samples],
+        "round_number": [2 for _ in samples],
+        "rollout_log_probs": [[-0.5] for _ in samples],
+        "teacher_log_probs": [[-0.25] for _ in samples],
+        "rollout_top_p_token_ids": [[4, 5] for _ in samples],
+        "rollout_top_p_token_offsets": [[0, 2] for _ in samples],
+        "rollout_routed_experts": [np.full((2, 1, 2), s.index) for s in samples],
+        "multimodal_train_inputs": [{"pixels": s.index} for s in samples],
+        "metadata": [{"origin": s.index} for s in samples],
+        "source_names": [f"source {s.index}" for s in samples],
+        "prompt": [f"prompt {s.index}" for s in samples],
+        "my_column": [{"anything": s.index} for s in samples],
+        "my_numbers": np.array([0.5 * s.index for s in samples]),
+        "absent": None,
+    }
+
+
+def test_every_key_of_a_converter_reaches_the_trainer_in_its_place():
+    c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.every_key")
+    shards = [shard.to_rollout_data() for shard in c.shards(rollout(0, [1, 2, 3, 4]))]
+    known = every_key(None, rollout(0, [1, 2, 3, 4]))
+    for data in shards:
+        assert (set(known) | {"rollout_ids", "rollout_mask_sums", "total_lengths"}) - {"absent"} <= set(data)
+        for position, index in enumerate(data["sample_indices"]):
+            for key in ("multimodal_train_inputs", "metadata", "source_names", "prompt", "my_column", "round_number"):
+                assert data[key][position] == known[key][index], key
+            assert data["my_numbers"][position] == 0.5 * index
+            assert data["local_raw_reward"][position] == 10 * (index + 1)
+            assert data["rollout_routed_experts"][position].tolist() == [[[index, index]]] * 2
+            for key in ("rollout_log_probs", "teacher_log_probs", "rollout_top_p_token_ids"):
+                assert data[key][position].tolist() == known[key][index]
+            assert data["total_lengths"][position] == 3
+            assert data["rollout_mask_sums"][position] == 1.0  # of its own
+        assert len(set(data["rollout_ids"])) == len(data["rollout_ids"])  # each a rollout of its own
+        assert data["raw_reward"] == known["raw_reward"]
+
+
+def test_metadata_for_the_trainer_arrives_without_a_converter_too():
+    samples = rollout(0, [1, 0, 0, 0])
+    samples[2].train_metadata = {"weight": 3}
+    shards = [shard.to_rollout_data() for shard in converter().shards(samples)]
+    found = {i: m for data in shards for i, m in zip(data["sample_indices"], data["metadata"], strict=True)}
+    assert found == {0: None, 1: None, 2: {"weight": 3}, 3: None}
+
+
+def notes_of(caught) -> str:
+    return "\n".join(getattr(caught.value, "__notes__", ()))
+
+
+def number_converter(args, samples):
+    return 3
+
+
+def lacking_converter(args, samples):
+    return {key: values for key, values in bare_converter(args, samples).items() if key != "loss_masks"}
+
+
+def long_masks(args, samples):
+    return bare_converter(args, samples) | {"loss_masks": [[1, 1] for _ in samples]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("number_converter", r"returned int 3; expected a dict of lists with one entry per sample"),
+        ("lacking_converter", r"train data lacks loss_masks"),
+        ("long_masks", r"sample index=0 .*loss_masks has 2 entries, expected 1"),
+    ],
+)
+def test_what_a_converter_gets_wrong_names_it(name, message):
+    c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.{name}")
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        c.shards(rollout(0, [1, 0, 0, 0]))
+    told = f"{caught.value}\n{notes_of(caught)}"
+    assert f"--custom-convert-samples-to-train-data-path '{__name__}.{name}' ({__file__}:" in told
+
+
+def one_list(args, samples):
+    return [0.0 for _ in samples]
+
+
+def too_few(args, samples):
+    return [0.0 for _ in samples], [0.0]
+
+
+async def tensors(args, samples):
+    return [s.reward for s in samples], torch.tensor([2.0 * s.reward for s in samples])
+
+
+def nan_for_one(args, samples):
+    return [0.0] * len(samples), [0.0, float("nan"), *[0.0] * (len(samples) - 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_list", r"returned list \[0.0, 0.0, 0.0, 0.0\]; expected two lists: \(raw_rewards, rewards\)"),
+        ("too_few", r"returned as rewards 1 of them for 4 samples; expected one per sample, in order"),
+        ("nan_for_one", r"sample index=1 .*reward nan is not a finite number"),
+    ],
+)
+def test_what_a_reward_post_processing_gets_wrong_names_it(name, message):
+    c = converter(custom_reward_post_process_path=f"{__name__}.{name}")
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        c.shards(rollout(0, [1, 0, 0, 0]))
+    told = f"{caught.value}\n{notes_of(caught)}"
+    assert f"--custom-reward-post-process-path '{__name__}.{name}' ({__file__}:" in told
+
+
+def test_a_reward_post_processing_may_be_a_coroutine_function_and_return_tensors():
+    c = converter(custom_reward_post_process_path=f"{__name__}.tensors")
+    assert trained(c.shards(rollout(0, [1, 0, 3, 0]))) == {0: 2.0, 1: 0.0, 2: 6.0, 3: 0.0}
+
+
+async def my_reward(args, sample, **kwargs):
+    return None
+
+
+def test_samples_that_cannot_be_right_name_the_hooks_that_made_them():
+    samples = rollout(0, [1, 0, 0, 0])
+    samples[2].reward = None
+    generate = "slime.rollout.sglang_rollout.generate"
+    c = converter(custom_rm_path=f"{__name__}.my_reward", custom_generate_function_path=generate)
+    with pytest.raises(ValueError, match=r"sample index=2 .*reward None is not a finite number") as caught:
+        c.shards(samples)
+    place = f"({__file__}:{my_reward.__code__.co_firstlineno})"
+    assert notes_of(caught) == f"the samples were made with --custom-rm-path '{__name__}.my_reward' {place}"
+    samples = rollout(0, [1, 0, 0, 0])
+    samples[3].loss_mask = [1, 1]
+    with pytest.raises(ValueError, match=r"sample index=3 .*loss mask length 2 != response length 1") as caught:
+        c.shards(samples)
+    assert "my_reward" in notes_of(caught)
 
 
 def test_layout_must_be_known_first():
