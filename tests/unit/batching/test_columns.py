@@ -227,7 +227,7 @@ def change(key: str, value: Any, at: int | None = 1):
         (change("truncated", 1, None), r"'truncated' must hold one entry per sample \(2\), got 1"),
         (change("loss_masks", None, None), "train data lacks loss_masks"),
         (change("tokens", [], None), "no sample"),
-        (change("partition", [0, 1], None), r"train data has the key partition, which .* schedule"),
+        (change("partition", [0, 1], None), r"train data has the key partition, with which .* schedule"),
         (change("my_scalar", 3, None), r"'my_scalar' must hold one entry per sample \(2\), got 3"),
     ],
 )
