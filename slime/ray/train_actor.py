@@ -31,7 +31,6 @@ class TrainRayActor:
         self.log_path = worker.begin(args, f"{role}_rank{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self._updater: Any = None
-        self._connected_to: list[EngineInfo] = []
 
     def master(self, loopback: bool) -> tuple[str, int]:
         """Return the address and a free port of this host, on which the ranks of the group meet."""
@@ -70,24 +69,24 @@ class TrainRayActor:
 
     @reports_errors
     def update_weights(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
-        """Push the weights to ``engines``; return their new version."""
+        """Push the weights to ``engines``; return their new version.
+
+        A push that fails fails on every rank alike, with ``WeightSyncError``; another one may be tried.
+        """
         from slime.weight_sync import create_updater
 
         with timer("update_weights"):
             if self._updater is None:
                 self._updater = create_updater(self.args, self.trainer, synchronous_loop=synchronous_loop)
-            if engines != self._connected_to:
-                self._updater.connect(engines)
-                self._connected_to = list(engines)
+            self._updater.connect(engines)
             with self.trainer.weights_present():  # a trainer that sleeps keeps its weights elsewhere
                 return self._updater.update()
 
     @reports_errors
     def disconnect(self) -> None:
         """Close the channels to the engines."""
-        if self._updater is not None and self._connected_to:
+        if self._updater is not None:
             self._updater.disconnect()
-            self._connected_to = []
 
     @reports_errors
     def sleep(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 
@@ -11,6 +12,7 @@ from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.weight_sync.buckets import iter_buckets
+from slime.weight_sync.fanout import agree, attempt
 from slime.weight_sync.layout import TrainerLayout
 from slime.weight_sync.process_group import EngineGroup
 from slime.weight_sync.transport import WeightSource, drain
@@ -26,35 +28,43 @@ class DistributedTransport:
 
     def connect(self, engines: Sequence[EngineInfo], clients: Sequence[EngineClient]) -> None:
         for stage in range(self.layout.pp_size):
-            if self.layout.is_source and self.layout.pp_rank == stage:
-                self._group = EngineGroup(
-                    engines,
-                    clients,
-                    name=f"slime-pp_{stage}",
-                    backend=self.args.distributed_backend,
-                    timeout_s=self.args.weight_sync_timeout,
-                )
-            dist.barrier()
+            attempt(partial(self._join, stage, engines, clients))
+
+    def _join(self, stage: int, engines: Sequence[EngineInfo], clients: Sequence[EngineClient]) -> None:
+        if self.layout.is_source and self.layout.pp_rank == stage:
+            self._group = EngineGroup(
+                engines,
+                clients,
+                name=f"slime-pp_{stage}",
+                backend=self.args.distributed_backend,
+                timeout_s=self.args.weight_sync_timeout,
+            )
 
     def send(self, source: WeightSource, *, weight_version: str) -> int:
         sent = 0
         for stage in range(self.layout.pp_size):
+            error = None
             if self.layout.pp_rank == stage:
                 is_last_stage = stage == self.layout.pp_size - 1
-                sent = self._send_stage(source, weight_version if is_last_stage else None)
-            dist.barrier()
+                sent, error = self._send_stage(source, weight_version if is_last_stage else None)
+            agree(error)
         return sent
 
-    def _send_stage(self, source: WeightSource, weight_version: str | None) -> int:
+    def _send_stage(self, source: WeightSource, weight_version: str | None) -> tuple[int, Exception | None]:
+        """Return the bytes sent, and what went wrong: the stream is collective, so it is run to its end even then."""
         stream = iter_hf_weights(source.model, source.args)
         if self._group is None:
             drain(stream)
-            return 0
+            return 0, None
         sent = 0
         for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
-            self._group.send(bucket, weight_version=weight_version if bucket.is_last else None)
+            try:
+                self._group.send(bucket, weight_version=weight_version if bucket.is_last else None)
+            except Exception as error:  # noqa: BLE001  (raised on every rank, after the stream)
+                drain(stream)
+                return sent, error
             sent += bucket.nbytes
-        return sent
+        return sent, None
 
     def disconnect(self) -> None:
         if self._group is not None:

@@ -7,11 +7,38 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 T = TypeVar("T")
 
 
 class WeightSyncError(RuntimeError):
     """A push of weights that did not reach every engine; the engines' weights must be regarded as unknown."""
+
+
+def agree(error: Exception | None) -> None:
+    """Collective over the trainer: raise ``WeightSyncError`` on every rank when any of them has an ``error``.
+
+    What fails on one rank must end the push on all, in the same place: otherwise the others wait for it for ever.
+    """
+    mine = None
+    if error is not None:
+        mine = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+    told: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    first = next((text for text in told if text is not None), None)
+    if first is not None:
+        raise error if isinstance(error, WeightSyncError) else WeightSyncError(first) from error
+
+
+def attempt(step: Callable[[], Any]) -> None:
+    """Do ``step`` on this rank while the others do theirs; raise ``WeightSyncError`` on all when it fails on one."""
+    error = None
+    try:
+        step()
+    except Exception as e:  # noqa: BLE001  (raised by agree, on every rank)
+        error = e
+    agree(error)
 
 
 class FanOut:

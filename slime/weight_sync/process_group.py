@@ -7,6 +7,7 @@ recipe that SGLang uses on its side, and must keep doing so: the store prefix is
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,6 +24,9 @@ from slime.utils.http_utils import get_host_info
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError
 
+logger = logging.getLogger(__name__)
+
+LEAVING_DEADLINE_S = 60.0
 # How often a broadcast in progress is checked against failed engine calls. Small against any transfer worth timing.
 _POLL_S = 0.001
 
@@ -114,7 +118,7 @@ class EngineGroup:
                 raise WeightSyncError(f"Weight sync could not {what}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Leave the group; engines that are gone already are no error, the group ends with them."""
+        """Leave the group. An engine that is gone is no error: for it the group has ended already."""
         if self._group is None:
             return
 
@@ -124,7 +128,12 @@ class EngineGroup:
         futures = self._fanout.start(leave)
         dist.destroy_process_group(self._group)
         self._group = None
-        self._fanout.wait(futures, f"leave the process group {self.name!r}", self.timeout_s)
+        try:
+            self._fanout.wait(
+                futures, f"leave the process group {self.name!r}", min(LEAVING_DEADLINE_S, self.timeout_s)
+            )
+        except WeightSyncError as error:
+            logger.warning("%s", error)
         self._fanout.close()
 
 

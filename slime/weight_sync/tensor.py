@@ -11,6 +11,7 @@ import io
 import pickle
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.weight_sync.buckets import Bucket, iter_buckets
-from slime.weight_sync.fanout import WeightSyncError
+from slime.weight_sync.fanout import WeightSyncError, agree, attempt
 from slime.weight_sync.layout import TrainerLayout
 from slime.weight_sync.process_group import EngineGroup
 from slime.weight_sync.transport import WeightSource
@@ -55,6 +56,9 @@ class TensorTransport:
             group = dist.new_group(slots, backend="gloo")
             if self.layout.rank in slots:
                 self._client, self._slots, self._slots_group = client, slots, group
+        attempt(partial(self._join_beyond, beyond))
+
+    def _join_beyond(self, beyond: list[tuple[EngineInfo, EngineClient]]) -> None:
         if beyond and self.layout.rank == 0:
             self._beyond = EngineGroup(
                 [engine for engine, _ in beyond],
@@ -63,39 +67,48 @@ class TensorTransport:
                 backend=self.args.distributed_backend,
                 timeout_s=self.args.weight_sync_timeout,
             )
-        dist.barrier()
 
     def send(self, source: WeightSource, *, weight_version: str) -> int:
         sent = 0
+        error: Exception | None = None  # of this rank: the others go on, in the same collectives, and learn of it last
         stream = iter_hf_weights(source.model, source.args, gather_pp=True)
         for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
             version = weight_version if bucket.is_last else None
-            if self._beyond is not None:
-                self._beyond.send(bucket, weight_version=version)
+            if self._beyond is not None and error is None:
+                try:
+                    self._beyond.send(bucket, weight_version=version)
+                except Exception as e:  # noqa: BLE001  (raised on every rank, after the stream)
+                    error = e
             if self._slots_group is not None:
-                self._send_local(bucket, version)
+                error = self._send_local(bucket, version, error)
             sent += bucket.nbytes
+        agree(error)
         if sent and self._slots_group is not None and torch.cuda.is_available():
             torch.cuda.ipc_collect()  # blocks that an engine still held when the bucket was dropped here
         return sent
 
-    def _send_local(self, bucket: Bucket, weight_version: str | None) -> None:
+    def _send_local(self, bucket: Bucket, weight_version: str | None, error: Exception | None) -> Exception | None:
+        """Hand over this rank's part; return ``error`` or what goes wrong now. After an error no request is made."""
         flat = bucket.flatten()
         mine = serialize(flat, bucket)
         is_first = self.layout.rank == self._slots[0]
         parts: list[str | None] | None = [None] * len(self._slots) if is_first else None
         dist.gather_object(mine, parts, dst=self._slots[0], group=self._slots_group)
-        if is_first:
+        if is_first and error is None:
             assert self._client is not None
-            self._client.update_weights_from_tensor(
-                serialized_named_tensors=parts,
-                load_format="flattened_bucket",
-                flush_cache=False,
-                weight_version=weight_version,
-            )
+            try:
+                self._client.update_weights_from_tensor(
+                    serialized_named_tensors=parts,
+                    load_format="flattened_bucket",
+                    flush_cache=False,
+                    weight_version=weight_version,
+                )
+            except Exception as e:  # noqa: BLE001  (raised on every rank, after the stream)
+                error = e
         # The engine has mapped this rank's memory until it answered: keep ``flat`` alive until then on every rank.
         dist.barrier(group=self._slots_group)
         del flat
+        return error
 
     def disconnect(self) -> None:
         if self._beyond is not None:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
-from slime.weight_sync.fanout import FanOut, WeightSyncError
+from slime.weight_sync.fanout import FanOut, WeightSyncError, attempt
 from slime.weight_sync.transport import Transport, WeightSource
 
 logger = logging.getLogger(__name__)
+
+GREETING_DEADLINE_S = 30.0
 
 
 class WeightUpdater:
@@ -33,23 +35,31 @@ class WeightUpdater:
         self.bytes_sent = 0
         self._engines: list[EngineInfo] = []
         self._control: FanOut | None = None
+        self._connected = False
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """(Re)build the channels to ``engines``; a no-op when they are the ones connected already."""
+        """(Re)build the channels to ``engines``; a no-op when they are the ones connected already.
+
+        Raises WeightSyncError, on every rank, when an engine cannot be reached; another attempt may follow.
+        """
         if list(engines) == self._engines:
             return
-        if self._engines:
-            self.disconnect()
+        self.disconnect()
         timeout = self.args.weight_sync_timeout
         clients = [EngineClient(e.url, api_key=getattr(e, "api_key", None), timeout=timeout) for e in engines]
-        self.transport.connect(engines, clients)
         if dist.get_rank() == 0:
             self._control = FanOut(clients)
+        # A process group waits for all of its members: an engine that is gone is found out first.
+        attempt(self._greet)
+        self._connected = True
+        self.transport.connect(engines, clients)
         self._engines = list(engines)
 
     def disconnect(self) -> None:
-        """Close the channels."""
-        self.transport.disconnect()
+        """Close the channels, those of a connection or push that failed too."""
+        if self._connected:
+            self.transport.disconnect()
+            self._connected = False
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -59,20 +69,27 @@ class WeightUpdater:
         """Push the trainer's weights to every engine and return the new version.
 
         Raises:
-            WeightSyncError: an engine refused, died, was late, or reports another version afterwards. The engines stay
-                paused then: what they would generate has no known version.
+            WeightSyncError: on every rank, when an engine refused, died, was late, or reports another version
+                afterwards. The engines stay paused then: what they would generate has no known version. The next
+                ``connect`` builds new channels.
         """
         if not self._engines:
             raise WeightSyncError("Weight sync has no engines: call connect() with the rollout engines first.")
         version = self.version + 1
-        self._pause_and_flush()
-        dist.barrier()
-        self.bytes_sent = self.transport.send(self.trainer, weight_version=str(version))
-        dist.barrier()
-        self._verify_and_continue(version)
-        dist.barrier()
+        try:
+            attempt(self._pause_and_flush)
+            self.bytes_sent = self.transport.send(self.trainer, weight_version=str(version))
+            attempt(lambda: self._verify_and_continue(version))
+        except WeightSyncError:
+            self._engines = []
+            raise
         self.version = version
         return version
+
+    def _greet(self) -> None:
+        if self._control is not None:
+            timeout = min(GREETING_DEADLINE_S, self.args.weight_sync_timeout)
+            self._control.call("reach the server", lambda c: c.health(timeout), timeout)
 
     def _pause_and_flush(self) -> None:
         if self._control is None:

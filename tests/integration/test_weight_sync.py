@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -163,3 +164,34 @@ def test_colocated_tensor_ranks_push_to_the_engine_on_their_slot(engines: Engine
     pushed = engines.clients[0].weights_checksum()
     engines.clients[0].update_weights_from_disk(str(engines.new), weight_version="new")
     assert engines.clients[0].weights_checksum() == pushed
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_push_survives_an_engine_that_is_lost_in_the_middle_of_it(
+    engines: Engines, tmp_path: Path, signum: signal.Signals
+) -> None:
+    engines.back_to_old()
+    (victim,) = start(engines.old, [2], tmp_path)
+    try:
+        infos = [*engines.infos(), {**asdict(victim.info), "gpu_offset": 2}]
+        arguments = {
+            "checkpoint": str(engines.new),
+            "engines": infos,
+            "flags": [*SMALL_BUCKETS, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+            "victim": victim.pid,
+            "signum": int(signum),
+            "timeout": 20.0,
+        }
+        results = run_distributed("tests.support.weight_sync_ranks:push_without_a_victim", 2, arguments, timeout=300)
+    finally:
+        victim.stop()
+    # Both ranks learn of it, and the second attempt carries the number of the first.
+    assert [r["versions"] for r in results] == [[1, 2], [1, 2]]
+    assert results[0]["told"] == results[1]["told"] != ""
+    assert "Weight sync" in results[0]["told"]
+    assert [c.weight_version() for c in engines.clients] == ["2", "2"]
+    first, second = (c.weights_checksum() for c in engines.clients)
+    assert first == second
+    reply = generate(engines.clients[0], PROMPT, 5)  # it is not paused any more
+    expected = Reference(engines.new).log_probs(PROMPT, reply["output_ids"])
+    assert (output_log_probs(reply) - expected).abs().max() <= 1e-5

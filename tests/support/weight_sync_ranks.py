@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,3 +51,56 @@ def push(
     sent.append(updater.bytes_sent)
     updater.disconnect()
     return {"versions": versions, "bytes": sent}
+
+
+def push_without_a_victim(
+    checkpoint: str, engines: list[dict[str, Any]], flags: list[str], *, victim: int, signum: int, timeout: float
+) -> dict[str, Any]:
+    """Push; push again while the last engine's processes ``victim`` get a signal in the middle; push to the others.
+
+    Returns the message of the failed push and the versions of the others.
+    """
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import load_hf
+    from slime.servers.types import EngineInfo
+    from slime.utils.process_supervisor import descendants
+    from slime.weight_sync import WeightSyncError, create_updater, process_group
+
+    args = model_args(checkpoint, *flags)
+    args.colocate, args.weight_sync_timeout = False, timeout
+    switch_layout(args)
+    model = get_model(args, wrap_with_ddp=False)
+    load_hf(model, checkpoint, args)
+    updater = create_updater(args, SimpleNamespace(model=model, args=args), synchronous_loop=True)
+    infos = [EngineInfo(**engine) for engine in engines]
+    updater.connect(infos)
+    versions = [updater.update()]
+    family = [victim, *descendants(victim)]
+
+    def signal_family(number: int) -> None:
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    sends = 0
+    send = process_group.EngineGroup.send
+
+    def send_and_strike(self: Any, bucket: Any, *, weight_version: str | None) -> None:
+        nonlocal sends
+        sends += 1
+        if sends == 2:
+            signal_family(signum)
+        send(self, bucket, weight_version=weight_version)
+
+    process_group.EngineGroup.send = send_and_strike  # type: ignore[method-assign]
+    told = ""
+    try:
+        updater.update()
+    except WeightSyncError as e:
+        told = str(e)
+    process_group.EngineGroup.send = send  # type: ignore[method-assign]
+    signal_family(signal.SIGKILL)  # as the fleet does with an engine that does not answer
+    updater.connect(infos[:-1])
+    versions.append(updater.update())
+    updater.disconnect()
+    return {"versions": versions, "told": told}

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from slime.servers.types import EngineInfo
 from slime.weight_sync import resolve_pause_mode
+from slime.weight_sync import updater as updater_module
 from slime.weight_sync.fanout import FanOut, WeightSyncError
 from slime.weight_sync.updater import WeightUpdater
 
@@ -24,6 +26,9 @@ class Engine:
         if self.broken == what:
             raise RuntimeError(f"no {what} today")
         self.log.append(what)
+
+    def health(self, timeout: float) -> None:
+        self._note("health")
 
     def pause(self, mode: str) -> None:
         self._note(f"pause {mode}")
@@ -112,3 +117,46 @@ def test_in_place_with_a_prefix_cache_is_refused() -> None:
         resolve_pause_mode(args, synchronous_loop=False)
     args.sglang_disable_radix_cache = True
     assert resolve_pause_mode(args, synchronous_loop=False) == "in_place"
+
+
+class Failing(Transport):
+    def send(self, source: Any, *, weight_version: str) -> int:
+        self.log.append("send")
+        raise WeightSyncError("engine b has gone")
+
+
+def test_after_a_push_that_failed_the_channels_are_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    engines = {url: Engine(url, log) for url in ("http://a", "http://b")}
+    monkeypatch.setattr(updater_module, "EngineClient", lambda url, **_: engines[url])
+    args = SimpleNamespace(weight_sync_timeout=5.0)
+    updater = WeightUpdater(args, SimpleNamespace(), Failing(log, []), pause_mode="abort")
+    infos = [EngineInfo("http://a"), EngineInfo("http://b")]
+    updater.connect(infos)
+    updater.connect(infos)
+    assert log == ["health", "health", "connect"]  # once
+    with pytest.raises(WeightSyncError, match="engine b has gone"):
+        updater.update()
+    del log[:]
+    updater.transport = Transport(log, list(engines.values()))
+    updater.connect(infos[:1])
+    assert log == ["disconnect", "health", "connect"]
+    del log[:]
+    assert updater.update() == 1  # the number of the push that failed: its weights are the same
+    assert log == ["pause abort", "flush", "send 1", "version", "continue"]
+    updater.disconnect()
+    updater.disconnect()
+    assert log.count("disconnect") == 1
+
+
+def test_an_engine_that_is_gone_is_named_before_any_channel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    engines = {"http://a": Engine("http://a", log), "http://b": Engine("http://b", log, broken="health")}
+    monkeypatch.setattr(updater_module, "EngineClient", lambda url, **_: engines[url])
+    args = SimpleNamespace(weight_sync_timeout=5.0)
+    updater = WeightUpdater(args, SimpleNamespace(), Transport(log, []), pause_mode="abort")
+    with pytest.raises(WeightSyncError, match=r"(?s)reach the server on 1 of 2 engines.*http://b.*no health today"):
+        updater.connect([EngineInfo("http://a"), EngineInfo("http://b")])
+    assert "connect" not in log
+    updater.connect([EngineInfo("http://a")])
+    assert log[-1] == "connect"
