@@ -74,6 +74,7 @@ class Loop:
         self.overlap = overlap
         self.mixes_versions = generates_always(args)
         self._trained: dict[str, float] = {}
+        self._trained_step: int | None = None
 
     def run(self) -> None:
         """Take the trained weights to the engines, then rollout after rollout until ``--num-rollout``."""
@@ -144,6 +145,7 @@ class Loop:
         with timer("train"):
             ranks = self.trainer.wait(self.trainer.async_train(rollout_id, data), f"training on rollout {rollout_id}")
         self._trained = headline(ranks)
+        self._trained_step = rollout_id + 1
 
     def save(self, rollout_id: int) -> None:
         """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count."""
@@ -186,6 +188,11 @@ class Loop:
         if self.args.offload_rollout:
             with timer("onload_rollout"):
                 self.rollout.onload_kv()
+
+    def supply_weights(self) -> None:
+        """In the middle of a rollout that has lost every engine: push the weights to those started again."""
+        if self.trainer is not None:
+            self.sync_weights(self.args.start_rollout_id if self._trained_step is None else self._trained_step)
 
     def give_devices_to_trainer(self) -> None:
         """Where engines and trainer take turns: engines off, trainer on."""
@@ -255,7 +262,9 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
             rollout.prepare_engines()
         trainer, _ = create_training_models(args, groups, manager)
         rollout.wait_ready()
-        Loop(args, rollout, trainer, per_epoch, overlap=overlap).run()
+        loop = Loop(args, rollout, trainer, per_epoch, overlap=overlap)
+        rollout.supply_weights = loop.supply_weights
+        loop.run()
         finished = True
     finally:
         _end(rollout, gently=finished)

@@ -66,11 +66,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "update_weight_delta_encoding": ANY,
     "update_weight_delta_checksum": ANY,
     "custom_update_weight_post_write_path": ANY,
-    # fault tolerance
-    "use_fault_tolerance": ANY,
-    "rollout_health_check_interval": ANY,
-    "rollout_health_check_timeout": ANY,
-    "rollout_health_check_first_wait": ANY,
     # logging, profiling
     "log_correct_samples": ANY,
     "profile_target": ANY,

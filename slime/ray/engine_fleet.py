@@ -1,55 +1,81 @@
-"""All engines of a run and their router: started in parallel, watched, controlled together."""
+"""All engines of a run and their router: started in parallel, watched, controlled together, replaced when they fail."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from argparse import Namespace
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, Protocol
 
 import ray
 
 from slime.arguments.plan.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
-from slime.ray.cluster import on_slot
-from slime.ray.engine_actor import EngineActor
-from slime.ray.errors import EngineDied, one_line_kind
-from slime.ray.rollout_validation import validate_server_group_gpu_indices
-from slime.ray.waiting import Peer, wait_all
+from slime.ray.engine_health import IDLE, HealthLimits, HealthMonitor
+from slime.ray.engine_members import LIVING, Engine, Member, Members, State
+from slime.ray.engine_probes import why_silent, why_unhealthy
+from slime.ray.engine_restarts import EngineRestarts
+from slime.ray.errors import EngineDied
+from slime.ray.ray_engine import RayEngine
+from slime.ray.rollout_validation import validate_slots
 from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient
+from slime.servers.errors import RouterError, ServerError
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
 
 logger = logging.getLogger(__name__)
 
+TAKING_WEIGHTS = "taking weights"
 WATCH_INTERVAL_S = 2.0
-POLL_DEADLINE_S = 20.0
-STOP_DEADLINE_S = 30.0
 CONTROL_TIMEOUT_S = 600.0
+
+
+class Events(Protocol):
+    """Who is told what befalls the engines, from threads of the fleet."""
+
+    def engines_failed(self, failure: EngineDied) -> None:
+        """The run cannot go on: the router has ended, or the last engine."""
+
+    def engines_need_weights(self) -> None:
+        """No engine serves any more; some that were started again could, once they have the trainer's weights."""
 
 
 class EngineFleet:
     """Engines on ``slots`` (placement group, bundles, GPUs), one router in this process's care.
 
-    ``on_death`` is called, once, from the watching thread with the exception that says which process ended and how.
+    An engine that ends, or stops answering under ``--use-fault-tolerance``, gets no more requests; those it had are
+    retried on the others. With the flag it is started again meanwhile, and gets requests again once it has the
+    trainer's weights: ``recover``, push, ``admit``.
     """
 
     def __init__(
-        self, args: Namespace, slots: Any, wiring: dict[str, Any], on_death: Callable[[EngineDied], None]
+        self,
+        args: Namespace,
+        slots: Any,
+        wiring: dict[str, Any],
+        events: Events,
+        new_engine: Callable[[EnginePlan], Engine] | None = None,
     ) -> None:
-        self.args, self._wiring, self._on_death = args, wiring, on_death
-        self._pg, self._bundles, self._gpu_ids = slots
+        self.args, self._slots, self._wiring, self._events = args, slots, wiring, events
         self.plans = engines_of(args)
-        self.infos: list[EngineInfo] = []
         self.router: RouterProcess | RunningRouter | None = None
-        self._actors: dict[tuple[int, int], Any] = {}
+        self.members = Members()
+        self._new_engine = new_engine or self._ray_engine
+        self._offered: list[Member] = []
+        self._loopback = True
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
+        self._restarts: EngineRestarts | None = None
+        self._monitor: HealthMonitor[Member] | None = None
+
+    @property
+    def num_new(self) -> int:
+        """How many engines wait for the trainer's weights."""
+        return len(self.members.of(State.NEW))
 
     def start(self) -> None:
         """Start engines and router and return when all are ready and registered.
@@ -57,149 +83,256 @@ class EngineFleet:
         Sets ``args.sglang_router_ip``, ``sglang_router_port`` and ``sglang_model_routers`` in this process.
         Raises RemoteFailure with the log's last lines when an engine is not ready within ``--engine-ready-timeout``.
         """
-        if self.plans:
-            self._validate()
+        validate_slots(self.args, self.plans, self._slots)
         elsewhere = self.args.sglang_router_ip is not None and not is_loopback(self.args.sglang_router_ip)
-        loopback = self._spans_one_host() and not elsewhere
-        host = "127.0.0.1" if loopback else get_current_node_ip()
+        self._loopback = self._spans_one_host() and not elsewhere
+        host = "127.0.0.1" if self._loopback else get_current_node_ip()
         # Before anything copies args: router, engines and clients all take the key from there.
         ensure_api_key(self.args, host)
         self.router = self._router(host)
         self.router.start()
-        self._launch(loopback)
-        deadline = self.args.engine_ready_timeout
-        self.router.wait_ready()
-        keys = list(self._actors)
-        infos = wait_all(
-            [self._actors[key].wait_ready.remote() for key in keys],
-            [self._peer(*key) for key in keys],
-            "starting the engines",
-            deadline + STOP_DEADLINE_S,
-        )
-        self.infos = [info for (_, node_rank), info in zip(keys, infos, strict=True) if node_rank == 0]
-        for info in self.infos:
-            self.router.add_engine(info)
+        self._start_engines()
         self.args.sglang_router_ip, self.args.sglang_router_port = self.router.host, self.router.port
         self.args.sglang_model_routers = {"default": (self.router.host, self.router.port)}
+        if getattr(self.args, "use_fault_tolerance", False):
+            self._restarts = EngineRestarts(self.args, self.members, self._new_engine, self._restarted, self._given_up)
+            self._monitor = HealthMonitor(
+                HealthLimits(
+                    interval=self.args.rollout_health_check_interval,
+                    failures=self.args.rollout_health_check_failures,
+                    first_wait=self.args.rollout_health_check_first_wait,
+                    grace=self.args.engine_ready_timeout,
+                ),
+                lambda: self.members.of(State.SERVING),
+                lambda m: why_unhealthy(m.known_info, self.args.rollout_health_check_timeout),
+                lambda m, reason: self.lose(m, m.told(reason)),
+            )
         self._watcher = threading.Thread(target=self._watch, name="engine-watcher", daemon=True)
         self._watcher.start()
-        logger.info("%d engines behind %s: %s", len(self.infos), self.router.url, ", ".join(i.url for i in self.infos))
+        urls = [member.known_info.url for member in self.members.all()]
+        logger.info("%d engines behind %s: %s", len(urls), self.router.url, ", ".join(urls))
 
-    def clients(self) -> list[EngineClient]:
-        """Return a new client per engine."""
-        return [EngineClient(i.url, api_key=i.api_key, timeout=CONTROL_TIMEOUT_S) for i in self.infos]
+    def for_all(self, action: Callable[[EngineClient], Any], *, states: Sequence[State] = LIVING) -> list[Any]:
+        """Do ``action`` on every engine in ``states`` at once; return the results, or raise the first failure.
 
-    def for_all(self, action: Callable[[EngineClient], Any]) -> list[Any]:
-        """Do ``action`` on every engine at once; return the results, or raise the first failure."""
-        if not self.infos:
+        An engine that turns out to have ended or not to answer is lost, and no failure of the others.
+        """
+        members = self.members.of(*states)
+        if not members:
             return []
-        with ThreadPoolExecutor(len(self.infos)) as pool:
-            return list(pool.map(action, self.clients()))
+        results, failures = [], []
+        with ThreadPoolExecutor(len(members)) as pool:
+            for member, call in [(m, pool.submit(action, _client(m))) for m in members]:
+                try:
+                    results.append(call.result())
+                except ServerError as e:
+                    failures.append((member, e))
+        if failures:
+            self.lose_unreachable()
+        for member, error in failures:
+            if member.state is not State.LOST:
+                raise error
+        return results
+
+    # Losing engines and getting them back
+
+    def lose(self, member: Member, reason: str) -> None:
+        """Send ``member`` no more requests, end it, and start it again under ``--use-fault-tolerance``.
+
+        Does nothing for one that is lost already. Without an engine left the failure is told, or the need for weights.
+        """
+        if self._stopping.is_set() or not self.members.change(member, LIVING, State.LOST):
+            return
+        serving = len(self.members.of(State.SERVING))
+        logger.error("%s\n%s", reason, self._outlook(serving))
+        if not serving and self._restarts is None:
+            self._events.engines_failed(EngineDied(f"{reason}\n{self._outlook(serving)}"))
+        self._take_off_router(member)
+        if self._restarts is not None:
+            self._restarts.replace(member)
+            self._tell_need_of_weights()
+        else:
+            threading.Thread(target=member.engine.end, name=f"end-{member}", daemon=True).start()
+
+    def lose_ended(self) -> None:
+        """Look at every engine now; lose those whose process has ended."""
+        members = self.members.of(*LIVING)
+        for member, how in zip(members, _in_parallel(_poll, members), strict=True):
+            if how is not None:
+                self.lose(member, how)
+
+    def lose_unreachable(self) -> None:
+        """Lose every engine that has ended or does not answer, however often it is asked."""
+        self.lose_ended()
+        members = self.members.of(*LIVING)
+        for member, error in zip(members, _in_parallel(lambda m: why_silent(m.known_info), members), strict=True):
+            if error is not None:
+                self.lose(member, member.told(f"it does not answer any more. {error}"))
+
+    def recover(self) -> int:
+        """Before a push of weights: return when the lost engines are back, as far as they come back.
+
+        Checks nothing from now on until ``admit``. Returns how many engines wait for weights.
+        """
+        self.pause_checks(TAKING_WEIGHTS)
+        if self._restarts is None:
+            self.lose_ended()
+            return 0
+        self.lose_unreachable()
+        self._restarts.wait_for_all(self.args.engine_ready_timeout)
+        return self.num_new
+
+    def offer(self) -> list[EngineInfo]:
+        """Return the engines that are to get the weights: those that serve, and those that wait for that."""
+        self._offered = self.members.of(*LIVING)
+        return [member.known_info for member in self._offered]
+
+    def admit(self) -> None:
+        """After a push to the engines last offered: send requests to those that waited for it, and check again.
+
+        One that came back during the push has not got it, and waits for the next.
+        """
+        for member in self._offered:
+            if member.state is State.NEW:
+                self._let_in(member)
+        self.resume_checks(TAKING_WEIGHTS)
+        self._tell_need_of_weights()
+
+    def pause_checks(self, why: str = IDLE) -> None:
+        """Stop health checks for the reason ``why``."""
+        if self._monitor is not None:
+            self._monitor.pause(why)
+
+    def resume_checks(self, why: str = IDLE) -> None:
+        """Take the reason ``why`` back; health checks go on when there is no other."""
+        if self._monitor is not None:
+            self._monitor.resume(why)
+
+    def counts(self) -> dict[str, int]:
+        """Return the metrics of engine faults: nothing while there was none and none is looked for."""
+        counts = {
+            "rollout/engines/serving": len(self.members.of(State.SERVING)),
+            "rollout/engines/lost": self.members.lost,
+            "rollout/engines/restarted": self.members.restarted,
+        }
+        return counts if self._restarts is not None or self.members.lost else {}
 
     def stop(self) -> None:
-        """End every engine and the router. Processes that do not answer are ended with their actor."""
+        """End every engine and the router."""
         self._stopping.set()
-        actors = list(self._actors.values())
-        if actors:
-            ray.wait([a.stop.remote() for a in actors], num_returns=len(actors), timeout=STOP_DEADLINE_S)
-            for actor in actors:
-                ray.kill(actor)
+        if self._monitor is not None:
+            self._monitor.stop()
+        if self._restarts is not None:
+            self._restarts.stop()
+        _in_parallel(lambda member: member.engine.end(), self.members.all())
+        if self._restarts is not None:
+            self._restarts.wait_stopped()
         if self.router is not None:
             self.router.stop()
 
     # Inside
+
+    def _ray_engine(self, plan: EnginePlan) -> RayEngine:
+        return RayEngine(self.args, plan, self._slots, self._wiring, loopback=self._loopback)
 
     def _router(self, host: str) -> RouterProcess | RunningRouter:
         if self.args.sglang_router_ip is not None:
             return RunningRouter(self.args)
         return RouterProcess(self.args, host, self.args.sglang_router_port, log_path=log_path(self.args, "router"))
 
-    def _validate(self) -> None:
-        plan = self.plans[0]
-        validate_server_group_gpu_indices(
-            worker_type="regular",
-            gpu_offset=0,
-            num_gpus_per_engine=plan.num_gpus,
-            num_gpus_per_engine_on_node=plan.num_gpus_on_node,
-            num_engines=len(self.plans) * plan.nodes,
-            num_available_gpus=len(self._bundles),
-            rollout_num_gpus=self.args.rollout_num_gpus,
-            rollout_num_gpus_per_engine=self.args.rollout_num_gpus_per_engine,
-        )
+    @property
+    def _running_router(self) -> RouterProcess | RunningRouter:
+        assert self.router is not None, "the fleet has not been started"
+        return self.router
 
     def _spans_one_host(self) -> bool:
         return len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
 
-    def _launch(self, loopback: bool) -> None:
+    def _start_engines(self) -> None:
+        """Start all engines and wait for the router meanwhile; the first that fails ends the wait for the others."""
         for plan in self.plans:
-            for node_rank in range(plan.nodes):
-                first = plan.gpu_offset + node_rank * plan.num_gpus_on_node
-                self._actors[plan.rank, node_rank] = (
-                    ray.remote(EngineActor)
-                    .options(
-                        max_concurrency=4,
-                        runtime_env=self._wiring["runtime_env"],
-                        scheduling_strategy=on_slot(self._pg, self._bundles[first]),
-                        **self._wiring["engine_options"],
-                    )
-                    .remote(self.args, plan.rank, node_rank)
-                )
-        keys = list(self._actors)
-        plans = {plan.rank: plan for plan in self.plans}
-        meeting = {
-            plan.rank: ray.get(self._actors[plan.rank, 0].rendezvous.remote(loopback), timeout=POLL_DEADLINE_S * 3)
-            for plan in self.plans
-            if plan.nodes > 1
-        }
-        wait_all(
-            [self._actors[k].start.remote(loopback, **self._placement(plans[k[0]], k[1], meeting)) for k in keys],
-            [self._peer(*key) for key in keys],
-            "launching the engines",
-            self.args.engine_ready_timeout,
-        )
-
-    def _placement(self, plan: EnginePlan, node_rank: int, meeting: dict[int, str]) -> dict[str, Any]:
-        first = plan.gpu_offset + node_rank * plan.num_gpus_on_node
-        return {
-            "dist_init_addr": meeting.get(plan.rank),
-            "nnodes": plan.nodes,
-            # Without GPUs the slots are a fiction of ours: every engine sees the same cores.
-            "base_gpu_id": self._gpu_ids[first] if self.args.device_type == "cuda" else 0,
-            "gpu_offset": plan.gpu_offset,
-            "num_gpus": plan.num_gpus,
-        }
-
-    def _peer(self, rank: int, node_rank: int) -> Peer:
-        name = f"engine {rank}" + (f" node {node_rank}" if node_rank else "")
-        return Peer(name)
+            self.members.put(Member(self._new_engine(plan)))
+        members = self.members.all()
+        pool = ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="start-engine")
+        try:
+            starts = [pool.submit(member.engine.start) for member in members]
+            self._running_router.wait_ready()
+            for start in wait(starts, return_when=FIRST_EXCEPTION).done:
+                start.result()
+        finally:
+            pool.shutdown(wait=False)
+        for member, start in zip(members, starts, strict=True):
+            self._running_router.add_engine(start.result())
+            self.members.started(member, start.result(), State.SERVING)
 
     def _watch(self) -> None:
-        """Poll engines and router until one has ended; the engines' actors answer within milliseconds."""
+        """Poll engines and router until the router has ended."""
         while not self._stopping.wait(WATCH_INTERVAL_S):
-            ended = self._find_ended()
+            ended = self._running_router.poll()
             if ended is not None and not self._stopping.is_set():
                 logger.error("%s", ended)
-                self._on_death(EngineDied(ended))
+                self._events.engines_failed(EngineDied(ended))
                 return
+            try:
+                self.lose_ended()
+            except Exception:  # whatever it is, later looks may tell more
+                logger.exception("looking for engines that have ended")
 
-    def _find_ended(self) -> str | None:
-        if self.router is not None and (ended := self.router.poll()) is not None:
-            return ended
-        refs = {actor.poll.remote(): key for key, actor in self._actors.items()}
-        deadline = time.monotonic() + POLL_DEADLINE_S
-        pending = list(refs)
-        while pending and time.monotonic() < deadline and not self._stopping.is_set():
-            ready, pending = ray.wait(pending, num_returns=1, timeout=1.0)
-            for ref in ready:
-                try:
-                    ended = ray.get(ref)
-                except ray.exceptions.RayError as e:
-                    ended = (
-                        f"{self._peer(*refs[ref]).name}: its actor ended, and the engine with it. {one_line_kind(e)}"
-                    )
-                if ended is not None:
-                    return str(ended)
-        if pending and not self._stopping.is_set():
-            names = ", ".join(self._peer(*refs[ref]).name for ref in pending)
-            logger.warning("%s: the actor has not answered for %.0f s", names, POLL_DEADLINE_S)
-        return None
+    def _let_in(self, member: Member) -> None:
+        try:
+            self._running_router.add_engine(member.known_info)
+        except RouterError as e:
+            self.lose(member, member.told(f"it cannot join the router. {e}"))
+        else:
+            self.members.change(member, (State.NEW,), State.SERVING)
+
+    def _take_off_router(self, member: Member) -> None:
+        try:
+            self._running_router.remove_engine(member.known_info)
+        except RouterError as e:
+            logger.warning("%s stays on the router, which will find it dead: %s", member, e)
+
+    def _outlook(self, serving: int) -> str:
+        """Say how the run goes on with ``serving`` engines."""
+        goes_on = f"{serving} of {len(self.plans)} engines go on; requests of the lost one are sent to them."
+        if self._restarts is not None:
+            again = "It is started again, and serves from the next weight sync on."
+            return f"{goes_on if serving else 'It was the last one that served.'} {again}"
+        if serving:
+            return f"{goes_on} With --use-fault-tolerance it would be started again."
+        return "No engine is left. With --use-fault-tolerance engines are started again."
+
+    def _restarted(self, member: Member) -> None:
+        logger.warning("%s runs again, at %s", member, member.known_info.url)
+        if self.args.debug_rollout_only:  # nobody pushes weights
+            self._let_in(member)
+        self._tell_need_of_weights()
+
+    def _tell_need_of_weights(self) -> None:
+        """When nothing serves and nothing can before a push: one that waits for it, or for the devices."""
+        if self._restarts is None or self.members.of(State.SERVING):
+            return
+        if self.num_new or self._restarts.waits_for_devices:
+            self._events.engines_need_weights()
+
+    def _given_up(self, reason: str, *, is_last: bool) -> None:
+        logger.error("%s", reason)
+        if is_last and not self.members.of(*LIVING):
+            self._events.engines_failed(EngineDied(f"no engine is left: {reason}"))
+        self._tell_need_of_weights()
+
+
+def _client(member: Member) -> EngineClient:
+    info = member.known_info
+    return EngineClient(info.url, api_key=info.api_key, timeout=CONTROL_TIMEOUT_S)
+
+
+def _poll(member: Member) -> str | None:
+    return member.engine.poll()
+
+
+def _in_parallel(action: Callable[[Member], Any], members: Sequence[Member]) -> list[Any]:
+    if not members:
+        return []
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(action, members))

@@ -39,6 +39,10 @@ class EngineDied(RuntimeError):
     """An engine or router process ended while the run needed it. The message holds its last log lines."""
 
 
+class EnginesNeedWeights(EngineDied):
+    """Every engine was lost, and those that were started again wait for the trainer's weights."""
+
+
 def reports_errors(method: F) -> F:
     """Decorate an actor method: whatever it raises reaches the caller as a ``RemoteFailure``.
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from slime.observability import tracking
+from slime.ray.errors import EnginesNeedWeights
 from slime.ray.waiting import DAY_S, Peer, wait_one
+
+logger = logging.getLogger(__name__)
 
 SAVE_DEADLINE_S = 900.0
 DISPOSE_DEADLINE_S = 45.0
@@ -17,10 +22,16 @@ CONTROL_DEADLINE_S = 900.0
 
 
 class RolloutHandle:
-    """Calls to the rollout manager ``manager``. Every wait ends with ``EngineDied`` when an engine dies."""
+    """Calls to the rollout manager ``manager``. Every wait ends with ``EngineDied`` when no engine is left.
+
+    ``supply_weights`` is called while a rollout or an evaluation is waited for that has lost every engine, and whose
+    new ones wait for weights (``--use-fault-tolerance``).
+    """
 
     def __init__(self, args: Namespace, manager: Any) -> None:
         self.args, self.manager = args, manager
+        self.supply_weights: Callable[[], None] | None = None
+        self._need_of_weights: Any = None
         self._peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
         self._watch = [manager.wait_for_failure.remote()]
 
@@ -30,11 +41,11 @@ class RolloutHandle:
 
     def wait_generate(self, started: Any, rollout_id: int) -> Any:
         """Return the training data of a started rollout: a boxed reference per data-parallel rank, or None."""
-        return self._wait(started, f"generating rollout {rollout_id}", DAY_S)
+        return self._wait_generating(started, f"generating rollout {rollout_id}")
 
     def eval(self, rollout_id: int) -> None:
         """Evaluate; its metrics are written when this returns."""
-        self._wait(self.manager.eval.remote(rollout_id), f"evaluating after rollout {rollout_id}", DAY_S)
+        self._wait_generating(self.manager.eval.remote(rollout_id), f"evaluating after rollout {rollout_id}")
 
     def save(self, rollout_id: int) -> None:
         """Save the state of the prompts as of rollout ``rollout_id``."""
@@ -86,8 +97,23 @@ class RolloutHandle:
         """End engines and router. What does not end in time is ended with the run's other processes."""
         ray.wait([self.manager.dispose.remote()], timeout=DISPOSE_DEADLINE_S)
 
-    def _wait(self, ref: Any, what: str, deadline_s: float) -> Any:
-        result = wait_one(ref, self._peer, what, deadline_s, self._watch)
+    def _wait_generating(self, ref: Any, what: str) -> Any:
+        if self.supply_weights is None or not self.args.use_fault_tolerance:
+            return self._wait(ref, what, DAY_S)
+        while True:
+            if self._need_of_weights is None:
+                self._need_of_weights = self.manager.wait_for_need_of_weights.remote()
+            try:
+                return self._wait(ref, what, DAY_S, [self._need_of_weights])
+            except EnginesNeedWeights as e:
+                logger.warning("%s: %s", what, e)
+                self._need_of_weights = None
+                # Unless the weight sync after a rollout has come first.
+                if self._wait(self.manager.needs_weights.remote(), "asking for the engines", CONTROL_DEADLINE_S):
+                    self.supply_weights()
+
+    def _wait(self, ref: Any, what: str, deadline_s: float, watch: Sequence[Any] = ()) -> Any:
+        result = wait_one(ref, self._peer, what, deadline_s, [*watch, *self._watch])
         tracking.ingest(
             wait_one(self.manager.drain_records.remote(), self._peer, "collecting metrics", SAVE_DEADLINE_S)
         )

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ from slime.observability.samples import write as write_samples
 from slime.observability.steps import rollout_step
 from slime.ray import rollout_dumps, worker
 from slime.ray.conversion import Converter, carried_over_path, write_carried_over
+from slime.ray.engine_control import EngineControl
 from slime.ray.engine_fleet import EngineFleet
 from slime.ray.errors import EngineDied, reports_errors
 from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
@@ -29,8 +30,6 @@ from slime.rollout.hooks import check_hooks, find_hook, make_hook
 from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
-from slime.servers.types import EngineInfo
-from slime.utils import async_utils
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
@@ -38,21 +37,18 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 
-class RolloutManager:
+class RolloutManager(EngineControl):
     """A Ray actor whose methods run on threads of their own: saving does not wait for a rollout in progress.
 
-    Rollouts and evaluations exclude each other. When an engine dies, the rollout in progress and every later one raise
-    ``EngineDied``, and so does ``wait_for_failure``, on which the driver waits beside everything else.
+    Rollouts and evaluations exclude each other. A rollout survives the loss of engines. When the last one is lost for
+    good, or the router, the rollout in progress and every later one raise ``EngineDied``, and so does
+    ``wait_for_failure``, on which the driver waits beside everything else.
     """
 
     def __init__(self, args: Namespace) -> None:
         worker.begin(args, "rollout_manager")
-        self.args = args
-        self.fleet: EngineFleet | None = None
+        super().__init__(args)
         self._generating = threading.Lock()
-        self._failure: Exception | None = None
-        self._over = threading.Event()
-        self._engines_ready = threading.Event()
         self._carried_snapshots: dict[int, bytes | None] = {}
 
     @reports_errors
@@ -72,7 +68,7 @@ class RolloutManager:
         if args.dump_details:
             save_tokenizer(args)
         if not args.debug_train_only:
-            self.fleet = EngineFleet(args, pg, wiring, self._fail)
+            self.fleet = EngineFleet(args, pg, wiring, self)
             threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
 
     # What the driver calls
@@ -106,6 +102,7 @@ class RolloutManager:
         with self._generating:
             set_current_rollout_id(rollout_id)
             self._wait_for_engines()
+            self.health_monitoring_resume()
             output: Any = call_rollout_fn(
                 self._make_evaluation, self.args, rollout_id, self.data_source, evaluation=True
             )
@@ -151,46 +148,9 @@ class RolloutManager:
         """Learn how the trainers divide the data."""
         self.converter.train_parallel_config = dict(config)
 
-    @reports_errors
-    def get_updatable_engines(self) -> list[EngineInfo]:
-        """Return the engines that follow the trainer's weights, once they are ready."""
-        if self.fleet is None:
-            return []
-        self._wait_for_engines()
-        return list(self.fleet.infos)
-
-    @reports_errors
-    def offload(self) -> None:
-        """Release the engines' memory (weights and key-value cache)."""
-        self._on_engines(lambda engine: (engine.flush_cache(), engine.release_memory()))
-
-    @reports_errors
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Take engine memory back: everything, or ``tags`` of it."""
-        self._on_engines(lambda engine: engine.resume_memory(tags))
-
-    def onload_weights(self) -> None:
-        """Take back the memory that weights are pushed into."""
-        self.onload(["weights"])
-
-    def onload_kv(self) -> None:
-        """Take back what generation needs besides weights."""
-        self.onload(["kv_cache", "cuda_graph"])
-
     def weights_updated(self, version: int, step: int) -> None:
         """Learn that every engine holds ``version``, the weights after training on all rollouts before ``step``."""
         weight_clock().publish(version, step)
-
-    @reports_errors
-    def check_weights(self, action: str) -> list[Any]:
-        """Run ``action`` of the engines' weight checker (snapshot, reset_tensors, compare, checksum) on all engines."""
-        return self._on_engines(lambda engine: engine.weights_checker(action))
-
-    def wait_for_failure(self) -> None:
-        """Return when the run is over; raise ``EngineDied`` when an engine or the router ends before."""
-        self._over.wait()
-        if isinstance(self._failure, EngineDied):
-            raise self._failure
 
     def drain_records(self) -> list[Any]:
         """Return the metrics logged here since the last call."""
@@ -198,7 +158,7 @@ class RolloutManager:
 
     def dispose(self) -> None:
         """End engines and router; before them a rollout function that always generates (its ``stop``)."""
-        self._over.set()
+        self._end_waits()
         try:
             if stop := getattr(getattr(self, "generate_rollout", None), "stop", None):
                 stop()
@@ -215,33 +175,16 @@ class RolloutManager:
             init_http_client(self.args)
         except Exception as e:
             logger.exception("the engines did not start")
-            self._fail(EngineDied(str(e)))
+            self.engines_failed(EngineDied(str(e)))
         finally:
             self._engines_ready.set()
-
-    def _fail(self, failure: EngineDied) -> None:
-        self._failure = failure
-        self._over.set()
-        async_utils.interrupt(failure)
-
-    def _wait_for_engines(self) -> None:
-        """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
-        if self.fleet is not None:
-            self._engines_ready.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def _on_engines(self, action: Any) -> list[Any]:
-        if self.fleet is None:
-            return []
-        self._wait_for_engines()
-        return self.fleet.for_all(action)
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any] | None]:
         """Return the flat samples of a rollout, generated or replayed, and the rollout function's metrics."""
         if self.args.load_debug_rollout_data:
             return rollout_dumps.load(self.args, rollout_id), None
         self._wait_for_engines()
+        self.health_monitoring_resume()
         output: Any = call_rollout_fn(self._make_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         check_sibling_rollout_ids(output.samples)
         samples = list(iter_samples(output.samples))
@@ -257,7 +200,7 @@ class RolloutManager:
         if self._log_rollout is not None and self._log_rollout(rollout_id, self.args, samples, metrics, seconds):
             return
         measured = rollout_metrics(self.args, samples, seconds) | request_metrics(samples) | top_p_metrics(samples)
-        measured |= staleness_metrics(samples, rollout_id)
+        measured |= staleness_metrics(samples, rollout_id) | (self.fleet.counts() if self.fleet is not None else {})
         self._log(rollout_id, measured | (metrics or {}), "rollout/step")
 
     def _log(self, rollout_id: int, metrics: dict[str, Any], step_key: str) -> None:

@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from slime.arguments.plan.placement import EnginePlan
+
+
+def validate_slots(args: Namespace, plans: Sequence[EnginePlan], slots: Any) -> None:
+    """Raise ValueError unless the engines fit on ``slots`` (placement group, bundles, GPUs)."""
+    if not plans:
+        return
+    plan, (_, bundles, _) = plans[0], slots
+    validate_server_group_gpu_indices(
+        worker_type="regular",
+        gpu_offset=0,
+        num_gpus_per_engine=plan.num_gpus,
+        num_gpus_per_engine_on_node=plan.num_gpus_on_node,
+        num_engines=len(plans) * plan.nodes,
+        num_available_gpus=len(bundles),
+        rollout_num_gpus=args.rollout_num_gpus,
+        rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
+    )
+
 
 def validate_server_group_gpu_indices(
     *,

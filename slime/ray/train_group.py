@@ -13,6 +13,7 @@ import ray
 
 from slime.observability import tracking
 from slime.ray import cluster
+from slime.ray.errors import RemoteFailure
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.waiting import DAY_S, Peer, wait_all, wait_one
 
@@ -24,6 +25,7 @@ START_DEADLINE_S = 3600.0
 SAVE_DEADLINE_S = 3600.0
 OFFLOAD_DEADLINE_S = 900.0
 DRAIN_DEADLINE_S = 60.0
+PUSH_ATTEMPTS = 4
 
 
 class RayTrainGroup:
@@ -120,14 +122,30 @@ class RayTrainGroup:
         self._all("save", f"saving the {self.role} after rollout {rollout_id}", SAVE_DEADLINE_S, rollout_id, force_sync)
 
     def update_weights(self, synchronous_loop: bool = True) -> int | None:
-        """Push the weights to the engines; return their new version, None when the run has no engines."""
+        """Push the weights to the engines; return their new version, None when the run has no engines.
+
+        Engines that were lost and started again meanwhile get the weights too, and requests after that. A push that
+        fails because an engine has ended or does not answer any more is made again without it.
+        """
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
             return None
-        engines = self._wait([self._rollout_manager.get_updatable_engines.remote()], "asking for the engines")[0]
-        if not engines:
-            return None
-        deadline = 4 * self.args.weight_sync_timeout
-        versions = self._all("update_weights", "pushing weights", deadline, engines, synchronous_loop)
+        for attempt in range(1, PUSH_ATTEMPTS + 1):
+            self._ask("recover_updatable_engines", "waiting for lost engines")
+            engines = self._ask("get_updatable_engines", "asking for the engines")
+            if not engines:
+                return None
+            try:
+                deadline = 4 * self.args.weight_sync_timeout
+                versions = self._all("update_weights", "pushing weights", deadline, engines, synchronous_loop)
+                break
+            except RemoteFailure as e:
+                self._ask("lose_unreachable_engines", "looking for the engine that failed")
+                living = self._ask("get_updatable_engines", "asking for the engines that are left")
+                lost = [f"engine {engine.rank}" for engine in engines if engine not in living]
+                if not lost or attempt == PUSH_ATTEMPTS:
+                    raise
+                logger.warning("the weights are pushed again, without %s: %s", ", ".join(lost), e)
+        self._ask("clear_updatable_num_new_engines", "sending requests to new engines")
         return int(versions[0])
 
     def offload(self) -> None:
@@ -157,9 +175,12 @@ class RayTrainGroup:
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
         return wait_all(refs, self._peers(), what, deadline_s, self._watch)
 
+    def _ask(self, method: str, what: str) -> Any:
+        return self._wait([getattr(self._rollout_manager, method).remote()], what)[0]
+
     def _wait(self, refs: list[Any], what: str) -> list[Any]:
         return wait_all(
-            refs, [Peer("the rollout manager")] * len(refs), what, self.args.engine_ready_timeout * 2, self._watch
+            refs, [Peer("the rollout manager")] * len(refs), what, self.args.engine_ready_timeout * 3, self._watch
         )
 
     def _collect(self) -> None:

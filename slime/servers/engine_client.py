@@ -62,9 +62,9 @@ class EngineClient:
         """POST ``/generate`` and return the reply: for checks and tools, rollouts use the asynchronous client."""
         return self._http.post("/generate", payload, timeout=timeout).json()
 
-    def loads(self) -> Any:
-        """Return ``/v1/loads``: requests and tokens per data-parallel rank."""
-        return self._http.get("/v1/loads?include=core", timeout=_SHORT_S).json()
+    def loads(self, timeout: float = _SHORT_S) -> Any:
+        """Return ``/v1/loads``: requests and tokens per data-parallel rank. The scheduler answers, also when paused."""
+        return self._http.get("/v1/loads?include=core", timeout=timeout).json()
 
     def num_requests(self) -> int:
         """Return how many requests the engine holds, running and waiting."""

@@ -156,6 +156,42 @@ def test_the_rollout_side_learns_which_step_a_version_is(monkeypatch, overlap):
     assert [c for c in calls if "is step" in c] == [f"version {v} is step {s}" for v, s in enumerate(steps, 1)]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_in_the_middle_of_a_rollout_are_those_of_the_step_so_far(monkeypatch, overlap):
+    """All engines were lost in rollout 1, and come back: they get what has been trained when they are waited for."""
+    versions = iter(range(1, 10))
+    monkeypatch.setattr(TrainerRecorder, "update_weights", lambda self, synchronous_loop=True: next(versions))
+    calls: list[str] = []
+
+    class Losing(RolloutRecorder):
+        def wait_generate(self, started, rollout_id):
+            if rollout_id == 1 and not any("lost" in call for call in calls):
+                self._call("lost")
+                loop.supply_weights()
+            return super().wait_generate(started, rollout_id)
+
+    loop = Loop(loop_args(num_rollout=2), Losing(calls), TrainerRecorder(calls), None, overlap=overlap)
+    loop.run()
+    told = [c for c in calls if "is step" in c or "lost" in c]
+    assert told == (
+        ["version 1 is step 0"]
+        + (["lost", "version 2 is step 1", "version 3 is step 1"] if overlap else
+           ["version 2 is step 1", "lost", "version 3 is step 1"])
+        + ["version 4 is step 2"]
+    )  # fmt: skip
+
+
+def test_engines_lost_before_anything_was_trained_get_the_weights_of_the_start(monkeypatch):
+    monkeypatch.setattr(TrainerRecorder, "update_weights", lambda self, synchronous_loop=True: 1)
+    calls: list[str] = []
+    Loop(
+        loop_args(start_rollout_id=7), RolloutRecorder(calls), TrainerRecorder(calls), None, overlap=False
+    ).supply_weights()
+    assert calls == ["version 1 is step 7"]
+    Loop(loop_args(), RolloutRecorder(calls), None, None, overlap=False).supply_weights()
+    assert len(calls) == 1  # nobody to push
+
+
 def test_one_step_ahead_syncs_every_few_rollouts():
     calls = run(overlap=True, num_rollout=4, update_weights_interval=2)
     assert [c for c in calls if "sync" in c or "train" in c] == (

@@ -40,6 +40,7 @@ COMPANIONS: tuple[Companion, ...] = (
     )),
     Companion("--use-fault-tolerance", lambda args: args.use_fault_tolerance, (
         "rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait",
+        "rollout_health_check_failures",
     )),
     Companion("--update-weight-transport disk", lambda args: args.update_weight_transport == "disk", (
         "update_weight_disk_dir", "update_weight_disk_keep_files", "update_weight_local_checkpoint_dir",

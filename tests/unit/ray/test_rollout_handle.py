@@ -12,9 +12,10 @@ from slime.arguments import ArgumentError
 from slime.observability import tracking
 from slime.observability.tracking import Tracker
 from slime.ray import rollout_handle, train_group, waiting
-from slime.ray.errors import EngineDied, RemoteFailure
+from slime.ray.errors import EngineDied, EnginesNeedWeights, RemoteFailure
 from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.train_group import RayTrainGroup
+from slime.servers.types import EngineInfo
 from tests.support.arguments import parse
 from tests.support.fake_ray import NEVER, FakeRay, Ref
 
@@ -203,6 +204,123 @@ def test_weights_go_to_the_engines_of_the_manager(clock: FakeRay) -> None:
     manager = Remote(get_updatable_engines=["engine 0", "engine 1"])
     assert make_group(ranks, manager).update_weights(synchronous_loop=False) == 4
     assert all(rank.calls[-1] == ("update_weights", ["engine 0", "engine 1"], False) for rank in ranks)
+    # Lost engines come back before, and get requests after.
+    assert manager.names[-3:] == [
+        "recover_updatable_engines",
+        "get_updatable_engines",
+        "clear_updatable_num_new_engines",
+    ]
+
+
+class Failing(Remote):
+    """A rank whose first pushes fail."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__(update_weights=5)
+        self.failures = failures
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "update_weights":
+            self.failures -= 1
+            failure = RemoteFailure("WeightSyncError: http://e1 did not pause")
+            self.answers[name] = Ref(failure if self.failures >= 0 else 5)
+        return super().__getattr__(name)
+
+
+class Losing(Remote):
+    """A manager that answers the question for its engines in turn, the last time for ever."""
+
+    def __init__(self, *answers: list[EngineInfo]) -> None:
+        super().__init__()
+        self.lists = list(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "get_updatable_engines":
+            self.answers[name] = Ref(self.lists.pop(0) if len(self.lists) > 1 else self.lists[0])
+        return super().__getattr__(name)
+
+
+PAIR = [EngineInfo(f"http://e{rank}", rank=rank) for rank in range(2)]
+
+
+def test_a_push_that_fails_with_an_engine_is_made_again_without_it(clock: FakeRay, caplog: Any) -> None:
+    ranks = [Failing(1), Failing(1)]
+    manager = Losing(PAIR, PAIR[:1])
+    assert make_group(ranks, manager).update_weights() == 5
+    assert [call[1] for call in ranks[1].calls if call[0] == "update_weights"] == [PAIR, PAIR[:1]]
+    assert manager.names == [
+        "recover_updatable_engines",
+        "get_updatable_engines",
+        "lose_unreachable_engines",
+        "get_updatable_engines",
+        "recover_updatable_engines",
+        "get_updatable_engines",
+        "clear_updatable_num_new_engines",
+    ]
+    assert "pushed again, without engine 1: WeightSyncError: http://e1 did not pause" in caplog.text
+
+
+def test_a_push_that_fails_while_all_engines_answer_is_a_failure(clock: FakeRay) -> None:
+    manager = Losing(PAIR)
+    with pytest.raises(RemoteFailure, match="WeightSyncError: http://e1 did not pause"):
+        make_group([Failing(1)], manager).update_weights()
+    assert "clear_updatable_num_new_engines" not in manager.names
+
+
+def test_engines_that_die_in_every_push_end_the_run(clock: FakeRay) -> None:
+    lives = [[EngineInfo(f"http://e0:{port}")] for port in range(2 * train_group.PUSH_ATTEMPTS)]
+    rank = Failing(100)
+    with pytest.raises(RemoteFailure, match="did not pause"):
+        make_group([rank], Losing(*lives)).update_weights()
+    assert rank.names == ["update_weights"] * train_group.PUSH_ATTEMPTS
+
+
+class Needy(Remote):
+    """A manager whose engines need weights at certain times while it generates, told by ``clock``."""
+
+    def __init__(self, clock: FakeRay, moments: list[float], **answers: Any) -> None:
+        super().__init__(**answers)
+        self.clock, self.moments, self.in_need = clock, moments, True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wait_for_need_of_weights":
+            at = self.moments.pop(0) if self.moments else NEVER
+            self.answers[name] = Ref(EnginesNeedWeights("every engine was lost"), at=at)
+        if name == "needs_weights":
+            self.answers[name] = Ref(self.in_need, at=self.clock.now)
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("what", ["generate", "eval"])
+def test_engines_that_come_back_in_a_rollout_get_their_weights(clock: FakeRay, what: str) -> None:
+    manager = Needy(clock, [3.0, 7.0], generate=Ref("boxes", at=20), eval=Ref(None, at=20))
+    handle = RolloutHandle(run_args(use_fault_tolerance=True), manager)
+    pushed: list[float] = []
+    handle.supply_weights = lambda: pushed.append(clock.now)
+    if what == "generate":
+        assert handle.wait_generate(handle.start_generate(0), 0) == "boxes"
+    else:
+        handle.eval(0)
+    assert pushed == [3.0, 7.0]
+    assert manager.names.count("wait_for_need_of_weights") == 3
+
+
+def test_a_need_that_the_regular_push_has_met_is_none(clock: FakeRay) -> None:
+    manager = Needy(clock, [3.0], generate=Ref("boxes", at=20))
+    manager.in_need = False
+    handle = RolloutHandle(run_args(use_fault_tolerance=True), manager)
+    pushed: list[float] = []
+    handle.supply_weights = lambda: pushed.append(clock.now)
+    assert handle.wait_generate(handle.start_generate(0), 0) == "boxes"
+    assert pushed == []
+
+
+def test_without_the_flag_nobody_waits_for_a_need(clock: FakeRay) -> None:
+    manager = Needy(clock, [3.0], generate=Ref("boxes", at=20))
+    handle = RolloutHandle(run_args(use_fault_tolerance=False), manager)
+    handle.supply_weights = lambda: pytest.fail("weights were pushed")
+    assert handle.wait_generate(handle.start_generate(0), 0) == "boxes"
+    assert "wait_for_need_of_weights" not in manager.names
 
 
 @pytest.mark.parametrize("flags", [{"debug_train_only": True}, {"debug_rollout_only": True}, {}])

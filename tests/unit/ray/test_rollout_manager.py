@@ -14,8 +14,8 @@ import pytest
 
 from slime.observability import tracking
 from slime.observability.tracking import Tracker
-from slime.ray import rollout_manager
-from slime.ray.errors import EngineDied, RemoteFailure
+from slime.ray import engine_control, rollout_manager
+from slime.ray.errors import EngineDied, EnginesNeedWeights, RemoteFailure
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.servers.types import EngineInfo
@@ -346,8 +346,10 @@ def test_rollouts_per_epoch(make: Any) -> None:
 class FakeFleet:
     """Engines that are ready when told so, and that can die."""
 
-    def __init__(self, args: Any, slots: Any, wiring: Any, on_death: Callable[[EngineDied], None]) -> None:
-        self.on_death = on_death
+    def __init__(self, args: Any, slots: Any, wiring: Any, events: Any) -> None:
+        self.on_death, self.events = events.engines_failed, events
+        self.calls: list[str] = []
+        self.num_new = 0
         self.ready, self.stopped = threading.Event(), False
         self.infos = [EngineInfo(f"http://127.0.0.1:{i}", 1, i, "regular", i) for i in range(2)]
         self.error: Exception | None = None
@@ -358,8 +360,31 @@ class FakeFleet:
         if self.error is not None:
             raise self.error
 
-    def for_all(self, action: Callable[[Any], Any]) -> list[Any]:
+    def offer(self) -> list[EngineInfo]:
+        return self.infos
+
+    def for_all(self, action: Callable[[Any], Any], states: Any = None) -> list[Any]:
         return [action(engine) for engine in self.engines]
+
+    def resume_checks(self) -> None:
+        self.calls.append("resume checks")
+
+    def pause_checks(self) -> None:
+        self.calls.append("pause checks")
+
+    def recover(self) -> int:
+        self.calls.append("recover")
+        return self.num_new
+
+    def admit(self) -> None:
+        self.calls.append("admit")
+        self.num_new = 0
+
+    def lose_unreachable(self) -> None:
+        self.calls.append("lose unreachable")
+
+    def counts(self) -> dict[str, int]:
+        return {"rollout/engines/restarted": 2}
 
     def stop(self) -> None:
         self.stopped = True
@@ -477,6 +502,85 @@ def generate_for_ever(args: Any, rollout_id: int, source: Any, evaluation: bool 
         await asyncio.sleep(3 * PATIENCE_S)
 
     return async_utils.run(ask())
+
+
+def test_rollouts_and_evaluations_are_checked_and_offloaded_engines_are_not(with_engines: Any) -> None:
+    manager, fleet = with_engines()
+    fleet.engines = (FakeFleet.Engine(),)
+    fleet.ready.set()
+    manager.generate(0)
+    manager.offload()
+    manager.eval(0)
+    manager.health_monitoring_pause()
+    manager.health_monitoring_resume()
+    assert fleet.calls == ["resume checks", "pause checks"] * 2 + ["resume checks"]
+    assert {r["name"]: r["value"] for r in manager.drain_records()}["rollout/engines/restarted"] == 2
+
+
+def test_a_push_of_weights_has_a_beginning_and_an_end(with_engines: Any) -> None:
+    manager, fleet = with_engines(sglang_pp_size=2, rollout_num_gpus_per_engine=4)
+    fleet.ready.set()
+    fleet.num_new = 1
+    assert manager.recover_updatable_engines() == 1
+    assert manager.get_updatable_engines() == fleet.infos
+    manager.lose_unreachable_engines()
+    manager.clear_updatable_num_new_engines()
+    assert fleet.calls == ["recover", "lose unreachable", "admit"]
+
+
+def test_what_trainers_of_old_ask_for_before_a_push(with_engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, fleet = with_engines(sglang_pp_size=2, rollout_num_gpus_per_engine=4)
+    fleet.ready.set()
+    fleet.num_new = 1
+    locks: list[Any] = []
+
+    def start(kind: Any) -> Any:
+        def make() -> Any:
+            locks.append(kind())
+            return locks[-1]
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+
+    monkeypatch.setattr(engine_control, "ray", SimpleNamespace(remote=start))
+    engines, lock, num_new, gpus, offsets, sizes = manager.get_updatable_engines_and_lock()
+    assert engines == fleet.infos
+    assert (num_new, gpus, offsets) == (1, [1, 1], [0, 1])
+    assert sizes == [{"tp_size": 2, "pp_size": 2, "ep_size": 1}] * 2
+    assert lock.acquire()
+    assert not lock.acquire()
+    lock.release()
+    assert lock.acquire()
+    manager.get_updatable_engines_and_lock()
+    assert len(locks) == 1
+
+
+def test_the_need_of_weights_is_told_until_engines_serve(with_engines: Any) -> None:
+    manager, fleet = with_engines()
+    fleet.ready.set()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(manager.wait_for_need_of_weights)
+        assert not manager.needs_weights()
+        fleet.events.engines_need_weights()
+        with pytest.raises(EnginesNeedWeights):
+            waiting.result(PATIENCE_S)
+        assert manager.needs_weights()
+        manager.recover_updatable_engines()
+        manager.clear_updatable_num_new_engines()
+        assert not manager.needs_weights()
+        waiting = pool.submit(manager.wait_for_need_of_weights)
+        manager.dispose()
+        assert waiting.result(PATIENCE_S) is None
+        assert not manager.needs_weights()
+
+
+def test_a_run_without_engines_has_nothing_to_check_or_recover(make: Any) -> None:
+    manager = make()
+    assert manager.recover_updatable_engines() == 0
+    assert manager.get_updatable_engines() == []
+    manager.lose_unreachable_engines()
+    manager.clear_updatable_num_new_engines()
+    manager.health_monitoring_pause()
+    manager.health_monitoring_resume()
 
 
 def test_the_watch_ends_peacefully_with_the_run(with_engines: Any) -> None:

@@ -1,0 +1,192 @@
+"""The rollout manager's methods that concern engines."""
+
+from __future__ import annotations
+
+import threading
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from slime.ray.engine_fleet import EngineFleet
+from slime.ray.engine_members import State
+from slime.ray.errors import EngineDied, EnginesNeedWeights, reports_errors
+from slime.servers.types import EngineInfo
+from slime.utils import async_utils
+
+
+class Lock:
+    """An actor that one caller at a time may hold; whoever does not get it asks again."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def acquire(self) -> bool:
+        """Take the lock; False when it is taken."""
+        free, self._held = not self._held, True
+        return free
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._held = False
+
+
+class EngineControl:
+    """The engines of a run as the driver, the trainers and slime <= 0.3.1 know them; ``fleet`` is None without any.
+
+    Whoever sets ``fleet`` starts it, and sets ``_engines_ready`` then. It is told what befalls the engines.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.fleet: EngineFleet | None = None
+        self._failure: Exception | None = None
+        self._over = threading.Event()
+        self._engines_ready = threading.Event()
+        self._need_of_weights = threading.Event()
+        self._lock: Any = None
+
+    @reports_errors
+    def get_updatable_engines(self) -> list[EngineInfo]:
+        """Return the engines that follow the trainer's weights, once they are ready."""
+        if self.fleet is None:
+            return []
+        self._wait_for_engines()
+        return self.fleet.offer()
+
+    @reports_errors
+    def get_updatable_engines_and_lock(self) -> tuple[list[EngineInfo], Any, int, list[int], list[int], list[Any]]:
+        """Return what a trainer of slime <= 0.3.1 asks for before a push.
+
+        That is the engines, a lock (an actor with ``acquire() -> bool`` and ``release()``), how many of the engines
+        wait for their first push, and per engine the number of its GPUs, the first of them, and its parallel sizes.
+        """
+        engines = self.get_updatable_engines()
+        if self._lock is None:
+            self._lock = ray.remote(Lock).options(num_cpus=0).remote()
+        sizes = {
+            "tp_size": self.args.rollout_num_gpus_per_engine // (getattr(self.args, "sglang_pp_size", None) or 1),
+            "pp_size": getattr(self.args, "sglang_pp_size", None) or 1,
+            "ep_size": getattr(self.args, "sglang_ep_size", None) or 1,
+        }
+        return (
+            engines,
+            self._lock,
+            0 if self.fleet is None else self.fleet.num_new,
+            [engine.num_gpus for engine in engines],
+            [engine.gpu_offset for engine in engines],
+            [dict(sizes) for _ in engines],
+        )
+
+    @reports_errors
+    def recover_updatable_engines(self) -> int:
+        """Before a push of weights: wait until lost engines have been started again (``--use-fault-tolerance``).
+
+        Returns how many engines wait for weights. They are among the updatable ones and get no requests before
+        ``clear_updatable_num_new_engines``; until then nothing checks the engines' health.
+        """
+        if self.fleet is None:
+            return 0
+        self._wait_for_engines()
+        return self.fleet.recover()
+
+    @reports_errors
+    def clear_updatable_num_new_engines(self) -> None:
+        """After a push of weights: send requests to the engines that were new."""
+        if self.fleet is not None:
+            self._need_of_weights.clear()
+            self.fleet.admit()
+
+    @reports_errors
+    def lose_unreachable_engines(self) -> None:
+        """After a push that failed: go on without the engines that have ended or do not answer."""
+        if self.fleet is not None:
+            self._wait_for_engines()
+            self.fleet.lose_unreachable()
+
+    def health_monitoring_pause(self) -> None:
+        """Stop health checks until ``health_monitoring_resume``, or the next rollout or evaluation."""
+        if self.fleet is not None:
+            self.fleet.pause_checks()
+
+    def health_monitoring_resume(self) -> None:
+        """Check the engines' health from now on, after ``--rollout-health-check-first-wait``."""
+        if self.fleet is not None:
+            self.fleet.resume_checks()
+
+    @reports_errors
+    def offload(self) -> None:
+        """Release the engines' memory (weights and key-value cache)."""
+        self.health_monitoring_pause()
+        self._on_engines(lambda engine: (engine.flush_cache(), engine.release_memory()))
+
+    @reports_errors
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Take engine memory back: everything, or ``tags`` of it."""
+        self._on_engines(lambda engine: engine.resume_memory(tags))
+
+    def onload_weights(self) -> None:
+        """Take back the memory that weights are pushed into."""
+        self.onload(["weights"])
+
+    def onload_kv(self) -> None:
+        """Take back what generation needs besides weights."""
+        self.onload(["kv_cache", "cuda_graph"])
+
+    @reports_errors
+    def check_weights(self, action: str) -> list[Any]:
+        """Run ``action`` of the weight checker (snapshot, reset_tensors, compare, checksum) on all that serve."""
+        if self.fleet is None:
+            return []
+        self._wait_for_engines()
+        return self.fleet.for_all(lambda engine: engine.weights_checker(action), states=(State.SERVING,))
+
+    def wait_for_need_of_weights(self) -> None:
+        """Return when the run is over; raise ``EnginesNeedWeights`` when before that no engine is left that serves, and
+        those that were started again wait for weights.
+        """
+        self._need_of_weights.wait()
+        if not self._over.is_set():
+            raise EnginesNeedWeights("every engine was lost; those that were started again wait for weights")
+
+    def needs_weights(self) -> bool:
+        """True from the moment of which ``wait_for_need_of_weights`` tells until engines serve again."""
+        return self._need_of_weights.is_set() and not self._over.is_set()
+
+    def wait_for_failure(self) -> None:
+        """Return when the run is over; raise ``EngineDied`` when the router or the last engine ends before."""
+        self._over.wait()
+        if isinstance(self._failure, EngineDied):
+            raise self._failure
+
+    # What the fleet tells
+
+    def engines_failed(self, failure: EngineDied) -> None:
+        """The run cannot go on: see ``engine_fleet.Events``."""
+        self._failure = failure
+        self._end_waits()
+        async_utils.interrupt(failure)
+
+    def engines_need_weights(self) -> None:
+        """No engine serves, and one could: see ``engine_fleet.Events``."""
+        self._need_of_weights.set()
+
+    # Inside
+
+    def _end_waits(self) -> None:
+        self._over.set()
+        self._need_of_weights.set()
+
+    def _wait_for_engines(self) -> None:
+        """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
+        if self.fleet is not None:
+            self._engines_ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _on_engines(self, action: Any) -> list[Any]:
+        if self.fleet is None:
+            return []
+        self._wait_for_engines()
+        return self.fleet.for_all(action)

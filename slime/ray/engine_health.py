@@ -1,0 +1,165 @@
+"""Which engines still answer: probes all of them at intervals and reports those that have stopped answering."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Hashable)
+
+IDLE = "idle"
+"""The reason to pause when nothing is asked of the engines, or they are offloaded."""
+
+
+@dataclass(frozen=True)
+class HealthLimits:
+    """When an engine counts as failed.
+
+    Attributes:
+        interval: seconds between two rounds of probes.
+        failures: so many probes in a row must fail.
+        first_wait: seconds without probes after every ``resume``.
+        grace: an engine that has not answered yet is given so many seconds to do so for the first time.
+    """
+
+    interval: float
+    failures: int
+    first_wait: float = 0.0
+    grace: float = 0.0
+
+
+class EngineHealth:
+    """What the probes of one engine have said. Failures count from the first success on, or once ``grace`` is over."""
+
+    def __init__(self, limits: HealthLimits, now: float) -> None:
+        self._limits, self._since = limits, now
+        self._has_answered = False
+        self.failures = 0
+
+    def record(self, error: str | None, now: float) -> bool:
+        """Take in a probe's result, None for success; return True when the engine has failed for good."""
+        if error is None:
+            self._has_answered, self.failures = True, 0
+            return False
+        if not self._has_answered and now - self._since < self._limits.grace:
+            return False
+        self.failures += 1
+        return self.failures >= self._limits.failures
+
+    def forget_failures(self) -> None:
+        """Failures in a row are over: there has been a pause between them."""
+        self.failures = 0
+
+
+class HealthMonitor(Generic[E]):
+    """A thread that probes all engines at once, again and again, while there is no reason to pause.
+
+    ``engines`` returns those to probe, ``probe(engine)`` returns None or what is wrong, within a deadline of its own.
+    ``on_failure(engine, reason)`` is called from the thread. It starts paused, for the reason ``IDLE``. A probe that
+    was under way at a ``pause`` does not count: engines do not answer while they are offloaded or take weights.
+    """
+
+    def __init__(
+        self,
+        limits: HealthLimits,
+        engines: Callable[[], Iterable[E]],
+        probe: Callable[[E], str | None],
+        on_failure: Callable[[E, str], None],
+    ) -> None:
+        self.limits = limits
+        self._engines, self._probe, self._on_failure = engines, probe, on_failure
+        self._changed = threading.Condition()
+        self._reasons_to_pause = {IDLE}
+        self._active_since = 0.0
+        self._episode = 0
+        self._stopped = False
+        self._health: dict[E, EngineHealth] = {}
+        self._thread = threading.Thread(target=self._run, name="engine-health", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_active(self) -> bool:
+        """True while there is no reason to pause."""
+        return not self._reasons_to_pause
+
+    def resume(self, why: str = IDLE) -> None:
+        """Take the reason ``why`` back. Without another, engines are probed from now on: the first time after
+        ``first_wait`` and an interval, and failures of before do not count.
+        """
+        with self._changed:
+            if why in self._reasons_to_pause:
+                self._reasons_to_pause.remove(why)
+                self._active_since = time.monotonic()
+                self._new_episode()
+
+    def pause(self, why: str = IDLE) -> None:
+        """Probe no more for the reason ``why``; what probes in progress will say is ignored."""
+        with self._changed:
+            self._reasons_to_pause.add(why)
+            self._new_episode()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _new_episode(self) -> None:
+        self._episode += 1
+        for health in self._health.values():
+            health.forget_failures()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (episode := self._next_round()) is not None:
+            try:
+                self.check(episode)
+            except Exception:  # whatever it is, later rounds may tell more
+                logger.exception("checking the engines' health")
+
+    def _next_round(self) -> int | None:
+        """Wait until a round is due; return its episode, None when the monitor was stopped."""
+        with self._changed:
+            episode, due = -1, float("inf")
+            while not self._stopped:
+                if not self.is_active:
+                    episode, due = -1, float("inf")
+                elif episode != self._episode:
+                    rested = self._active_since + self.limits.first_wait
+                    episode, due = self._episode, max(rested, time.monotonic()) + self.limits.interval
+                left = due - time.monotonic()
+                if left <= 0:
+                    return episode
+                self._changed.wait(None if left == float("inf") else left)
+            return None
+
+    def check(self, episode: int | None = None) -> None:
+        """One round: probe every engine once, and report those that have failed too often."""
+        episode = self._episode if episode is None else episode
+        engines = list(self._engines())
+        now = time.monotonic()
+        self._health = {e: self._health.get(e) or EngineHealth(self.limits, now) for e in engines}
+        for engine, error in zip(engines, self._probe_all(engines), strict=True):
+            with self._changed:
+                if episode != self._episode or self._stopped:
+                    return
+                health = self._health[engine]
+                failed = health.record(error, time.monotonic())
+            if error is not None and not failed:
+                logger.warning("%s: health check failed (%d of %d in a row): %s",
+                               engine, health.failures, self.limits.failures, error)  # fmt: skip
+            if failed:
+                self._on_failure(engine, f"{health.failures} health checks in a row failed, the last: {error}")
+
+    def _probe_all(self, engines: Sequence[E]) -> list[str | None]:
+        if not engines:
+            return []
+        with ThreadPoolExecutor(len(engines), thread_name_prefix="health-check") as pool:
+            return list(pool.map(self._probe, engines))

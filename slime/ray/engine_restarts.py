@@ -1,0 +1,139 @@
+"""Lost engines are started again, in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from slime.arguments.plan.placement import EnginePlan
+from slime.ray.engine_members import Engine, Member, Members, State
+from slime.ray.errors import one_line_kind
+from slime.servers.engine_client import EngineClient
+from slime.servers.types import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+PAUSE_S = 5.0
+STOP_PATIENCE_S = 5.0
+
+
+class EngineRestarts:
+    """One thread per engine that is being replaced.
+
+    Where engines and trainer take turns on the devices (``--offload-rollout``) an engine is started only when they are
+    the engines': in ``wait_for_all``; it then holds memory for weights alone, as the others do before a push.
+    ``on_restart(member)`` is called when an engine generates again, ``on_giving_up(reason, is_last=...)`` when it does
+    not after some attempts: the last one when no other is on its way back either.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        members: Members,
+        new_engine: Callable[[EnginePlan], Engine],
+        on_restart: Callable[[Member], None],
+        on_giving_up: Callable[..., None],
+    ) -> None:
+        self.waits_for_devices = bool(args.offload_rollout)
+        self._timeout = float(args.engine_ready_timeout)
+        self._members, self._new_engine = members, new_engine
+        self._on_restart, self._on_giving_up = on_restart, on_giving_up
+        self._threads: dict[int, threading.Thread] = {}
+        self._coming: set[int] = set()
+        self._waiting: list[Member] = []
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def replace(self, lost: Member) -> None:
+        """End ``lost`` and start its successor."""
+        with self._lock:
+            self._coming.add(lost.rank)
+            if self.waits_for_devices:
+                self._waiting.append(lost)
+                self._begin(lost, lambda: _end(lost))
+            else:
+                self._begin(lost, lambda: self._restart(lost))
+
+    def wait_for_all(self, deadline_s: float) -> None:
+        """Return when no engine is on its way back any more; those that take longer are left for the next time."""
+        self._join(deadline_s)
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            for lost in waiting:
+                self._begin(lost, lambda lost=lost: self._restart(lost))  # type: ignore[misc]
+        self._join(deadline_s)
+
+    def stop(self) -> None:
+        """Start nothing more. What is being started is ended by whoever stops the fleet."""
+        self._stopping.set()
+
+    def wait_stopped(self) -> None:
+        """After the engines were ended: wait a little for the threads that were starting one."""
+        self._join(STOP_PATIENCE_S)
+
+    def _begin(self, lost: Member, work: Callable[[], Any]) -> None:
+        thread = threading.Thread(target=work, name=f"replace-{lost}", daemon=True)
+        self._threads[lost.rank] = thread
+        thread.start()
+
+    def _join(self, deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _restart(self, lost: Member) -> None:
+        _end(lost)
+        reason = ""
+        for attempt in range(1, ATTEMPTS + 1):
+            member = Member(self._new_engine(lost.engine.plan))
+            self._members.put(member)
+            if self._stopping.is_set():
+                return
+            logger.warning("%s is started again", member)
+            try:
+                info = member.engine.start()
+                self._make_room(info)
+            except Exception as e:  # noqa: BLE001  (told, and tried again)
+                self._members.change(member, (State.STARTING,), State.LOST)
+                _end(member)
+                reason = one_line_kind(e)
+                if self._stopping.is_set():
+                    return
+                logger.error("%s did not start again (attempt %d of %d): %s", member, attempt, ATTEMPTS, reason)
+                self._stopping.wait(PAUSE_S)
+                continue
+            self._members.started(member, info, State.NEW)
+            self._has_come(member)
+            self._on_restart(member)
+            return
+        is_last = self._has_come(lost)
+        told = f"{lost} could not be started again in {ATTEMPTS} attempts. The last failed so: {reason}"
+        self._on_giving_up(told, is_last=is_last)
+
+    def _has_come(self, member: Member) -> bool:
+        """Take in that an engine is back, or never will be; return whether no other is on its way."""
+        with self._lock:
+            # Unless it was lost again already, and another thread is at it.
+            if self._threads[member.rank] is threading.current_thread():
+                self._coming.discard(member.rank)
+            return not self._coming
+
+    def _make_room(self, info: EngineInfo) -> None:
+        if self.waits_for_devices:
+            client = EngineClient(info.url, api_key=info.api_key, timeout=self._timeout)
+            client.release_memory()
+            client.resume_memory(["weights"])
+
+
+def _end(member: Member) -> None:
+    try:
+        member.engine.end()
+    except Exception:  # whatever is left of it ends with the run
+        logger.exception("ending %s", member)

@@ -1,0 +1,131 @@
+"""One engine on the cluster: a Ray actor, and in it a SGLang process, on each of its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from argparse import Namespace
+from typing import Any
+
+import ray
+
+from slime.arguments.plan.placement import EnginePlan
+from slime.ray.cluster import on_slot
+from slime.ray.engine_actor import EngineActor
+from slime.ray.errors import one_line_kind
+from slime.ray.waiting import Peer, wait_all
+from slime.servers.types import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+POLL_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 30.0
+RENDEZVOUS_DEADLINE_S = 60.0
+
+
+class RayEngine:
+    """The engine of ``plan`` on ``slots`` (placement group, bundles, GPUs). It is started once and ended once.
+
+    ``loopback``: all of the run is on one host, and servers listen there only.
+    """
+
+    def __init__(
+        self, args: Namespace, plan: EnginePlan, slots: Any, wiring: dict[str, Any], *, loopback: bool
+    ) -> None:
+        self.args, self.plan, self._loopback = args, plan, loopback
+        self._pg, self._bundles, self._gpu_ids = slots
+        self._wiring = wiring
+        self._actors: list[Any] = []
+        self._ended = False
+
+    def __str__(self) -> str:
+        return f"engine {self.plan.rank}"
+
+    def start(self) -> EngineInfo:
+        """Start the processes; return where the engine is reached, once it generates.
+
+        Raises RemoteFailure with the log's last lines when it is not ready within ``--engine-ready-timeout``.
+        """
+        deadline = self.args.engine_ready_timeout
+        self._actors = [self._launch(node_rank) for node_rank in range(self.plan.nodes)]
+        if self._ended:
+            self.end()
+            raise RuntimeError(f"{self} was ended while it was being started")
+        meeting = None
+        if self.plan.nodes > 1:
+            meeting = ray.get(self._actors[0].rendezvous.remote(self._loopback), timeout=RENDEZVOUS_DEADLINE_S)
+        peers = [Peer(self._name(node_rank)) for node_rank in range(self.plan.nodes)]
+        starts = [
+            actor.start.remote(self._loopback, **self._placement(node_rank, meeting))
+            for node_rank, actor in enumerate(self._actors)
+        ]
+        wait_all(starts, peers, f"launching {self}", deadline)
+        ready = [actor.wait_ready.remote() for actor in self._actors]
+        info: EngineInfo = wait_all(ready, peers, f"starting {self}", deadline + STOP_DEADLINE_S)[0]
+        return info
+
+    def poll(self) -> str | None:
+        """Return None while the engine runs, else what ended it, with its last log lines.
+
+        Actors answer within milliseconds; one that does not is warned of and taken to run.
+        """
+        names = {actor.poll.remote(): self._name(node_rank) for node_rank, actor in enumerate(self._actors)}
+        pending = list(names)
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_DEADLINE_S)
+            if not ready:
+                logger.warning("%s: the actor has not answered for %.0f s", names[pending[0]], POLL_DEADLINE_S)
+                return None
+            try:
+                ended = ray.get(ready[0])
+            except ray.exceptions.RayError as e:
+                ended = f"{names[ready[0]]}: its actor ended, and the engine with it. {one_line_kind(e)}"
+            if ended is not None:
+                return str(ended)
+        return None
+
+    def last_lines(self) -> list[str]:
+        """Return the end of the log of its first node; nothing when its actor does not answer."""
+        try:
+            lines: list[str] = ray.get(self._actors[0].last_lines.remote(), timeout=POLL_DEADLINE_S)
+        except (ray.exceptions.RayError, IndexError):
+            return []
+        return lines
+
+    def end(self) -> None:
+        """End the engine, whatever state it is in. Processes that do not answer are ended with their actor."""
+        self._ended = True
+        actors, self._actors = self._actors, []
+        if actors:
+            ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=STOP_DEADLINE_S)
+        for actor in actors:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+
+    def _launch(self, node_rank: int) -> Any:
+        return (
+            ray.remote(EngineActor)
+            .options(
+                max_concurrency=4,
+                runtime_env=self._wiring["runtime_env"],
+                scheduling_strategy=on_slot(self._pg, self._bundles[self._first_slot(node_rank)]),
+                **self._wiring["engine_options"],
+            )
+            .remote(self.args, self.plan.rank, node_rank)
+        )
+
+    def _first_slot(self, node_rank: int) -> int:
+        return self.plan.gpu_offset + node_rank * self.plan.num_gpus_on_node
+
+    def _placement(self, node_rank: int, meeting: str | None) -> dict[str, Any]:
+        return {
+            "dist_init_addr": meeting,
+            "nnodes": self.plan.nodes,
+            # Without GPUs the slots are a fiction of ours: every engine sees the same cores.
+            "base_gpu_id": self._gpu_ids[self._first_slot(node_rank)] if self.args.device_type == "cuda" else 0,
+            "gpu_offset": self.plan.gpu_offset,
+            "num_gpus": self.plan.num_gpus,
+        }
+
+    def _name(self, node_rank: int) -> str:
+        return f"engine {self.plan.rank}" + (f" node {node_rank}" if node_rank else "")

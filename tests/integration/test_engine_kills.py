@@ -1,0 +1,64 @@
+"""Engines that are killed or stopped while they generate: nothing is lost, nothing counts twice, the others go on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from slime.rollout import engine_idle
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils import http_client
+from slime.utils.http_client import HttpTimeoutError
+from tests.support.engine_kills import ENGINE_WORDS, kill_engines, kill_one_of_two, rollout_client, stop_an_engine
+from tests.support.standin_fleet import standin_fleet
+from tools.tiny_model import make_tiny_checkpoint
+
+pytestmark = pytest.mark.integration
+
+
+def test_standins_killed_at_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with (
+        standin_fleet(monkeypatch, 3, ENGINE_WORDS, use_fault_tolerance=True) as (standins, router),
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        print(kill_engines(standins, router, make_args, kills=4))
+
+
+@pytest.mark.parametrize("fault_tolerance", [False, True], ids=["waited for", "replaced"])
+def test_a_standin_stopped_for_a_while(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault_tolerance: bool):
+    with (
+        standin_fleet(monkeypatch, 2, ENGINE_WORDS, use_fault_tolerance=fault_tolerance) as (standins, router),
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        standins.fleet.resume_checks()
+        print(stop_an_engine(standins, router, make_args, seconds=5.0))
+        members = standins.fleet.members
+        assert members.lost == members.restarted
+        assert bool(members.lost) == fault_tolerance
+
+
+def test_a_stopped_standin_is_named_when_the_deadline_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with (
+        standin_fleet(monkeypatch, 2, ENGINE_WORDS) as (standins, _),
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        monkeypatch.setattr(engine_idle, "PROBE_DEADLINE_S", 1.0)
+        monkeypatch.setattr(http_client, "ABORT_DEADLINE_S", 1.0)
+        args = make_args(standins.address, prompts=8, rollout_request_timeout=5.0)
+        stopped, working = standins.serving()
+        stopped.send(signal.SIGSTOP)
+        with pytest.raises(HttpTimeoutError, match=r"deadline of 5 s") as caught:
+            generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        notes = " ".join(caught.value.__notes__)
+        urls = {member.engine: member.known_info.url for member in standins.fleet.members.all()}
+        assert f"engine {urls[stopped]} does not tell its load" in notes
+        assert f"engine {urls[working]} holds 0 requests" in notes
+        assert "while generating group" in notes
+        assert standins.fleet.members.lost == 0
+
+
+def test_one_of_two_real_engines_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    print(kill_one_of_two(monkeypatch, make_tiny_checkpoint(tmp_path / "model"), tmp_path, seed=0))

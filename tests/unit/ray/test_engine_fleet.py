@@ -1,0 +1,448 @@
+"""Engines that are lost, and come back: who gets requests, who gets weights, and what is told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slime.arguments.plan.placement import EnginePlan
+from slime.ray import engine_fleet, engine_probes, engine_restarts
+from slime.ray.engine_fleet import EngineFleet
+from slime.ray.engine_members import LIVING, Member, State
+from slime.servers.errors import EngineError, RouterError
+from slime.servers.types import EngineInfo
+from tests.support.standin_fleet import Events, fleet_args
+
+PATIENCE_S = 30.0
+
+
+class Engine:
+    """An engine whose starts, ends and answers are what the test says. Every life has a port of its own."""
+
+    lives: list[Engine]
+    broken_starts: list[str]
+    gate: threading.Event
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self.plan, self.ended_by, self.is_ended = plan, None, threading.Event()
+        self.lives.append(self)
+        self.port = len(self.lives)
+
+    def start(self) -> EngineInfo:
+        if self.port > 2:
+            assert self.gate.wait(PATIENCE_S)
+        if self.broken_starts and self.port > 2:
+            raise RuntimeError(self.broken_starts.pop(0))
+        return EngineInfo(f"http://e{self.plan.rank}:{self.port}", rank=self.plan.rank)
+
+    def poll(self) -> str | None:
+        return self.ended_by
+
+    def last_lines(self) -> list[str]:
+        return ["loading", "serving"]
+
+    def end(self) -> None:
+        self.is_ended.set()
+
+
+class Router:
+    host, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.engines: list[str] = []
+        self.refuses: set[str] = set()
+        self.ended_by: str | None = None
+        self.stopped = False
+
+    def start(self) -> None: ...
+    def wait_ready(self) -> None: ...
+
+    def add_engine(self, info: EngineInfo) -> None:
+        if info.url in self.refuses:
+            raise RouterError("POST", "/workers", status=500, body="full")
+        self.engines.append(info.url)
+
+    def remove_engine(self, info: EngineInfo) -> bool:
+        if info.url in self.engines:
+            self.engines.remove(info.url)
+        return True
+
+    def poll(self) -> str | None:
+        return self.ended_by
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Client:
+    """Answers unless its URL is among the ``silent`` ones."""
+
+    silent: set[str]
+    calls: list[tuple[str, str]]
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 0.0) -> None:
+        self.url = url
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        def call(*args: Any, **kwargs: Any) -> str:
+            self.calls.append((self.url, " ".join([name, *map(str, args)])))
+            if self.url in self.silent:
+                raise EngineError("GET", self.url, status=None, body="no reply")
+            return f"{name} of {self.url}"
+
+        return call
+
+
+class World:
+    def __init__(self, fleet: EngineFleet, router: Router, events: Events) -> None:
+        self.fleet, self.router, self.events = fleet, router, events
+
+    def member(self, rank: int) -> Member:
+        return self.fleet.members.all()[rank]
+
+    def wait_for(self, rank: int, state: State) -> None:
+        """The threads that replace engines are short here."""
+        for _ in range(int(PATIENCE_S / 0.005)):
+            if self.member(rank).state is state:
+                return
+            threading.Event().wait(0.005)
+        raise AssertionError(f"engine {rank} is {self.member(rank).state}, not {state}")
+
+
+def infos(run: World) -> list[EngineInfo]:
+    """The engines that live."""
+    return [member.known_info for member in run.fleet.members.of(*LIVING)]
+
+
+def push(run: World) -> list[str]:
+    """A push to the engines that are offered; return which."""
+    offered = [info.url for info in run.fleet.offer()]
+    run.fleet.admit()
+    return offered
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    Engine.lives, Engine.broken_starts, Engine.gate = [], [], threading.Event()
+    Engine.gate.set()
+    Client.silent, Client.calls = set(), []
+    router = Router()
+    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
+    monkeypatch.setattr(engine_restarts, "PAUSE_S", 0.001)
+    for module in (engine_fleet, engine_restarts, engine_probes):
+        monkeypatch.setattr(module, "EngineClient", Client)
+    monkeypatch.setattr(EngineFleet, "_spans_one_host", lambda self: True)
+    monkeypatch.setattr(EngineFleet, "_router", lambda self, host: router)
+    worlds: list[World] = []
+
+    def make(**changes: Any) -> World:
+        events = Events()
+        args = fleet_args(2, **{"rollout_health_check_interval": 10_000.0, **changes})
+        fleet = EngineFleet(args, (None, [0, 1], [0, 1]), {}, events, Engine)
+        worlds.append(World(fleet, router, events))
+        fleet.start()
+        return worlds[-1]
+
+    yield make
+    for each in worlds:
+        each.fleet.stop()
+
+
+def test_engines_that_start_get_requests_and_end_with_the_fleet(world: Any) -> None:
+    run = world()
+    assert run.router.engines == ["http://e0:1", "http://e1:2"]
+    assert [info.rank for info in infos(run)] == [0, 1]
+    assert run.fleet.for_all(lambda engine: engine.flush_cache()) == [f"flush_cache of {u}" for u in run.router.engines]
+    assert run.fleet.counts() == {}
+    run.fleet.stop()
+    assert all(engine.is_ended.is_set() for engine in Engine.lives)
+    assert run.router.stopped
+
+
+def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(world: Any, caplog: Any) -> None:
+    run = world()
+    Engine.lives[1].ended_by = "engine 1 (pid 7) was ended by signal 9.\nLast lines of engine_1.log:\n  | boom"
+    run.fleet.lose_ended()
+    assert run.router.engines == ["http://e0:1"]
+    assert [info.rank for info in infos(run)] == [0]
+    assert not run.events.failed.is_set()
+    (told,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "ended by signal 9" in told.message
+    assert "| boom" in told.message
+    assert "1 of 2 engines go on" in told.message
+    assert "--use-fault-tolerance" in told.message
+    assert run.fleet.recover() == 0
+    assert run.fleet.counts() == {
+        "rollout/engines/serving": 1, "rollout/engines/lost": 1, "rollout/engines/restarted": 0
+    }  # fmt: skip
+    run.fleet.lose_ended()
+    assert run.fleet.members.lost == 1  # told once
+    assert len(Engine.lives) == 2
+    assert Engine.lives[1].is_ended.wait(PATIENCE_S)
+
+
+def test_the_last_engine_ends_the_run_with_its_reason(world: Any) -> None:
+    run = world()
+    for engine in Engine.lives:
+        engine.ended_by = f"engine {engine.plan.rank} exited with code 3."
+    run.fleet.lose_ended()
+    assert run.events.failed.is_set()
+    assert "engine 1 exited with code 3." in str(run.events.failure)
+    assert "No engine is left. With --use-fault-tolerance engines are started again." in str(run.events.failure)
+    assert infos(run) == []
+
+
+def test_a_lost_engine_comes_back_with_weights_first_and_requests_then(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.gate.clear()
+    Engine.lives[0].ended_by = "engine 0 exited with code 1."
+    run.fleet.lose_ended()
+    assert Engine.lives[0].is_ended.wait(PATIENCE_S)
+    assert [info.url for info in infos(run)] == run.router.engines == ["http://e1:2"]
+    Engine.gate.set()
+    assert run.fleet.recover() == 1  # waits for it
+    assert [info.url for info in infos(run)] == ["http://e0:3", "http://e1:2"]
+    assert run.router.engines == ["http://e1:2"]  # not before it has the weights
+    push(run)
+    assert run.router.engines == ["http://e1:2", "http://e0:3"]
+    assert run.fleet.num_new == 0
+    assert run.fleet.counts() == {
+        "rollout/engines/serving": 2, "rollout/engines/lost": 1, "rollout/engines/restarted": 1
+    }  # fmt: skip
+    assert not run.events.need.is_set()
+
+
+def test_health_checks_pause_while_weights_are_taken(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    monitor = run.fleet._monitor
+    assert not monitor.is_active
+    run.fleet.resume_checks()
+    assert monitor.is_active
+    run.fleet.recover()
+    assert not monitor.is_active
+    run.fleet.resume_checks()
+    assert not monitor.is_active
+    push(run)
+    assert monitor.is_active
+    run.fleet.pause_checks()
+    run.fleet.recover()
+    push(run)
+    assert not monitor.is_active  # offloaded before and after
+
+
+def test_an_engine_that_fails_its_checks_is_lost_with_its_log(world: Any, caplog: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    run.fleet.resume_checks()
+    run.fleet._monitor.check()
+    Client.silent.add("http://e1:2")
+    run.fleet._monitor.check()
+    run.fleet._monitor.check()
+    assert "http://e1:2" in run.router.engines
+    run.fleet._monitor.check()
+    assert run.router.engines == ["http://e0:1"]
+    assert Engine.lives[1].is_ended.wait(PATIENCE_S)
+    told = next(r.message for r in caplog.records if r.levelno == logging.ERROR)
+    assert told.startswith("engine 1 (http://e1:2): 3 health checks in a row failed, the last: GET http://e1:2")
+    assert "  | serving" in told
+    assert run.fleet.recover() == 1
+
+
+def test_when_all_are_lost_weights_are_asked_for_as_soon_as_one_is_back(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.gate.clear()
+    for engine in Engine.lives:
+        engine.ended_by = "killed"
+    run.fleet.lose_ended()
+    assert not run.events.need.is_set()
+    Engine.gate.set()
+    assert run.events.need.wait(PATIENCE_S)
+    assert not run.events.failed.is_set()
+    assert run.fleet.recover() == 2
+    push(run)
+    assert len(run.router.engines) == 2
+
+
+def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    assert run.fleet.recover() == 0
+    offered = run.fleet.offer()
+    assert len(offered) == 2
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    run.wait_for(0, State.NEW)
+    run.fleet.admit()
+    assert run.router.engines == ["http://e1:2"]
+    assert run.fleet.num_new == 1
+    # Its weights are not those of the others: what compares them leaves it out, what concerns memory does not.
+    assert len(run.fleet.for_all(lambda engine: engine.weights_checker("checksum"), states=(State.SERVING,))) == 1
+    assert len(run.fleet.for_all(lambda engine: engine.flush_cache())) == 2
+    assert run.fleet.recover() == 1
+    push(run)
+    assert run.router.engines == ["http://e1:2", "http://e0:3"]
+
+
+def test_the_loss_of_the_last_that_serves_is_told_while_another_waits_for_weights(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    run.wait_for(0, State.NEW)
+    assert not run.events.need.is_set()
+    Engine.gate.clear()  # the other does not come back for now
+    Engine.lives[1].ended_by = "killed"
+    run.fleet.lose_ended()
+    assert run.events.need.is_set()
+    Engine.gate.set()
+
+
+def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(world: Any, caplog: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.broken_starts += ["no memory", "no memory", "no memory left"]
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    assert run.fleet.recover() == 0
+    assert len(Engine.lives) == 2 + engine_restarts.ATTEMPTS
+    assert all(engine.is_ended.is_set() for engine in Engine.lives if engine.plan.rank == 0)
+    assert "could not be started again in 3 attempts" in caplog.text
+    assert "no memory left" in caplog.text
+    assert not run.events.failed.is_set()
+    Engine.broken_starts += ["no memory"] * 3
+    Engine.lives[1].ended_by = "killed"
+    run.fleet.lose_ended()
+    assert run.events.failed.wait(PATIENCE_S)
+    assert "no engine is left: engine 1 could not be started again" in str(run.events.failure)
+
+
+def test_the_last_to_be_given_up_ends_the_run(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.broken_starts += ["no memory"] * 6
+    for engine in Engine.lives:
+        engine.ended_by = "killed"
+    run.fleet.lose_ended()
+    assert run.events.failed.wait(PATIENCE_S)
+    assert "no engine is left" in str(run.events.failure)
+    assert not run.events.need.is_set()
+
+
+def test_an_engine_that_starts_at_the_second_attempt_is_back(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.broken_starts.append("port taken")
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    assert run.fleet.recover() == 1
+    assert [info.url for info in infos(run)] == ["http://e0:4", "http://e1:2"]
+
+
+def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -> None:
+    run = world(use_fault_tolerance=True, offload_rollout=True)
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    assert Engine.lives[0].is_ended.wait(PATIENCE_S)
+    assert len(Engine.lives) == 2
+    assert run.fleet.recover() == 1
+    # As much memory as the others have at that moment: that of the weights.
+    assert Client.calls[-2:] == [("http://e0:3", "release_memory"), ("http://e0:3", "resume_memory ['weights']")]
+    Engine.lives[1].ended_by = "killed"
+    Engine.lives[2].ended_by = "killed"
+    run.fleet.lose_ended()
+    assert run.events.need.is_set()  # nothing comes back without a push
+
+
+def test_without_a_trainer_engines_serve_when_they_are_back(world: Any) -> None:
+    run = world(use_fault_tolerance=True, debug_rollout_only=True)
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    run.wait_for(0, State.SERVING)
+    assert run.router.engines == ["http://e1:2", "http://e0:3"]
+
+
+def test_a_call_to_all_goes_on_without_the_one_that_is_silent(world: Any) -> None:
+    run = world()
+    Client.silent.add("http://e0:1")
+    assert run.fleet.for_all(lambda engine: engine.flush_cache()) == ["flush_cache of http://e1:2"]
+    assert [info.rank for info in infos(run)] == [1]
+    asked = [what for url, what in Client.calls if url == "http://e0:1" and what.startswith("loads")]
+    assert len(asked) == engine_probes.ANSWER_ATTEMPTS
+
+
+def test_a_call_that_an_engine_refuses_is_a_failure(world: Any, monkeypatch: Any) -> None:
+    run = world()
+
+    def refuse(engine: Any) -> None:
+        if engine.url == "http://e1:2":
+            raise EngineError("POST", engine.url, status=400, body="tensors differ")
+
+    with pytest.raises(EngineError, match="tensors differ"):
+        run.fleet.for_all(refuse)
+    assert len(infos(run)) == 2
+
+
+def test_an_engine_that_answers_with_an_error_is_not_silent(monkeypatch: Any) -> None:
+    class Grumpy(Client):
+        def loads(self, timeout: float) -> None:
+            raise EngineError("GET", "/v1/loads", status=500, body="not now")
+
+    monkeypatch.setattr(engine_probes, "EngineClient", Grumpy)
+    assert engine_probes.why_silent(EngineInfo("http://e0:1")) is None
+
+
+def test_before_a_push_silent_engines_are_lost_only_with_the_flag(world: Any) -> None:
+    run = world()
+    Client.silent.add("http://e0:1")
+    run.fleet.recover()
+    assert len(infos(run)) == 2
+    run = world(use_fault_tolerance=True)
+    Client.silent.add(infos(run)[0].url)
+    run.fleet.recover()
+    assert run.fleet.members.lost == 1
+
+
+def test_a_new_engine_that_the_router_refuses_is_replaced_again(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    run.router.refuses.add("http://e0:3")
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    assert run.fleet.recover() == 1
+    push(run)
+    assert run.fleet.members.lost == 2
+    assert run.fleet.recover() == 1
+    push(run)
+    assert run.router.engines == ["http://e1:2", "http://e0:4"]
+
+
+def test_the_end_of_the_router_ends_the_run(world: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.01)
+    run = world(use_fault_tolerance=True)
+    run.router.ended_by = "router (pid 3) was ended by signal 9."
+    assert run.events.failed.wait(PATIENCE_S)
+    assert "router (pid 3)" in str(run.events.failure)
+
+
+def test_nothing_is_started_again_once_the_fleet_stops(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.gate.clear()
+    Engine.broken_starts += ["ended while it was being started"]
+    Engine.lives[0].ended_by = "killed"
+    run.fleet.lose_ended()
+    run.wait_for(0, State.STARTING)
+    stopping = threading.Thread(target=run.fleet.stop)
+    stopping.start()
+    for engine in Engine.lives:
+        assert engine.is_ended.wait(PATIENCE_S)
+    Engine.gate.set()
+    stopping.join(PATIENCE_S)
+    assert len(Engine.lives) == 3
+    run.fleet.lose(run.member(1), "too late")
+    assert run.fleet.members.lost == 1
+
+
+def test_a_first_start_that_fails_is_raised(world: Any, monkeypatch: Any) -> None:
+    def fail(self: Engine) -> EngineInfo:
+        raise RuntimeError("EngineStartError: no such checkpoint")
+
+    monkeypatch.setattr(Engine, "start", fail)
+    with pytest.raises(RuntimeError, match="no such checkpoint"):
+        world()
