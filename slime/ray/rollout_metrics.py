@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from slime.rollout.base_types import iter_samples
 from slime.utils.types import Sample
 
 REPETITION_WINDOW = 10_000
@@ -27,11 +28,12 @@ def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) 
 def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return ``passrate/*`` (``--log-passrate``) and ``multi_turn/*`` (``--log-multi-turn``) of flat samples (n >= 1).
 
-    A pass is a raw reward of exactly 1; groups go by ``group_index``.
+    A pass is a raw reward of exactly 1, of one sample at least where an execution made several; groups go by
+    ``group_index``.
     """
     found: dict[str, float] = {}
     if args.log_passrate:
-        groups = _groups(samples, [(s.metadata or {}).get("raw_reward", s.get_reward_value(args)) for s in samples])
+        groups = _passes(samples, [_raw_reward(args, sample) for sample in samples])
         found |= {f"passrate/{name}": value for name, value in pass_rates(groups).items()}
     if args.log_multi_turn:
         found |= multi_turn_metrics(args, samples)
@@ -41,10 +43,11 @@ def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, f
 def multi_turn_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return response lengths with and without the tokens the environment wrote, and ``metadata["round_number"]``."""
     raw = [s.response_length for s in samples]
+    rounds = [(s.metadata or {}).get("round_number") for s in samples]
     columns = {
         "raw_response_length/response_length": raw,
         "wo_obs_response_length/response_length": [s.effective_response_length for s in samples],
-        "multi_turn_metric/round_number": [s.metadata["round_number"] for s in samples if "round_number" in s.metadata],
+        "multi_turn_metric/round_number": [number for number in rounds if number is not None],
     }
     found = {
         f"multi_turn/{name}_{kind}": value
@@ -69,12 +72,17 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
             )
         rewards = [float(r) for r in result["rewards"]]
         found[f"eval/{name}"] = sum(rewards) / len(rewards)
-        if samples := result.get("samples"):
+        if samples := list(iter_samples(result.get("samples") or [])):
             found |= {f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()}
         if "truncated" in result:
             found[f"eval/{name}-truncated_ratio"] = sum(map(bool, result["truncated"])) / len(rewards)
         if args.log_passrate and samples:
-            groups = _groups(samples, rewards)
+            if len(samples) != len(rewards):
+                raise ValueError(
+                    f"evaluation data set {name!r} has {len(samples)} samples and {len(rewards)} rewards; "
+                    "--log-passrate needs one for each"
+                )
+            groups = _passes(samples, rewards)
             found |= {f"eval/{name}-{key}": value for key, value in pass_rates(groups).items()}
     return found
 
@@ -101,7 +109,9 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
         found["weight_version/min"], found["weight_version/max"] = float(min(versions)), float(max(versions))
     if args.log_reward_category:
         rewards = [s.reward for s in samples if isinstance(s.reward, dict)]
-        kinds = Counter(reward[args.log_reward_category] for reward in rewards if args.log_reward_category in reward)
+        kinds = Counter(
+            str(reward[args.log_reward_category]) for reward in rewards if args.log_reward_category in reward
+        )
         found |= {f"error_cat/{kind}": count / len(samples) for kind, count in kinds.items()}
     return found
 
@@ -109,13 +119,17 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
 def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing.
 
-    Groups with rewards that are no numbers (dicts, or None, for a custom post-processing) are not counted.
+    Groups of one execution, and those with rewards that are no numbers (dicts, or None, for a custom post-processing),
+    are not counted.
     """
     if args.advantage_estimator == "ppo":
         return {}
     groups = _groups(samples, [s.get_reward_value(args) for s in samples])
-    numeric = [rewards for rewards in groups if all(isinstance(reward, numbers.Real) for reward in rewards)]
-    flat = [rewards[0] for rewards in numeric if len(rewards) > 1 and len(set(rewards)) == 1]
+    flat = []
+    for executions in groups:
+        rewards = [reward for execution in executions for reward in execution]
+        if all(isinstance(reward, numbers.Real) for reward in rewards) and len(executions) > 1:
+            flat += rewards[:1] if len(set(rewards)) == 1 else []
     counts = Counter(round(float(reward), 1) for reward in flat)
     return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
 
@@ -134,9 +148,10 @@ def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) ->
             found[f"{prefix}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / args.rollout_num_gpus
         found[f"longest_{prefix}sample_tokens_per_sec"] = max(lengths) / seconds
         if max(elsewhere) > 0:
-            longest = lengths.index(max(lengths))
-            found[f"longest_{prefix}sample_non_generation_time"] = elsewhere[longest]
-            generating = max(seconds - elsewhere[longest], 1e-9)
+            of_longest = [time for time, length in zip(elsewhere, lengths, strict=True) if length == max(lengths)]
+            away = sum(of_longest) / len(of_longest)
+            found[f"longest_{prefix}sample_non_generation_time"] = away
+            generating = max(seconds - away, 1e-9)
             found[f"longest_{prefix}sample_tokens_per_sec_without_non_generation"] = max(lengths) / generating
     return found
 
@@ -191,12 +206,30 @@ def is_repetitive(text: str) -> bool:
     return len(raw) / len(zlib.compress(raw, level=9)) > REPETITION_RATIO
 
 
-def _groups(samples: Sequence[Sample], values: Sequence[Any]) -> list[list[Any]]:
-    groups: dict[Any, list[Any]] = {}
+def _groups(samples: Sequence[Sample], values: Sequence[Any]) -> list[list[list[Any]]]:
+    """Return the values by group (``group_index``) and within it by execution (``rollout_id``).
+
+    A sample without the one is a group of its own, a sample without the other an execution of its own.
+    """
+    groups: dict[Any, dict[Any, list[Any]]] = {}
     for number, (sample, value) in enumerate(zip(samples, values, strict=True)):
-        key = ("alone", number) if sample.group_index is None else sample.group_index
-        groups.setdefault(key, []).append(value)
-    return list(groups.values())
+        group = ("alone", number) if sample.group_index is None else sample.group_index
+        execution = ("alone", number) if sample.rollout_id is None else sample.rollout_id
+        groups.setdefault(group, {}).setdefault(execution, []).append(value)
+    return [list(executions.values()) for executions in groups.values()]
+
+
+def _passes(samples: Sequence[Sample], rewards: Sequence[Any]) -> list[list[float]]:
+    """Return per group 1.0 for every execution with a reward of 1 and 0.0 for every other."""
+    return [
+        [float(any(reward == 1 for reward in execution)) for execution in executions]
+        for executions in _groups(samples, rewards)
+    ]
+
+
+def _raw_reward(args: Namespace, sample: Sample) -> Any:
+    override = (sample.metadata or {}).get("raw_reward")
+    return sample.get_reward_value(args) if override is None else override
 
 
 def _share(flags: Iterable[bool]) -> float:

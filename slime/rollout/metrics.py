@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slime.rollout.staleness import trained_steps, weight_clock
 from slime.utils.types import Sample
@@ -17,6 +18,13 @@ _REQUEST_ATTRIBUTES = {
     "queue_time": "request/queue_time",
     "decode_throughput": "decode/throughput",
 }
+_PHASES = {
+    "sglang_prefill": "prefill/time",
+    "sglang_pd_prefill": "prefill/time",
+    "sglang_decode": "decode/time",
+    "sglang_pd_decode": "decode/time",
+}
+"""By the span of a trace."""
 
 
 def summary(values: Sequence[float], prefix: str) -> dict[str, float]:
@@ -32,17 +40,23 @@ def summary(values: Sequence[float], prefix: str) -> dict[str, float]:
 
 
 def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return ``perf/request/*`` and ``perf/decode/*`` statistics of the engine calls in the samples' traces."""
+    """Return statistics of the engine calls in the samples' traces: ``perf/request/*`` and ``perf/decode/throughput/*``
+    as engines report them, and the seconds of prefill and decode where they tell (``perf/{prefill,decode}/time/*``)."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         trace = getattr(sample, "trace", None)
+        started: dict[Any, float] = {}
         for event in trace.get("events", []) if isinstance(trace, Mapping) else []:
-            if event.get("type") != "span_end" or event.get("name") != "sglang_generate":
-                continue
-            for key, name in _REQUEST_ATTRIBUTES.items():
-                value = (event.get("attrs") or {}).get(key)
-                if isinstance(value, (int, float)):
-                    values.setdefault(name, []).append(float(value))
+            name = _PHASES.get(event.get("name"))
+            if name and event.get("type") == "span_start":
+                started[event.get("span_id")] = event["ts"]
+            elif name and event.get("type") == "span_end" and event.get("span_id") in started:
+                values.setdefault(name, []).append(float(event["ts"] - started.pop(event["span_id"])))
+            elif event.get("type") == "span_end" and event.get("name") == "sglang_generate":
+                for key, name in _REQUEST_ATTRIBUTES.items():
+                    value = (event.get("attrs") or {}).get(key)
+                    if isinstance(value, (int, float)):
+                        values.setdefault(name, []).append(float(value))
     found: dict[str, float] = {}
     for name, numbers in values.items():
         found |= summary(numbers, f"perf/{name}/")

@@ -52,5 +52,15 @@ def test_turns():
     }
 
 
+def test_samples_without_metadata_or_rounds_are_no_hindrance():
+    samples = [sample(0, 1, length=2, round_number=2), sample(0, 0, length=4)]
+    samples[1].metadata = None
+    found = asked_for_metrics(args(), samples)
+    assert found["multi_turn/multi_turn_metric/round_number_mean"] == 2
+    assert found["passrate/pass@1"] == 0.5
+    samples[0].metadata = {"raw_reward": None}  # overrides nothing, as in training data
+    assert asked_for_metrics(args(), samples)["passrate/pass@1"] == 0.5
+
+
 def test_nothing_is_made_unless_asked_for():
     assert asked_for_metrics(args(log_passrate=False, log_multi_turn=False), [sample(0, 1)]) == {}

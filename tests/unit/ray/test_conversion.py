@@ -331,6 +331,37 @@ def test_shards_equal_the_slow_way():
         assert data["local_raw_reward"] == [rewards[i] for i in mine]
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), divide=st.booleans())
+def test_rewards_are_relative_to_the_prompt_whatever_became_of_its_siblings(data, divide):
+    """Groups of unequal size, in any order, with siblings dropped: against the formula, group by group."""
+    counts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    rewards = st.sampled_from([0.0, 0.25, 1.0])
+    samples = [
+        Sample(group_index=10 * group, tokens=[7, 8], response_length=1, reward=data.draw(rewards))
+        for group, count in enumerate(counts)
+        for _ in range(count)
+    ]
+    samples = data.draw(st.permutations(samples))
+    for index, one in enumerate(samples):
+        one.index = index
+    # counts as --rollout-batch-size x --n-samples-per-prompt would have them must not matter
+    shape = data.draw(st.sampled_from([(len(samples), 1), (1, len(samples)), (3, 2)]))
+    c = converter(
+        dp_size=1, global_batch_size=len(samples), grpo_std_normalization=divide,
+        n_samples_per_prompt=shape[0], rollout_batch_size=shape[1],
+    )  # fmt: skip
+    found = trained(c.shards(samples))
+    assert len(found) == len(samples)
+    for one in samples:
+        peers = [s.reward for s in samples if s.group_index == one.group_index]
+        expected = 0.0
+        if len(set(peers)) > 1:
+            expected = one.reward - statistics.mean(peers)
+            expected /= statistics.stdev(peers) + 1e-6 if divide else 1.0
+        assert found[one.index] == pytest.approx(expected, abs=1e-12)
+
+
 @st.composite
 def runs(draw):
     """Rollouts one after the other, each a list of executions, each a number of sibling samples."""

@@ -306,6 +306,56 @@ def test_hooks_may_take_over_the_logging(make: Any) -> None:
     assert seconds > 0
 
 
+async def log_nothing_twice(*arguments: Any) -> bool:
+    calls.append(arguments)
+    return len(calls) < 2
+
+
+def test_hooks_may_take_over_the_logging_of_evaluations_and_may_be_coroutine_functions(make: Any) -> None:
+    calls.clear()
+    manager = make(custom_eval_rollout_log_function_path=f"{HERE}.log_nothing_twice")
+    manager.args.debug_train_only = False
+    manager.eval(4)
+    assert manager.drain_records() == []
+    rollout_id, args, data, metrics = calls[0]
+    assert (rollout_id, list(data), metrics) == (4, ["held_out"], None)
+    assert args is manager.args
+    manager.eval(5)  # it returns False: the built-in metrics are written too
+    assert "eval/held_out" in {record["name"] for record in manager.drain_records()}
+
+
+async def generate_async(args: Any, rollout_id: int, source: Any, evaluation: bool = False) -> Any:
+    return generate(args, rollout_id, source, evaluation=evaluation)
+
+
+def test_a_rollout_function_may_be_a_coroutine_function(make: Any) -> None:
+    manager = make(rollout_function_path=f"{HERE}.generate_async")
+    assert trained(manager.generate(0)) == [0, 1, 2, 3]
+
+
+def generate_and_break(args: Any, rollout_id: int, source: Any, evaluation: bool = False) -> Any:
+    raise LookupError("no such column")
+
+
+def test_what_a_hook_raises_reaches_the_driver_with_its_name_and_place(make: Any) -> None:
+    with pytest.raises(RemoteFailure) as caught:
+        make(rollout_function_path=f"{HERE}.generate_and_break").generate(0)
+    line = generate_and_break.__code__.co_firstlineno
+    place = f"--rollout-function-path '{HERE}.generate_and_break' ({__file__}:{line})"
+    assert str(caught.value) == f"LookupError: no such column\n  in {place}"
+
+
+def test_hooks_that_are_not_there_are_refused_before_anything_starts(make: Any) -> None:
+    for flag, given, said in [
+        ("custom_rm_path", f"{HERE}.log_hok", f"--custom-rm-path .* did you mean {HERE}.log_hook"),
+        ("dynamic_sampling_filter_path", "my_filters.keep", "--dynamic-sampling-filter-path .* no module 'my_filters'"),
+        ("rollout_sample_hook_path", [f"{HERE}.drop_one"], r"--rollout-sample-hook-path .* takes|has no attribute"),
+        ("custom_convert_samples_to_train_data_path", f"{HERE}.Gate", "--custom-convert.* cannot be called"),
+    ]:
+        with pytest.raises(RemoteFailure, match=said):
+            make(**{flag: given})
+
+
 calls: list[Any] = []
 
 

@@ -7,8 +7,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slime.ray.rollout_metrics import (
+    asked_for_metrics,
     eval_metrics,
     headline,
     is_repetitive,
@@ -134,6 +137,138 @@ def test_repetition():
     assert is_repetitive("the same again. " * 1000)
     assert not is_repetitive("".join(rng.choice("abcdefghij ") for _ in range(12_000)))
     assert not is_repetitive("the same again. " * 100)  # short texts are never called repetitive
+
+
+def hand_made():
+    """Two prompts, in shuffled order: 0 with three executions, of which one made two samples; 1 with two.
+
+    index  group  execution  reward  response  trained  elsewhere  status     category
+    0      0      own        1       10        10       2.0        truncated  ok
+    1      0      7          0       4         4        0.0        completed  format
+    2      0      7          1       10        3        4.0        completed  ok
+    3      0      own        1       6         6        0.0        completed  ok
+    4      1      own        0       10        10       0.0        completed  wrong
+    5      1      own        0       0         0        0.0        truncated  wrong
+    """
+    rows = [
+        (0, 0, None, 1.0, 10, None, 2.0, "truncated", "ok"),
+        (1, 0, 7, 0.0, 4, [1] * 4, 0.0, "completed", "format"),
+        (2, 0, 7, 1.0, 10, [1] * 3 + [0] * 7, 4.0, "completed", "ok"),
+        (3, 0, None, 1.0, 6, None, 0.0, "completed", "ok"),
+        (4, 1, None, 0.0, 10, None, 0.0, "completed", "wrong"),
+        (5, 1, None, 0.0, 0, None, 0.0, "truncated", "wrong"),
+    ]
+    samples = [
+        Sample(
+            index=index, group_index=group, rollout_id=execution, reward={"score": reward, "kind": kind},
+            response_length=length, loss_mask=mask, non_generation_time=elsewhere, status=Sample.Status(status),
+            metadata={"round_number": index + 1}, response="x" * length, weight_versions=[str(index)],
+        )
+        for index, group, execution, reward, length, mask, elsewhere, status, kind in rows
+    ]  # fmt: skip
+    for number, s in enumerate(samples):
+        s.spec_info.spec_draft_token_num, s.spec_info.spec_accept_token_num = 4, number % 2
+        s.spec_info.spec_verify_ct, s.spec_info.completion_token_num = 2, 5
+        s.prefix_cache_info.cached_tokens, s.prefix_cache_info.total_prompt_tokens = number, 10
+    return [samples[i] for i in (4, 1, 0, 5, 3, 2)]
+
+
+BY_HAND = {
+    # trained tokens 10 4 3 6 10 0
+    "rollout/response_len/mean": 33 / 6, "rollout/response_len/median": 5.0,
+    "rollout/response_len/max": 10.0, "rollout/response_len/min": 0.0,
+    "rollout/truncated_ratio": 2 / 6, "rollout/repetition_frac": 0.0,
+    "rollout/spec_accept_rate": 3 / 24, "rollout/spec_accept_length": 30 / 12,
+    "rollout/prefix_cache_hit_rate": 15 / 60, "rollout/avg_cached_tokens_per_sample": 15 / 6,
+    "rollout/weight_version/min": 0.0, "rollout/weight_version/max": 5.0,
+    "rollout/error_cat/ok": 3 / 6, "rollout/error_cat/format": 1 / 6, "rollout/error_cat/wrong": 2 / 6,
+    "rollout/zero_std/count_0.0": 1.0,
+    # 40 response tokens, 33 trained, in 20 s on 2 slots; the longest have 10: responses 0, 2, 4; trained 0, 4
+    "perf/rollout_time": 20.0,
+    "perf/non_generation_time/mean": 1.0, "perf/non_generation_time/median": 0.0,
+    "perf/non_generation_time/max": 4.0, "perf/non_generation_time/min": 0.0,
+    "perf/tokens_per_gpu_per_sec": 1.0, "perf/effective_tokens_per_gpu_per_sec": 33 / 40,
+    "perf/longest_sample_tokens_per_sec": 0.5, "perf/longest_effective_sample_tokens_per_sec": 0.5,
+    "perf/longest_sample_non_generation_time": 2.0, "perf/longest_effective_sample_non_generation_time": 1.0,
+    "perf/longest_sample_tokens_per_sec_without_non_generation": 10 / 18,
+    "perf/longest_effective_sample_tokens_per_sec_without_non_generation": 10 / 19,
+}  # fmt: skip
+ASKED_FOR_BY_HAND = {
+    # executions: group 0 passes 3 of 3, group 1 passes 0 of 2
+    "passrate/pass@1": 0.5, "passrate/pass@2": 0.5,
+    "multi_turn/raw_response_length/response_length_mean": 40 / 6,
+    "multi_turn/raw_response_length/response_length_max": 10, "multi_turn/raw_response_length/response_length_min": 0,
+    "multi_turn/raw_response_length/response_length_clip_ratio": 3 / 6,
+    "multi_turn/wo_obs_response_length/response_length_mean": 33 / 6,
+    "multi_turn/wo_obs_response_length/response_length_max": 10,
+    "multi_turn/wo_obs_response_length/response_length_min": 0,
+    "multi_turn/multi_turn_metric/round_number_mean": 3.5, "multi_turn/multi_turn_metric/round_number_max": 6,
+    "multi_turn/multi_turn_metric/round_number_min": 1,
+}  # fmt: skip
+
+
+def test_every_name_and_value_of_one_rollout_by_hand():
+    flags = args(
+        reward_key="score", log_reward_category="kind", log_passrate=True, log_multi_turn=True,
+        rollout_max_response_len=10,
+    )  # fmt: skip
+    assert rollout_metrics(flags, hand_made(), 20.0) == pytest.approx(BY_HAND)
+    assert asked_for_metrics(flags, hand_made()) == pytest.approx(ASKED_FOR_BY_HAND)
+
+
+def test_every_name_and_value_of_one_evaluation_by_hand():
+    flags = args(reward_key="score", log_reward_category="kind", log_passrate=True)
+    samples = hand_made()
+    rewards = [s.reward["score"] for s in samples]
+    truncated = [s.status == Sample.Status.TRUNCATED for s in samples]
+    found = eval_metrics(
+        flags, {"sums": {"rewards": rewards, "truncated": truncated, "samples": [samples[:3], samples[3:]]}}
+    )
+    shared = {
+        f"eval/sums/{name.removeprefix('rollout/')}": value
+        for name, value in BY_HAND.items()
+        if name.startswith("rollout/") and "zero_std" not in name
+    }
+    of_the_set = {
+        "eval/sums": 3 / 6,
+        "eval/sums-truncated_ratio": 2 / 6,
+        "eval/sums-pass@1": 0.5,
+        "eval/sums-pass@2": 0.5,
+    }
+    assert found == pytest.approx(shared | of_the_set)
+    with pytest.raises(ValueError, match=r"'sums' has 5 samples and 6 rewards; --log-passrate"):
+        eval_metrics(flags, {"sums": {"rewards": rewards, "samples": samples[:5]}})
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_group_statistics_do_not_depend_on_order_nesting_or_equal_counts(data):
+    """Prompts with any number of executions, each of any number of samples; brute force over (prompt, execution)."""
+    outcome = st.sampled_from([0.0, 1.0])
+    prompts = data.draw(
+        st.lists(st.lists(st.lists(outcome, min_size=1, max_size=3), min_size=1, max_size=5), min_size=1)
+    )
+    samples, execution_id = [], 0
+    for group, executions in enumerate(prompts):
+        for rewards in executions:
+            shared = execution_id if len(rewards) > 1 else None
+            samples += [Sample(group_index=group, rollout_id=shared, reward=r, response_length=1) for r in rewards]
+            execution_id += 1
+    samples = data.draw(st.permutations(samples))
+    found = asked_for_metrics(args(log_passrate=True, log_multi_turn=False), samples)
+    k = 1
+    while k <= min(map(len, prompts)):
+        shares = []
+        for executions in prompts:
+            subsets = list(itertools.combinations([max(rewards) for rewards in executions], k))
+            shares.append(sum(max(subset) for subset in subsets) / len(subsets))
+        assert found.pop(f"passrate/pass@{k}") == pytest.approx(sum(shares) / len(shares))
+        k *= 2
+    assert found == {}
+    flat = [{r for e in executions for r in e} for executions in prompts if len(executions) > 1]
+    expected = {f"rollout/zero_std/count_{r}": sum(kinds == {r} for kinds in flat) for r in (0.0, 1.0)}
+    counts = {n: v for n, v in rollout_metrics(args(), samples, 1.0).items() if "zero_std" in n}
+    assert counts == {name: count for name, count in expected.items() if count}
 
 
 def test_headline_comes_from_the_rank_that_has_it():

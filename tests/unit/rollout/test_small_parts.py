@@ -24,6 +24,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
 )
 from slime.rollout.metrics import request_metrics, top_p_metrics
 from slime.utils.types import Sample
+from tools.check_docs import undocumented
 
 ARGS = SimpleNamespace(reward_key=None)
 
@@ -117,6 +118,43 @@ def test_metrics_of_engine_calls():
     assert found["perf/request/e2e_latency/max"] == 4.0
     assert found["perf/request/queue_time/median"] == 0.5
     assert request_metrics([Sample()]) == {}
+
+
+def test_times_of_prefill_and_decode():
+    def phase(name, start, end, number):
+        return [
+            {"type": "span_start", "name": name, "ts": start, "span_id": number},
+            {"type": "span_end", "name": name, "ts": end, "span_id": number},
+        ]
+
+    one, other = Sample(), Sample()
+    one.trace = {
+        "events": [
+            *phase("sglang_prefill", 10.0, 10.5, "a"),
+            *phase("sglang_decode", 10.5, 14.5, "b"),
+            *phase("reward_model", 0.0, 99.0, "c"),
+            {"type": "span_end", "name": "sglang_decode", "ts": 99.0, "span_id": "never begun"},
+        ]
+    }
+    other.trace = {"events": [*phase("sglang_pd_prefill", 20.0, 21.0, "d"), *phase("sglang_pd_decode", 1.0, 3.0, "e")]}
+    found = request_metrics([one, other])
+    assert {name.split("/")[1] for name in found} == {"prefill", "decode"}
+    for name, value in (("mean", 0.75), ("median", 0.75), ("max", 1.0), ("min", 0.5)):
+        assert found[f"perf/prefill/time/{name}"] == value
+    for name, value in (("mean", 3.0), ("median", 3.0), ("max", 4.0), ("min", 2.0)):
+        assert found[f"perf/decode/time/{name}"] == value
+    assert undocumented(found) == []
+
+
+def test_groups_of_any_nesting_are_judged_by_all_their_samples():
+    def nested(rewards):
+        return [nested(r) for r in rewards] if isinstance(rewards, list) else Sample(reward=rewards)
+
+    assert check_reward_nonzero_std(ARGS, nested([0, [0, [1]]])).keep
+    assert not check_reward_nonzero_std(ARGS, nested([1, [1, 1, 1], []])).keep
+    assert check_reward_nonzero_std(ARGS, [[], []]).reason == "empty"
+    with pytest.raises(ValueError, match=r"sample index=7 group_index=3: reward None is not a number"):
+        check_reward_nonzero_std(ARGS, [[Sample(index=7, group_index=3)]])
 
 
 def test_mean_nucleus_size():
