@@ -28,6 +28,10 @@ _TAGS = {
 _INTS = ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8")
 
 
+_CLASS = "__class__"
+"""The key of a sample's class, where it is a subclass of Sample."""
+
+
 class NotStorable(TypeError):
     """A value that has no form in the state file."""
 
@@ -43,11 +47,12 @@ def decode_group(data: Any) -> Any:
     """Inverse of ``encode_group``."""
     if isinstance(data, list):
         return [decode_group(item) for item in data]
-    return Sample.from_dict(decode_value(data))
+    fields = decode_value(data)
+    return _class_called(fields.pop(_CLASS, None)).from_dict(fields)
 
 
 def _encode_sample(sample: Sample, after_long_list: Callable[[], None]) -> dict[str, Any]:
-    encoded = {}
+    encoded: dict[str, Any] = {} if type(sample) is Sample else {_CLASS: _name_of(type(sample))}
     for name, value in sample.to_dict().items():
         try:
             encoded[name] = encode_value(value)
@@ -58,6 +63,26 @@ def _encode_sample(sample: Sample, after_long_list: Callable[[], None]) -> dict[
                 raise NotStorable(f"sample index={sample.index}: field {name!r} cannot be saved: {e}") from e
             logger.warning("sample index=%s: attribute %r is not saved with the buffer: %s", sample.index, name, e)
     return encoded
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _class_called(name: str | None) -> type[Sample]:
+    """Return the subclass of Sample of that name among those that are loaded: no file makes this process import code.
+
+    Of a subclass that is not, samples come back as plain ones, with its fields as attributes.
+    """
+    if name is None:
+        return Sample
+    kinds = [Sample]
+    for kind in kinds:
+        if _name_of(kind) == name:
+            return kind
+        kinds += kind.__subclasses__()
+    logger.warning("samples were saved as %s, which is not loaded: they come back as Sample", name)
+    return Sample
 
 
 def encode_value(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import threading
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from slime.rollout import hooks
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, iter_samples
 from slime.rollout.custom_generate import call_generate, generate_hook
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.drawing import draw_groups
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
 from slime.rollout.hook_contracts import CONTRACTS
@@ -20,6 +22,7 @@ from slime.rollout.hooks import Hook, check_hooks, find_hook, finish, make_hook,
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, apply_sample_hooks, set_current_rollout_id
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -469,3 +472,36 @@ def test_finish_waits_for_any_awaitable_and_passes_on_the_rest():
 
     assert run(on_the_loop()) == 3
     assert find_hook(rollout_args(), "custom_rm_path") is None
+
+
+# Samples of a subclass
+
+
+@dataclasses.dataclass
+class Chat(Sample):
+    messages: list[str] = dataclasses.field(default_factory=list)
+
+
+class ChatSource(RolloutDataSourceWithBuffer):
+    def get_samples(self, num_samples: int) -> list[Any]:
+        groups = super().get_samples(num_samples)
+        for group in groups:
+            group[:] = [s if isinstance(s, Chat) else Chat(**s.__dict__, messages=[str(s.prompt)]) for s in group]
+        return groups
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_samples_of_a_subclass_keep_their_class_in_the_rollout_and_in_the_buffer(make_args, tmp_path, partial):
+    args = make_args(partial_rollout=partial, over_sampling_batch_size=6, save=str(tmp_path), load=str(tmp_path))
+    source = ChatSource(args)
+    done = list(iter_samples(generate_rollout(args, 0, source).samples))
+    assert {type(s) for s in done} == {Chat}
+    assert all(s.messages == [s.prompt] and s.reward is not None for s in done)
+    assert {type(Chat(**s.__dict__)) for s in done} == {Chat}  # with the trace that generation gave them
+    source.add_samples([[Chat(index=98, messages=["kept"]), Chat(index=99)]])
+    source.snapshot(0)
+    source.save(0)
+    resumed = ChatSource(args)
+    resumed.load(0)
+    kept = [s for s in iter_samples(resumed.get_samples(20)) if s.index == 98]
+    assert [(type(s), s.messages) for s in kept] == [(Chat, ["kept"])]

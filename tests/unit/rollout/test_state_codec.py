@@ -7,6 +7,7 @@ import json
 import math
 import random
 import struct
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,26 @@ def test_who_encodes_can_take_a_breath_after_each_long_list() -> None:
     breaths: list[None] = []
     encode_group(group, lambda: breaths.append(None))
     assert len(breaths) == 2
+
+
+@dataclass
+class Chat(Sample):
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+
+def test_samples_of_a_subclass_come_back_as_such_where_it_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    chat = Chat(index=3, messages=[{"role": "user"}], tokens=list(range(40)))
+    chat.extra = 7  # type: ignore[attr-defined]
+    group = [chat, [Sample(index=4)]]
+    data = json.loads(json.dumps(encode_group(group)))
+    found = decode_group(data)
+    assert found == group
+    assert type(found[0]) is Chat
+    assert found[0].extra == 7
+    assert type(found[1][0]) is Sample
+    assert data[1][0].keys() == Sample().to_dict().keys()
+    data[0]["__class__"] = "os.system"  # nothing is imported, and nothing called, that a file names
+    (plain, _) = decode_group(data)
+    assert type(plain) is Sample
+    assert plain.messages == chat.messages  # type: ignore[attr-defined]
+    assert "samples were saved as os.system, which is not loaded" in caplog.text
