@@ -51,7 +51,7 @@ def call_rollout_fn(
 
 
 def _check_groups(fn: Callable[..., Any], groups: Any) -> None:
-    if not isinstance(groups, list):
+    if not isinstance(groups, (list, tuple)):
         raise TypeError(f"{describe(fn)} returned {type(groups).__name__} as its samples; expected a list of groups")
     for number, group in enumerate(groups):
         odd = next((leaf for leaf in iter_samples(group) if not isinstance(leaf, Sample)), None)

@@ -16,8 +16,9 @@ def draw_groups(args: Any, get_samples: Callable[[int], Any], count: int) -> lis
     """
     hook = Hook("--data-source-path", getattr(args, "data_source_path", None) or "", get_samples)
     groups = hook(count)
-    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-        odd = next((g for g in groups if not isinstance(g, list)), None) if isinstance(groups, list) else groups
+    outer = isinstance(groups, (list, tuple))
+    if not outer or not all(isinstance(group, list) for group in groups):
+        odd = next(group for group in groups if not isinstance(group, list)) if outer else groups
         raise hook.returned(odd, "a list of groups, each a list of Sample, of get_samples(n)")
     expected = args.n_samples_per_prompt
     for group in groups:
@@ -26,4 +27,4 @@ def draw_groups(args: Any, get_samples: Callable[[int], Any], count: int) -> lis
                 f"{hook}: get_samples({count}) returned a group of {len(group)} samples; expected "
                 f"--n-samples-per-prompt {expected}"
             )
-    return groups
+    return list(groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import threading
@@ -56,7 +57,10 @@ class Hook:
 
     @contextlib.contextmanager
     def naming(self, *about: Any) -> Iterator[None]:
-        """Within the block, add to what is raised a note with this hook and the samples found in ``about``."""
+        """Within the block, add to what is raised a note with this hook and the samples found in ``about``.
+
+        A call of ``exit`` is an error as well: it would end the event loop, and leave everybody waiting for it.
+        """
         try:
             yield
         except Exception as e:
@@ -64,6 +68,8 @@ class Hook:
             if note not in getattr(e, "__notes__", ()):
                 e.add_note(note)
             raise
+        except SystemExit as e:
+            raise RuntimeError(f"{self} called exit({e.code}){for_samples(about)}") from e
 
     def returned(self, result: Any, expected: str, *about: Any) -> TypeError:
         """Return the error for a result that is not what was ``expected``."""
@@ -133,7 +139,7 @@ def _check_call(hook: Hook, contract: Contract) -> None:
             f"{hook.flag} {hook.path!r} is a {type(hook.function).__name__}, expected {contract.what}: {contract.call}"
         )
     try:
-        signature = inspect.signature(hook.function)
+        signature = inspect.signature(hook.function, follow_wrapped=False)  # that of the decorated function
     except (TypeError, ValueError):  # a built-in that does not tell
         return
     try:
@@ -143,11 +149,11 @@ def _check_call(hook: Hook, contract: Contract) -> None:
             f"{hook} cannot be called as the flag's function is: {e}. Expected {contract.call}, got "
             f"{getattr(hook.function, '__name__', 'fn')}{signature}"
         ) from None
-    for method in contract.methods:
+    for method in contract.methods if inspect.isclass(hook.function) else ():
         found = getattr(hook.function, method, None)
-        if not callable(found):
+        if found is None and not hasattr(hook.function, "__getattr__"):
             raise TypeError(f"{hook} has no method {method!r}; expected {contract.call}")
-        if is_coroutine_function(found):
+        if found is not None and is_coroutine_function(found):
             raise TypeError(f"{hook}: {method!r} is a coroutine function, but rollouts call it without await")
 
 
@@ -183,6 +189,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
 
     def settle(result: Any, error: BaseException | None) -> None:
         if future.done():  # nobody waits any more
@@ -197,7 +204,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     def work() -> None:
         result, error = None, None
         try:
-            result = function(*args, **kwargs)
+            result = context.run(function, *args, **kwargs)
         except BaseException as e:  # noqa: BLE001  (raised again where it is awaited)
             error = e
         with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -12,6 +12,7 @@ from slime.rollout.hooks import Hook, make_hook
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.failure import BadReward
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
@@ -57,11 +58,11 @@ def reward_hook(args: Any, sample: Sample) -> Hook | None:
 
 
 def _is_reward(args: Any, reward: Any) -> bool:
-    """True for what can be a reward; None only when a later hook can make one of it."""
-    if reward is None:
-        hooks = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
-        return any(getattr(args, name, None) for name in hooks)
-    return not isinstance(reward, (str, bytes, list, tuple, Sample))
+    """True for what can be a reward; something odd only when a later hook can make a reward of it."""
+    if reward is not None and not isinstance(reward, (str, bytes, list, tuple, Sample)):
+        return True
+    hooks = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+    return any(getattr(args, name, None) for name in hooks)
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -69,13 +70,13 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
     The reward is, in this order: ``sample.custom_rm_path``, ``args.custom_rm_path``, ``sample.metadata["rm_type"]``,
     ``args.rm_type``. With a ``boxed_`` prefix a type sees only the content of the last box. Rules are computed in
-    worker processes, custom rewards here. Raises NotImplementedError for an unknown type and RewardFailure when a rule
-    raises or exceeds its limits.
+    worker processes, custom rewards here. Raises NotImplementedError for an unknown type, RewardFailure when a rule
+    raises or exceeds its limits, and BadReward when a custom one returns no reward.
     """
     if hook := reward_hook(args, sample):
         reward = await hook.awaited_off_loop(args, sample, **kwargs)
         if not _is_reward(args, reward):
-            raise hook.returned(reward, "the reward of one sample, a number or a dict", sample)
+            raise BadReward(str(hook.returned(reward, "the reward of one sample, a number or a dict", sample)))
         return reward
     kind = reward_kind(args, sample)
     response = sample.response
@@ -127,11 +128,11 @@ def scored_together(args: Any, sample: Sample) -> bool:
 
 
 def check_count(args: Any, samples: list[Sample], rewards: Any) -> None:
-    """Raise ValueError unless a custom reward returned as many rewards as it was given samples."""
+    """Raise BadReward unless a custom reward returned as many rewards as it was given samples."""
     sized = hasattr(rewards, "__len__") and not isinstance(rewards, (str, bytes, Mapping))
     if not sized or len(rewards) != len(samples):
         hook = make_hook(args.custom_rm_path, "custom_rm_path")
-        raise ValueError(
+        raise BadReward(
             f"{hook} was given {len(samples)} samples (indices {[s.index for s in samples]}) and must return a list of "
             f"as many rewards, got {rewards!r:.200}"
         )

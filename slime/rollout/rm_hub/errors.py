@@ -15,7 +15,7 @@ from typing import Any
 from slime.rollout.generate_state import gather_or_cancel
 from slime.rollout.hooks import make_hook, with_notes
 from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
-from slime.rollout.rm_hub.failure import RewardFailure, TooManyRewardFailures
+from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
@@ -86,7 +86,7 @@ class RewardErrors:
         kind, began = reward_kind(args, samples[0]), time.monotonic()
         try:
             return True, await _with_deadline(args, reward, samples)
-        except NotImplementedError:
+        except (NotImplementedError, BadReward):
             raise
         except Exception as e:  # noqa: BLE001  (whatever a reward raises costs its samples, and is counted)
             for sample in samples:

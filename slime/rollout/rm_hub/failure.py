@@ -17,3 +17,7 @@ class RewardFailure(RuntimeError):
 
 class TooManyRewardFailures(RuntimeError):
     """More than the tolerated share of a rollout's rewards failed: the run is to stop."""
+
+
+class BadReward(TypeError, ValueError):
+    """A custom reward returned what cannot be a reward: its code is wrong, and the run stops at once."""

@@ -21,6 +21,7 @@ from slime.rollout.hook_contracts import CONTRACTS
 from slime.rollout.hooks import Hook, check_hooks, find_hook, finish, make_hook, place_of
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
+from slime.rollout.rm_hub.failure import BadReward
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, apply_sample_hooks, set_current_rollout_id
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import get_async_loop, run
@@ -202,6 +203,53 @@ def test_what_a_hook_raises_names_it_and_the_samples():
             with pytest.raises(LookupError, match="no such column") as caught:
                 call()
             assert notes_of(caught) == place + about
+
+
+def exits(args: Any, value: Any) -> Any:
+    raise SystemExit(3)
+
+
+async def exits_too(args: Any, value: Any) -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("name", ["exits", "exits_too"])
+def test_a_hook_that_calls_exit_does_not_end_the_loop(name):
+    hook = make_hook(f"{HERE}.{name}", "custom_rm_path")
+    for call in (lambda: run(hook.awaited(None, Sample(index=3))), lambda: run(hook.awaited_off_loop(None, 1))):
+        with pytest.raises(RuntimeError, match=rf"--custom-rm-path '.*{name}' .* called exit\(3\)"):
+            call()
+    assert run(make_hook(f"{HERE}.coroutine", "custom_rm_path").awaited(None, 4)) == 4  # the loop goes on
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+        return function(sample)
+
+    return wrapper
+
+
+@decorated
+async def takes_the_sample_only(sample: Sample) -> Sample:
+    return sample
+
+
+def make_source(args: Any) -> Any:
+    return RolloutDataSourceWithBuffer(args)
+
+
+class Delegating(NoSource):
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def test_decorated_functions_factories_and_delegates_are_what_they_are_called_as():
+    make_hook(f"{HERE}.takes_the_sample_only", "custom_generate_function_path")
+    make_hook(f"{HERE}.make_source", "data_source_path")
+    make_hook(f"{HERE}.Delegating", "data_source_path")
+    with pytest.raises(TypeError, match="cannot be called"):
+        make_hook(f"{HERE}.takes_the_sample_only", "custom_rm_path")
 
 
 def test_a_thread_that_ends_with_an_odd_exception_is_still_told():
@@ -418,6 +466,11 @@ async def test_rewards_that_cannot_be_are_named():
             await async_rm(args, Sample(index=3, group_index=1))
     for later in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"):
         assert await async_rm(rollout_args(custom_rm_path=f"{HERE}.no_rm", **{later: "my.fn"}), Sample()) is None
+    with pytest.raises(BadReward, match=r"--custom-rm-path .*returned str '1.0'"):  # no failure to tolerate, a mistake
+        await RewardErrors().score_one(rollout_args(custom_rm_path=f"{HERE}.text_rm"), Sample(), async_rm)
+    args = rollout_args(custom_rm_path=f"{HERE}.text_rm", group_rm=True)
+    with pytest.raises(BadReward, match=r"must return a list"):
+        await RewardErrors().score_batch(args, [Sample(), Sample()], batched_async_rm)
     with pytest.raises(ValueError, match=r"--custom-rm-path .*was given 2 samples .* must return a list .* got '1.0'"):
         await batched_async_rm(rollout_args(custom_rm_path=f"{HERE}.text_rm"), [Sample(), Sample()])
 
