@@ -172,9 +172,11 @@ class HttpClient:
             self._left_to_caller -= added
 
     async def drain_aborts(self) -> None:
-        """Wait until the aborts of cancelled requests have been sent (each has a deadline of its own)."""
-        while self._aborts:
-            await asyncio.wait(set(self._aborts))
+        """Wait until the aborts of requests that were cancelled on the running loop have been sent (each has a deadline
+        of its own)."""
+        loop = asyncio.get_running_loop()
+        while own := {task for task in self._aborts.copy() if task.get_loop() is loop}:
+            await asyncio.wait(own)
 
     async def close(self) -> None:
         """Send what aborts are left and close the running loop's connections."""

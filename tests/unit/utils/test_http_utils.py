@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from scripts.bench.standin import ServerThread
 from slime.utils import http_client, http_utils
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
 from tests.support.fake_engine import Failure, FakeCluster
@@ -150,6 +151,24 @@ async def test_cancelling_anything_but_one_generation_aborts_nothing(cluster, cl
     await asyncio.gather(*tasks, return_exceptions=True)
     await client.drain_aborts()
     assert engine.aborts == []
+
+
+async def test_aborts_of_other_loops_are_not_waited_for(client, monkeypatch):
+    """A gateway of agents has a loop of its own, and a task can be awaited on its own loop only."""
+
+    async def never_ends(base: str, rid: str) -> None:
+        await asyncio.Event().wait()
+
+    async def leave() -> None:
+        client._abort_unless_left("http://nowhere", http_client._AttemptId(REQUEST))
+
+    monkeypatch.setattr(client, "_abort", never_ends)
+    other = ServerThread()
+    other.call(leave())
+    async with asyncio.timeout(60):
+        await client.drain_aborts()
+    other.stop()
+    assert client._aborts == set()
 
 
 async def test_a_request_on_a_dying_engine_is_sent_again_through_the_router(cluster, client):
