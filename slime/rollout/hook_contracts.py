@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Contract:
-    """``call``: the signature, for messages. The function must take ``positional`` arguments and these ``keywords``; a
-    class is also asked for ``methods``."""
+    """``call``: the signature, for messages. The function must take ``positional`` arguments and these ``keywords``; it
+    is given what it takes of those ``offered``. A class is also asked for ``methods``."""
 
     flag: str
     call: str
     positional: int
     keywords: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     what: str = "a function"
 
@@ -37,9 +38,13 @@ CONTRACTS: dict[str, Contract] = {
         "--custom-generate-function-path",
         "fn(args, sample, sampling_params[, evaluation])",
         3,
+        offered=("evaluation",),
     ),
     "rollout_sample_hook_path": Contract(
-        "--rollout-sample-hook-path", "fn(args, sample, *, rollout_id=None, evaluation=False)", 2
+        "--rollout-sample-hook-path",
+        "fn(args, sample, *, rollout_id=None, evaluation=False)",
+        2,
+        offered=("rollout_id", "evaluation"),
     ),
     "custom_rm_path": Contract(
         "--custom-rm-path", "fn(args, sample, **kwargs), or fn(args, samples, **kwargs) with --group-rm", 2

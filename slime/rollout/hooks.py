@@ -143,7 +143,8 @@ def _check_call(hook: Hook, contract: Contract) -> None:
     except (TypeError, ValueError):  # a built-in that does not tell
         return
     try:
-        signature.bind(*[None] * contract.positional, **dict.fromkeys(contract.keywords))
+        offered = [name for name in contract.offered if name in signature.parameters]
+        signature.bind(*[None] * contract.positional, **dict.fromkeys([*contract.keywords, *offered]))
     except TypeError as e:
         raise TypeError(
             f"{hook} cannot be called as the flag's function is: {e}. Expected {contract.call}, got "

@@ -51,6 +51,16 @@ def plain_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
+def note_rollout(args: Any, sample: Sample, *, rollout_id: int | None = None) -> None:
+    """``--rollout-sample-hook-path`` that changes the sample it is given."""
+    sample.metadata["rollout"] = rollout_id
+
+
+async def replace_sample(args: Any, sample: Sample, **kwargs: Any) -> Sample:
+    """``--rollout-sample-hook-path`` that goes on with another sample."""
+    return Sample(**{**sample.__dict__, "response": sample.response.upper()})
+
+
 async def length_reward(args: Any, sample: Any, **kwargs: Any) -> Any:
     """``--custom-rm-path`` in both of its forms."""
     if isinstance(sample, list):

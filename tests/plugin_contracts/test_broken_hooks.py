@@ -15,6 +15,7 @@ from tests.plugin_contracts import (
     test_logging,
     test_rewards,
     test_rollout_functions,
+    test_sample_hooks,
     test_train_data,
 )
 from tests.plugin_contracts.contract import NAMES, hook_at, subjects, unknown_names
@@ -50,6 +51,10 @@ async def strangers(args: Any, sample: Sample, sampling_params: dict[str, Any], 
     for one in two:
         one.status = Sample.Status.COMPLETED
     return two
+
+
+def torn_hook(args: Any, sample: Sample, rollout_id: int) -> None:
+    sample.tokens = sample.tokens[: sample.response_length]
 
 
 async def one_number(args: Any, sample: Any, **kwargs: Any) -> float:
@@ -141,6 +146,10 @@ CASES = [
      "the status of sample index=0 to be COMPLETED, TRUNCATED or FAILED"),
     ("torn_mask", test_generate.test_a_generate_function_works_under_the_flag_and_as_a_sample_s_own, "source",
      r"loss_mask of sample index=0 to have one entry per response token \(2\)"),
+    ("says_logged", test_sample_hooks.test_a_sample_hook_returns_the_sample_to_go_on_with, "groups",
+     "returned str 'logged', for sample index=0 .*expected a Sample, or None"),
+    ("torn_hook", test_sample_hooks.test_a_sample_hook_returns_the_sample_to_go_on_with, "groups",
+     "response_length tokens, with at least one of the prompt"),
     ("not_a_number", test_rewards.test_a_reward_of_one_sample, "samples", "to be a finite number; got nan"),
     ("returns_nothing", test_rewards.test_a_reward_of_one_sample, "samples", "returned NoneType, .*a number or a dict"),
     ("greedy_reward", test_rewards.test_a_reward_of_one_sample, "samples", "tokens, response, status .* stay as they"),
@@ -171,6 +180,8 @@ CASES = [
 )
 def test_a_broken_hook_is_told_what_is_expected(name, contract, needs, message, request):
     wanted = {fixture: request.getfixturevalue(fixture) for fixture in ["args", *needs.split()]}
+    if contract is test_sample_hooks.test_a_sample_hook_returns_the_sample_to_go_on_with:
+        wanted["evaluation"] = False
     with pytest.raises((AssertionError, TypeError, ValueError), match=message) as caught:
         contract(f"{HERE}.{name}", **wanted)
     assert f"{HERE}.{name}" in str(caught.value)
@@ -186,7 +197,7 @@ def test_siblings_without_a_common_rollout_id_break_the_contract(evaluation, arg
 def test_every_name_of_the_environment_is_checked_somewhere():
     modules = (
         test_data_source, test_filters, test_generate, test_logging, test_rewards, test_rollout_functions,
-        test_train_data,
+        test_sample_hooks, test_train_data,
     )  # fmt: skip
     texts = [open(module.__file__).read() for module in modules]  # noqa: SIM115
     assert [name for name in NAMES if not any(f'"{name}"' in text for text in texts)] == []

@@ -40,7 +40,7 @@ _RESOLVED_AT_USE = (
 def optional_function(args: Namespace, name: str) -> Hook:
     """Return the function that the dotted path ``args.<name>`` names, or None when it is not given."""
     path = getattr(args, name, None)
-    return load_function(path) if path else None
+    return load_function(path, f"--{name.replace('_', '-')}") if path else None
 
 
 def load_trainer_hooks(args: Namespace) -> TrainerHooks:

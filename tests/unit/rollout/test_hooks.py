@@ -235,6 +235,23 @@ async def takes_the_sample_only(sample: Sample) -> Sample:
     return sample
 
 
+async def wants_evaluation(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample:
+    sample.response = f"evaluation={evaluation}"
+    return sample
+
+
+def wants_everything(args: Any, sample: Sample, evaluation: bool, rollout_id: int) -> None:
+    sample.metadata["seen"] = (evaluation, rollout_id)
+
+
+async def test_what_is_passed_by_name_may_be_required():
+    fn = make_hook(f"{HERE}.wants_evaluation", "custom_generate_function_path")
+    assert (await call_generate(fn, None, Sample(), {}, evaluation=True)).response == "evaluation=True"
+    args = rollout_args(rollout_sample_hook_path=[f"{HERE}.wants_everything"])
+    check_hooks(args)
+    assert (await apply_sample_hooks(args, Sample(), rollout_id=5)).metadata["seen"] == (False, 5)
+
+
 def make_source(args: Any) -> Any:
     return RolloutDataSourceWithBuffer(args)
 
