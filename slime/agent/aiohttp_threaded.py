@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
 from slime.servers.auth import is_loopback
+from slime.utils import http_utils
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def _serve(
     except BaseException as e:  # noqa: BLE001  (raised where the application was to be started)
         started.set_exception(e)
     finally:
-        loop.run_until_complete(runner.cleanup())
+        loop.run_until_complete(_clean_up(runner))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
@@ -115,6 +116,13 @@ async def _listen(runner: web.AppRunner, host: str, port: int, deadline: float) 
         e.add_note(f"No application could listen on {host}:{port}. Port 0 takes any free one.")
         raise
     return int(runner.addresses[0][1])
+
+
+async def _clean_up(runner: web.AppRunner) -> None:
+    await runner.cleanup()
+    client = http_utils._http_client  # keeps connections per event loop, and this one ends
+    if client is not None:
+        await client.close()
 
 
 def _warn_of_strangers(app: web.Application, host: str, port: int) -> None:

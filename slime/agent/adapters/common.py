@@ -1,0 +1,336 @@
+"""What all gateways share: sessions, the way of a turn to the engine and into the trajectory, and its errors.
+
+Users replace ``call_sglang_generate`` by patching it here: it is looked up in this module for every turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+
+from slime.agent.adapters.errors import ClientGone, Refusal, bad_request, session_closed
+from slime.agent.adapters.http_requests import generate_for, is_gone, json_object, say_ok
+from slime.agent.adapters.in_flight import InFlight
+from slime.agent.adapters.provider import Message, ProviderFormat
+from slime.agent.adapters.replies import Replies, generated, left_of
+from slime.agent.adapters.sampling import sampling_params
+from slime.agent.adapters.text import TextWorker
+from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
+from slime.agent.trajectory import TrajectoryManager, TurnRecord
+from slime.servers.auth import is_loopback
+from slime.utils.http_utils import HttpRequestError, post
+from slime.utils.types import Sample
+
+__all__ = [
+    "BaseAdapter",
+    "Reply",
+    "Session",
+    "TurnRecord",
+    "call_sglang_generate",
+    "flatten_content",
+    "manager_finish_reason",
+    "sid_from_bearer",
+    "sid_from_body",
+    "tool_call_dict",
+]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SID = "default"
+MAX_BODY_BYTES = 64 << 20
+CLOSED_SIDS_KEPT = 1 << 16
+RESUME_PAUSE_S = 1.0
+MAX_RESUMES_WITHOUT_PROGRESS = 20
+
+
+@dataclass
+class Session:
+    """What a session's turns have in common. ``max_context_tokens`` bounds prompt and answer together; 0: no bound."""
+
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    max_context_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer before it is put in a provider's words. ``finish_reason``: ``stop``, ``length`` or ``tool_calls``."""
+
+    reasoning: str
+    text: str
+    tool_uses: list[dict[str, Any]]
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+class BaseAdapter(ProviderFormat):
+    """An aiohttp application (``app``) that answers a provider's requests from an engine and records every turn.
+
+    ``sglang_url`` is the router's or an engine's address. ``tool_parser`` and ``reasoning_parser`` are names of
+    SGLang's parsers (``slime.agent.parsing``). A session has at most ``max_turns_per_sid`` turns. ``debug_callback(sid,
+    translated_messages, tools_schema, manager_message, turn)`` sees every turn that is recorded.
+
+    The session id of a request is its token. Requests of other hosts need the id of an open session; those of this host
+    open a session that is not there, with a warning.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        sglang_url: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int | None = None,
+        debug_callback: Callable[[str, list[Message], list[Message] | None, Message, TurnRecord], Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sglang_url = sglang_url.rstrip("/").removesuffix("/generate")
+        self.text = TextWorker(tokenizer, tool_parser, reasoning_parser)
+        self.max_turns_per_sid = max_turns_per_sid
+        self.debug_callback = debug_callback
+        self.manager = TrajectoryManager(fork_threshold_tokens=fork_threshold_tokens)
+        self.store: dict[str, Session] = {}
+        self.closed: dict[str, None] = {}
+        self.inflight = InFlight()
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app[REQUIRES_TOKEN] = True
+        for path in ("/healthz", "/v1/models"):
+            self.app.router.add_get(path, say_ok)
+        self.add_routes(self.app.router)
+
+    def open_session(
+        self, sid: str, *, sampling_defaults: Mapping[str, Any] | None = None, max_context_tokens: int = 0
+    ) -> None:
+        """Let the turns of ``sid`` in. Raises ValueError when it is open already."""
+        if sid in self.store:
+            raise ValueError(f"session {sid!r} is open already; every execution needs an id of its own")
+        self.closed.pop(sid, None)
+        self.store[sid] = Session(dict(sampling_defaults or {}), max_context_tokens)
+
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: float | dict[str, Any] = 0.0,
+        extra_metadata: Mapping[str, Any] | None = None,
+        wait_timeout: float = 5.0,
+    ) -> list[Sample]:
+        """Close ``sid``, wait for its turns as ``shutdown_session`` does, and return its samples with their text.
+
+        From any event loop. See ``TrajectoryManager.get_trajectory``.
+        """
+        await self.shutdown_session(sid, wait_timeout=wait_timeout)
+        session = self.store.pop(sid, None) or Session()
+        samples = self.manager.get_trajectory(
+            sid,
+            base_sample=base_sample,
+            reward=reward,
+            extra_metadata=extra_metadata,
+            max_sample_tokens=session.max_context_tokens,
+        )
+        for sample in samples:
+            sample.response = await self.text.decode(sample.tokens[-sample.response_length :])
+        return samples
+
+    async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Close ``sid``, wait for its turns, and forget what they were."""
+        await self.shutdown_session(sid, wait_timeout=wait_timeout)
+        self.store.pop(sid, None)
+        self.manager.drop_session(sid)
+
+    async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Let no turn of ``sid`` in any more and wait for those in flight.
+
+        Those that take longer than ``wait_timeout`` s are cut off: aborted on the engine and not recorded.
+        """
+        self.closed[sid] = None
+        while len(self.closed) > CLOSED_SIDS_KEPT:
+            del self.closed[next(iter(self.closed))]
+        if not await self.inflight.drain(sid, wait_timeout):
+            logger.warning("session %r: a turn that was cut off has not come to its end; it is not recorded", sid)
+
+    async def handle_turn(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request that generates."""
+        try:
+            return await self._answer(request)
+        except ClientGone:
+            return web.Response(status=499, reason="Client Closed Request")
+        except Refusal as e:
+            return web.json_response(self.error_body(e.kind, e.message), status=e.status)
+        except HttpRequestError as e:
+            logger.warning("a turn failed on the engine: %s", e)
+            refused = e.status is not None and 400 <= e.status < 500
+            kind = "invalid_request_error" if refused else "api_error"
+            return web.json_response(self.error_body(kind, str(e)), status=400 if refused else 502)
+        except web.HTTPException:
+            raise
+        except Exception as e:
+            logger.exception("a turn failed")
+            return web.json_response(self.error_body("api_error", f"{type(e).__name__}: {e}"), status=500)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await json_object(request)
+        sid = self.session_id(request, body)
+        session = self._open_session_of(sid, request)
+        with self.inflight.turn(sid) as in_flight:
+            self._check_turns(sid)
+            messages, tools = self.translate(body)
+            prompt_ids = await self.text.render(messages, tools)
+            generation = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
+            turn = await generate_for(generation, in_flight, request)
+            parsed = await self.text.parse(turn, tools)
+            finish = manager_finish_reason(turn.finish_reason, parsed.tool_uses)
+            turn = replace(turn, finish_reason=finish, ill_formed=turn.ill_formed or parsed.ill_formed)
+            sizes = len(turn.prompt_ids), len(turn.output_ids)
+            reply = Reply(parsed.reasoning, parsed.text, parsed.tool_uses, finish, *sizes)
+            message = self.reply_message(reply)
+            if is_gone(request):
+                raise ClientGone
+            self._record(sid, session, messages, tools, message, turn)
+            return await self._send(request, body, self.reply_body(message, reply, str(body.get("model") or "")))
+
+    def _open_session_of(self, sid: str, request: web.Request) -> Session:
+        if sid in self.closed:
+            raise session_closed()
+        remote = not is_loopback(request.remote or "127.0.0.1")
+        if remote and (sid == DEFAULT_SID or sid not in self.store):
+            raise Refusal(401, "authentication_error", "the token must be the id of an open session")
+        if sid not in self.store:
+            logger.warning("session %r was not opened: it is now, without sampling defaults or a context limit", sid)
+            self.open_session(sid)
+        return self.store[sid]
+
+    def _check_turns(self, sid: str) -> None:
+        """Count those in flight too: sub-agents must not pass the cap together."""
+        cap = self.max_turns_per_sid
+        if cap is not None and self.manager.turn_count(sid) + self.inflight.count(sid) > cap:
+            raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
+
+    def _record(
+        self,
+        sid: str,
+        session: Session,
+        messages: list[Message],
+        tools: list[Message] | None,
+        message: Message,
+        turn: TurnRecord,
+    ) -> None:
+        if self.store.get(sid) is not session:  # finished or dropped meanwhile
+            raise session_closed()
+        said = self.tree_messages([self.translate_reply(message)])[0]
+        self.manager.record_turn(sid, turn=turn, prompt_messages=self.tree_messages(messages), response_message=said)
+        if self.debug_callback is None:
+            return
+        try:
+            self.debug_callback(sid, messages, tools, said, turn)
+        except Exception:
+            logger.exception("session %r: the debug_callback raised", sid)
+
+    async def _send(self, request: web.Request, body: Mapping[str, Any], reply: dict[str, Any]) -> web.StreamResponse:
+        if body.get("stream") is not True and "text/event-stream" not in request.headers.get("Accept", ""):
+            return web.json_response(reply)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        await response.write(b"".join(self.reply_events(reply)))
+        await response.write_eof()
+        return response
+
+
+async def call_sglang_generate(
+    prompt_ids: Sequence[int],
+    session: Session,
+    body: Mapping[str, Any],
+    *,
+    adapter: BaseAdapter,
+    session_id: str | None = None,
+) -> TurnRecord:
+    """Generate one answer on the engines behind ``adapter.sglang_url``.
+
+    A prompt that fills the context is not sent: its answer is empty and ends with ``length``. Engines that abort for a
+    weight sync are asked to go on from the tokens they made. Requests of a session carry its id as routing key. When
+    this is cancelled, or takes too long, the request is aborted on the engine. Raises HttpRequestError (a RuntimeError)
+    for a request that is refused.
+    """
+    params = sampling_params(
+        session.sampling_defaults, body, stop_keys=adapter.stop_keys, max_tokens_keys=adapter.max_tokens_keys
+    )
+    if session.max_context_tokens > 0:
+        room = session.max_context_tokens - len(prompt_ids)
+        if room <= 0:
+            return TurnRecord(list(prompt_ids), [], "length")
+        params["max_new_tokens"] = min(params["max_new_tokens"], room)
+    headers = {"X-SMG-Routing-Key": session_id} if session_id and session_id != DEFAULT_SID else None
+    replies = Replies(list(prompt_ids))
+    stalled = 0
+    while True:
+        payload = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": replies.tokens,
+            "sampling_params": left_of(params, replies),
+            "return_logprob": True,
+        }
+        new = replies.add(generated(await post(f"{adapter.sglang_url}/generate", payload, headers=headers)))
+        if replies.finish_reason != "abort" or replies.output_length >= params["max_new_tokens"]:
+            return replies.turn()
+        stalled = 0 if new else stalled + 1
+        if stalled > MAX_RESUMES_WITHOUT_PROGRESS:
+            raise RuntimeError(
+                f"the engines aborted a turn of session {session_id!r} {stalled} times without generating a token"
+            )
+        await asyncio.sleep(RESUME_PAUSE_S)
+
+
+def flatten_content(content: Any) -> str:
+    """The text of a message's content: a string, or blocks of which the text ones count, one per line."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"content must be a string or a list of blocks, not {type(content).__name__}")
+    texts = []
+    for block in content:
+        if isinstance(block, str):
+            texts.append(block)
+        elif isinstance(block, Mapping) and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        else:
+            kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+            logger.warning("a content block of type %r is left out: only text is understood", kind)
+    return "\n".join(texts)
+
+
+def tool_call_dict(name: str, arguments: Any) -> dict[str, Any]:
+    """A tool call as chat templates take it, without an id."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def manager_finish_reason(finish_reason: str, tool_uses: Sequence[Any]) -> str:
+    """How a turn ended: ``tool_calls`` when it used a tool, else ``length`` or ``stop``."""
+    if tool_uses:
+        return "tool_calls"
+    return "length" if finish_reason == "length" else "stop"
+
+
+def sid_from_bearer(request: web.Request) -> str | None:
+    """The session id in ``Authorization: Bearer``, if there is one."""
+    kind, _, token = request.headers.get("Authorization", "").strip().partition(" ")
+    return token.strip() or None if kind.lower() == "bearer" else None
+
+
+def sid_from_body(body: Mapping[str, Any]) -> str | None:
+    """The session id in ``metadata.session_id``, or in ``user``, if there is one."""
+    metadata = body.get("metadata")
+    sid = metadata.get("session_id") if isinstance(metadata, Mapping) else None
+    sid = sid or body.get("user")
+    return sid if isinstance(sid, str) else None

@@ -1,0 +1,85 @@
+"""The engine's replies to one turn: one, or several when it was aborted and went on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.agent.turns import TurnRecord
+
+_COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What is kept of one reply."""
+
+    output_ids: list[int]
+    log_probs: list[float]
+    meta_info: Mapping[str, Any]
+
+
+def generated(reply: Any) -> Generated:
+    """Take an engine's reply. Raises RuntimeError when it is not one with log-probs."""
+    try:
+        meta_info = reply["meta_info"]
+        entries = meta_info.get("output_token_logprobs") or []
+        if meta_info.get("completion_tokens") and not entries:
+            raise KeyError("output_token_logprobs")
+        return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries], meta_info)
+    except (KeyError, TypeError, IndexError) as e:
+        raise RuntimeError(f"the engine's reply has no meta_info with output_token_logprobs: {str(reply)[:500]}") from e
+
+
+class Replies:
+    """The tokens of a turn as they come."""
+
+    def __init__(self, prompt_ids: list[int]) -> None:
+        self.prompt_ids = prompt_ids
+        self.tokens = list(prompt_ids)
+        self.log_probs: list[float] = []
+        self.spans: list[dict[str, Any]] = []
+        self.meta_info: dict[str, Any] = {}
+        self.finish_reason = ""
+
+    @property
+    def output_length(self) -> int:
+        return len(self.log_probs)
+
+    def add(self, reply: Generated) -> int:
+        """Append a reply; return the number of its tokens."""
+        reason = reply.meta_info.get("finish_reason")
+        self.finish_reason = str(reason.get("type") if isinstance(reason, Mapping) else reason)
+        self._add_versions(reply)
+        for name in _COUNTED:
+            self.meta_info[name] = self.meta_info.get(name, 0) + (reply.meta_info.get(name) or 0)
+        self.tokens += reply.output_ids
+        self.log_probs += reply.log_probs
+        return len(reply.output_ids)
+
+    def _add_versions(self, reply: Generated) -> None:
+        version = reply.meta_info.get("weight_version")
+        if version is None:
+            return
+        self.meta_info["weight_version"] = version
+        spans = reply.meta_info.get("weight_versions") or []
+        begun = len(self.log_probs)
+        self.spans += [{**span, "start": begun + span["start"]} for span in spans] or [
+            {"version": version, "start": begun}
+        ]
+        if spans or begun:
+            self.meta_info["weight_versions"] = self.spans
+
+    def turn(self) -> TurnRecord:
+        """The turn that they are. One that was aborted where its limit was has reached its limit."""
+        finish = "length" if self.finish_reason == "abort" else self.finish_reason
+        meta_info = {**self.meta_info, "finish_reason": {"type": finish}}
+        return TurnRecord(
+            self.prompt_ids, self.tokens[len(self.prompt_ids) :], finish, self.log_probs, False, meta_info
+        )
+
+
+def left_of(params: Mapping[str, Any], replies: Replies) -> dict[str, Any]:
+    """The sampling parameters for the rest of the turn."""
+    return {**params, "max_new_tokens": params["max_new_tokens"] - replies.output_length}

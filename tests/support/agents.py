@@ -1,0 +1,90 @@
+"""A tokenizer whose template has tools and reasoning, engines that answer from a script, and a gateway before them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.agent.adapters import BaseAdapter
+from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+from slime.utils.types import Sample
+from tests.support.fake_engine import FakeCluster
+
+BEGIN, END = "\ue000", "\ue001"
+"""One token each, as all characters are: the beginning and the end of a message."""
+
+
+class ToolTokenizer:
+    """One token per character, its code point."""
+
+    eos_token_id = ord(END)
+    all_special_ids = (ord(BEGIN), ord(END))
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(i) for i in ids if not (skip_special_tokens and i in self.all_special_ids))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+    def apply_chat_template(
+        self, messages: list[dict], *, tools: Any = None, tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> Any:
+        text = f"{BEGIN}tools {' '.join(tool['function']['name'] for tool in tools)}{END}" if tools else ""
+        text += "".join(f"{BEGIN}{message['role']}\n{said(message)}{END}" for message in messages)
+        text += f"{BEGIN}assistant\n" if add_generation_prompt else ""
+        return {"input_ids": self.encode(text)} if tokenize else text
+
+
+def said(message: dict[str, Any]) -> str:
+    """A message as the template writes it: what a model that wrote it would have written."""
+    thought = f"<think>{message['reasoning_content']}</think>" if message.get("reasoning_content") else ""
+    calls = "".join(call_text(**call["function"]) for call in message.get("tool_calls") or [])
+    return thought + message["content"] + calls
+
+
+def call_text(name: str, arguments: dict[str, Any]) -> str:
+    """A tool call in the format that is parsed without SGLang."""
+    values = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+@dataclass
+class Script:
+    """Answers with its lines in turn, each ended as a model ends its message; keeps the prompts."""
+
+    lines: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+
+    def __call__(self, input_ids: list[int], params: dict[str, Any]) -> list[int]:
+        self.prompts.append("".join(map(chr, input_ids)))
+        return [ord(c) for c in self.lines[len(self.prompts) - 1] + END]
+
+
+@contextmanager
+def scripted_engine(*lines: str, **options: Any) -> Iterator[FakeCluster]:
+    """An engine and a router that answer with these lines."""
+    with FakeCluster(1, reply=Script(list(lines)), **options) as cluster:
+        yield cluster
+
+
+@contextmanager
+def served(adapter: BaseAdapter) -> Iterator[AppHandle]:
+    """The gateway on a thread of its own."""
+    handle = run_app_in_thread(adapter.app, host="127.0.0.1")
+    try:
+        yield handle
+    finally:
+        handle.stop()
+
+
+def trained_text(sample: Sample) -> list[str]:
+    """The stretches of the response that are trained, as text."""
+    cut = len(sample.tokens) - sample.response_length
+    marked = "".join(chr(t) if m else "\0" for t, m in zip(sample.tokens[cut:], sample.loss_mask, strict=True))
+    return [stretch for stretch in marked.split("\0") if stretch]
