@@ -79,7 +79,7 @@ class Converter:
             fresh_raw, fresh_rewards = self._rewards(fresh)
             samples = old.samples + fresh
             raw, rewards = old.raw_rewards + list(fresh_raw), old.rewards + list(fresh_rewards)
-            with self._naming_makers():
+            with self.naming_makers():
                 batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
         self._carry_over(samples, raw, rewards, batch)
         return batch
@@ -93,7 +93,7 @@ class Converter:
 
     def _rewards(self, samples: list[Sample]) -> tuple[Sequence[Any], Sequence[float]]:
         if self._post_process is None:
-            with self._naming_makers():
+            with self.naming_makers():
                 return post_process_rewards(self.args, samples)
         result = self._post_process(self.args, samples)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
@@ -110,11 +110,11 @@ class Converter:
             return raw, [finite_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True)]
 
     @contextlib.contextmanager
-    def _naming_makers(self) -> Iterator[None]:
+    def naming_makers(self) -> Iterator[None]:
         """Add to an error about samples which of the user's hooks have made them what they are."""
         try:
             yield
-        except (ValueError, KeyError) as e:
+        except (ValueError, KeyError, AssertionError) as e:
             found: dict[str, Hook] = {}
             for name in _MAKERS:
                 paths = getattr(self.args, name, None) or []

@@ -186,7 +186,8 @@ class RolloutManager(EngineControl):
         self._wait_for_engines()
         self.health_monitoring_resume()
         output: Any = call_rollout_fn(self._make_rollout, self.args, rollout_id, self.data_source, evaluation=False)
-        check_sibling_rollout_ids(output.samples)
+        with self.converter.naming_makers():
+            check_sibling_rollout_ids(output.samples)
         samples = list(iter_samples(output.samples))
         if hasattr(self.data_source, "record_consumed"):
             self.data_source.record_consumed(rollout_id, samples)

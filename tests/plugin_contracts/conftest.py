@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout import eval_rollout
+from slime.rollout import eval_rollout, fully_async_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -45,6 +45,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
     monkeypatch.setattr(eval_rollout, "EVAL_PROMPT_DATASET", {})
     with FakeCluster(2) as running:
         yield running
+        fully_async_rollout.stop_global_worker()
         if http_utils._http_client is not None:
             run(http_utils._http_client.close())
     SingletonMeta.clear_instances()

@@ -9,10 +9,13 @@ from slime.ray.rollout_metrics import eval_metrics
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from tests.plugin_contracts.contract import EXAMPLES, hook_at, must, must_be_finished, must_be_finite, subjects
 
-DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
+BUILT_IN = (
+    "slime.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+)
 
 
-@pytest.mark.parametrize("path", subjects("ROLLOUT_FUNCTION_PATH", DEFAULT, f"{EXAMPLES}.rollout"))
+@pytest.mark.parametrize("path", subjects("ROLLOUT_FUNCTION_PATH", *BUILT_IN, f"{EXAMPLES}.rollout"))
 def test_a_rollout_function_makes_what_can_be_trained_on(path, args, source):
     hook = hook_at("ROLLOUT_FUNCTION_PATH", path)
     output = call_rollout_fn(hook, args, 0, source, evaluation=False)
@@ -43,7 +46,7 @@ def test_a_rollout_function_makes_what_can_be_trained_on(path, args, source):
 
 
 @pytest.mark.parametrize(
-    "path", subjects("EVAL_FUNCTION_PATH", DEFAULT, f"{EXAMPLES}.rollout", f"{EXAMPLES}.constant_evaluation")
+    "path", subjects("EVAL_FUNCTION_PATH", *BUILT_IN, f"{EXAMPLES}.rollout", f"{EXAMPLES}.constant_evaluation")
 )
 def test_an_evaluation_function_reports_data_sets(path, args, source):
     hook = hook_at("EVAL_FUNCTION_PATH", path)

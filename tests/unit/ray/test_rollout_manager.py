@@ -365,7 +365,7 @@ def log_hook(*arguments: Any) -> bool:
 
 
 def test_siblings_must_share_their_rollout_id(make: Any) -> None:
-    with pytest.raises(RemoteFailure, match="must share one rollout_id"):
+    with pytest.raises(RemoteFailure, match=r"must share one rollout_id(.|\n)*--rollout-function-path '.*\.careless'"):
         make(rollout_function_path=f"{HERE}.careless").generate(0)
 
 
