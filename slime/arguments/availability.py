@@ -32,9 +32,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     # rollout
     "rollout_top_p": ANY,  # needs nucleus replay in the trainer
     "rollout_data_transport": ("nixl",),
-    "rollout_buffer_url": ANY,
-    "fetch_trajectory_retry_times": ANY,
-    "rollout_task_type": ANY,
     "prefill_num_servers": ANY,
     "sglang_config": ANY,
     "multimodal_keys": ANY,

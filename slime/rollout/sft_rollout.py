@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=4)
-def _mask_generator(checkpoint: str, loss_mask_type: str, trust_remote_code: bool) -> MultiTurnLossMaskGenerator:
+def mask_generator(checkpoint: str, loss_mask_type: str, trust_remote_code: bool) -> MultiTurnLossMaskGenerator:
+    """Return the process's generator of masks for a checkpoint's tokenizer."""
     return MultiTurnLossMaskGenerator(load_tokenizer(checkpoint, trust_remote_code=trust_remote_code), loss_mask_type)
 
 
@@ -35,7 +36,7 @@ def generate_rollout(
         return run(sglang_rollout.eval_rollout(args, rollout_id))[0]
     if args.n_samples_per_prompt != 1:
         raise ValueError(f"supervised fine-tuning needs --n-samples-per-prompt 1, got {args.n_samples_per_prompt}")
-    generator = _mask_generator(args.hf_checkpoint, args.loss_mask_type, getattr(args, "trust_remote_code", False))
+    generator = mask_generator(args.hf_checkpoint, args.loss_mask_type, getattr(args, "trust_remote_code", False))
     groups = data_source.get_samples(args.rollout_batch_size)
     for (sample,) in groups:
         _fill(sample, generator)

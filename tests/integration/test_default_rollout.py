@@ -26,8 +26,10 @@ from slime.utils import http_utils
 from slime.utils.async_utils import interrupt, run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+from slime_plugins.rollout_buffer import rollout_buffer_example
 from tests.support.engines import Reference, engine_args
 from tests.support.rollout_args import rollout_args
+from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -138,6 +140,25 @@ def test_a_teacher_tells_the_log_probs_of_the_responses(setup, make_args, monkey
         assert torch.allclose(torch.tensor(sample.teacher_log_probs), expected, atol=1e-5)
         assert not sample.remove_sample
     run(client.close())
+
+
+def test_trajectories_of_the_rollout_buffer(setup, make_args, monkeypatch):
+    """A generator of its own process asks the engine through the router, and fills the buffer with conversations."""
+    monkeypatch.setattr(rollout_buffer_example, "_started", set())
+    monkeypatch.setattr(rollout_buffer_example, "_arrived", {})
+    with ServedBuffer() as served:
+        args = make_args(
+            rollout_max_response_len=12, rollout_buffer_url=served.url, rollout_task_type="math",
+            fetch_trajectory_retry_times=-1, loss_mask_type="qwen", num_epoch=None, num_rollout=2,
+        )  # fmt: skip
+        source = RolloutDataSourceWithBuffer(args)
+        rollouts = [rollout_buffer_example.generate_rollout(args, number, source).samples for number in range(2)]
+    groups = [group for groups in rollouts for group in groups]
+    assert [len(group) for group in groups] == [2] * 8
+    assert len({group[0].metadata["instance_id"] for group in groups}) == 8
+    for sample in iter_samples(groups):
+        assert sample.status in (Sample.Status.TRUNCATED, Sample.Status.COMPLETED)
+        assert 0 < sample.response_length == len(sample.loss_mask) < len(sample.tokens)
 
 
 @pytest.mark.parametrize("generate", [None, STREAMING], ids=["whole", "streamed"])

@@ -103,10 +103,12 @@ class Rollout(ArgumentGroup):
     rollout_all_samples_process_path: DottedPath | None = flag(
         None, "dotted path of a function that sees all samples of a rollout, those of dropped groups too"
     )
-    rollout_buffer_url: str | None = flag(None, "address of the rollout-buffer plug-in")
-    fetch_trajectory_retry_times: int = flag(-1, "attempts of the rollout-buffer plug-in; -1: forever")
+    rollout_buffer_url: str | None = flag(None, "address of the rollout buffer that trajectories are fetched from")
+    fetch_trajectory_retry_times: int = flag(
+        -1, "fetches from the rollout buffer in a row that may bring nothing, each of 30 seconds; -1: forever", ge=-1
+    )
     min_batch_collection_ratio: float = flag(1.0, "accepted for old launch scripts")
-    rollout_task_type: str = flag("math", "task name of the rollout-buffer plug-in")
+    rollout_task_type: str = flag("math", "TASK_TYPE of the generator that the rollout buffer is to start")
     loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
         "qwen",
         "chat format by which the loss mask of messages is found (SFT and agents): what the assistant said is trained",

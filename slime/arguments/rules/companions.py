@@ -33,6 +33,9 @@ COMPANIONS: tuple[Companion, ...] = (
     )),
     Companion("--use-opsm", lambda args: args.use_opsm, ("opsm_delta",)),
     Companion("--use-opd", lambda args: args.use_opd, ("opd_type", "opd_kl_coef", "opd_teacher_ckpt_step")),
+    Companion("--rollout-buffer-url", lambda args: args.rollout_buffer_url is not None, (
+        "fetch_trajectory_retry_times", "rollout_task_type",
+    )),
     Companion("--enable-mtp-training", lambda args: args.enable_mtp_training, ("mtp_loss_scaling_factor",)),
     Companion("--use-kl-loss or --kl-coef", lambda args: args.use_kl_loss or args.kl_coef != 0, ("kl_loss_type",)),
     Companion("--advantage-estimator ppo", lambda args: args.use_critic, (

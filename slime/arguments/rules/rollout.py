@@ -9,6 +9,10 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+ROLLOUT_BUFFER_ROLLOUTS = (
+    "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout",
+    "slime.rollout.agent_rollout.generate_rollout",
+)
 NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
 
@@ -20,6 +24,22 @@ def check(args: Namespace) -> None:
     _check_buffer(args)
     if args.rollout_function_path == SFT_ROLLOUT:
         _check_sft(args)
+    if args.rollout_function_path in ROLLOUT_BUFFER_ROLLOUTS:
+        _check_rollout_buffer(args)
+
+
+def _check_rollout_buffer(args: Namespace) -> None:
+    path = args.rollout_function_path
+    if args.rollout_buffer_url is None:
+        raise ArgumentError(
+            f"--rollout-function-path {path} needs --rollout-buffer-url, the address of the rollout buffer, "
+            "for example http://127.0.0.1:8889"
+        )
+    if args.eval_interval is not None and args.eval_function_path in (None, path):
+        raise ArgumentError(
+            f"--rollout-function-path {path} makes no evaluations; give --eval-function-path "
+            "slime.rollout.sglang_rollout.generate_rollout, or leave out --eval-interval"
+        )
 
 
 def _check_sampling(args: Namespace) -> None:

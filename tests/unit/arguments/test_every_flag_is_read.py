@@ -45,8 +45,9 @@ CONSUMED_WHILE_PARSING = {
 
 # Attributes read under a name that is put together, or passed on, at run time -> where.
 READ_INDIRECTLY = {
-    "rollout_max_context_len": "rollout/sglang_rollout.py",
-    "eval_max_context_len": "rollout/sglang_rollout.py",
+    "rollout_max_context_len": "rollout/generate_request.py",
+    "eval_max_context_len": "rollout/generate_request.py",
+    "custom_generate_function_path": "rollout/custom_generate.py",
     **dict.fromkeys(
         ("squared_relu", "init_method_xavier_uniform", "bias_gelu_fusion", "bias_swiglu_fusion"),
         "backends/megatron_utils/model_config.py",
@@ -56,7 +57,7 @@ READ_INDIRECTLY = {
 
 @pytest.mark.parametrize("source", ["slime", "megatron"])
 def test_every_flag_is_read(flags: list[Flag], source: str) -> None:
-    """By slime, or by Megatron for what has the name of a field of its configuration classes (all are copied).
+    """By slime or its plug-ins, or by Megatron for what has the name of a field of its configuration classes (all are copied).
 
     A newly declared flag that nothing reads fails here: build it, or put it into ``availability``.
     """
@@ -121,6 +122,7 @@ def _is_constant(flag: Flag) -> bool:
 @cache
 def _read_by_slime() -> set[str]:
     files = [p for p in SLIME.rglob("*.py") if SLIME / "arguments" not in p.parents]
+    files += (SLIME.parent / "slime_plugins").rglob("*.py")
     return set().union(*(_names_read(ast.parse(path.read_text())) for path in files))
 
 

@@ -1,0 +1,1 @@
+"""Parts that runs may use and that slime itself does not import."""

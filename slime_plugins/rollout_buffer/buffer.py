@@ -1,0 +1,234 @@
+"""The buffer's server: ``python -m slime_plugins.rollout_buffer.buffer``.
+
+Generators write trajectories to ``/buffer/write``, the training run fetches groups of them at ``/get_rollout_data``
+and has the generator of its task started at ``/start_rollout``. It listens on loopback, or elsewhere with a key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import ipaddress
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from slime_plugins.rollout_buffer.generators import GeneratorProcess, find_generators
+from slime_plugins.rollout_buffer.group_queue import BufferFull, GroupFunctions, GroupQueue, ItemError
+
+logger = logging.getLogger(__name__)
+
+PORT = 8889
+KEY_VARIABLE = "SLIME_ROLLOUT_BUFFER_KEY"
+LONGEST_WAIT_S = 60.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class RolloutBuffer:
+    """What the server holds: the queue of the rollout in progress, and the generator that fills it."""
+
+    generators: dict[str, ModuleType]
+    max_items: int = 100_000
+    queue: GroupQueue | None = None
+    generator: GeneratorProcess | None = None
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _watching: asyncio.Task[None] | None = None
+
+    async def start_rollout(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Start the generator of ``data["task_type"]`` on an empty queue, in the place of one that is at work.
+
+        Raises ItemError for data that no generator can be started with.
+        """
+        module = self.generators.get(str(data.get("task_type")))
+        if module is None:
+            raise ItemError(f"task_type must be one of {sorted(self.generators)}, got {data.get('task_type')!r:.100}")
+        try:
+            group_size = int(data["num_repeat_per_sample"])
+        except (KeyError, TypeError, ValueError):
+            group_size = 0
+        if group_size < 1:
+            raise ItemError(f"num_repeat_per_sample must be at least 1, got {data.get('num_repeat_per_sample')!r:.100}")
+        dropped = 0 if self.queue is None else self.queue.held
+        await self.stop()
+        if dropped:
+            logger.warning("%d trajectories of the rollout before are dropped: it starts anew", dropped)
+        self.queue = GroupQueue(group_size, module.TASK_TYPE, GroupFunctions.of_module(module), self.max_items)
+        self.generator = GeneratorProcess(module, data)
+        await self.generator.start()
+        self._watching = asyncio.create_task(self._watch(self.generator))
+        return {"message": "Rollout started", "dropped_items": dropped}
+
+    async def stop(self) -> None:
+        """End the generator, if one is at work."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self.generator is not None:
+            await self.generator.stop()
+        self.generator = self._watching = None
+
+    async def write(self, item: Any) -> None:
+        """Take one trajectory; see ``GroupQueue.write``. Without a rollout that was started here, groups are of one."""
+        if self.queue is None:
+            self.queue = GroupQueue(1, "", max_items=self.max_items)
+        self.queue.write(item)
+        if self.queue.ready:
+            await self._tell()
+
+    async def read(self, wait_s: float, **acknowledged: Any) -> dict[str, Any]:
+        """Return the groups that are ready; when there is none, wait for one, or for the generator's end."""
+        if wait_s > 0 and self.queue is not None:
+            async with self.changed:
+                try:
+                    async with asyncio.timeout(min(wait_s, LONGEST_WAIT_S)):
+                        await self.changed.wait_for(lambda: self._has_news(**acknowledged))
+                except TimeoutError:
+                    pass
+        state = {"state": "none"} if self.generator is None else self.generator.state()
+        if self.queue is None:
+            return _reply(False, "no rollout was started and nothing written", [], {"generator": state})
+        data, meta_info = self.queue.read(**acknowledged)
+        meta_info["generator"] = state
+        message = f"{len(data)} trajectories" if data else f"no group is ready; the generator: {state['state']}"
+        return _reply(bool(data), message, data, meta_info)
+
+    def _has_news(self, **acknowledged: Any) -> bool:
+        ready = self.queue is None or self.queue.has_data(**acknowledged)
+        ended = self.generator is not None and self.generator.state()["state"] != "running"
+        return ready or ended
+
+    async def _watch(self, generator: GeneratorProcess) -> None:
+        code = await generator.wait()
+        (logger.info if code == 0 else logger.error)("generator %s ended with %d", generator.module.__name__, code)
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+def _reply(success: bool, message: str, data: list[Any], meta_info: dict[str, Any]) -> dict[str, Any]:
+    return {"success": success, "message": message, "data": {"data": data, "meta_info": meta_info}}
+
+
+def make_app(buffer: RolloutBuffer, *, key: str | None = None, max_body: int = 256 << 20) -> web.Application:
+    """Return the application that serves ``buffer``. With ``key``, requests must carry it as their bearer token."""
+
+    async def write(request: web.Request) -> web.Response:
+        await buffer.write(await _json(request))
+        return _answer({"success": True, "message": "written", "data": {"data": [], "meta_info": "write success"}})
+
+    async def read(request: web.Request) -> web.Response:
+        asked = await _json(request)
+        if not isinstance(asked, dict):
+            raise ItemError(f"expected an object, got {type(asked).__name__}")
+        wait_s, acknowledged = asked.get("wait_s", 0), asked.get("acknowledged")
+        if not isinstance(wait_s, (int, float)) or not isinstance(acknowledged, (int, type(None))):
+            raise ItemError(f"wait_s and acknowledged must be numbers, got {wait_s!r:.50} and {acknowledged!r:.50}")
+        return _answer(
+            await buffer.read(float(wait_s), acknowledged=acknowledged, acknowledges="acknowledged" in asked)
+        )
+
+    async def start(request: web.Request) -> web.Response:
+        data = await _json(request)
+        if not isinstance(data, dict):
+            raise ItemError(f"expected an object, got {type(data).__name__}")
+        return _answer(await buffer.start_rollout(data))
+
+    async def health(request: web.Request) -> web.Response:
+        return _answer({"ok": True, **({} if buffer.queue is None else buffer.queue.state())})
+
+    app = web.Application(client_max_size=max_body, middlewares=[_errors, _guard(key)])
+    app.router.add_post("/buffer/write", write)
+    app.router.add_post("/get_rollout_data", read)
+    app.router.add_post("/start_rollout", start)
+    app.router.add_get("/healthz", health)
+    app.cleanup_ctx.append(_until_the_end(buffer))
+    return app
+
+
+def _until_the_end(buffer: RolloutBuffer) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        yield
+        await buffer.stop()
+
+    return context
+
+
+def _guard(key: str | None) -> Any:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+            return _refusal(401, f"give the key of {KEY_VARIABLE} as bearer token")
+        return await handler(request)
+
+    return middleware
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ItemError as e:
+        return _refusal(400, str(e))
+    except BufferFull as e:
+        return _refusal(429, str(e), {"Retry-After": "1"})
+    except web.HTTPException as e:
+        return _refusal(e.status, e.text or e.reason)
+    except Exception as e:
+        logger.exception("%s failed", request.path)
+        return _refusal(500, f"{type(e).__name__}: {e}")
+
+
+def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    return _answer({"success": False, "message": message}, status, headers)
+
+
+def _answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json", headers=headers)
+
+
+async def _json(request: web.Request) -> Any:
+    try:
+        return orjson.loads(await request.read())
+    except orjson.JSONDecodeError as e:
+        raise ItemError(f"the body is no JSON: {e}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m slime_plugins.rollout_buffer.buffer", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help=f"address to listen on; not loopback needs {KEY_VARIABLE}")
+    parser.add_argument("--port", type=int, default=PORT)
+    parser.add_argument("--generator", action="append", default=[], metavar="MODULE", help="of your own; repeatable")
+    parser.add_argument("--max-items", type=int, default=100_000, help="trajectories held before writers have to wait")
+    parser.add_argument("--max-body-mib", type=int, default=256, help="size of one request")
+    words = parser.parse_args()
+    key = os.environ.get(KEY_VARIABLE) or None
+    if key is None and not is_loopback(words.host):
+        parser.error(f"--host {words.host} can be reached from elsewhere: set {KEY_VARIABLE}, there and in the run")
+    logging.basicConfig(level=logging.INFO)
+    buffer = RolloutBuffer(find_generators(words.generator), words.max_items)
+    web.run_app(make_app(buffer, key=key, max_body=words.max_body_mib << 20), host=words.host, port=words.port)
+
+
+if __name__ == "__main__":
+    main()

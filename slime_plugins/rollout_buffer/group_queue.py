@@ -1,0 +1,195 @@
+"""Trajectories on their way from generators to the trainer: gathered into groups, handed out once."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+ITEM_KEYS = ("uid", "instance_id", "messages", "reward", "extra_info")
+UIDS_REMEMBERED = 200_000
+
+Item = dict[str, Any]
+Group = tuple[str, list[Item]]
+
+
+class ItemError(ValueError):
+    """What was written is no trajectory."""
+
+
+class BufferFull(RuntimeError):
+    """No further trajectory is taken until some have been fetched."""
+
+
+@dataclass(frozen=True)
+class GroupFunctions:
+    """What a generator's module may say about groups, which are ``(instance_id, items)``.
+
+    ``is_valid_group(group, group_size, task_type)`` is asked after every item: ``(valid, finished)``, or whether a full
+    group is valid. ``transform_group(group, task_type)`` returns the group to hand out, and
+    ``get_group_data_meta_info({instance_id: items})`` what to report of a batch of groups.
+    """
+
+    is_valid_group: Callable[..., Any] | None = None
+    transform_group: Callable[..., Group] | None = None
+    get_group_data_meta_info: Callable[..., dict[str, Any]] | None = None
+
+    @classmethod
+    def of_module(cls, module: Any) -> GroupFunctions:
+        """Take the functions that ``module`` defines."""
+        return cls(**{name: getattr(module, name, None) for name in cls.__dataclass_fields__})
+
+
+class GroupQueue:
+    """Holds at most ``max_items`` trajectories. A group is ready when it has ``group_size`` of one ``instance_id``.
+
+    A trajectory that is written again (the same ``uid``: its writer had no answer) is held once. With acknowledgement,
+    a batch is handed out again until the next reader says that it has arrived.
+    """
+
+    def __init__(
+        self, group_size: int, task_type: str, functions: GroupFunctions | None = None, max_items: int = 100_000
+    ) -> None:
+        self.group_size, self.task_type, self.max_items = group_size, task_type, max_items
+        self.functions = functions or GroupFunctions()
+        self.open: dict[str, list[Item]] = {}
+        self.ready: deque[Group] = deque()
+        self.counts: Counter[str] = Counter()
+        self._handed_out: tuple[int, list[Group]] | None = None
+        self._batches = 0
+        self._uids: dict[str, None] = {}
+
+    @property
+    def held(self) -> int:
+        """Trajectories that are here, those that were handed out and not acknowledged too."""
+        groups = [*self.open.items(), *self.ready, *(self._handed_out[1] if self._handed_out else ())]
+        return sum(len(items) for _, items in groups)
+
+    def write(self, item: Any) -> None:
+        """Take one trajectory. Raises ItemError, BufferFull, and what the generator's own functions raise."""
+        _check(item)
+        if item["uid"] in self._uids:
+            self.counts["written_again"] += 1
+            return
+        if self.held >= self.max_items:
+            raise BufferFull(f"{self.held} trajectories wait to be fetched, at most {self.max_items} may")
+        instance_id = str(item["instance_id"])
+        items = [*self.open.get(instance_id, []), item]
+        valid, finished = self._verdict((instance_id, items))
+        group = self._transformed((instance_id, items)) if finished and valid else None
+        self._remember(item["uid"])
+        self.counts["written"] += 1
+        if not finished:
+            self.open[instance_id] = items
+            return
+        self.open.pop(instance_id, None)
+        if group is None:
+            self.counts["invalid_groups"] += 1
+            logger.warning("group %s of %d trajectories is not valid and is dropped", instance_id, len(items))
+        else:
+            self.ready.append(group)
+
+    def read(self, acknowledged: int | None = None, *, acknowledges: bool = False) -> tuple[list[Item], dict[str, Any]]:
+        """Return the trajectories of all groups that are ready, and what there is to know of them.
+
+        With ``acknowledges``, ``acknowledged`` is the ``batch_id`` of the last batch that arrived, and this one is
+        handed out again unless the next call names it. Without, a batch counts as arrived when it is handed out.
+        """
+        if self._handed_out is not None and (not acknowledges or acknowledged == self._handed_out[0]):
+            self._handed_out = None
+        again = self._handed_out is not None
+        if not again:
+            self._batches += 1
+            self._handed_out = (self._batches, list(self.ready))
+            self.ready.clear()
+        assert self._handed_out is not None
+        number, groups = self._handed_out
+        if not acknowledges or not groups:
+            self._handed_out = None
+        meta_info = {**self._describe(groups), "batch_id": number, "handed_out_again": again, **self.state()}
+        return [item for _, items in groups for item in items], meta_info
+
+    def has_data(self, acknowledged: int | None = None, *, acknowledges: bool = False) -> bool:
+        """True when ``read`` with these arguments has something to return."""
+        kept = self._handed_out is not None and acknowledges and acknowledged != self._handed_out[0]
+        return bool(self.ready) or kept
+
+    def state(self) -> dict[str, Any]:
+        """Return what is waiting, and what has become of the rest."""
+        return {
+            "unfinished_groups": len(self.open),
+            "unfinished_items": sum(len(items) for items in self.open.values()),
+            **{name: self.counts[name] for name in ("written", "written_again", "invalid_groups")},
+        }
+
+    def _verdict(self, group: Group) -> tuple[bool, bool]:
+        full = len(group[1]) >= self.group_size
+        if self.functions.is_valid_group is None:
+            return True, full
+        verdict = _call(self.functions.is_valid_group, group, self.group_size, self.task_type)
+        if isinstance(verdict, tuple):
+            valid, finished = verdict
+            return bool(valid), bool(finished)
+        return bool(verdict), full
+
+    def _transformed(self, group: Group) -> Group:
+        if self.functions.transform_group is None:
+            return group
+        instance_id, items = _call(self.functions.transform_group, group, self.task_type)
+        return str(instance_id), list(items)
+
+    def _describe(self, groups: list[Group]) -> dict[str, Any]:
+        items = [item for _, items in groups for item in items]
+        rewards = [float(item["reward"]) for item in items if isinstance(item["reward"], (int, float))]
+        found: dict[str, Any] = {
+            "total_samples": len(items),
+            "num_groups": len(groups),
+            "finished_groups": [instance_id for instance_id, _ in groups],
+        }
+        if rewards:
+            found["avg_reward"] = sum(rewards) / len(rewards)
+        if groups and self.functions.get_group_data_meta_info is not None:
+            by_instance: dict[str, list[Item]] = {}
+            for instance_id, members in groups:
+                by_instance.setdefault(instance_id, []).extend(members)
+            found |= self.functions.get_group_data_meta_info(by_instance)
+        return found
+
+    def _remember(self, uid: str) -> None:
+        self._uids[uid] = None
+        if len(self._uids) > UIDS_REMEMBERED:
+            del self._uids[next(iter(self._uids))]
+
+
+def _check(item: Any) -> None:
+    if not isinstance(item, Mapping):
+        raise ItemError(f"expected an object with {', '.join(ITEM_KEYS)}, got {type(item).__name__}")
+    missing = [key for key in ITEM_KEYS if key not in item]
+    if missing:
+        raise ItemError(f"a trajectory needs {', '.join(ITEM_KEYS)}; missing: {', '.join(missing)}")
+    if not isinstance(item["uid"], str) or not item["uid"]:
+        raise ItemError(f"uid must be a string that is not empty, got {item['uid']!r:.100}")
+    if not isinstance(item["instance_id"], (str, int)):
+        raise ItemError(f"instance_id must be a string or a number, got {item['instance_id']!r:.100}")
+    messages = item["messages"]
+    well_formed = (
+        isinstance(messages, list) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    )
+    if not well_formed:
+        raise ItemError(f"messages must be a list of chat messages with a role each, got {messages!r:.200}")
+    if not isinstance(item["extra_info"], Mapping):
+        raise ItemError(f"extra_info must be an object, got {item['extra_info']!r:.100}")
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a generator's function with as many of the arguments as it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function(*arguments)
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return function(*arguments[:count])

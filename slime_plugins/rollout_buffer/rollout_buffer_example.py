@@ -1,0 +1,228 @@
+"""The rollout function of runs whose trajectories come from a rollout buffer (``--rollout-function-path``)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.sft_rollout import mask_generator
+from slime.utils.async_utils import run
+from slime.utils.http_client import HttpClient, HttpRequestError
+from slime.utils.http_utils import _wrap_ipv6
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.utils.types import Sample
+from slime_plugins.rollout_buffer.buffer import KEY_VARIABLE
+
+__all__ = ["generate_rollout"]
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 30.0
+"""How long one request may wait at the buffer for a group."""
+COUNTER = "rollout_buffer_groups"
+Group = list[Sample]
+
+_started: set[str] = set()
+_arrived: dict[str, int | None] = {}
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """Return ``rollout_batch_size`` groups from the buffer at ``--rollout-buffer-url``.
+
+    The first call starts the generator of ``--rollout-task-type``. Groups beyond those asked for wait in the data
+    source, and which items have been fetched is part of its state: after a restart the generator leaves them out.
+    Raises RuntimeError when the generator has ended with too few groups, or after ``--fetch-trajectory-retry-times``
+    fetches in a row without a group, and ValueError for evaluations, which the buffer does not make.
+    """
+    if evaluation:
+        raise ValueError(
+            "the rollout buffer makes no evaluations: give --eval-function-path "
+            "slime.rollout.sglang_rollout.generate_rollout, or leave out --eval-interval"
+        )
+    if not args.rollout_buffer_url:
+        raise ValueError(f"{__name__}.generate_rollout needs --rollout-buffer-url, the address of the rollout buffer")
+    return run(_generate_rollout(args, rollout_id, data_source))
+
+
+async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+    url = args.rollout_buffer_url.rstrip("/")
+    client = _client(args, url)
+    try:
+        if url not in _started:
+            await _start(args, client, url, data_source)
+        wanted = args.rollout_batch_size
+        groups: list[Group] = data_source.get_samples(min(wanted, data_source.get_buffer_length()))
+        meta_infos: list[dict[str, Any]] = []
+        empty = 0
+        while len(groups) < wanted:
+            items, meta_info = await _fetch(args, client, url, empty)
+            empty = 0 if items else empty + 1
+            fetched = _groups(args, items, data_source)
+            _remember(data_source, rollout_id, items, len(fetched))
+            groups += fetched
+            if items:
+                meta_infos.append(meta_info)
+            elif len(groups) < wanted:
+                await _check_generator(args, client, url, data_source, meta_info, len(groups))
+    finally:
+        await client.close()
+    if groups[wanted:]:
+        data_source.add_samples(groups[wanted:])
+    return RolloutFnTrainOutput(samples=groups[:wanted], metrics=_metrics(groups[:wanted], meta_infos))
+
+
+def _client(args: Any, url: str) -> HttpClient:
+    client = HttpClient(4, getattr(args, "rollout_request_timeout", None) or 1800.0, os.environ.get(KEY_VARIABLE))
+    client.trust(url)
+    return client
+
+
+async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> None:
+    fetched = data_source.get_metadata().get("rollout_buffer_fetched", {})
+    payload = {
+        "task_type": args.rollout_task_type,
+        "input_file": args.prompt_data,
+        "input_key": args.input_key,
+        "label_key": args.label_key,
+        "num_epoch": _epochs(args, data_source),
+        "num_process": getattr(args, "rollout_num_process", None) or 10,
+        "num_repeat_per_sample": args.n_samples_per_prompt,
+        "remote_engine_url": f"http://{_wrap_ipv6(args.sglang_router_ip)}:{args.sglang_router_port}",
+        "remote_buffer_url": url,
+        "max_tokens": args.rollout_max_response_len,
+        "sampling_params": {
+            "max_tokens": args.rollout_max_response_len,
+            "temperature": args.rollout_temperature,
+            "top_p": args.rollout_top_p,
+        },
+        "tokenizer_path": args.hf_checkpoint,
+        "skip_instance_ids": [name for names in fetched.values() for name in names],
+    }
+    if getattr(args, "sglang_api_key", None):
+        payload["engine_api_key"] = args.sglang_api_key
+    reply = await client.post(f"{url}/start_rollout", payload, max_retries=10)
+    logger.info("rollout buffer %s: %s", url, reply)
+    _started.add(url)
+    _arrived[url] = None
+
+
+def _epochs(args: Any, data_source: Any) -> int:
+    """How often the generator goes through the prompts: as often as the run needs them."""
+    if args.num_rollout is None or not len(data_source):
+        return args.num_epoch or 1
+    return math.ceil(args.num_rollout * args.rollout_batch_size / len(data_source))
+
+
+async def _fetch(args: Any, client: HttpClient, url: str, empty: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the trajectories of the groups that are ready; the request itself waits for the first of them."""
+    tries = args.fetch_trajectory_retry_times
+    if tries >= 0 and empty > tries:
+        raise RuntimeError(
+            f"the rollout buffer at {url} had no group for {empty} requests in a row, each of {WAIT_S:g} s "
+            f"(--fetch-trajectory-retry-times {tries})"
+        )
+    asked = {"wait_s": WAIT_S, "acknowledged": _arrived.get(url)}
+    try:
+        reply = await client.post(f"{url}/get_rollout_data", asked, max_retries=1 if tries >= 0 else 60)
+    except HttpRequestError as e:
+        if tries < 0 or (e.status is not None and e.status < 500):
+            raise
+        logger.warning("%s", e)
+        return [], {}
+    items, meta_info = reply["data"]["data"], reply["data"]["meta_info"] or {}
+    if items:
+        _arrived[url] = meta_info.get("batch_id")
+    return items, meta_info
+
+
+async def _check_generator(
+    args: Any, client: HttpClient, url: str, data_source: Any, meta_info: dict[str, Any], have: int
+) -> None:
+    """Raise when nothing more is going to come. A buffer that was restarted, and knows of no generator, gets one."""
+    generator = meta_info.get("generator") or {"state": "running"}
+    if generator["state"] == "running":
+        return
+    if generator["state"] == "none":
+        logger.warning("the rollout buffer at %s was restarted: what had not been fetched is generated again", url)
+        await _start(args, client, url, data_source)
+        return
+    said = f", exit code {generator['exit_code']}; its log ends: {generator['log']}" if "log" in generator else ""
+    left, groups = meta_info.get("unfinished_items", 0), meta_info.get("unfinished_groups", 0)
+    raise RuntimeError(
+        f"the generator of --rollout-task-type {args.rollout_task_type} has stopped ({generator['state']}{said}), but "
+        f"only {have} of {args.rollout_batch_size} groups are there; {left} trajectories are of {groups} groups that "
+        f"are not full, {meta_info.get('invalid_groups', 0)} groups were not valid"
+    )
+
+
+def _groups(args: Any, items: Iterable[dict[str, Any]], data_source: Any) -> list[Group]:
+    """Gather the trajectories of one item into groups of ``n_samples_per_prompt``."""
+    size = args.n_samples_per_prompt
+    by_instance: dict[str, list[dict[str, Any]]] = {}
+    for item in items:
+        by_instance.setdefault(str(item["instance_id"]), []).append(item)
+    number = int(data_source.get_metadata().get(COUNTER, 0))
+    masks = mask_generator(args.hf_checkpoint, args.loss_mask_type, getattr(args, "trust_remote_code", False))
+    groups: list[Group] = []
+    for instance_id, members in by_instance.items():
+        if len(members) % size:
+            raise ValueError(
+                f"the rollout buffer gave {len(members)} trajectories of {instance_id}, expected groups of "
+                f"--n-samples-per-prompt {size}; check transform_group and is_valid_group of the generator"
+            )
+        for first in range(0, len(members), size):
+            group_index = number + len(groups)
+            groups.append(
+                [
+                    _sample(item, masks, group_index, group_index * size + place)
+                    for place, item in enumerate(members[first : first + size])
+                ]
+            )
+    return groups
+
+
+def _sample(item: dict[str, Any], masks: MultiTurnLossMaskGenerator, group_index: int, index: int) -> Sample:
+    messages, extra = item["messages"], item["extra_info"]
+    tokens, loss_mask = masks.get_loss_mask(messages, tools=extra.get("tools"))
+    length = get_response_lengths([loss_mask])[0]
+    failed = "error" in extra
+    if length == 0 and not failed:
+        raise ValueError(f"trajectory {item['uid']} of {item['instance_id']} trains no token: no assistant message")
+    status = Sample.Status.TRUNCATED if extra.get("finish_reason") == "length" else Sample.Status.COMPLETED
+    last = messages[-1].get("content")
+    return Sample(
+        group_index=group_index,
+        index=index,
+        prompt=messages[:-1],
+        tokens=tokens,
+        response=last if isinstance(last, str) else "",
+        response_length=length,
+        loss_mask=loss_mask[len(loss_mask) - length :],
+        reward=item["reward"],
+        status=Sample.Status.FAILED if failed else status,
+        remove_sample=failed,
+        metadata={**extra, "instance_id": item["instance_id"], "uid": item["uid"]},
+    )
+
+
+def _remember(data_source: Any, rollout_id: int, items: Iterable[dict[str, Any]], groups: int) -> None:
+    """Note, in what is saved with a checkpoint, which groups were fetched."""
+    metadata = data_source.get_metadata()
+    fetched = dict(metadata.get("rollout_buffer_fetched", {}))
+    names = [str(item["instance_id"]) for item in items]
+    size = len(names) // groups if groups else 1
+    fetched[str(rollout_id)] = fetched.get(str(rollout_id), []) + sorted(names)[::size]
+    data_source.update_metadata({"rollout_buffer_fetched": fetched, COUNTER: int(metadata.get(COUNTER, 0)) + groups})
+
+
+def _metrics(groups: list[Group], meta_infos: list[dict[str, Any]]) -> dict[str, Any]:
+    failed = sum(sample.remove_sample for group in groups for sample in group)
+    metrics: dict[str, Any] = {"rollout/buffer/fetches": len(meta_infos), "rollout/buffer/failed_samples": failed}
+    for name in ("written_again", "invalid_groups", "unfinished_items"):
+        if meta_infos:
+            metrics[f"rollout/buffer/{name}"] = meta_infos[-1].get(name, 0)
+    return metrics

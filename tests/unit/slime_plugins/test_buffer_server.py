@@ -1,0 +1,125 @@
+"""The buffer's HTTP side: what it refuses, whom it lets in, and what it says of its generator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import requests
+
+from slime_plugins.rollout_buffer.buffer import is_loopback
+from slime_plugins.rollout_buffer.generators import find_generators
+from tests.support.rollout_buffers import ServedBuffer
+from tests.unit.slime_plugins.test_group_queue import item
+
+BAD = "tests.unit.slime_plugins.bad_generators"
+
+
+@pytest.fixture
+def served():
+    with ServedBuffer(BAD, max_items=3) as running:
+        yield running
+
+
+def post(url: str, body, **options) -> requests.Response:
+    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    return requests.post(url, data=data, timeout=30, **options)
+
+
+def fetch(url: str, **asked) -> dict:
+    return post(f"{url}/get_rollout_data", asked).json()
+
+
+def test_what_is_written_is_fetched_once(served):
+    assert fetch(served.url) == {
+        "success": False,
+        "message": "no rollout was started and nothing written",
+        "data": {"data": [], "meta_info": {"generator": {"state": "none"}}},
+    }
+    assert post(f"{served.url}/buffer/write", item("1")).json()["success"]
+    reply = fetch(served.url)
+    assert reply["success"]
+    assert reply["data"]["data"] == [item("1")]
+    reply = fetch(served.url)
+    assert (reply["success"], reply["data"]["data"]) == (False, [])
+
+
+@pytest.mark.parametrize("path", ["/buffer/write", "/get_rollout_data", "/start_rollout"])
+@pytest.mark.parametrize("body", [b"", b"{", b"\x80\x04\x95", b"[1, 2]", b'"x"', b"nan"])
+def test_bodies_that_cannot_be_read_are_refused(served, path, body):
+    reply = post(f"{served.url}{path}", body)
+    assert reply.status_code == 400
+    assert "JSON" in reply.json()["message"] or "expected an object" in reply.json()["message"]
+    assert requests.get(f"{served.url}/healthz", timeout=30).json()["ok"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/buffer/write", {"uid": "1"}, "missing: instance_id, messages, reward, extra_info"),
+        ("/start_rollout", {"task_type": "chess", "num_repeat_per_sample": 1}, "of ['breaks', 'math'], got 'chess'"),
+        ("/start_rollout", {"num_repeat_per_sample": 1}, "task_type must be"),
+        ("/start_rollout", {"task_type": "math", "num_repeat_per_sample": 0}, "num_repeat_per_sample must be"),
+        ("/start_rollout", {"task_type": "math"}, "num_repeat_per_sample must be"),
+        ("/get_rollout_data", {"wait_s": "long"}, "wait_s and acknowledged must be numbers"),
+        ("/get_rollout_data", {"acknowledged": "1"}, "wait_s and acknowledged must be numbers"),
+    ],
+)  # fmt: skip
+def test_requests_that_make_no_sense_say_what_was_expected(served, path, body, message):
+    reply = post(f"{served.url}{path}", body)
+    assert (reply.status_code, message in reply.json()["message"]) == (400, True)
+
+
+def test_what_is_too_much_is_refused(served):
+    assert post(f"{served.url}/buffer/write", b" " * (2 << 20)).status_code == 413
+    for uid in ("1", "2", "3"):
+        assert post(f"{served.url}/buffer/write", item(uid)).status_code == 200
+    reply = post(f"{served.url}/buffer/write", item("4"))
+    assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
+    assert requests.get(f"{served.url}/buffer/write", timeout=30).status_code == 405
+    assert requests.get(f"{served.url}/../etc/passwd", timeout=30).status_code == 404
+
+
+def test_a_key_keeps_others_out():
+    with ServedBuffer(key="secret") as served:
+        url = f"{served.url}/buffer/write"
+        assert post(url, item("1")).status_code == 401
+        assert post(url, item("1"), headers={"Authorization": "Bearer no"}).status_code == 401
+        assert requests.get(f"{served.url}/healthz", timeout=30).status_code == 401
+        assert post(url, item("1"), headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_reader_waits_for_the_generators_end_and_hears_why(served):
+    started = post(f"{served.url}/start_rollout", {"task_type": "breaks", "num_repeat_per_sample": 2})
+    assert started.json() == {"message": "Rollout started", "dropped_items": 0}
+    reply = fetch(served.url, wait_s=60)
+    generator = reply["data"]["meta_info"]["generator"]
+    assert (reply["success"], generator["state"], generator["exit_code"]) == (False, "failed", 3)
+    assert "nothing works here" in generator["log"]
+    post(f"{served.url}/buffer/write", item("1"))
+    again = post(f"{served.url}/start_rollout", {"task_type": "breaks", "num_repeat_per_sample": 2})
+    assert again.json()["dropped_items"] == 1
+
+
+def test_generators_are_found_by_their_type():
+    assert set(find_generators([])) == {"math"}
+    with pytest.raises(ValueError, match="the generator json has no TASK_TYPE and no run_rollout"):
+        find_generators(["json"])
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.7", False), ("box", False)],
+)
+def test_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_beyond_loopback_a_key_is_needed():
+    command = [sys.executable, "-m", "slime_plugins.rollout_buffer.buffer", "--host", "0.0.0.0"]
+    environment = {"PATH": "/usr/bin:/bin"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "set SLIME_ROLLOUT_BUFFER_KEY" in ended.stderr
