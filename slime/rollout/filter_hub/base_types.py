@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.hooks import Hook, describe, finish, for_samples
+from slime.rollout.either_form import finish
+from slime.rollout.hooks import Hook, describe, for_samples
 
 
 @dataclass

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import hooks
+from slime.rollout import either_form
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, iter_samples
 from slime.rollout.custom_generate import call_generate, generate_hook
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.drawing import draw_groups
+from slime.rollout.either_form import finish
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
 from slime.rollout.hook_contracts import CONTRACTS
-from slime.rollout.hooks import Hook, check_hooks, find_hook, finish, make_hook, place_of
+from slime.rollout.hooks import Hook, check_hooks, find_hook, make_hook, place_of
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import BadReward
@@ -271,7 +272,7 @@ def test_decorated_functions_factories_and_delegates_are_what_they_are_called_as
 
 def test_a_thread_that_ends_with_an_odd_exception_is_still_told():
     async def stops() -> None:
-        await hooks.in_thread(lambda: next(iter(())))
+        await either_form.in_thread(lambda: next(iter(())))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         run(stops())
