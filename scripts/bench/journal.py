@@ -25,7 +25,8 @@ import numpy as np
 
 from scripts.bench.rewards import per_time, stalls
 from slime.rollout.group_copy import copy_group
-from slime.rollout.journal import GroupJournal, samples_to_json
+from slime.rollout.journal import GroupJournal
+from slime.rollout.journal_writer import samples_to_json
 from slime.rollout.state_codec import decode_group
 from slime.utils.types import Sample
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.journal import GroupJournal, group_index
+from slime.rollout.journal import GroupJournal, group_index, remove_journals
 from slime.utils.misc import should_run_periodic_action
 from slime.utils.types import Sample
 
@@ -89,9 +89,14 @@ class Recovery:
             self.journal.turn_over(rollout_id + 1, wanted=saved)
 
     def after_save(self, rollout_id: int) -> None:
-        """Drop what no restart can need. The checkpoint of ``rollout_id`` is still to come: keep the one before it."""
+        """Drop what no restart can need. The checkpoint of ``rollout_id`` is still to come: keep the one before it.
+
+        A run without a journal drops those of earlier runs: what they generated was not made by its weights.
+        """
         if self.journal is not None:
             self.journal.forget_before(self._last_saved + 1)
+        else:
+            remove_journals(Path(self.args.save) / "rollout", lambda number: True)
         self._last_saved = rollout_id
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.rollout import data_source, journal
+from slime.rollout import data_source, journal_writer
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.state_codec import NotStorable, decode_value, encode_value
@@ -30,7 +30,7 @@ HERE = __name__
 def tokenizer(monkeypatch):
     monkeypatch.setattr(data_source, "load_tokenizer", lambda *a, **k: CharTokenizer())
     monkeypatch.setattr(atomic_file, "sync", lambda path: None)  # hundreds of files would wait for the disk
-    monkeypatch.setattr(journal, "sync", lambda path: None)
+    monkeypatch.setattr(journal_writer, "sync", lambda path: None)
 
 
 @pytest.fixture
@@ -176,6 +176,70 @@ def test_a_resumed_stream_is_the_uninterrupted_one(tmp_path_factory, steps, cut,
     second = RolloutDataSourceWithBuffer(args)
     second.load(cut - 1)
     assert before + run_steps(second, steps[cut:]) == whole
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one after the other", "one ahead"])
+@pytest.mark.parametrize(("count", "batch"), [(8, 4), (6, 4), (5, 5), (3, 4), (7, 2), (1, 3)])
+@pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
+def test_resumed_before_at_and_after_every_end_of_an_epoch(make, count, batch, cls, ahead):
+    """Three epochs and a bit, resumed after every rollout, in the order in which either loop draws and saves."""
+    rollouts = -(-3 * count // batch) + 2
+    expected = expected_stream(count, batch * rollouts, shuffle=True)
+    args = {
+        "prompts": count, "cls": cls, "rollout_shuffle": True, "rollout_batch_size": batch, "save_interval": 1,
+        "num_rollout": rollouts,
+    }  # fmt: skip
+    for first in range(rollouts):
+        source = make(**args)
+        source.load(first - 1)
+        seen = expected[: batch * first]
+        drawn = source.get_samples(batch)
+        source.snapshot(first)
+        for rollout_id in range(first, rollouts):
+            used = drawn
+            if ahead and rollout_id + 1 < rollouts:
+                drawn = source.get_samples(batch)
+                source.snapshot(rollout_id + 1)
+            seen = seen + prompts(used)
+            source.save(rollout_id)
+            if not ahead and rollout_id + 1 < rollouts:
+                drawn = source.get_samples(batch)
+                source.snapshot(rollout_id + 1)
+        assert seen == expected
+        assert [group[0].group_index for group in used] == list(range(batch * (rollouts - 1), batch * rollouts))
+
+
+def test_a_source_without_buffer_keeps_what_it_is_handed_back(make):
+    source = make(cls=RolloutDataSource)
+    first = source.get_samples(4)
+    source.take_back(first[1:3])
+    source.save(0)
+    again = make(cls=RolloutDataSource)
+    again.load(0)
+    for one in (source, again):
+        assert prompts(one.get_samples(1) + one.get_samples(3)) == ["p1", "p2", "p4", "p0"]
+    buffered = make()
+    buffered.load(0)
+    assert prompts(buffered.buffer) == ["p1", "p2"]
+
+
+class TakesSamples(RolloutDataSource):
+    """A data source of a user: groups handed back go where it wants them."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.mine: list[Any] = []
+
+    def add_samples(self, samples: list[Any]) -> None:
+        self.mine += samples
+
+
+def test_a_class_with_a_buffer_of_its_own_is_given_what_is_handed_back(make):
+    source = make(cls=TakesSamples)
+    group = source.get_samples(1)
+    source.take_back(group)
+    assert source.mine == group
+    assert prompts(source.get_samples(1)) == ["p1"]
 
 
 def test_what_is_in_the_buffer_survives_exactly(make):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import journal as journal_module
+from slime.rollout import journal_writer
 from slime.rollout.journal import GroupJournal
 from slime.rollout.journal_file import decode_record, encode_record, read_records
 from slime.utils.types import Sample
@@ -32,7 +33,7 @@ from tests.support.journal_model import (
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was synced; a kill, unlike the loss of the machine, needs no disk that is waited for."""
     names: list[str] = []
-    monkeypatch.setattr(journal_module, "sync", lambda path: names.append(path.name))
+    monkeypatch.setattr(journal_writer, "sync", lambda path: names.append(path.name))
     return names
 
 
@@ -162,7 +163,7 @@ def test_a_full_disk_ends_the_journal_of_a_rollout_and_not_the_run(tmp_path: Pat
 
 def test_a_record_cut_off_by_a_full_disk_is_not_followed_by_others(tmp_path: Path, monkeypatch, caplog) -> None:
     journal, _ = told(tmp_path, 0)
-    append = journal_module._append
+    append = journal_writer._append
 
     def half(path: Path, entries: Any) -> None:
         with open(path, "ab") as file:
@@ -171,10 +172,10 @@ def test_a_record_cut_off_by_a_full_disk_is_not_followed_by_others(tmp_path: Pat
 
     journal.completed(make_group(1, [1], COMPLETED))
     journal.flush()
-    monkeypatch.setattr(journal_module, "_append", half)
+    monkeypatch.setattr(journal_writer, "_append", half)
     journal.completed(make_group(2, [1], COMPLETED))
     journal.flush()
-    monkeypatch.setattr(journal_module, "_append", append)
+    monkeypatch.setattr(journal_writer, "_append", append)
     journal.completed(make_group(3, [1], COMPLETED))
     journal.flush()
     again, (_, generated, _) = told(tmp_path, 0)
@@ -218,7 +219,7 @@ def test_a_read_only_directory_stops_nothing(tmp_path: Path, monkeypatch, caplog
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     with monkeypatch.context() as context:
-        context.setattr(*((Path, "unlink", refuse) if name == "unlink" else (journal_module.os, "truncate", refuse)))
+        context.setattr(*((Path, "unlink", refuse) if name == "unlink" else (os, "truncate", refuse)))
         again, _ = told(tmp_path, 0)
         again.turn_over(7, wanted=True)
         again.forget_before(9)
@@ -233,7 +234,7 @@ def test_what_breaks_the_writing_thread_is_not_waited_for(tmp_path: Path, monkey
         raise RuntimeError("boom")
 
     with monkeypatch.context() as context:
-        context.setattr(journal_module, "_append", broken)
+        context.setattr(journal_writer, "_append", broken)
         journal.completed(make_group(1, [1], COMPLETED))
         journal.flush()
     assert "boom" in caplog.text
@@ -270,14 +271,14 @@ def test_journals_of_other_releases(tmp_path: Path, caplog, format_: int) -> Non
 
 
 def test_a_slow_disk_costs_groups_and_not_memory(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(journal_module, "MAX_WAITING", 3)
-    append, go = journal_module._append, threading.Event()
+    monkeypatch.setattr(journal_writer, "MAX_WAITING", 3)
+    append, go = journal_writer._append, threading.Event()
 
     def slow(path: Path, entries: Any) -> None:
         assert go.wait(60)
         append(path, entries)
 
-    monkeypatch.setattr(journal_module, "_append", slow)
+    monkeypatch.setattr(journal_writer, "_append", slow)
     journal, _ = told(tmp_path, 0)
     for number in range(20):
         journal.completed(make_group(number, [1], COMPLETED))  # returns while the disk keeps the thread waiting

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from slime.rollout import data_source, journal, recovery
+from slime.rollout import data_source, journal_writer, recovery
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import atomic_file
 from slime.utils.types import Sample
+from tests.support.data_source_model import ACTIONS, History
 from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
 
 Status = Sample.Status
@@ -26,7 +29,7 @@ Start = Callable[..., Any]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_source, "load_tokenizer", lambda *a, **k: CharTokenizer())
     monkeypatch.setattr(atomic_file, "sync", lambda path: None)
-    monkeypatch.setattr(journal, "sync", lambda path: None)
+    monkeypatch.setattr(journal_writer, "sync", lambda path: None)
 
 
 def resumed_args(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -192,6 +195,19 @@ def test_runs_that_are_not_resumed_write_no_journal(start: Start, tmp_path: Path
     assert names == ["global_dataset_state_dict_1.json"]
 
 
+def test_a_run_that_keeps_no_journal_removes_those_of_another_run(start: Start, tmp_path: Path) -> None:
+    """Its checkpoints take the place of those that the journal belongs to."""
+    source = start()
+    source.record_completed(finish(source.get_samples(1)[0]))
+    kill(source)
+    anew = start(load=None)
+    anew.get_samples(1)
+    anew.snapshot(0)
+    assert (tmp_path / "save" / "rollout" / "journal_0.jsonl").exists()
+    anew.save(0)
+    assert not (tmp_path / "save" / "rollout" / "journal_0.jsonl").exists()
+
+
 def test_groups_still_worked_on_are_saved_and_come_first(start: Start) -> None:
     """A rollout function that works across rollouts says what it holds, while it goes on drawing."""
     source = start()
@@ -237,3 +253,15 @@ def test_the_default_rollout_does_not_generate_twice(cluster: Any, make_args: An
     asked = Counter("".join(map(chr, request["input_ids"])) for request in cluster.requests)
     assert asked == {"p2": 2}
     assert [output.samples[i] for i in (0, 1, 3)] == first.samples
+
+
+HISTORIES = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 10**4)), max_size=40)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(HISTORIES, st.booleans(), st.booleans(), st.booleans(), st.integers(1, 3))
+def test_no_history_loses_a_prompt_or_trains_it_twice(tmp_path, actions, partial, keeps, buffer, interval):
+    with History(tmp_path / "run", partial and buffer, keeps, buffer, interval) as history:
+        for action in actions:
+            history.play([action])
+            history.verify()
