@@ -29,6 +29,7 @@ from slime.utils.http_errors import (
     Retry,
     StreamLostError,
     check_status,
+    has_no_engine,
     is_lost_upstream,
     transport_errors,
 )
@@ -91,8 +92,9 @@ class HttpClient:
         """POST ``payload`` as JSON; return the reply parsed as JSON, or as text when it is not JSON.
 
         Transport errors and the statuses 429, 502, 503 and 504 are retried with jittered exponential back-off, at most
-        ``max_retries`` attempts in all. Raises HttpRequestError for any other status from 400 up (at once, with the
-        reply's text) and when attempts run out, HttpTimeoutError after ``timeout`` s (default ``request_timeout``).
+        ``max_retries`` attempts in all; where a router has no engine, until one is back. Raises HttpRequestError for
+        any other status from 400 up (at once, with the reply's text) and when attempts run out, HttpTimeoutError after
+        ``timeout`` s (default ``request_timeout``).
         """
         payload = payload or {}
         base, _, endpoint = url.rpartition("/")
@@ -228,7 +230,7 @@ class HttpClient:
                         return await send(method, url, body, self._headers(url, headers), attempt, started)
                     except Retry as e:
                         last = e
-                    if attempt >= max(1, max_attempts):
+                    if attempt >= max(1, max_attempts) and not has_no_engine(last):
                         break
                     delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(attempt - 1, 10)) * random.uniform(0.5, 1.0)
                     (logger.warning if attempt in (1, 5, 20) else logger.debug)(

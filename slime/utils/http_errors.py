@@ -77,6 +77,14 @@ def check_status(reply: aiohttp.ClientResponse, raw: bytes, attempts: int, start
     )  # fmt: skip
 
 
+def has_no_engine(failure: Retry) -> bool:
+    """True when a router has no engine to send to: engines may be on their way back, so only the deadline ends this.
+
+    The code is sglang-router's. A run that gets no engine back is ended by what watches the engines.
+    """
+    return failure.status == 503 and "no_available_workers" in failure.body
+
+
 def is_lost_upstream(status: int, text: str) -> bool:
     """True when a router's 500 says that its connection to the engine broke: the engine died, others may serve.
 

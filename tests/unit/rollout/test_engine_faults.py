@@ -101,6 +101,37 @@ def test_broken_replies_are_reported_and_asked_for_again(cluster, make_args, cap
     assert len(rids) == len(set(rids)) == 8 + 3
 
 
+def test_a_rollout_without_any_engine_waits_for_one_however_often_it_has_asked(cluster, make_args, monkeypatch):
+    """Engines that are started again take longer than the attempts of a request that is refused."""
+    monkeypatch.setattr(http_client, "BACKOFF_CAP_S", 0.01)
+    args = make_args()
+    lost, cluster.router.engines[:] = list(cluster.router.engines), []
+    asked = 0
+    real = cluster.router.handle
+
+    async def handle(request: Any) -> Any:
+        nonlocal asked
+        asked += request.path == "/generate"
+        if asked == 8 * 70:  # 8 samples, 60 attempts
+            cluster.router.engines[:] = lost
+        return await real(request)
+
+    monkeypatch.setattr(cluster.listeners[cluster.router.url], "handler", handle)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    check_samples(list(iter_samples(output.samples)))
+    assert asked >= 8 * 70
+    assert len(cluster.requests) == 8
+
+
+def test_a_rollout_that_gets_no_engine_back_ends_at_its_deadline(cluster, make_args):
+    args = make_args(rollout_request_timeout=1.0)
+    cluster.router.engines.clear()
+    with pytest.raises(HttpTimeoutError, match=r"deadline of 1 s; the last failed attempt: answered 503") as caught:
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert "has no engine" in " ".join(caught.value.__notes__)
+    assert caught.value.body == '{"error":{"code":"no_available_workers"}}'
+
+
 def rollouts_under_faults(cluster: Any, args: Any, rollouts: int) -> None:
     for number, engine in enumerate(cluster.engines):
         engine.record = False
