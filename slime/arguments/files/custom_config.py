@@ -14,6 +14,9 @@ from slime.arguments.spelling import nearest
 OPTION = "--custom-config-path"
 logger = logging.getLogger(__name__)
 
+NAMES_OF_EXAMPLES = frozenset({"tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "use_rs", "rs_level"})
+"""No mistakes, however much they look like flags: published plug-ins read them."""
+
 
 def read(path: str | None, flags: Iterable[Flag]) -> dict[str, Any]:
     """Attribute -> value of the file; values of flags are typed and checked as on the command line.
@@ -49,7 +52,7 @@ def look_alikes(path: str | None, given: Iterable[str], flags: Iterable[Flag]) -
     known = {flag.dest for flag in flags}
     options = ["--" + name.replace("_", "-") for name in known]
     found = []
-    for name in sorted(set(given) - known):
+    for name in sorted(set(given) - known - NAMES_OF_EXAMPLES):
         guess = nearest("--" + name.replace("_", "-"), options)
         if guess is not None:
             meant = guess[2:].replace("-", "_")

@@ -57,7 +57,7 @@ READ_INDIRECTLY = {
 
 @pytest.mark.parametrize("source", ["slime", "megatron"])
 def test_every_flag_is_read(flags: list[Flag], source: str) -> None:
-    """By slime or its plug-ins, or by Megatron for what has the name of a field of its configuration classes (all are copied).
+    """By slime, its plug-ins, or Megatron for what is named like a field of its configuration classes (all are copied).
 
     A newly declared flag that nothing reads fails here: build it, or put it into ``availability``.
     """
