@@ -15,7 +15,7 @@ from slime.algorithms.rewards import post_process_rewards
 from slime.batching.columns import RolloutBatch, RolloutShard
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import build_train_data, finite_reward
-from slime.rollout.hooks import Hook, find_hook, make_hook
+from slime.rollout.hooks import Hook, find_hook, find_hooks
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.utils.atomic_file import write_atomically
 from slime.utils.types import Sample
@@ -49,6 +49,7 @@ class Converter:
         self.carried = CarriedOver([], [], [])
         self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
         self._post_process = find_hook(args, "custom_reward_post_process_path")
+        self._makers = [hook for hook in find_hooks(args, *_MAKERS) if not hook.path.startswith("slime.")]
 
     def shards(self, samples: Sequence[Sample]) -> list[RolloutShard]:
         """Return one shard per data-parallel rank of what ``samples``, after those carried over, train.
@@ -115,12 +116,7 @@ class Converter:
         try:
             yield
         except (ValueError, KeyError, AssertionError) as e:
-            found: dict[str, Hook] = {}
-            for name in _MAKERS:
-                paths = getattr(self.args, name, None) or []
-                hooks = [make_hook(path, name) for path in ([paths] if isinstance(paths, str) else paths)]
-                found |= {hook.path: hook for hook in hooks if not hook.path.startswith("slime.")}
-            for hook in found.values():
+            for hook in self._makers:
                 e.add_note(f"the samples were made with {hook}")
             raise
 

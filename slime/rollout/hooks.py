@@ -99,6 +99,12 @@ def find_hook(args: Any, name: str) -> Hook | None:
     return make_hook(path, name) if path else None
 
 
+def find_hooks(args: Any, *names: str) -> list[Hook]:
+    """Return the hooks that the attributes ``names`` of ``args`` name, each one or several or none."""
+    paths = [(name, getattr(args, name, None) or []) for name in names]
+    return [make_hook(path, name) for name, found in paths for path in ([found] if isinstance(found, str) else found)]
+
+
 def make_hook(path: str, name: str, flag: str | None = None, load: Callable[[str], Any] | None = None) -> Hook:
     """Return the hook of the attribute ``name`` of the arguments at a dotted path.
 
@@ -120,10 +126,7 @@ def _checked_hook(path: str, name: str, flag: str) -> Hook:
 
 def check_hooks(args: Any) -> None:
     """Look up every hook of the rollout manager. Raises for the first that is not there or cannot be called."""
-    for name in CONTRACTS:
-        paths = getattr(args, name, None) or []
-        for path in [paths] if isinstance(paths, str) else paths:
-            make_hook(path, name)
+    find_hooks(args, *CONTRACTS)
     for dataset in getattr(args, "eval_datasets", None) or []:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             if path := getattr(dataset, name, None):
