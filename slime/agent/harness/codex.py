@@ -1,0 +1,44 @@
+"""Codex."""
+
+from __future__ import annotations
+
+import json
+
+from slime.agent.harness.base import BaseHarness, HarnessContext
+from slime.agent.harness.common import HOME_OF_AGENT, extra_args, extra_envs, install_npm_cli, run_agent
+from slime.agent.sandbox import AGENT_USER, Sandbox
+
+
+class CodexHarness(BaseHarness):
+    """``codex exec``, without questions, in front of an ``OpenAIAdapter``.
+
+    It must be a version that still speaks chat completions.
+
+    Environment: ``SLIME_AGENT_CODEX_TARBALL`` (its npm package), ``SLIME_AGENT_CODEX_EXTRA_ARGS``,
+    ``SLIME_AGENT_CODEX_EXTRA_ENVS`` (a JSON object).
+    """
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        await install_npm_cli(sb, binary="codex", package="@openai/codex", tarball_env="SLIME_AGENT_CODEX_TARBALL")
+
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        quoted = json.dumps  # a basic string of TOML is written like one of JSON
+        lines = [
+            f"model = {quoted(ctx.model_label)}",
+            'model_provider = "slime"',
+            "",
+            "[model_providers.slime]",
+            'name = "slime"',
+            f"base_url = {quoted(f'{ctx.adapter_url}/v1')}",
+            'wire_api = "chat"',
+            'env_key = "OPENAI_API_KEY"',
+            "",
+        ]
+        await sb.exec(f"mkdir -p {HOME_OF_AGENT}/.codex", user=AGENT_USER, check=True)
+        await sb.write_file(f"{HOME_OF_AGENT}/.codex/config.toml", "\n".join(lines), user=AGENT_USER)
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
+        cmd = "codex exec --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
+        env = {"OPENAI_API_KEY": ctx.session_id, **extra_envs("SLIME_AGENT_CODEX_EXTRA_ENVS")}
+        cmd += f"{extra_args('SLIME_AGENT_CODEX_EXTRA_ARGS')} -"
+        return await run_agent(sb, ctx, cmd=cmd, prompt=prompt, env=env, time_budget_sec=time_budget_sec)

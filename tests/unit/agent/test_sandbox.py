@@ -1,0 +1,262 @@
+"""Long commands, really run in a directory; E2B's sandboxes against a stand-in for its package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.agent import e2b_sandbox, sandbox
+from slime.agent.sandbox import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    E2BSandbox,
+    Sandbox,
+    ensure_agent_user,
+    exec_and_wait,
+)
+from tests.support.local_sandbox import LocalSandbox
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
+    monkeypatch.setattr(sandbox, "POLL_S", 0.02)
+    return LocalSandbox(tmp_path)
+
+
+async def wait_for(local: LocalSandbox, cmd: str, **options: Any) -> tuple[int, str]:
+    return await exec_and_wait(
+        local, cmd=cmd, **{"time_budget_sec": 60, "tag": "t1", "user": "agent", **options}
+    )  # fmt: skip
+
+
+async def test_a_command_that_succeeds(local):
+    options = {"env": {"COLOUR": "blue"}, "workdir": "/work"}
+    assert await wait_for(local, "echo $COLOUR; pwd", **options) == (0, "")
+    assert await wait_for(local, "echo $COLOUR; pwd", want_output=True, **options) == (0, f"blue\n{local.root}/work\n")
+
+
+async def test_a_command_that_fails_tells_its_last_words(local):
+    code, tail = await wait_for(local, "seq 1 1000; echo lost >&2; exit 7")
+    assert code == 7
+    assert len(tail) == 512
+    assert tail.endswith("999\n1000\nlost\n")
+
+
+async def test_the_output_goes_where_it_is_wanted(local):
+    assert await wait_for(local, "echo here", out_file="/work/log") == (0, "")
+    assert (local.root / "work" / "log").read_text() == "here\n"
+
+
+async def test_a_missing_work_directory_is_a_failure(local):
+    code, tail = await wait_for(local, "echo never", workdir="/work/none")
+    assert code == 1
+    assert "No such file or directory" in tail
+
+
+async def test_a_command_that_takes_too_long_is_killed_with_what_it_started(local):
+    began = await wait_for(local, "sleep 1000 & echo $! > /work/pid; echo waiting; wait", time_budget_sec=0.5)
+    assert began == (EXIT_TIME_BUDGET_EXCEEDED, "waiting\n")
+    assert EXIT_TIME_BUDGET_EXCEEDED == -1
+    pid = (local.root / "work" / "pid").read_text().strip()
+    # killed, though perhaps not yet reaped
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+async def test_a_spawn_that_is_repeated_runs_once(local, monkeypatch):
+    real = local.exec
+
+    async def twice(cmd: str, **options: Any) -> tuple[int, str, str]:
+        if "setsid" in cmd:
+            await real(cmd, **options)
+        return await real(cmd, **options)
+
+    monkeypatch.setattr(local, "exec", twice)
+    assert await wait_for(local, "echo run >> /work/runs") == (0, "")
+    assert (local.root / "work" / "runs").read_text() == "run\n"
+
+
+async def test_a_tag_can_be_used_again(local):
+    assert (await wait_for(local, "exit 3"))[0] == 3
+    assert (await wait_for(local, "exit 4"))[0] == 4
+
+
+async def test_tags_name_files(local):
+    with pytest.raises(ValueError, match=r"tag 'a/b' names files"):
+        await wait_for(local, "true", tag="a/b")
+
+
+async def test_the_user_of_agents(local):
+    await ensure_agent_user(local, "/work/it's here")
+    [cmd] = local.root_commands
+    assert "useradd --create-home --shell /bin/bash agent" in cmd
+    assert "chown -R agent: '/work/it'\"'\"'s here'" in cmd
+
+
+def test_sandboxes_are_recognised(local):
+    assert isinstance(local, Sandbox)
+    assert isinstance(E2BSandbox("image"), Sandbox)
+    assert E2BSandbox("image").sandbox_id == ""
+    assert not isinstance(object(), Sandbox)
+
+
+class CommandExitException(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__("exited")
+        self.exit_code, self.stdout, self.stderr = code, "out", "err"
+
+
+class RateLimitException(Exception):
+    pass
+
+
+class TimeoutException(Exception):
+    pass
+
+
+class FakeE2B:
+    """``AsyncSandbox`` of the package: replies and errors in turn, calls kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.errors: list[Exception] = []
+        fake = self
+
+        class AsyncSandbox:
+            sandbox_id = "sb-1"
+
+            @staticmethod
+            async def create(**options: Any) -> Any:
+                fake.note("create", options)
+                return AsyncSandbox()
+
+            def __init__(self) -> None:
+                self.commands = SimpleNamespace(run=self.run)
+                self.files = SimpleNamespace(write=self.write, read=self.read)
+
+            async def run(self, cmd: str, **options: Any) -> Any:
+                fake.note("run", cmd, options)
+                return SimpleNamespace(exit_code=0, stdout="hello", stderr="")
+
+            async def write(self, path: str, data: Any, user: str) -> None:
+                fake.note("write", path, data, user)
+
+            async def read(self, path: str, user: str) -> str:
+                fake.note("read", path, user)
+                return "text"
+
+            async def kill(self) -> None:
+                fake.note("kill")
+
+        module = ModuleType("e2b")
+        module.AsyncSandbox = AsyncSandbox
+        monkeypatch.setitem(sys.modules, "e2b", module)
+        monkeypatch.setattr(e2b_sandbox, "BACKOFF_BASE_S", 0.0)
+
+    def note(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.fixture
+def e2b(monkeypatch: pytest.MonkeyPatch) -> FakeE2B:
+    return FakeE2B(monkeypatch)
+
+
+async def test_e2b_is_called_as_its_package_wants(e2b, tmp_path):
+    (tmp_path / "file").write_bytes(b"\0data")
+    async with E2BSandbox("python:3.11", timeout=60) as sb:
+        assert sb.sandbox_id == "sb-1"
+        assert await sb.exec("ls", user="agent", env={"A": "b"}, timeout=5) == (0, "hello", "")
+        await sb.write_file("/a", "text")
+        await sb.write_file("/b", tmp_path / "file", user="agent")
+        assert await sb.read_file("/a") == "text"
+    assert e2b.calls == [
+        ("create", {"template": "python:3.11", "timeout": 60}),
+        ("run", "ls", {"user": "agent", "envs": {"A": "b"}, "timeout": 5}),
+        ("write", "/a", "text", "root"),
+        ("write", "/b", b"\0data", "agent"),
+        ("read", "/a", "root"),
+        ("kill",),
+    ]
+
+
+async def test_services_that_take_the_image_in_the_metadata(e2b, monkeypatch):
+    async with E2BSandbox("img", image_metadata_key="image", size="xl"):
+        pass
+    monkeypatch.setenv("SWE_SANDBOX_IMAGE_METADATA_KEY", "old")
+    async with E2BSandbox("img"):
+        pass
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "new")
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "7")
+    monkeypatch.setenv("SLIME_AGENT_E2B_SANDBOX_SIZE", "sm")
+    async with E2BSandbox("img"):
+        pass
+    assert [call[1] for call in e2b.calls if call[0] == "create"] == [
+        {"template": "xl", "metadata": {"image": "img"}, "timeout": 3600},
+        {"template": "md", "metadata": {"old": "img"}, "timeout": 3600},
+        {"template": "sm", "metadata": {"new": "img"}, "timeout": 7},
+    ]
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_RPC_RETRIES", "many")
+    with pytest.raises(ValueError, match="SLIME_AGENT_SANDBOX_RPC_RETRIES='many': a whole number was expected"):
+        E2BSandbox("img")
+
+
+async def test_commands_that_fail_are_results_unless_they_are_checked(e2b):
+    async with E2BSandbox("img") as sb:
+        e2b.errors = [CommandExitException(3)]
+        assert await sb.exec("false") == (3, "out", "err")
+        e2b.errors = [CommandExitException(3)]
+        with pytest.raises(RuntimeError, match=r"exit code 3 in sandbox sb-1 of false: err"):
+            await sb.exec("false", check=True)
+        e2b.errors = [TimeoutException()]
+        with pytest.raises(TimeoutError, match=r"not done within 120 s in sandbox sb-1: sleep"):
+            await sb.exec("sleep 1000")
+    assert [call[0] for call in e2b.calls] == ["create", "run", "run", "run", "kill"]
+
+
+async def test_passing_failures_are_repeated_when_that_is_safe(e2b):
+    async with E2BSandbox("img", rpc_retries=2) as sb:
+        e2b.errors = [RateLimitException(), ConnectionResetError()]
+        assert (await sb.exec("ls"))[0] == 0
+        e2b.errors = [RateLimitException()] * 3
+        with pytest.raises(RateLimitException):
+            await sb.exec("ls")
+        e2b.errors = [ConnectionResetError()]
+        with pytest.raises(ConnectionResetError):
+            await sb.exec("pay", idempotent=False)
+        e2b.errors = [ValueError("wrong path")]
+        with pytest.raises(ValueError, match="wrong path"):
+            await sb.read_file("/a")
+    assert [call[0] for call in e2b.calls] == ["create", *["run"] * 3, *["run"] * 3, "run", "read", "kill"]
+
+
+async def test_pauses_grow_up_to_a_bound(e2b, monkeypatch):
+    pauses = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(e2b_sandbox, "BACKOFF_BASE_S", 1.0)
+    monkeypatch.setattr(e2b_sandbox.asyncio, "sleep", sleep)
+    async with E2BSandbox("img", rpc_retries=7) as sb:
+        e2b.errors = [RateLimitException()] * 7
+        await sb.exec("ls")
+    bounds = [1, 2, 4, 8, 16, 32, 32]
+    assert all(bound / 2 <= pause <= bound for bound, pause in zip(bounds, pauses, strict=True))
+
+
+async def test_what_is_missing_is_said(monkeypatch, e2b, caplog):
+    sb = E2BSandbox("img")
+    with pytest.raises(RuntimeError, match="the sandbox of img is used outside its `async with` block"):
+        await sb.exec("ls")
+    async with sb:
+        e2b.errors = [OSError("gone")]
+    assert "could not end sandbox sb-1" in caplog.text
+    monkeypatch.setitem(sys.modules, "e2b", None)
+    with pytest.raises(ImportError, match="needs the package e2b, which is not installed: pip install e2b"):
+        await sb.__aenter__()
