@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.hooks import describe, find_hook
+from slime.rollout.hooks import describe, make_hook
 from slime.rollout.recovery import Recovery, Unconsumed, still_open
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
+from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -292,7 +293,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
-        self.buffer_filter: Callable[..., Any] = find_hook(args, "buffer_filter_path") or pop_first
+        path = getattr(args, "buffer_filter_path", None)
+        found = make_hook(path, "buffer_filter_path", load=load_function) if path else None
+        self.buffer_filter: Callable[..., Any] = found or pop_first
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return ``num_samples`` groups, from the buffer first."""

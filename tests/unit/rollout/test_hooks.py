@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import either_form
+from slime.rollout import data_source, either_form, rm_hub, sample_hooks
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, iter_samples
 from slime.rollout.custom_generate import call_generate, generate_hook
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -437,6 +437,30 @@ def test_the_generate_function_of_a_sample_wins_and_is_loaded_through_a_patched_
     assert generate_hook(args, Sample(), load_function).function is none_generate  # type: ignore[union-attr]
     assert generate_hook(args, Sample(), lambda path: path.upper()).function == f"{HERE}.none_generate".upper()  # type: ignore[union-attr]
     assert generate_hook(rollout_args(), Sample(), load_function) is None
+
+
+async def test_hooks_are_looked_up_through_the_names_that_users_patch(make_args, monkeypatch):
+    """With the signature that ``load_function`` is called with by everybody: one path."""
+    asked = []
+
+    def load(path: str) -> Any:
+        asked.append(path)
+        return {"my.filter": newest_first, "my.hook": sample_hook, "my.rm": plain_rm}[path]
+
+    for module in (data_source, sample_hooks, rm_hub):
+        monkeypatch.setattr(module, "load_function", load)
+    source = RolloutDataSourceWithBuffer(make_args(buffer_filter_path="my.filter"))
+    source.add_samples([[Sample(index=i), Sample(index=i)] for i in range(3)])
+    assert source.get_samples(1)[0][0].index == 2
+    one = await apply_sample_hooks(rollout_args(rollout_sample_hook_path=["my.hook"]), Sample(index=5), rollout_id=1)
+    assert one.metadata == {"seen": 1}
+    assert await async_rm(rollout_args(custom_rm_path="my.rm"), one) == 5.0
+    assert await async_rm(rollout_args(), Sample(index=6, custom_rm_path="my.rm")) == 6.0
+    assert asked == ["my.filter", "my.hook", "my.rm", "my.rm"]
+
+
+def newest_first(args: Any, rollout_id: None, buffer: list[Any], num_samples: int) -> list[Any]:
+    return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
 
 
 # Rewards
