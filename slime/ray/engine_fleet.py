@@ -6,18 +6,17 @@ import logging
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
-
-import ray
 
 from slime.arguments.plan.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
 from slime.ray.engine_health import IDLE, HealthLimits, HealthMonitor
-from slime.ray.engine_members import LIVING, Engine, Member, Members, State
+from slime.ray.engine_members import LIVING, Engine, Member, Members, State, outlook
 from slime.ray.engine_probes import why_silent, why_unhealthy
 from slime.ray.engine_restarts import EngineRestarts
+from slime.ray.engine_start import spans_one_host, start_all
 from slime.ray.errors import EngineDied
 from slime.ray.ray_engine import RayEngine
 from slime.ray.rollout_validation import validate_slots
@@ -85,16 +84,18 @@ class EngineFleet:
         """
         validate_slots(self.args, self.plans, self._slots)
         elsewhere = self.args.sglang_router_ip is not None and not is_loopback(self.args.sglang_router_ip)
-        self._loopback = self._spans_one_host() and not elsewhere
+        self._loopback = spans_one_host() and not elsewhere
         host = "127.0.0.1" if self._loopback else get_current_node_ip()
         # Before anything copies args: router, engines and clients all take the key from there.
         ensure_api_key(self.args, host)
         self.router = self._router(host)
         self.router.start()
-        self._start_engines()
+        for plan in self.plans:
+            self.members.put(Member(self._new_engine(plan)))
+        start_all(self.members, self.router)
         self.args.sglang_router_ip, self.args.sglang_router_port = self.router.host, self.router.port
         self.args.sglang_model_routers = {"default": (self.router.host, self.router.port)}
-        if getattr(self.args, "use_fault_tolerance", False):
+        if self.args.use_fault_tolerance:
             self._restarts = EngineRestarts(self.args, self.members, self._new_engine, self._restarted, self._given_up)
             self._monitor = HealthMonitor(
                 HealthLimits(
@@ -143,10 +144,10 @@ class EngineFleet:
         """
         if self._stopping.is_set() or not self.members.change(member, LIVING, State.LOST):
             return
-        serving = len(self.members.of(State.SERVING))
-        logger.error("%s\n%s", reason, self._outlook(serving))
-        if not serving and self._restarts is None:
-            self._events.engines_failed(EngineDied(f"{reason}\n{self._outlook(serving)}"))
+        told = f"{reason}\n{self._outlook()}"
+        logger.error("%s", told)
+        if self._restarts is None and not self.members.of(State.SERVING):
+            self._events.engines_failed(EngineDied(told))
         self._take_off_router(member)
         if self._restarts is not None:
             self._restarts.replace(member)
@@ -245,26 +246,6 @@ class EngineFleet:
         assert self.router is not None, "the fleet has not been started"
         return self.router
 
-    def _spans_one_host(self) -> bool:
-        return len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
-
-    def _start_engines(self) -> None:
-        """Start all engines and wait for the router meanwhile; the first that fails ends the wait for the others."""
-        for plan in self.plans:
-            self.members.put(Member(self._new_engine(plan)))
-        members = self.members.all()
-        pool = ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="start-engine")
-        try:
-            starts = [pool.submit(member.engine.start) for member in members]
-            self._running_router.wait_ready()
-            for start in wait(starts, return_when=FIRST_EXCEPTION).done:
-                start.result()
-        finally:
-            pool.shutdown(wait=False)
-        for member, start in zip(members, starts, strict=True):
-            self._running_router.add_engine(start.result())
-            self.members.started(member, start.result(), State.SERVING)
-
     def _watch(self) -> None:
         """Poll engines and router until the router has ended."""
         while not self._stopping.wait(WATCH_INTERVAL_S):
@@ -292,15 +273,9 @@ class EngineFleet:
         except RouterError as e:
             logger.warning("%s stays on the router, which will find it dead: %s", member, e)
 
-    def _outlook(self, serving: int) -> str:
-        """Say how the run goes on with ``serving`` engines."""
-        goes_on = f"{serving} of {len(self.plans)} engines go on; requests of the lost one are sent to them."
-        if self._restarts is not None:
-            again = "It is started again, and serves from the next weight sync on."
-            return f"{goes_on if serving else 'It was the last one that served.'} {again}"
-        if serving:
-            return f"{goes_on} With --use-fault-tolerance it would be started again."
-        return "No engine is left. With --use-fault-tolerance engines are started again."
+    def _outlook(self) -> str:
+        serving = len(self.members.of(State.SERVING))
+        return outlook(serving, len(self.plans), comes_back=self._restarts is not None)
 
     def _restarted(self, member: Member) -> None:
         logger.warning("%s runs again, at %s", member, member.known_info.url)

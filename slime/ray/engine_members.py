@@ -101,3 +101,14 @@ class Members:
         with self._lock:
             member.info, member.state = info, state
             self.restarted += state is State.NEW
+
+
+def outlook(serving: int, planned: int, *, comes_back: bool) -> str:
+    """Say how a run goes on that has lost an engine: with ``serving`` of ``planned`` engines."""
+    goes_on = f"{serving} of {planned} engines go on; requests of the lost one are sent to them."
+    if comes_back:
+        again = "It is started again, and serves from the next weight sync on."
+        return f"{goes_on if serving else 'It was the last one that served.'} {again}"
+    if serving:
+        return f"{goes_on} With --use-fault-tolerance it would be started again."
+    return "No engine is left. With --use-fault-tolerance engines are started again."

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -214,6 +215,8 @@ def stop_an_engine(
 ) -> str:
     """Stop one of the engines in the middle of a rollout, and let it go on ``seconds`` later; roll out meanwhile.
 
+    Under fault tolerance it does not go on before its loss was noticed, however long that takes on a busy machine.
+
     Rollouts are over-sampled, so that they end without what the stopped engine has: that is asked for again from the
     others, and the stopped engine's replies come late. Returns what happened, in words.
     """
@@ -229,6 +232,9 @@ def stop_an_engine(
         victim.send(signal.SIGSTOP)
         stopped.set()
         threading.Event().wait(seconds)
+        deadline = time.monotonic() + PATIENCE_S
+        while standins.args.use_fault_tolerance and not standins.fleet.members.lost and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
         with contextlib.suppress(ProcessLookupError):  # it was ended meanwhile: SIGKILL reaches the stopped too
             victim.send(signal.SIGCONT)
         goes_on.set()

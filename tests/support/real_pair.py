@@ -51,7 +51,7 @@ def real_fleet(
 ) -> Iterator[tuple[EngineFleet, Events]]:
     """Yield a started fleet of ``engines`` SGLang processes behind a router of its own; logs are in ``root``."""
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.5)
-    monkeypatch.setattr(EngineFleet, "_spans_one_host", lambda self: True)
+    monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     monkeypatch.setattr(engine_fleet, "log_path", lambda args, name: root / f"{name}.log")
     args = Namespace(**{**vars(fleet_args(engines, **changes)), **vars(engine_args(checkpoint))})
     slots = (None, list(range(engines)), list(range(engines)))

@@ -173,7 +173,7 @@ def standin_fleet(
     """Yield a started fleet of ``engines`` stand-ins and its router. Engines that end are noticed within 50 ms."""
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.05)
     monkeypatch.setattr(engine_restarts, "PAUSE_S", 0.1)
-    monkeypatch.setattr(EngineFleet, "_spans_one_host", lambda self: True)
+    monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     server, router = ServerThread(), CountingRouter([])
     listener = Listener(router.handle)
     standins: StandInFleet | None = None

@@ -135,7 +135,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     monkeypatch.setattr(engine_restarts, "PAUSE_S", 0.001)
     for module in (engine_fleet, engine_restarts, engine_probes):
         monkeypatch.setattr(module, "EngineClient", Client)
-    monkeypatch.setattr(EngineFleet, "_spans_one_host", lambda self: True)
+    monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     monkeypatch.setattr(EngineFleet, "_router", lambda self, host: router)
     worlds: list[World] = []
 
