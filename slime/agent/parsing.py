@@ -86,14 +86,14 @@ def parse_xml_tool_uses(body: str, tools_schema: ToolSchemas) -> tuple[str, list
     Values have the type that the tool's schema gives the parameter, and stay strings where they cannot have it. A name
     that no tool has is no tool use; it stays in the text.
     """
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools_schema}
+    types_of = {tool["function"]["name"]: _parameter_types(tool["function"].get("parameters")) for tool in tools_schema}
     uses: list[dict[str, Any]] = []
 
     def take(match: re.Match[str]) -> str:
         name = match[1].strip()
-        if name not in schemas:
+        if name not in types_of:
             return match[0]
-        types = schemas[name].get("properties") or {}
+        types = types_of[name]
         inputs = {
             key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
             for key, value in _PARAMETER.findall(match[2])
@@ -105,8 +105,15 @@ def parse_xml_tool_uses(body: str, tools_schema: ToolSchemas) -> tuple[str, list
     return (text.rstrip() if uses else text), uses, "<tool_call>" in text
 
 
-def _typed(value: str, schema: Any) -> Any:
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
+def _parameter_types(schema: Any) -> dict[str, Any]:
+    """The types that a tool's schema names, whatever an agent sent as one."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: one.get("type") for name, one in properties.items() if isinstance(one, Mapping)}
+
+
+def _typed(value: str, kind: Any) -> Any:
     if kind in (None, "string"):
         return value
     try:

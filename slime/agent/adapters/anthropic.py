@@ -138,7 +138,10 @@ def _assistant_message(content: Any) -> Message:
         if kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
-            calls.append(tool_call_dict(str(block.get("name") or ""), block.get("input") or {}))
+            arguments = block.get("input") or {}
+            if not isinstance(arguments, dict):
+                raise bad_request("the input of a tool_use must be an object")
+            calls.append(tool_call_dict(str(block.get("name") or ""), arguments))
         else:
             texts.append(block)
     message: Message = {"role": "assistant", "content": flatten_content(texts)}
@@ -180,7 +183,9 @@ def _tools_to_chat_tools(tools: Any) -> list[Message] | None:
     """Tools with a schema as chat templates take them; those that the provider would run itself are left out."""
     if tools is None:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and tool.get("name") for tool in tools):
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, Mapping) and isinstance(tool.get("name"), str) for tool in tools
+    ):
         raise bad_request("tools must be a list of objects with a name")
     left_out = [tool["name"] for tool in tools if "input_schema" not in tool]
     if left_out:

@@ -165,12 +165,16 @@ class BaseAdapter(ProviderFormat):
         except ClientGone:
             return web.Response(status=499, reason="Client Closed Request")
         except Refusal as e:
+            logger.log(logging.WARNING if e.status in (400, 401) else logging.DEBUG, "refused: %s", e.message)
             return web.json_response(self.error_body(e.kind, e.message), status=e.status)
         except HttpRequestError as e:
             logger.warning("a turn failed on the engine: %s", e)
-            refused = e.status is not None and 400 <= e.status < 500
-            kind = "invalid_request_error" if refused else "api_error"
-            return web.json_response(self.error_body(kind, str(e)), status=400 if refused else 502)
+            if e.status is not None and 400 <= e.status < 500:
+                body = self.error_body("invalid_request_error", f"the engine refused the request: {e.body}")
+                return web.json_response(body, status=400)
+            # the whole message has addresses that are nothing to the agent
+            body = self.error_body("api_error", "the engines failed; the log of the gateway has the reason")
+            return web.json_response(body, status=502)
         except web.HTTPException:
             raise
         except Exception as e:

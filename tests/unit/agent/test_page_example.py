@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout
+from slime.batching.train_data import build_train_data
+from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
@@ -84,6 +87,37 @@ def test_it_trains_on_both_turns_of_the_conversation(example, cluster, label, re
     assert sample.metadata["use_tool"]
     assert len(cluster.requests) == 2
     assert len({headers["X-SMG-Routing-Key"] for engine in cluster.engines for headers in engine.headers}) == 1
+
+
+def test_a_whole_rollout_of_it_becomes_training_data(example, cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_source, "load_tokenizer", lambda *a, **k: ToolTokenizer())
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"{i} x 7", "label": str(7 * i)}) + "\n" for i in range(6)))
+    args = rollout_args(
+        sglang_router_ip=cluster.host,
+        sglang_router_port=cluster.port,
+        custom_generate_function_path=f"{NAME}.generate",
+        sglang_tool_call_parser=None,
+        sglang_reasoning_parser=None,
+        prompt_data=str(prompts),
+        rollout_max_response_len=200,
+    )
+    http_utils.init_http_client(args)
+    try:
+        groups = sglang_rollout.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
+    finally:
+        example.Gateway(args).handle.stop()
+        run(http_utils.get_http_client().close())
+    samples = list(iter_samples(groups))
+    assert len(groups) == 4
+    assert [sample.reward for sample in samples] == [1.0] * 8
+    assert sorted(sample.rollout_id for sample in samples) == list(range(8))
+    assert sorted(sample.group_index for sample in samples) == [i // 2 for i in range(8)]
+    assert example.Gateway(args).adapter.store == {}
+    rewards = [sample.reward for sample in samples]
+    data = build_train_data(args, samples, rewards, rewards)
+    assert [sum(mask) for mask in data["loss_masks"]] == [sum(sample.loss_mask) for sample in samples]
+    assert all(len(p) == n for p, n in zip(data["rollout_log_probs"], data["response_lengths"], strict=True))
 
 
 def test_a_tool_that_fails_is_told_to_the_model(example, cluster):

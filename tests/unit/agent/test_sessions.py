@@ -291,16 +291,18 @@ async def test_prompt_and_answer_together_stay_in_the_context(gateway, client, c
     assert len(sample.tokens) == prompt + 2
 
 
-async def test_engine_failures_reach_the_agent_with_their_reason(gateway, client, cluster):
+async def test_engine_failures_reach_the_agent_with_their_reason(gateway, client, cluster, caplog):
     g = gateway()
     engine = cluster.engines[0]
     engine.failures.append(Failure(400, b'{"error":{"message":"too long for me"}}'))
     status, body = await ask(client, g.url)
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
-    assert "too long for me" in body["error"]["message"]
+    assert body["error"]["message"] == 'the engine refused the request: {"error":{"message":"too long for me"}}'
     engine.failures.append(Failure(500, b"boom"))
     status, body = await ask(client, g.url)
     assert (status, body["error"]["type"]) == (502, "api_error")
+    assert cluster.router.url not in body["error"]["message"]
+    assert f"{cluster.router.url}/generate was refused (status 500" in caplog.text
     engine.failures.append(Failure(503, b"busy"))  # tried again
     assert (await ask(client, g.url))[0] == 200
     assert g.adapter.manager.turn_count("s") == 1
@@ -316,7 +318,7 @@ async def test_a_turn_that_raises_is_an_error_of_the_server(gateway, client, mon
     assert "a turn failed" in caplog.text
 
 
-async def test_messages_that_the_template_does_not_take_are_a_bad_request(gateway, client, monkeypatch):
+async def test_messages_that_the_template_does_not_take_are_a_bad_request(gateway, client, monkeypatch, caplog):
     def picky(self, messages, **options):
         raise ValueError("roles must alternate")
 
