@@ -332,6 +332,8 @@ async def generate_rollout_async(
         await sample_filter.awaited(args, data)
     if process := _hook(args, "rollout_all_samples_process_path"):
         await process.awaited(args, sorted(collection.seen, key=first_index), get_samples)
+    for group in unfinished:
+        collection.fresh.stamp(group)
     return RolloutFnTrainOutput(samples=data, metrics=metrics), collection.handed_back + unfinished
 
 

@@ -152,16 +152,28 @@ def with_all_steps(group: Any, clock: WeightClock) -> Any:
 
     Spans of a version that the clock was not told of yet get the least step they can have.
     """
-    if all(span.get("step") is not None for sample in iter_samples(group) for span in sample.weight_version_spans):
+    if all(_settled(s.weight_version_spans, clock) == s.weight_version_spans for s in iter_samples(group)):
         return group
     group = copy_group(group)
-    for sample in iter_samples(group):
-        sample.weight_version_spans = [
-            span if step is None else {**span, "step": step}
-            for span in sample.weight_version_spans
-            for step in [span["step"] if "step" in span else clock.least_step_of(span["version"])]
-        ]
+    settle_steps(group, clock)
     return group
+
+
+def settle_steps(samples: Any, clock: WeightClock) -> None:
+    """Give spans without a step the least they can have, where no version of them will be told to the clock."""
+    for sample in iter_samples(samples):
+        spans = _settled(sample.weight_version_spans, clock)
+        if spans != sample.weight_version_spans:
+            sample.weight_version_spans = spans
+
+
+def _settled(spans: list[dict[str, Any]], clock: WeightClock) -> list[dict[str, Any]]:
+    found = []
+    for span in spans:
+        step = span.get("step")
+        least = clock.least_step_of(span["version"]) if step is None else None
+        found.append(span if least is None else {**span, "step": least})
+    return found
 
 
 def trained_steps(sample: Sample, clock: WeightClock) -> Iterator[tuple[int | None, int]]:

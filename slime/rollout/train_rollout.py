@@ -17,6 +17,7 @@ from slime.rollout.filter_hub.base_types import (
     await_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
+from slime.rollout.fresh_groups import FreshGroups
 from slime.rollout.generate_state import cancel_all
 from slime.utils.http_utils import get_http_client
 from slime.utils.types import Sample
@@ -44,6 +45,7 @@ class Collection:
         self.handed_back: list[Group] = []
         self.aborted = 0
         self.metrics = MetricGatherer()
+        self.fresh = FreshGroups(args, rollout_id)
 
     async def add(self, group: Group, state: Any) -> None:
         """Accept, drop or hand back one finished group."""
@@ -70,8 +72,8 @@ class Collection:
             self.accepted.append(group)
 
     def collect_metrics(self) -> dict[str, Any]:
-        """Return the counts of dropped and handed-back groups."""
-        metrics: dict[str, Any] = self.metrics.collect()
+        """Return the counts of dropped, handed-back and too old groups."""
+        metrics: dict[str, Any] = self.metrics.collect() | self.fresh.metrics()
         if self.handed_back:
             metrics["rollout/handed_back_groups"] = len(self.handed_back)
         return metrics
@@ -104,6 +106,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 groups = draw_groups(args, get_samples, args.over_sampling_batch_size)
                 if not groups:
                     raise RuntimeError(f"rollout {collection.rollout_id}: the data source has no more prompts")
+                collection.fresh.refresh(groups)
                 await _submit(state, groups)
             done, state.pendings = await asyncio.wait(
                 state.pendings, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED
@@ -116,6 +119,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 )
             for group in _results_in_order(done, state):
                 before = len(collection.accepted)
+                collection.fresh.stamp(group)
                 if state.on_completed is not None and not _has_aborted(group):
                     state.on_completed(group)
                 await collection.add(group, state)

@@ -69,9 +69,9 @@ class Rollout(ArgumentGroup):
     )
     max_staleness: int | None = flag(
         None,
-        "fully asynchronous rollout: the largest number of training steps that the weights that made a token may lag "
-        "behind those that are trained on it; groups that would lag more wait to begin, or begin again. 0: as in "
-        "train.py. Default: no limit",
+        "the largest number of training steps that the weights that made a token may lag behind those that are trained "
+        "on it; groups that would lag more wait to begin (fully asynchronous rollout), or begin again. 0: only tokens "
+        "of the newest weights. Default: no limit",
         ge=0,
     )
     custom_generate_function_path: DottedPath | None = flag(

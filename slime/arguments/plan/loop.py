@@ -49,7 +49,7 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
     if kind == "SFT" and not args.debug_train_only:
         sentence = "supervised fine-tuning on conversations; engines only evaluate"
     rows = [("loop", sentence)]
-    if kind == "fully asynchronous":
+    if kind == "fully asynchronous" or args.max_staleness is not None:
         rows.append(("staleness", _staleness(args)))
     if not args.debug_rollout_only:
         rows.append(("trains", _trains(args, kind)))
@@ -85,6 +85,13 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
         raise ArgumentError(
             f"{asked[0]} makes engines and trainers take turns, but train_async.py generates while it trains; use "
             "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
+        )
+    limit, interval = args.max_staleness, args.update_weights_interval
+    if limit is not None and limit < interval and not generates_always(args):
+        raise ArgumentError(
+            f"--max-staleness {limit}: train_async.py ends every rollout before the weight sync that precedes its "
+            f"training, so those of --rollout-function-path {args.rollout_function_path} lag {interval}; use at least "
+            f"{interval}, or {FULLY_ASYNC_ROLLOUT}"
         )
 
 

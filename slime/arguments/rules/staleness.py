@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.batch import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, SFT_ROLLOUT
+from slime.arguments.plan.batch import SFT_ROLLOUT
 
 
 def check(args: Namespace) -> None:
@@ -13,20 +13,14 @@ def check(args: Namespace) -> None:
     limit, interval = args.max_staleness, args.update_weights_interval
     if limit is None:
         return
-    path = args.rollout_function_path
-    if path in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
+    if args.rollout_function_path == SFT_ROLLOUT:
         raise ArgumentError(
-            f"--max-staleness {limit} bounds what the fully asynchronous rollout begins and trains on, and "
-            f"--rollout-function-path {path} does not read it; use {FULLY_ASYNC_ROLLOUT}, or leave it out"
+            f"--max-staleness {limit} bounds how old generated tokens are, and --rollout-function-path {SFT_ROLLOUT} "
+            "generates none; leave it out"
         )
     if limit < interval - 1:
         raise ArgumentError(
             f"--max-staleness {limit} cannot be kept with --update-weights-interval {interval}: the last rollout "
             f"before a weight sync is trained on tokens that lag {interval - 1} steps; use at least {interval - 1}, or "
             "sync more often"
-        )
-    if limit < interval and path != FULLY_ASYNC_ROLLOUT:
-        raise ArgumentError(
-            f"--max-staleness {limit}: train_async.py ends every rollout before the weight sync that precedes its "
-            f"training, so those of --rollout-function-path {path} lag {interval} or more; use at least {interval}"
         )

@@ -47,6 +47,16 @@ def test_the_fully_asynchronous_loop() -> None:
     refuse_impossible_loop(dry(*shlex.split(f"{flags} --debug-rollout-only")), overlap=False)
 
 
+def test_the_bound_on_staleness_of_loops_that_wait_for_rollouts() -> None:
+    assert "staleness" not in rows("", overlap=True)
+    assert "lags more than 1 step " in rows("--max-staleness 1", overlap=True)["staleness"]
+    refuse_impossible_loop(dry("--max-staleness", "0"), overlap=False)
+    refuse_impossible_loop(dry(*shlex.split("--max-staleness 2 --update-weights-interval 2")), overlap=True)
+    for flags, lag in (("--max-staleness 0", 1), ("--max-staleness 2 --update-weights-interval 3", 3)):
+        with pytest.raises(ArgumentError, match=rf"generate_rollout lag {lag}; use at least {lag}, or slime\."):
+            refuse_impossible_loop(dry(*shlex.split(flags)), overlap=True)
+
+
 def test_weights_take_other_ways() -> None:
     assert "through shared memory" in rows("--colocate")["weight sync"]
     disk = rows("--update-weight-transport disk --update-weight-disk-dir /shared/weights")
