@@ -28,14 +28,16 @@ def measure(way: str, words: argparse.Namespace, seed: int) -> Run:
     """Collect the rollouts one way."""
     surplus, partial = WAYS[way]
     command = ["--tokens", words.median, "--p99-tokens", 10 * words.median, "--longest", 50 * words.median]
-    with standin_process(*command, "--token-seconds", words.token_seconds, "--seed", seed) as url:
+    with standin_process(
+        *command, "--slots", words.slots, "--token-seconds", words.token_seconds, "--seed", seed
+    ) as url:
         args = rollout_args(
             url,
             n_samples_per_prompt=SAMPLES_PER_PROMPT,
             rollout_batch_size=words.groups,
             over_sampling_batch_size=words.groups + round(surplus * words.groups),
             partial_rollout=partial,
-            sglang_server_concurrency=words.slots,
+            sglang_server_concurrency=4 * words.slots,
         )
         return run_rollouts(url, args, words.rollouts)
 

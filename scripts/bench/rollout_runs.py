@@ -89,11 +89,7 @@ class Run:
     counts: dict[str, float]
 
     def slot_use(self, slots: int) -> float:
-        """Share of the time of ``slots`` slots in which they had a request in flight."""
-        return self.in_flight_seconds / (slots * self.seconds)
-
-    def engine_use(self, slots: int) -> float:
-        """Share of that time in which the engine had the request: without its way there and back."""
+        """Share of the time of the engine's ``slots`` slots in which they ran a request."""
         return self.counts["slot_seconds"] / (slots * self.seconds)
 
 

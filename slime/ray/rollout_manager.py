@@ -30,6 +30,7 @@ from slime.rollout.hooks import check_hooks, find_hook, make_hook
 from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
+from slime.utils.garbage import leave_out_what_is_loaded
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
@@ -70,6 +71,7 @@ class RolloutManager(EngineControl):
         if not args.debug_train_only:
             self.fleet = EngineFleet(args, pg, wiring, self)
             threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
+        leave_out_what_is_loaded()
 
     # What the driver calls
 

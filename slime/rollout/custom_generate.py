@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ async def call_generate(
     it is done: one that is cancelled cannot be stopped, and changes nothing any more. Raises TypeError, naming the
     function and the sample, for anything else than samples.
     """
-    hook = fn if isinstance(fn, Hook) else Hook("the generate function", getattr(fn, "__qualname__", ""), fn)
+    hook = fn if isinstance(fn, Hook) else _hook_of(fn)
     asked_for = {"evaluation": evaluation} if hook.has_parameter("evaluation") else {}
     if hook.is_async:
         result = await hook.awaited(args, sample, sampling_params, **asked_for)
@@ -45,6 +46,12 @@ async def call_generate(
     if not all(isinstance(leaf, Sample) for leaf in iter_samples(result)):
         raise hook.returned(result, "a Sample, or a list of Samples (which may be nested)", sample)
     return result if isinstance(result, Sample) else _as_lists(result)
+
+
+@functools.lru_cache(8)
+def _hook_of(fn: Callable[..., Any]) -> Hook:
+    """Its signature is looked at once, not for every sample."""
+    return Hook("the generate function", getattr(fn, "__qualname__", ""), fn)
 
 
 def _replaced(result: Any, old: Any, new: Any) -> Any:

@@ -7,7 +7,6 @@ next prompt. Groups that were generated after it come back from a journal. Metho
 from __future__ import annotations
 
 import abc
-import copy
 import json
 import logging
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.group_copy import copy_prompt
 from slime.rollout.hooks import describe, make_hook
 from slime.rollout.recovery import Recovery, Unconsumed, still_open
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
@@ -157,7 +157,7 @@ class RolloutDataSource(DataSource):
     def _make_group(self, prompt: Sample) -> Group:
         group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = copy_prompt(prompt)
             sample.group_index, sample.index = self.sample_group_index, self.sample_index
             self.sample_index += 1
             group.append(sample)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -12,6 +11,7 @@ from typing import Any
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import iter_samples
 from slime.rollout.generate_state import cancel_all
+from slime.rollout.group_copy import copy_prompt
 from slime.utils.data import Dataset
 from slime.utils.types import Sample
 
@@ -72,7 +72,7 @@ def _make_samples(config: Any, dataset: Dataset) -> list[tuple[int, Sample]]:
     samples: list[tuple[int, Sample]] = []
     for prompt_number, prompt in enumerate(dataset.samples):
         for number in range(config.n_samples_per_eval_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = copy_prompt(prompt)
             sample.index = len(samples)
             sample.group_index = prompt_number
             sample.metadata = config.inject_metadata(sample.metadata)

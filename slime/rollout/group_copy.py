@@ -33,6 +33,21 @@ def copy_sample(sample: Sample) -> Sample:
     return new
 
 
+def copy_prompt(sample: Sample) -> Sample:
+    """Return ``copy.deepcopy(sample)``, in a fraction of the time for one whose fields are mostly empty."""
+    new = _shallow(sample)
+    for name, value in sample.__dict__.items():
+        if type(value) in _UNCHANGING:
+            continue
+        if isinstance(value, (Sample.SpecInfo, Sample.PrefixCacheInfo)):
+            new.__dict__[name] = _shallow(value)
+        elif type(value) in (list, dict) and not value:
+            new.__dict__[name] = type(value)()
+        else:
+            new.__dict__[name] = copy.deepcopy(value)
+    return new
+
+
 def _shallow(value: Any) -> Any:
     """``copy.copy`` of an object that is all in its dictionary, several times faster."""
     new = object.__new__(type(value))

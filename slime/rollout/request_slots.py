@@ -105,6 +105,7 @@ class RequestSlots(asyncio.Semaphore):
         self.changed: Callable[[], None] = lambda: None
         self._engines = engines
         self._over = 0
+        self._refusals_told = False
         self._timer: asyncio.TimerHandle | None = None
         self._look: asyncio.Task[None] | None = None
         self._slot_seconds, self._since, self._counted_from = 0.0, time.monotonic(), time.monotonic()
@@ -177,6 +178,12 @@ class RequestSlots(asyncio.Semaphore):
         most = max(1, self.most * len(loads) // self._engines.listed)
         refused = get_http_client().refused
         limit = next_limit(self.limit, most, self.in_flight, loads, refused=refused, short=self.waiting > 0)
+        if refused and not self._refusals_told:
+            self._refusals_told = True
+            logger.warning(
+                "the engines refuse %d of %d requests, which are sent again: from now on at most %d are in flight",
+                refused, self.in_flight, limit,
+            )  # fmt: skip
         if limit != self.limit:
             logger.debug("%d requests may be in flight, not %d: %s, %d refused", limit, self.limit, loads, refused)
             self.resize(limit)

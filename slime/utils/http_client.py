@@ -47,6 +47,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 BUSY_STATUSES = frozenset({429, 503})
+"""Replies of an engine that has enough to do; they are expected now and then."""
 
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
@@ -233,11 +234,11 @@ class HttpClient:
                     if attempt >= max(1, max_attempts) and not has_no_engine(last):
                         break
                     delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(attempt - 1, 10)) * random.uniform(0.5, 1.0)
-                    (logger.warning if attempt in (1, 5, 20) else logger.debug)(
+                    busy = rid is not None and last.status in BUSY_STATUSES
+                    (logger.warning if attempt in ((5, 20) if busy else (1, 5, 20)) else logger.debug)(
                         "%s %s: %s (attempt %d of %d), again in %.1f s", method, url, last.reason, attempt,
                         max_attempts, delay,
                     )  # fmt: skip
-                    busy = rid is not None and last.status in BUSY_STATUSES
                     self.refused += busy
                     try:
                         await asyncio.sleep(max(delay, min(BACKOFF_CAP_S, last.retry_after)))

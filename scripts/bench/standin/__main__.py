@@ -25,7 +25,9 @@ FAILURES = {
 
 def engine_of(words: argparse.Namespace) -> StandInEngine:
     """The engine that the command line describes."""
-    engine = StandInEngine(reply=FixedReply(words.tokens), slots=words.slots, record=False)
+    engine = StandInEngine(
+        reply=FixedReply(words.tokens), slots=words.slots, max_waiting=words.max_waiting, record=False
+    )
     if words.p99_tokens:
         engine.reply = LognormalLengths(words.tokens, words.p99_tokens, words.longest, words.seed)
         engine.delay = words.token_seconds
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--mean-seconds", type=float, default=0.0, help="lognormal time per request; 0: at once")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the time")
     parser.add_argument("--slots", type=int, help="requests that run at a time; the others wait")
+    parser.add_argument("--max-waiting", type=int, help="requests that wait; more are answered 503")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--fault", action="append", default=[], metavar="KIND=SHARE", help=f"of {', '.join(FAILURES)}; repeatable"

@@ -54,15 +54,16 @@ class FaultMix:
 class StandInEngine:
     """``reply`` gives the whole answer's token ids. It takes ``duration`` s, or ``delay`` s per token without that.
 
-    ``slots`` requests run at a time, the others wait (None: all run). ``failures`` befall the next requests one by one,
-    ``faults`` any of them, and until ``unavailable_until`` (time.monotonic) all are answered 503. ``record`` keeps the
-    bodies and headers of requests.
+    ``slots`` requests run at a time (None: all), the others wait, at most ``max_waiting``: more are answered 503.
+    ``failures`` befall the next requests one by one, ``faults`` any of them, and until ``unavailable_until``
+    (time.monotonic) all are answered 503. ``record`` keeps the bodies and headers of requests.
     """
 
     reply: Callable[[list[int], dict[str, Any]], list[int]] = hashed_reply
     delay: float | Callable[[list[int]], float] = 0.0
     duration: Callable[[list[int]], float] | None = None
     slots: int | None = None
+    max_waiting: int | None = None
     weight_version: str = "0"
     record: bool = True
     url: str = ""
@@ -141,6 +142,9 @@ class StandInEngine:
         rid = body.get("rid") or f"anonymous-{self.stats['received']:.0f}"
         if rid in self.running:
             return Response.of_json({"error": {"message": f"Duplicate request ID detected: {rid}"}}, 400)
+        if self.max_waiting is not None and not self._is_free() and len(self.waiting) >= self.max_waiting:
+            self.stats["refused"] += 1
+            return Response.of_json({"error": {"message": "The request queue is full."}}, 503)
         stop = self.running[rid] = asyncio.Event()
         self.max_running = max(self.max_running, len(self.running))
         if body.get("stream"):
@@ -280,7 +284,7 @@ class StandInEngine:
         self._changed = now
 
 
-_COUNTS = ("received", "finished", "aborted", "tokens", "aborted_tokens", "slot_seconds")
+_COUNTS = ("received", "refused", "finished", "aborted", "tokens", "aborted_tokens", "slot_seconds")
 
 
 @functools.lru_cache(64)

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from slime.rollout.group_copy import copy_group, copy_sample
+from slime.rollout.group_copy import copy_group, copy_prompt, copy_sample
 from slime.utils.types import Sample
 
 
@@ -55,3 +55,20 @@ def test_what_cannot_be_copied_is_shared() -> None:
     lock = threading.Lock()
     found = copy_sample(Sample(metadata={"lock": lock}))
     assert found.metadata == {"lock": lock}
+
+
+def test_a_copied_prompt_shares_nothing():
+    sample = full_sample()
+    sample.multimodal_inputs = {"images": [[1, 2]]}
+    expected = copy.deepcopy(sample)
+    found = copy_prompt(sample)
+    sample.prompt[0]["content"] = "changed"  # type: ignore[index, call-overload]
+    sample.metadata["deep"]["list"].append(2)
+    sample.multimodal_inputs["images"][0].append(3)
+    sample.spec_info.completion_token_num = 5
+    sample.prefix_cache_info.cached_tokens = 5
+    for name, value in expected.__dict__.items():
+        assert getattr(found, name) == value, name
+        if isinstance(value, (list, dict)):
+            assert getattr(found, name) is not getattr(sample, name), name
+    assert copy_prompt(Sample(prompt="p")) == Sample(prompt="p")

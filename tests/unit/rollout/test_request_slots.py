@@ -156,6 +156,22 @@ async def test_engines_that_do_not_answer_are_not_counted_on(client):
         slots.release()
 
 
+async def test_refusals_lower_the_limit_and_are_told_once(client, caplog):
+    slots = RequestSlots(10, Loads(EngineLoad(4, 3)))
+    for _ in range(10):
+        await slots.acquire()
+    client.refused = 3
+    await slots.follow()
+    assert slots.limit == 7
+    await slots.follow()
+    assert slots.limit == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "the engines refuse 3 of 10 requests, which are sent again: from now on at most 7 are in flight"
+    ]
+    for _ in range(10):
+        slots.release()
+
+
 async def test_loads_are_those_the_engines_report(client):
     with FakeCluster(2, slots=3, delay=60.0) as cluster:
         posts = [

@@ -108,9 +108,18 @@ def test_the_client_benchmark_compares_both_clients(capsys):
 
 
 def test_the_slots_benchmark_measures_the_engines_time():
-    run = slots.measure(mean=0.05, slots=4, seconds=0.5, over_sampling=True, seed=0)
+    run = slots.measure(mean=0.05, slots=4, concurrency=16, seconds=0.5, over_sampling=True, seed=0)
     assert run.samples >= 2 * 4 * 8
-    assert 0.3 < run.engine_use(4) <= run.slot_use(4) <= 1.001
+    assert 0.3 < run.slot_use(4) <= 1.001
+    assert run.in_flight_seconds / run.seconds <= 16
+    assert run.counts["slot_seconds"] < run.in_flight_seconds
+
+
+def test_an_engine_with_a_full_queue_refuses():
+    run = slots.measure(0.05, 4, 16, 0.5, over_sampling=False, seed=0, max_waiting=2)
+    assert run.samples >= 2 * 4 * 8
+    assert run.counts["refused"] > 0
+    assert run.counts["received"] - run.counts["refused"] == run.counts["finished"] == run.samples
 
 
 def test_partial_rollouts_waste_no_token():

@@ -1,0 +1,47 @@
+"""What is loaded is left out of garbage collection; what comes later is collected."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from slime.utils.garbage import ALLOCATIONS, leave_out_what_is_loaded
+
+
+class Node:
+    """Two that know each other are garbage only a collection finds."""
+
+    def __init__(self) -> None:
+        self.other: Node | None = None
+
+
+def pair() -> tuple[Node, weakref.ref[Node]]:
+    one, two = Node(), Node()
+    one.other, two.other = two, one
+    return one, weakref.ref(two)
+
+
+@pytest.fixture
+def collector():
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+def test_only_what_comes_later_is_collected(collector):
+    garbage, garbage_seen = pair()
+    del garbage
+    loaded, loaded_seen = pair()
+    leave_out_what_is_loaded()
+    assert garbage_seen() is None
+    assert gc.get_threshold()[0] == ALLOCATIONS
+    later, later_seen = pair()
+    traversed = len(gc.get_objects())
+    assert traversed < gc.get_freeze_count() / 10
+    del loaded, later
+    gc.collect()
+    assert later_seen() is None
+    assert loaded_seen() is not None
