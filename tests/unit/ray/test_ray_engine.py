@@ -1,0 +1,127 @@
+"""An engine's actors as its fleet sees them: alive, ended, silent, gone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from slime.arguments.plan.placement import EnginePlan
+from slime.ray import ray_engine, waiting
+from slime.ray.errors import RemoteFailure
+from slime.ray.ray_engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
+from slime.servers.types import EngineInfo
+from tests.support.fake_ray import NEVER, FakeRay, Ref
+
+
+class Actor:
+    """An actor handle: each method answers with its reference."""
+
+    def __init__(self, **answers: Ref) -> None:
+        self.answers, self.calls = answers, []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Ref:
+            self.calls.append((name, args, kwargs))
+            return self.answers.get(name) or Ref()
+
+        return SimpleNamespace(remote=call)
+
+
+class Cluster(FakeRay):
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed: list[Actor] = []
+
+    def kill(self, actor: Actor) -> None:
+        self.killed.append(actor)
+
+    def get(self, ref: Ref, timeout: float | None = None) -> Any:
+        if timeout is not None and ref.at > self.now + timeout:
+            self.now += timeout
+            raise ray.exceptions.GetTimeoutError("no answer")
+        self.now = max(self.now, ref.at if timeout is not None else self.now)
+        return super().get(ref)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    fake = Cluster()
+    for module in (ray_engine, waiting):
+        monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(waiting, "time", fake)
+    return fake
+
+
+def engine_of(*actors: Actor) -> RayEngine:
+    args: Any = SimpleNamespace(engine_ready_timeout=100.0, device_type="cuda")
+    plan = EnginePlan(rank=3, gpu_offset=4, num_gpus=2 * len(actors), num_gpus_on_node=2, nodes=len(actors))
+    engine = RayEngine(args, plan, ("pg", list(range(8)), [7, 6, 5, 4, 3, 2, 1, 0]), {}, loopback=False)
+    waiting_actors = list(actors)
+    engine._launch = lambda node_rank: waiting_actors.pop(0)  # type: ignore[method-assign]
+    return engine
+
+
+INFO = EngineInfo("http://e3", rank=3)
+
+
+def test_it_is_started_on_every_node_and_reached_at_the_first(cluster: Cluster) -> None:
+    first = Actor(rendezvous=Ref("10.0.0.1:15000"), wait_ready=Ref(INFO, at=30))
+    second = Actor(wait_ready=Ref(EngineInfo("http://other"), at=20))
+    assert engine_of(first, second).start() == INFO
+    started = [next(kwargs for name, _, kwargs in actor.calls if name == "start") for actor in (first, second)]
+    assert [kwargs["dist_init_addr"] for kwargs in started] == ["10.0.0.1:15000"] * 2
+    assert [kwargs["base_gpu_id"] for kwargs in started] == [3, 1]  # the GPUs of slots 4 and 6
+    assert started[0]["num_gpus"] == 4
+
+
+def test_the_node_that_does_not_start_is_named(cluster: Cluster) -> None:
+    first = Actor(rendezvous=Ref("10.0.0.1:15000"), wait_ready=Ref(at=NEVER))
+    second = Actor(wait_ready=Ref(RemoteFailure("EngineStartError: no memory"), at=5))
+    with pytest.raises(RemoteFailure, match=r"(?s)no memory.*engine 3 node 1"):
+        engine_of(first, second).start()
+
+
+def started(*actors: Actor) -> RayEngine:
+    engine = engine_of(*actors)
+    engine._actors = list(actors)
+    return engine
+
+
+def test_it_has_ended_when_one_of_its_nodes_has(cluster: Cluster) -> None:
+    assert started(Actor(), Actor()).poll() is None
+    assert started(Actor(), Actor(poll=Ref("engine 3 exited with code 1."))).poll() == "engine 3 exited with code 1."
+    gone = Actor(poll=Ref(ray.exceptions.ActorDiedError()))
+    assert "engine 3 node 1: its actor ended, and the engine with it." in str(started(Actor(), gone).poll())
+
+
+def test_an_actor_that_is_silent_is_warned_of_and_taken_to_run(cluster: Cluster, caplog: Any) -> None:
+    silent = started(Actor(poll=Ref(at=NEVER), last_lines=Ref(at=NEVER)))
+    assert silent.poll() is None
+    assert cluster.now == POLL_DEADLINE_S
+    assert "engine 3: the actor has not answered for 20 s" in caplog.text
+    assert silent.last_lines() == []
+    assert started(Actor(last_lines=Ref(["boom"]))).last_lines() == ["boom"]
+    assert started().last_lines() == []
+
+
+def test_its_end_is_asked_for_and_then_made(cluster: Cluster) -> None:
+    stuck, willing = Actor(stop=Ref(at=NEVER)), Actor()
+    engine = started(stuck, willing)
+    engine.end()
+    assert cluster.now == STOP_DEADLINE_S
+    assert cluster.killed == [stuck, willing]
+    engine.end()
+    assert len(cluster.killed) == 2
+    assert engine.poll() is None
+
+
+def test_one_that_is_ended_before_it_starts_leaves_no_actor(cluster: Cluster) -> None:
+    actor = Actor()
+    engine = engine_of(actor)
+    engine.end()
+    with pytest.raises(RuntimeError, match="engine 3 was ended while it was being started"):
+        engine.start()
+    assert cluster.killed == [actor]
