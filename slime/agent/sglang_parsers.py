@@ -7,9 +7,12 @@ stand-ins of CPU engines on its path, as no other process may.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
+
+from slime.arguments.passthrough.catalog import records_or_reason
+from slime.arguments.passthrough.source import SGLANG
 
 
 class UnparsableOutput(Exception):
@@ -31,6 +34,26 @@ def tool_calls(body: str, tools: list[Any], parser_name: str) -> tuple[str, list
     return text, [(name, arguments) for name, arguments in calls], began
 
 
+def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raise ValueError for a parser that the installed SGLang does not have, without importing it."""
+    found = records_or_reason(SGLANG)
+    if isinstance(found, str):  # SGLang cannot tell here what it has
+        return
+    choices = {record["dest"]: record["choices"] or () for record in found}
+    for kind, dest, name in [
+        ("tool-call", "tool_call_parser", tool_parser),
+        ("reasoning", "reasoning_parser", reasoning_parser),
+    ]:
+        if name == "auto":
+            raise ValueError(f"the {kind} parser must be named: 'auto' is found out by engines only")
+        if name is not None and name.lower() not in choices[dest]:
+            raise _unknown(kind, name, choices[dest])
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    return ValueError(f"SGLang has no {kind} parser {name!r}; it has {', '.join(sorted(set(known) - {'auto'}))}")
+
+
 @cache
 def importable() -> bool:
     """Whether SGLang can be imported in this process."""
@@ -50,7 +73,7 @@ def _reasoning(raw: str, parser_name: str) -> tuple[str, str]:
 
     known = ReasoningParser.DetectorMap
     if parser_name.lower() not in known:
-        raise ValueError(f"SGLang has no reasoning parser {parser_name!r}; it has {', '.join(sorted(known))}")
+        raise _unknown("reasoning", parser_name, known)
     try:
         reasoning, rest = ReasoningParser(parser_name, stream_reasoning=False).parse_non_stream(raw)
     except Exception:  # noqa: BLE001  (whatever a parser stumbles over, the model wrote it)
@@ -64,7 +87,7 @@ def _tools(body: str, tools: list[Any], parser_name: str) -> tuple[str, list[tup
 
     known = FunctionCallParser.ToolCallParserEnum
     if parser_name not in known:
-        raise ValueError(f"SGLang has no tool-call parser {parser_name!r}; it has {', '.join(sorted(known))}")
+        raise _unknown("tool-call", parser_name, known)
     parser = FunctionCallParser([Tool(**tool) for tool in tools], parser_name)
     try:
         text, calls = parser.parse_non_stream(body)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from slime.agent.parsing import ParsedModelOutput, parse_model_output, parse_tool_uses
+from slime.agent.sglang_parsers import check_names, split_reasoning
 from tests.unit.agent.test_parsing import TOOLS, xml
 
 
@@ -77,3 +78,18 @@ def test_parsers_that_sglang_lacks_are_named():
         parse_tool_uses("x", TOOLS, "qwen99")
     with pytest.raises(ValueError, match=r"SGLang has no reasoning parser 'qwen99'; it has .*deepseek-r1"):
         parse_model_output("x", tools_schema=None, tool_parser_name=None, reasoning_parser_name="qwen99")
+
+
+def test_the_names_that_are_checked_at_once_are_those_that_sglang_has():
+    """Without importing it; both know every name that the other one knows."""
+    said = {}
+    for kind, parse in [
+        ("tool-call", lambda: parse_tool_uses("x", TOOLS, "qwen99")),
+        ("reasoning", lambda: split_reasoning("x", "qwen99")),
+    ]:
+        with pytest.raises(ValueError, match="SGLang has no") as of_the_package:
+            parse()
+        with pytest.raises(ValueError, match="SGLang has no") as at_once:
+            check_names(*(("qwen99", None) if kind == "tool-call" else (None, "qwen99")))
+        said[kind] = (str(of_the_package.value), str(at_once.value))
+    assert all(package == at_once for package, at_once in said.values()), said

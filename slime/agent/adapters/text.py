@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from slime.agent import sglang_parsers
 from slime.agent.adapters.errors import bad_request
 from slime.agent.adapters.provider import Message
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
@@ -18,10 +19,12 @@ T = TypeVar("T")
 class TextWorker:
     """One thread that renders prompts and takes answers apart.
 
-    Templates and tokenizers are not for several threads at a time, and take too long for the event loop.
+    Templates and tokenizers are not for several threads at a time, and take too long for the event loop. Raises
+    ValueError for parsers that SGLang does not have.
     """
 
     def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None) -> None:
+        sglang_parsers.check_names(tool_parser, reasoning_parser)
         self.tokenizer = tokenizer
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent-text")

@@ -40,7 +40,7 @@ def gateway(monkeypatch) -> Iterator[Any]:
     def start(*lines: str, **options: Any) -> SimpleNamespace:
         cluster = enter(scripted_engine(*lines))
         adapter = AnthropicAdapter(
-            tokenizer=ToolTokenizer(), sglang_url=cluster.router.url, reasoning_parser="any", **options
+            tokenizer=ToolTokenizer(), sglang_url=cluster.router.url, reasoning_parser="qwen3", **options
         )
         handle = enter(served(adapter))
         adapter.open_session("s")

@@ -131,7 +131,7 @@ async def test_reasoning_is_answered_and_not_needed_to_recognise_the_answer(gate
         "slime.agent.sglang_parsers.split_reasoning",
         lambda raw, name: tuple(raw.removeprefix("<think>").split("</think>")),
     )
-    g = gateway("<think>hm</think>yes", "<think>so</think>no", reasoning_parser="any")
+    g = gateway("<think>hm</think>yes", "<think>so</think>no", reasoning_parser="qwen3")
     message = ask(g.client, user("q")).choices[0].message
     assert (message.content, message.reasoning_content) == ("yes", "hm")
     stream = ask(g.client, user("q"), {"role": "assistant", "content": "yes"}, user("r"), stream=True)
@@ -146,7 +146,7 @@ async def test_a_client_that_sends_reasoning_back_keeps_it_in_the_prompt(gateway
         "slime.agent.sglang_parsers.split_reasoning",
         lambda raw, name: tuple(raw.removeprefix("<think>").split("</think>")),
     )
-    g = gateway("<think>hm</think>yes", "<think>so</think>no", reasoning_parser="any")
+    g = gateway("<think>hm</think>yes", "<think>so</think>no", reasoning_parser="qwen3")
     message = ask(g.client, user("q")).choices[0].message
     ask(g.client, user("q"), message, user("r"))
     [sample] = await g.adapter.finish_session("s", base_sample=BASE)

@@ -406,6 +406,19 @@ async def test_a_reply_without_log_probs_is_an_error(monkeypatch):
         await common.call_sglang_generate([1], common.Session(), {}, adapter=adapter)
 
 
+def test_parsers_that_sglang_lacks_are_named_at_once():
+    def adapter(**options: Any) -> OpenAIAdapter:
+        return OpenAIAdapter(tokenizer=ToolTokenizer(), sglang_url="http://nowhere", **options)
+
+    adapter(tool_parser="qwen25", reasoning_parser="deepseek-r1")
+    with pytest.raises(ValueError, match=r"SGLang has no tool-call parser 'qwen99'; it has .*qwen25, qwen3_coder"):
+        adapter(tool_parser="qwen99")
+    with pytest.raises(ValueError, match=r"SGLang has no reasoning parser 'qwen25'; it has .*deepseek-r1"):
+        adapter(reasoning_parser="qwen25")
+    with pytest.raises(ValueError, match="the tool-call parser must be named: 'auto' is found out by engines only"):
+        adapter(tool_parser="auto")
+
+
 def test_helpers_that_users_import():
     function = {"name": "f", "arguments": {"a": 1}}
     assert common.tool_call_dict("f", {"a": 1}) == {"type": "function", "function": function}
