@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 
 from slime.arguments import unchecked
@@ -10,7 +11,7 @@ from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 
 RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
 """Values of ``--rm-type`` and of a sample's ``metadata["rm_type"]``; each may be prefixed with ``boxed_``."""
-NOT_YET = ("ifbench",)
+IFBENCH_CHECKERS = "evaluation_lib"
 DISTILLATION = "slime.rollout.on_policy_distillation"
 
 
@@ -23,7 +24,7 @@ def check(args: Namespace) -> None:
     if args.rm_type is None:
         _warn_of_none(args)
         return
-    _check_type(args, "--rm-type ", args.rm_type, "--custom-rm-path")
+    _check_type(args, "--rm-type ", args.rm_type)
 
 
 def _check_distillation(args: Namespace) -> None:
@@ -48,18 +49,20 @@ def _check_data_sets(args: Namespace) -> None:
     for dataset in args.eval_datasets:
         if dataset.rm_type is not None and dataset.custom_rm_path is None:
             said = f"--eval-config {args.eval_config}: data set {dataset.name}: rm_type "
-            _check_type(args, said, dataset.rm_type, "custom_rm_path")
+            _check_type(args, said, dataset.rm_type)
 
 
-def _check_type(args: Namespace, said: str, rm_type: str, instead: str) -> None:
+def _check_type(args: Namespace, said: str, rm_type: str) -> None:
     kind = rm_type.strip().removeprefix("boxed_")
     if kind not in RM_TYPES:
         raise ArgumentError(f"{said}{rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them")
-    if kind in NOT_YET:
-        message = f"{said}{rm_type} is not available yet in this version; use {instead}"
-        if not getattr(args, "dry_run", False):
-            raise ArgumentError(message)
-        args.not_available.append(message)
+    if kind == "ifbench" and importlib.util.find_spec(IFBENCH_CHECKERS) is None:
+        unchecked.missing(
+            args,
+            f"{said}{rm_type}: there is no module {IFBENCH_CHECKERS}, the checkers of IFBench; get them from "
+            "https://github.com/allenai/IFBench, put their directory on the PYTHONPATH and install their "
+            "requirements.txt",
+        )
     if kind == "remote_rm" and args.rm_url is None:
         raise ArgumentError(f"{said}remote_rm needs --rm-url, the address that answers with rewards")
 

@@ -93,11 +93,11 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         return await remote_rm(args, sample)
     if kind == "random":
         return random.randint(0, 1)
-    from slime.arguments.rules.reward import NOT_YET, RM_TYPES  # half of the start of a worker, for this message
+    from slime.arguments.rules.reward import RM_TYPES  # half of the start of a worker, for this message
 
     raise NotImplementedError(
         f"no reward for sample index={sample.index}: rm_type {reward_kind(args, sample)!r} is unknown. Set --rm-type "
-        f"to one of {', '.join(kind for kind in RM_TYPES if kind not in NOT_YET)} (each also as boxed_<type>), or "
+        f"to one of {', '.join(RM_TYPES)} (each also as boxed_<type>), or "
         f"{FLAG} to your own function."
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.ifbench import compute_ifbench_reward, load_checkers
 from slime.rollout.rm_hub.math_dapo_utils import compute_score
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 
@@ -34,8 +35,12 @@ RULES: dict[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
     "dapo": _dapo,
     "f1": _f1,
     "gpqa": compute_gpqa_reward,
+    "ifbench": compute_ifbench_reward,
 }
-METADATA_KEYS = {"gpqa": ("choices", "valid_letters", "correct_letter", "correct_answer", "answer_text")}
+METADATA_KEYS = {
+    "gpqa": ("choices", "valid_letters", "correct_letter", "correct_answer", "answer_text"),
+    "ifbench": ("instruction_id_list", "kwargs", "prompt_text", "record_id"),
+}
 """What a rule reads of a sample's metadata; the rest is not sent to a worker."""
 PATH = f"{__name__}.grade"
 
@@ -43,3 +48,9 @@ PATH = f"{__name__}.grade"
 def grade(kind: str, response: str, label: Any, metadata: Mapping[str, Any]) -> Any:
     """Return the reward of one response by the rule ``kind`` (a key of RULES)."""
     return RULES[kind](response, label, metadata)
+
+
+def prepare(kind: str, *_: Any) -> None:
+    """Load what ``grade`` of these arguments loads once: no answer is charged for it."""
+    if kind == "ifbench":
+        load_checkers()

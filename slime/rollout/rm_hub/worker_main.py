@@ -48,10 +48,13 @@ def _set_timers(cpu_s: float, wall_s: float) -> None:
 
 def _answer(function: str, arguments: tuple[Any, ...], cpu_s: float, wall_s: float) -> tuple[Any, ...]:
     """Return ``("ok", result)``, or ``("memory" or "raised", message, traceback)``."""
+    from slime.rollout.rm_hub import rules
     from slime.utils.misc import load_function
 
-    _set_timers(cpu_s, wall_s)
     try:
+        if function == rules.PATH:
+            rules.prepare(*arguments)
+        _set_timers(cpu_s, wall_s)
         return ("ok", load_function(function)(*arguments))
     except MemoryError as e:
         return ("memory", f"MemoryError: {e}", "".join(traceback.format_exception(e, limit=-20)))
