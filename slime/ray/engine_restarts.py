@@ -39,7 +39,7 @@ class EngineRestarts:
         on_restart: Callable[[Member], None],
         on_giving_up: Callable[..., None],
     ) -> None:
-        self.waits_for_devices = bool(args.offload_rollout)
+        self.waits_for_devices = bool(args.offload_rollout and not args.debug_rollout_only)
         self._timeout = float(args.engine_ready_timeout)
         self._members, self._new_engine = members, new_engine
         self._on_restart, self._on_giving_up = on_restart, on_giving_up

@@ -351,8 +351,9 @@ def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -
     assert run.events.need.is_set()  # nothing comes back without a push
 
 
-def test_without_a_trainer_engines_serve_when_they_are_back(world: Any) -> None:
-    run = world(use_fault_tolerance=True, debug_rollout_only=True)
+@pytest.mark.parametrize("offload", [False, True])
+def test_without_a_trainer_engines_serve_when_they_are_back(world: Any, offload: bool) -> None:
+    run = world(use_fault_tolerance=True, debug_rollout_only=True, offload_rollout=offload)
     Engine.lives[0].ended_by = "killed"
     run.fleet.lose_ended()
     run.wait_for(0, State.SERVING)
