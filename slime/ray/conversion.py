@@ -49,7 +49,8 @@ class Converter:
         self.carried = CarriedOver([], [], [])
         self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
         self._post_process = find_hook(args, "custom_reward_post_process_path")
-        self._makers = [hook for hook in find_hooks(args, *_MAKERS) if not hook.path.startswith("slime.")]
+        makers = [] if getattr(args, "load_debug_rollout_data", None) else find_hooks(args, *_MAKERS)
+        self._makers = [hook for hook in makers if not hook.path.startswith("slime.")]
 
     def shards(self, samples: Sequence[Sample]) -> list[RolloutShard]:
         """Return one shard per data-parallel rank of what ``samples``, after those carried over, train.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Contract:
     """``call``: the signature, for messages. The function must take ``positional`` arguments and these ``keywords``; it
-    is given what it takes of those ``offered``. A class is also asked for ``methods``."""
+    is given what it takes of those ``offered``. A class is also asked for ``methods``. What ``generates`` is
+    not called when rollouts are replayed."""
 
     flag: str
     call: str
@@ -17,6 +18,7 @@ class Contract:
     offered: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     what: str = "a function"
+    generates: bool = False
 
 
 CONTRACTS: dict[str, Contract] = {
@@ -33,26 +35,35 @@ CONTRACTS: dict[str, Contract] = {
         methods=("get_samples",),
         what="a class",
     ),
-    "buffer_filter_path": Contract("--buffer-filter-path", "fn(args, rollout_id, buffer, num_samples)", 4),
+    "buffer_filter_path": Contract(
+        "--buffer-filter-path", "fn(args, rollout_id, buffer, num_samples)", 4, generates=True
+    ),
     "custom_generate_function_path": Contract(
         "--custom-generate-function-path",
         "fn(args, sample, sampling_params[, evaluation])",
         3,
         offered=("evaluation",),
+        generates=True,
     ),
     "rollout_sample_hook_path": Contract(
         "--rollout-sample-hook-path",
         "fn(args, sample, *, rollout_id=None, evaluation=False)",
         2,
         offered=("rollout_id", "evaluation"),
+        generates=True,
     ),
     "custom_rm_path": Contract(
-        "--custom-rm-path", "fn(args, sample, **kwargs), or fn(args, samples, **kwargs) with --group-rm", 2
+        "--custom-rm-path",
+        "fn(args, sample, **kwargs), or fn(args, samples, **kwargs) with --group-rm",
+        2,
+        generates=True,
     ),
-    "dynamic_sampling_filter_path": Contract("--dynamic-sampling-filter-path", "fn(args, group, **kwargs)", 2),
-    "rollout_sample_filter_path": Contract("--rollout-sample-filter-path", "fn(args, groups)", 2),
+    "dynamic_sampling_filter_path": Contract(
+        "--dynamic-sampling-filter-path", "fn(args, group, **kwargs)", 2, generates=True
+    ),
+    "rollout_sample_filter_path": Contract("--rollout-sample-filter-path", "fn(args, groups)", 2, generates=True),
     "rollout_all_samples_process_path": Contract(
-        "--rollout-all-samples-process-path", "fn(args, all_groups, get_samples)", 3
+        "--rollout-all-samples-process-path", "fn(args, all_groups, get_samples)", 3, generates=True
     ),
     "custom_reward_post_process_path": Contract("--custom-reward-post-process-path", "fn(args, samples)", 2),
     "custom_convert_samples_to_train_data_path": Contract(

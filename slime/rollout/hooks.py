@@ -125,9 +125,13 @@ def _checked_hook(path: str, name: str, flag: str) -> Hook:
 
 
 def check_hooks(args: Any) -> None:
-    """Look up every hook of the rollout manager. Raises for the first that is not there or cannot be called."""
-    find_hooks(args, *CONTRACTS)
-    for dataset in getattr(args, "eval_datasets", None) or []:
+    """Look up every hook of the rollout manager. Raises for the first that is not there or cannot be called.
+
+    Replayed rollouts need none of the hooks of generation, whose modules may be missing where they are replayed.
+    """
+    replays = getattr(args, "load_debug_rollout_data", None)
+    find_hooks(args, *(name for name, contract in CONTRACTS.items() if not (replays and contract.generates)))
+    for dataset in (getattr(args, "eval_datasets", None) or []) if not replays else []:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             if path := getattr(dataset, name, None):
                 make_hook(path, name, flag=f"--eval-config, data set {dataset.name!r}, {name}")

@@ -292,6 +292,21 @@ def test_a_dump_is_trained_on_as_it_was_generated(make: Any, tmp_path: Path) -> 
     assert replayed.drain_records() == []  # a replayed rollout says nothing about generation
 
 
+def test_a_dump_is_replayed_where_the_hooks_of_generation_are_not_installed(make: Any, tmp_path: Path) -> None:
+    template = str(tmp_path / "dumps" / "{rollout_id}.pt")
+    generated = trained(make(save_debug_rollout_data=template).generate(0))
+    away = {
+        "custom_generate_function_path": "not_installed_here.generate", "custom_rm_path": "not_installed_here.reward",
+        "rollout_sample_hook_path": ["not_installed_here.hook"],
+    }  # fmt: skip
+    replayed = make(load_debug_rollout_data=template, **away)
+    assert trained(replayed.generate(0)) == generated
+    with pytest.raises(RemoteFailure, match="no module 'not_installed_here'"):
+        make(**away)
+    with pytest.raises(RemoteFailure, match="no module 'not_installed_here'"):  # it is called for replayed ones too
+        make(load_debug_rollout_data=template, custom_reward_post_process_path="not_installed_here.post_process")
+
+
 def must_not_run(*_: Any, **__: Any) -> Any:
     raise AssertionError("a replayed rollout must not be generated")
 
