@@ -17,7 +17,9 @@ from typing import Any
 from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_prompt
 from slime.rollout.hooks import describe, make_hook
-from slime.rollout.recovery import Recovery, Unconsumed, still_open
+from slime.rollout.journal_file import to_json
+from slime.rollout.journal_writer import samples_to_json
+from slime.rollout.recovery import Recovery, Unconsumed, may_be_saved, still_open
 from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
@@ -174,18 +176,20 @@ class RolloutDataSource(DataSource):
         return len(self.dataset) if self.dataset is not None else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, as JSON types."""
+        """Return the place in the data and the groups that wait, as JSON types."""
         with self._lock:
-            return {
-                "format": STATE_FORMAT,
-                "sample_offset": self.sample_offset,
-                "epoch_id": self.epoch_id,
-                "sample_group_index": self.sample_group_index,
-                "sample_index": self.sample_index,
-                "metadata": encode_value(self.metadata),
-                "num_prompts": len(self),
-                "buffer": [encode_group(group) for group in self._waiting_groups()],
-            }
+            return {**self._place(), "buffer": [encode_group(group) for group in self._waiting_groups()]}
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "format": STATE_FORMAT,
+            "sample_offset": self.sample_offset,
+            "epoch_id": self.epoch_id,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": encode_value(self.metadata),
+            "num_prompts": len(self),
+        }
 
     def _waiting_groups(self) -> list[Group]:
         """Return the groups that come out before new prompts."""
@@ -225,20 +229,27 @@ class RolloutDataSource(DataSource):
         """Remember the state as the one that ``save(rollout_id)`` is to write, whatever is drawn from now on."""
         if not self.args.rollout_global_dataset or not self.args.save:
             return
-        data = self._serialize()
+        per_epoch = len(self) // self.args.rollout_batch_size
+        data = self._serialize() if may_be_saved(self.args, rollout_id, per_epoch) else None
         with self._lock:
-            self._snapshots[rollout_id] = data
+            if data is not None:
+                self._snapshots[rollout_id] = data
             for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
                 del self._snapshots[old]
-            self._recovery.after_rollout(rollout_id, len(self) // self.args.rollout_batch_size)
+            self._recovery.after_rollout(rollout_id, per_epoch)
 
     def _serialize(self) -> bytes:
+        """Return the state as JSON, encoded part by part and without the lock: others draw and generate meanwhile."""
         with self._lock:
-            state, buffer = self.state_dict(), list(self._waiting_groups())
-        if self.unconsumed is not None:  # without the lock, which those who draw meanwhile may wait for
-            open_groups = still_open(self.unconsumed(), state, buffer)
-            state["in_flight"] = [encode_group(group) for group in open_groups]
-        return json.dumps(state).encode()
+            own = type(self).state_dict is not RolloutDataSource.state_dict  # a subclass keeps more
+            state = self.state_dict() if own else self._place()
+            buffer = list(self._waiting_groups())
+        parts = [to_json(state)[:-1]]
+        if not own:
+            parts += [b',"buffer":', *samples_to_json(buffer)]
+        if self.unconsumed is not None:
+            parts += [b',"in_flight":', *samples_to_json(still_open(self.unconsumed(), state, buffer))]
+        return b"".join([*parts, b"}"])
 
     def save(self, rollout_id: int) -> None:
         """Write the snapshot of ``rollout_id`` (or else the present state) under ``<save>/rollout``, atomically."""

@@ -84,8 +84,7 @@ class Recovery:
         """Go on to the next rollout, whose groups are worth keeping when the weights that make them are saved."""
         self.groups.clear()  # what is left is of weights that are gone
         if self.journal is not None:
-            args = self.args
-            saved = should_run_periodic_action(rollout_id, args.save_interval, rollouts_per_epoch, args.num_rollout)
+            saved = may_be_saved(self.args, rollout_id, rollouts_per_epoch)
             self.journal.turn_over(rollout_id + 1, wanted=saved)
 
     def after_save(self, rollout_id: int) -> None:
@@ -98,6 +97,12 @@ class Recovery:
         else:
             remove_journals(Path(self.args.save) / "rollout", lambda number: True)
         self._last_saved = rollout_id
+
+
+def may_be_saved(args: Any, rollout_id: int, rollouts_per_epoch: int) -> bool:
+    """True when there is a checkpoint of ``rollout_id``, or when that is up to someone else than the loop."""
+    interval = getattr(args, "save_interval", None)
+    return interval is None or should_run_periodic_action(rollout_id, interval, rollouts_per_epoch, args.num_rollout)
 
 
 def still_open(groups: Iterable[Group], state: dict[str, Any], buffer: Iterable[Group]) -> list[Group]:

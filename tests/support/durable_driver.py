@@ -1,7 +1,8 @@
 """A run without trainer that may be killed at any moment: the real loop and rollout manager, a trainer that counts.
 
-The "model" is the list of groups trained on, step by step, saved as checkpoints are: written whole, then the tracker is
-replaced. Start it with ``python -m tests.support.durable_driver '<json of arguments>'``; it ends when all is trained.
+The "model" is the list of samples trained on, step by step, saved as checkpoints are: written whole, then the tracker
+is replaced. What was generated and what was trained on is also appended to two logs that no code of the run reads.
+Start it with ``python -m tests.support.durable_driver '<json of arguments>'``; it ends when all is trained.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from slime.driver import Loop
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager
 from slime.rollout import data_source, sglang_rollout
+from slime.rollout.base_types import iter_samples
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.group_copy import copy_sample
 from slime.utils.atomic_file import write_atomically
 from slime.utils.http_utils import init_http_client
+from slime.utils.types import Sample
+from tests.support import durable_points
 from tests.support.rollout_args import CharTokenizer, rollout_args
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -53,8 +59,9 @@ class CountingTrainer:
         self.trained = read_model(args.save, self.last) if self.last >= 0 else []
 
     def async_train(self, rollout_id: int, data: Any, external_data: Any = None) -> list[Any]:
-        groups = sorted({i // self.args.n_samples_per_prompt for box in data for i in indices(box)})
-        self.trained.append(groups)
+        samples = sorted(i for box in data for i in indices(box))
+        self.trained.append(samples)
+        append(self.args.test_folder, "trained", {"rollout": rollout_id, "samples": samples})
         return []
 
     def wait(self, refs: list[Any], what: str) -> list[Any]:
@@ -79,19 +86,65 @@ def indices(box: Any) -> list[int]:
 
 
 def read_model(save: str, rollout_id: int) -> list[list[int]]:
-    """Return the groups of each step that checkpoint ``rollout_id`` was trained on."""
+    """Return the samples of each step that checkpoint ``rollout_id`` was trained on."""
     model: list[list[int]] = json.loads((Path(save) / f"model_{rollout_id}.json").read_text())
     return model
 
 
+def append(folder: str, name: str, record: dict[str, Any]) -> None:
+    """Append one line to a log, in one piece."""
+    file = os.open(Path(folder) / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, (json.dumps(record) + "\n").encode())
+    os.close(file)
+
+
+def log_samples(rollout_id: int, args: Any, samples: list[Sample], metrics: Any, seconds: float) -> bool:
+    """``--custom-rollout-log-function-path``: every sample that a rollout gave, as far as a test looks at it."""
+    for sample in samples:
+        names = ("index", "group_index", "prompt", "tokens", "response_length", "rollout_log_probs", "loss_mask")
+        record = {name: getattr(sample, name) for name in names}
+        spans = [[span["version"], span["start"], span["end"]] for span in sample.weight_version_spans]
+        append(args.test_folder, "samples", {"rollout": rollout_id, **record, "spans": spans})
+    return True
+
+
+def drops(group_index: int) -> bool:
+    """What the dynamic filter is against, whatever was generated."""
+    return group_index % 5 == 2
+
+
+def keep(args: Any, group: Any, **_: Any) -> DynamicFilterOutput:
+    """``--dynamic-sampling-filter-path``."""
+    against = drops(next(iter_samples(group)).group_index)
+    return DynamicFilterOutput(keep=not against, reason="chosen" if against else None)
+
+
+async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """``--custom-generate-function-path`` that makes two samples of one in every second group."""
+    sample = await sglang_rollout.generate(args, sample, sampling_params)
+    if sample.status == Sample.Status.ABORTED or not fans_out(sample.group_index or 0):
+        return [sample]
+    twin = copy_sample(sample)
+    sample.rollout_id = twin.rollout_id = sample.index
+    return [sample, twin]
+
+
+def fans_out(group_index: int) -> bool:
+    return group_index % 2 == 0
+
+
 def run(changes: dict[str, Any]) -> None:
-    """Start or resume the run, and take it to its end."""
+    """Start or resume the run, and take it to its end or to where it kills itself."""
     overlap = changes.pop("overlap")
+    point, nth = changes.pop("kill_at", None) or (None, 0)
+    if point is not None:
+        durable_points.POINTS[point](nth)
     base: dict[str, Any] = {
         "advantage_estimator": "grpo", "balance_by_flops": False, "balance_data": False,
         "check_weight_update_equal": False,
         "custom_convert_samples_to_train_data_path": None, "custom_eval_rollout_log_function_path": None,
-        "custom_reward_post_process_path": None, "custom_rollout_log_function_path": None,
+        "custom_reward_post_process_path": None,
+        "custom_rollout_log_function_path": "tests.support.durable_driver.log_samples",
         "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer", "debug_rollout_only": False,
         "debug_train_only": True, "device_type": "cpu", "dump_details": None, "eval_interval": None,
         "grpo_std_normalization": False, "load_debug_rollout_data": None, "log_reward_category": None,
@@ -118,7 +171,10 @@ def run(changes: dict[str, Any]) -> None:
     Loop(args, Rollout(manager), trainer, manager.get_num_rollout_per_epoch(), overlap=overlap).run()  # type: ignore[arg-type]
 
 
-async def reward(args: Any, sample: Any, **_: Any) -> float:
+async def reward(args: Any, sample: Any, **_: Any) -> Any:
+    """``--custom-rm-path``, for a sample and for the list of a fan-out."""
+    if isinstance(sample, list):
+        return [float(one.index % 2) for one in sample]
     return float(sample.index % 2)
 
 

@@ -1,83 +1,257 @@
-"""Kill the run of ``durable_driver`` at random moments until it is through, and count what it trained on."""
+"""Kill the run of ``durable_driver`` again and again until it is through, and count what it trained on.
+
+What is right is decided without the code under test: prompts come in the documented order, stand-in engines give every
+prompt the same answer token by token, and the run's trainer and its log hook write down what they saw.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.durable_driver import read_model
+from tests.support.durable_driver import TRACKER, drops, fans_out, read_model
+from tests.support.durable_points import WHILE_RUNNING, WHILE_STARTING
 from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_args import write_prompts
 
+PROMPTS, BATCH, COPIES, SEED = 10, 4, 2, 42
+FIRST_TOKEN = 1000
+LAST_STEPS = 6
 FULLY_ASYNC = {
     "overlap": True,
     "rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+    "sglang_server_concurrency": 6,
 }
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "partial": {"partial_rollout": True, "save_interval": 1},
+    "overlap": {"overlap": True, "partial_rollout": True},
+    "filter": {"dynamic_sampling_filter_path": "tests.support.durable_driver.keep"},
+    "fully async": FULLY_ASYNC,
+    "fan-out": {"custom_generate_function_path": "tests.support.durable_driver.fan_out", "save_interval": 1},
+    "fully async fan-out": {**FULLY_ASYNC, "custom_generate_function_path": "tests.support.durable_driver.fan_out"},
+    "no buffer, carried over": {
+        "data_source_path": "slime.rollout.data_source.RolloutDataSource", "global_batch_size": 6, "save_interval": 1
+    },
+}  # fmt: skip
 
 
-def run_with_kills(folder: Path, kills: int, seed: int, **changes: Any) -> int:
-    """Kill the same run ``kills`` times at random moments after its start; assert that nothing is lost or repeated.
+@dataclass
+class Kills:
+    """What a series of kills met with: the moments, the groups that came back, the samples that went on from a part."""
 
-    Returns how many groups came back from the journal, all restarts together.
-    """
+    moments: Counter[str] = field(default_factory=Counter)
+    came_back: int = 0
+    continued: int = 0
+
+
+def whole_reply(prompt: list[int]) -> list[int]:
+    """The answer to a prompt: 5 to 16 tokens."""
+    digest = hashlib.sha256(json.dumps(prompt).encode()).digest()
+    return [FIRST_TOKEN + 10 * digest[i] + i for i in range(5 + digest[31] % 12)]
+
+
+def reply(ids: list[int], params: dict[str, Any]) -> list[int]:
+    """The rest of the answer for who has its beginning already."""
+    prompt = [token for token in ids if token < FIRST_TOKEN]
+    have = ids[len(prompt) :]
+    whole = whole_reply(prompt)
+    assert whole[: len(have)] == have
+    return whole[len(have) :]
+
+
+def run_with_kills(folder: Path, kills: int, seed: int, mode: str, **changes: Any) -> Kills:
+    """Kill the same run ``kills`` times, at exact points and at random moments in turn; see ``check``."""
     rng = random.Random(seed)
-    steps, batch = 8 + kills, 4
     folder.mkdir(parents=True)
-    prompts = write_prompts(folder / "prompts.jsonl", 10)
-    back = 0
+    prompts = write_prompts(folder / "prompts.jsonl", PROMPTS)
+    found = Kills()
     with FakeCluster(2) as cluster:
         for engine in cluster.engines:
-            engine.delay = lambda ids: 0.004 + 0.02 * (ids[-1] % 5 == 0)  # some are slow: over-sampling cancels them
+            engine.reply = reply
+            engine.delay = lambda ids: 0.002 + 0.01 * (ids[1] % 5 == 0)  # some are slow: over-sampling cancels them
         flags = {
             "prompt_data": str(prompts), "save": str(folder / "save"), "load": str(folder / "save"),
-            "save_interval": 2, "num_rollout": steps, "rollout_batch_size": batch, "over_sampling_batch_size": 6,
-            "n_samples_per_prompt": 2, "global_batch_size": 8, "sglang_router_ip": cluster.host,
-            "sglang_router_port": cluster.port, "run_dir": str(folder / "run"), "overlap": False, **changes,
+            "save_interval": 2, "num_rollout": 100_000, "rollout_batch_size": BATCH, "over_sampling_batch_size": 6,
+            "n_samples_per_prompt": COPIES, "global_batch_size": BATCH * COPIES, "sglang_router_ip": cluster.host,
+            "sglang_router_port": cluster.port, "run_dir": str(folder / "run"), "test_folder": str(folder),
+            "overlap": False, "rollout_shuffle": True, "rollout_seed": SEED, "rollout_max_response_len": 32,
+            **MODES[mode], **changes,
         }  # fmt: skip
-        for number in range(kills + 1):
+        starts: list[tuple[int, int]] = []
+        for number, point in enumerate(_plan(rng, kills)):
+            starts.append((tracker(folder), len(lines(folder / "trained.jsonl"))))
             log = folder / f"log{number}.txt"
-            with open(log, "w") as file:
-                command = [sys.executable, "-m", "tests.support.durable_driver", json.dumps(flags)]
-                run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-            try:
-                if number < kills:
-                    wait_until_generating(cluster, run, log)
-                    time.sleep(rng.uniform(0.0, 0.8))
-                    run.kill()
-                run.wait(120)
-            finally:
-                run.kill()
-                run.wait(10)
-            for engine in cluster.engines:
-                engine.requests.clear()
-        assert run.returncode == 0, log.read_text()[-3000:]
-        back = sum(_came_back(path) for path in folder.glob("log*.txt"))
-    check(folder / "save", steps, batch)
-    return back
+            found.moments[_kill_once(cluster, flags, log, rng, number, point)] += 1
+        steps = tracker(folder) + 1
+        for number, more in ((kills, {}), (kills + 1, {"over_sampling_batch_size": BATCH})):
+            steps += LAST_STEPS
+            starts.append((tracker(folder), len(lines(folder / "trained.jsonl"))))
+            _run_to_the_end(cluster, flags | more | {"num_rollout": steps}, folder / f"log{number}.txt", number)
+    check(folder, starts, steps, mode, flags["global_batch_size"])
+    found.came_back = sum(_came_back(path) for path in folder.glob("log*.txt"))
+    found.continued = sum(len({span[0] for span in s["spans"]}) > 1 for s in lines(folder / "samples.jsonl"))
+    return found
 
 
-def wait_until_generating(cluster: FakeCluster, run: subprocess.Popen[bytes], log: Path) -> None:
+def _start(cluster: FakeCluster, flags: dict[str, Any], log: Path, number: int) -> subprocess.Popen[bytes]:
+    for engine in cluster.engines:
+        engine.requests.clear()
+        engine.weight_version = str(number)
+    with open(log, "w") as file:
+        command = [sys.executable, "-m", "tests.support.durable_driver", json.dumps(flags)]
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _plan(rng: random.Random, kills: int) -> list[str | None]:
+    """Return where each start is to be killed: at a point, at one of the start after that, and twice at any moment."""
+    running, starting = (rng.sample(sorted(points), len(points)) for points in (WHILE_RUNNING, WHILE_STARTING))
+    plan: list[str | None] = []
+    while len(plan) < kills + 4:
+        turn = len(plan) // 4
+        start = starting[turn % len(starting)]
+        plan += ["half of a record is written" if "torn" in start else running[turn % len(running)], start, None, None]
+    first = rng.randrange(4)
+    return plan[first : first + kills]
+
+
+def _kill_once(
+    cluster: FakeCluster, flags: dict[str, Any], log: Path, rng: random.Random, number: int, point: str | None
+) -> str:
+    """Start the run and kill it; return when. A point that it does not come to is a random moment after all."""
+    nth = rng.choice((1, 1, 2, 3)) if point in WHILE_RUNNING else 1
+    run = _start(cluster, flags | {"kill_at": point and (point, nth)}, log, number)
+    try:
+        patience_s = 1.5 if point is not None else rng.choice((rng.uniform(0.0, 0.8), -rng.uniform(0.2, 2.0)))
+        if patience_s < 0:  # while it starts, or just after that
+            what, end = "while it starts", time.monotonic() - patience_s
+        else:
+            what, end = "a random moment", _wait_until_generating(cluster, run, log) + patience_s
+        while time.monotonic() < end and run.poll() is None:
+            time.sleep(0.002)
+        died = run.poll() is not None
+        _end(run)
+        assert run.returncode == -signal.SIGKILL, f"it ended by itself ({run.returncode}): {log.read_text()[-3000:]}"
+        return point if died and point is not None else what
+    finally:
+        _end(run)
+
+
+def _run_to_the_end(cluster: FakeCluster, flags: dict[str, Any], log: Path, number: int) -> None:
+    run = _start(cluster, flags, log, number)
+    try:
+        run.wait(300)
+    finally:
+        _end(run)
+    assert run.returncode == 0, log.read_text()[-3000:]
+
+
+def _end(run: subprocess.Popen[bytes]) -> None:
+    if run.poll() is None:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait(20)
+
+
+def _wait_until_generating(cluster: FakeCluster, run: subprocess.Popen[bytes], log: Path) -> float:
+    """Return the time at which the first request came, or the run was killed."""
     end = time.monotonic() + 120
     while not cluster.requests and run.poll() is None:
         assert time.monotonic() < end, f"nothing generated: {log.read_text()[-3000:]}"
-        time.sleep(0.01)
+        time.sleep(0.005)
+    return time.monotonic()
 
 
-def check(save: Path, steps: int, batch: int) -> None:
-    """Every group drawn was trained on once, or is in the last state: in the buffer, or still worked on."""
-    trained = read_model(str(save), steps - 1)
-    assert [len(step) for step in trained] == [batch] * steps
-    state = json.loads((save / "rollout" / f"global_dataset_state_dict_{steps - 1}.json").read_text())
-    waiting = [group[0]["group_index"] for group in [*state.get("in_flight", []), *state["buffer"]]]
-    everything = [group for step in trained for group in step] + waiting
-    assert sorted(everything) == list(range(state["sample_group_index"])), (trained, waiting)
+# What is right
+
+
+def tracker(folder: Path) -> int:
+    """Return the last whole checkpoint, -1 before the first."""
+    path = folder / "save" / TRACKER
+    return int(path.read_text()) if path.exists() else -1
+
+
+def lines(path: Path) -> list[Any]:
+    """Return the records of a log."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check(folder: Path, starts: list[tuple[int, int]], steps: int, mode: str, step_samples: int) -> None:
+    """Lost 0, trained twice 0, and every sample is what it would be if nothing had been killed."""
+    final = _lineage(lines(folder / "trained.jsonl"), starts)
+    assert final == read_model(str(folder / "save"), steps - 1)  # what the last checkpoint was trained on
+    assert len(final) == steps
+    assert "fan-out" in mode or all(len(step) % step_samples == 0 for step in final)
+    trained = Counter(index for step in final for index in step)
+    state = json.loads((folder / "save" / "rollout" / f"global_dataset_state_dict_{steps - 1}.json").read_text())
+    waiting = Counter(_indices([*state.get("in_flight", []), *state["buffer"]]))
+    carried = folder / "save" / "rollout" / f"carried_over_{steps - 1}.json"
+    if carried.exists():
+        waiting += Counter(s["index"] for s in json.loads(carried.read_text())["samples"])
+    fan_out = "fan-out" in mode
+    for group in range(state["sample_group_index"]):
+        for index in range(COPIES * group, COPIES * (group + 1)):
+            expected = 0 if mode == "filter" and drops(group) else 1
+            copies = 2 if fan_out and fans_out(group) else 1
+            seen = (trained[index], waiting[index])
+            allowed = [(copies * expected, 0)] + [(0, n) for n in (1, copies) if waiting[index] == n]
+            assert seen in allowed, f"sample {index} of group {group}: {seen[0]} times trained, {seen[1]} waiting"
+    last = max(trained) // COPIES
+    waits = {index // COPIES for index in waiting}
+    assert mode.startswith("fully async") or all(group > last - 5 * BATCH for group in waits), (sorted(waits), last)
+    _check_samples(lines(folder / "samples.jsonl"), set(trained))
+
+
+def _lineage(records: list[Any], starts: list[tuple[int, int]]) -> list[list[int]]:
+    """Return what the final weights were trained on: each start goes on from the checkpoint that it found."""
+    final: list[list[int]] = []
+    ends = [first for _, first in starts[1:]] + [len(records)]
+    for (checkpoint, first), end in zip(starts, ends, strict=True):
+        del final[checkpoint + 1 :]
+        assert len(final) == checkpoint + 1
+        for record in records[first:end]:
+            assert record["rollout"] == len(final)
+            final.append(record["samples"])
+    return final
+
+
+def _indices(groups: Any) -> list[int]:
+    if isinstance(groups, list):
+        return [index for item in groups for index in _indices(item)]
+    return [groups["index"]]
+
+
+def _check_samples(samples: list[Any], trained: set[int]) -> None:
+    """Prompts in the documented order, the engines' whole answers with their log-probs, a version for every token."""
+    order: list[int] = []
+    while len(order) * COPIES <= max(trained):
+        epoch = list(range(PROMPTS))
+        random.Random(SEED + len(order) // PROMPTS).shuffle(epoch)
+        order += epoch
+    assert trained <= {sample["index"] for sample in samples}
+    for sample in samples:
+        assert sample["group_index"] == sample["index"] // COPIES
+        assert sample["prompt"] == f"p{order[sample['group_index']]}"
+        prompt = [ord(c) for c in sample["prompt"]]
+        answer = whole_reply(prompt)
+        assert sample["tokens"] == prompt + answer, sample
+        assert sample["rollout_log_probs"] == [-0.5 - token / 1000 for token in answer]
+        assert sample["loss_mask"] == [1] * len(answer)
+        covered = [position for _, start, end in sample["spans"] for position in range(start, end)]
+        assert covered == list(range(len(answer))), sample
+        versions = [int(version) for version, _, _ in sample["spans"]]
+        assert versions == sorted(versions)
 
 
 def _came_back(log: Path) -> int:
-    lines = [line for line in log.read_text().splitlines() if "groups generated before the restart come back" in line]
-    return sum(int(line.split(" groups generated")[0].rpartition(" ")[2].rpartition(":")[2]) for line in lines)
+    found = [line for line in log.read_text().splitlines() if "groups generated before the restart come back" in line]
+    return sum(int(line.split(" groups generated")[0].rpartition(" ")[2].rpartition(":")[2]) for line in found)

@@ -290,6 +290,28 @@ def test_a_slow_disk_costs_groups_and_not_memory(tmp_path: Path, monkeypatch, ca
     assert kept == sorted(kept)
 
 
+def test_who_notes_a_group_encodes_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the event loop only copies; what takes long is done elsewhere, with a breath after each list."""
+    threads, breaths = set(), []
+
+    def in_thread(function: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    for name in ("encode_group", "to_json", "_append", "sync"):
+        monkeypatch.setattr(journal_writer, name, in_thread(getattr(journal_writer, name)))
+    monkeypatch.setattr(journal_writer.time, "sleep", breaths.append)
+    journal, _ = told(tmp_path, 0)
+    journal.completed(make_group(1, list(range(700)), COMPLETED))
+    journal.flush()
+    assert threads == {"journal"}
+    # Of each of two samples: ids, log-probs and mask, and the whole.
+    assert breaths == [journal_writer.BREATH_S] * 8
+
+
 def test_many_threads_and_no_thread_left(tmp_path: Path) -> None:
     journal, _ = told(tmp_path, 0)
 
