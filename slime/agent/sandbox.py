@@ -85,7 +85,8 @@ async def exec_and_wait(
     await sb.exec(f"mkdir {base}.lock 2>/dev/null && {_detached(base, out)}; true", user=user, env=env, check=True)
     code = await _poll(sb, f"{base}.done", user, time_budget_sec)
     if code is None:
-        await sb.exec(f"kill -KILL -- -$(cat {base}.pid) 2>/dev/null; true", user=user)
+        # the session, and its leader in case it has none yet
+        await sb.exec(f"p=$(cat {base}.pid) && kill -KILL -- -$p $p 2>/dev/null; true", user=user)
         code = EXIT_TIME_BUDGET_EXCEEDED
     if want_output:
         return code, await sb.read_file(out, user=user)
@@ -97,8 +98,9 @@ async def exec_and_wait(
 
 def _detached(base: str, out: str) -> str:
     """The shell command that runs the script in a session of its own, in the background."""
-    run = f"echo $$ > {base}.pid; bash {base}.sh; echo $? > {base}.code; mv {base}.code {base}.done"
-    return f"{{ setsid nohup bash -c {shlex.quote(run)} > {shlex.quote(out)} 2>&1 < /dev/null & }}"
+    run = f"bash {base}.sh; echo $? > {base}.code; mv {base}.code {base}.done"
+    spawn = f"setsid nohup bash -c {shlex.quote(run)} > {shlex.quote(out)} 2>&1 < /dev/null"
+    return f"{{ {spawn} & echo $! > {base}.pid; }}"
 
 
 async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:

@@ -284,13 +284,10 @@ def test_sessions_do_not_mix_and_can_be_dropped():
 
 def test_long_conversations_do_not_recurse():
     manager = TrajectoryManager()
-    messages, tokens = [user("q")], [1]
-    for number in range(1100):
-        record(manager, messages, str(number), tokens, [10])
-        messages = [*messages, answer(str(number))]
-        tokens = [*tokens, 10]
-    [sample] = manager.get_trajectory("s", base_sample=BASE)
-    assert sample.loss_mask == [1] * 1100
+    messages = [user(str(number)) for number in range(1500)]
+    record(manager, messages, "a", [1], [10])
+    record(manager, [*messages, answer("a"), user("more")], "b", [1, 10, 2], [11])
+    assert shown(manager.get_trajectory("s", base_sample=BASE)) == [([1], [10, -2, 11])]
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12), st.integers(1, 5))
