@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,7 @@ class BaseAdapter(ProviderFormat):
         self.store: dict[str, Session] = {}
         self.closed: dict[str, None] = {}
         self.inflight = InFlight()
+        self._lock = threading.RLock()  # over store and closed: sessions end on other threads than turns are answered
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app[REQUIRES_TOKEN] = True
         for path in ("/healthz", "/v1/models"):
@@ -110,10 +112,11 @@ class BaseAdapter(ProviderFormat):
         self, sid: str, *, sampling_defaults: Mapping[str, Any] | None = None, max_context_tokens: int = 0
     ) -> None:
         """Let the turns of ``sid`` in. Raises ValueError when it is open already."""
-        if sid in self.store:
-            raise ValueError(f"session {sid!r} is open already; every execution needs an id of its own")
-        self.closed.pop(sid, None)
-        self.store[sid] = Session(dict(sampling_defaults or {}), max_context_tokens)
+        with self._lock:
+            if sid in self.store:
+                raise ValueError(f"session {sid!r} is open already; every execution needs an id of its own")
+            self.closed.pop(sid, None)
+            self.store[sid] = Session(dict(sampling_defaults or {}), max_context_tokens)
 
     async def finish_session(
         self,
@@ -129,14 +132,15 @@ class BaseAdapter(ProviderFormat):
         From any event loop. See ``TrajectoryManager.get_trajectory``.
         """
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
-        session = self.store.pop(sid, None) or Session()
-        samples = self.manager.get_trajectory(
-            sid,
-            base_sample=base_sample,
-            reward=reward,
-            extra_metadata=extra_metadata,
-            max_sample_tokens=session.max_context_tokens,
-        )
+        with self._lock:
+            session = self.store.pop(sid, None) or Session()
+            samples = self.manager.get_trajectory(
+                sid,
+                base_sample=base_sample,
+                reward=reward,
+                extra_metadata=extra_metadata,
+                max_sample_tokens=session.max_context_tokens,
+            )
         for sample in samples:
             sample.response = await self.text.decode(sample.tokens[-sample.response_length :])
         return samples
@@ -144,17 +148,19 @@ class BaseAdapter(ProviderFormat):
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Close ``sid``, wait for its turns, and forget what they were."""
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
-        self.store.pop(sid, None)
-        self.manager.drop_session(sid)
+        with self._lock:
+            self.store.pop(sid, None)
+            self.manager.drop_session(sid)
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Let no turn of ``sid`` in any more and wait for those in flight.
 
         Those that take longer than ``wait_timeout`` s are cut off: aborted on the engine and not recorded.
         """
-        self.closed[sid] = None
-        while len(self.closed) > CLOSED_SIDS_KEPT:
-            del self.closed[next(iter(self.closed))]
+        with self._lock:
+            self.closed[sid] = None
+            while len(self.closed) > CLOSED_SIDS_KEPT:
+                del self.closed[next(iter(self.closed))]
         if not await self.inflight.drain(sid, wait_timeout):
             logger.warning("session %r: a turn that was cut off has not come to its end; it is not recorded", sid)
 
@@ -184,8 +190,8 @@ class BaseAdapter(ProviderFormat):
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await json_object(request)
         sid = self.session_id(request, body)
-        session = self._open_session_of(sid, request)
-        with self.inflight.turn(sid) as in_flight:
+        with self.inflight.turn(sid) as in_flight:  # before the session is looked at: whoever closes it sees the turn
+            session = self._open_session_of(sid, request)
             self._check_turns(sid)
             messages, tools = self.translate(body)
             prompt_ids = await self.text.render(messages, tools)
@@ -203,15 +209,16 @@ class BaseAdapter(ProviderFormat):
             return await self._send(request, body, self.reply_body(message, reply, str(body.get("model") or "")))
 
     def _open_session_of(self, sid: str, request: web.Request) -> Session:
-        if sid in self.closed:
-            raise session_closed()
         remote = not is_loopback(request.remote or "127.0.0.1")
-        if remote and (sid == DEFAULT_SID or sid not in self.store):
-            raise Refusal(401, "authentication_error", "the token must be the id of an open session")
-        if sid not in self.store:
-            logger.warning("session %r was not opened: it is now, without sampling defaults or a context limit", sid)
-            self.open_session(sid)
-        return self.store[sid]
+        with self._lock:
+            if sid in self.closed:
+                raise session_closed()
+            if remote and (sid == DEFAULT_SID or sid not in self.store):
+                raise Refusal(401, "authentication_error", "the token must be the id of an open session")
+            if sid not in self.store:
+                logger.warning("session %r was not opened: it is now, without defaults or a context limit", sid)
+                self.open_session(sid)
+            return self.store[sid]
 
     def _check_turns(self, sid: str) -> None:
         """Count those in flight too: sub-agents must not pass the cap together."""
@@ -228,10 +235,12 @@ class BaseAdapter(ProviderFormat):
         message: Message,
         turn: TurnRecord,
     ) -> None:
-        if self.store.get(sid) is not session:  # finished or dropped meanwhile
-            raise session_closed()
         said = self.tree_messages([self.translate_reply(message)])[0]
-        self.manager.record_turn(sid, turn=turn, prompt_messages=self.tree_messages(messages), response_message=said)
+        asked = self.tree_messages(messages)
+        with self._lock:
+            if self.store.get(sid) is not session:  # finished or dropped meanwhile
+                raise session_closed()
+            self.manager.record_turn(sid, turn=turn, prompt_messages=asked, response_message=said)
         if self.debug_callback is None:
             return
         try:

@@ -243,13 +243,36 @@ async def test_parallel_turns_of_many_sessions_do_not_mix(gateway, cluster):
         assert all(trained_text(sample) == [f"ok{END}"] for sample in samples)
 
 
+async def test_sessions_that_end_at_any_moment_leave_nothing_behind(gateway, cluster):
+    """From another thread than turns are answered on."""
+    g = gateway()
+    statuses = []
+
+    async def one(session: aiohttp.ClientSession, sid: str) -> None:
+        body = {"messages": [{"role": "user", "content": sid}]}
+        async with session.post(g.url, json=body, headers={"Authorization": f"Bearer {sid}"}) as reply:
+            statuses.append(reply.status)
+
+    async with aiohttp.ClientSession() as session:
+        for number in range(60):
+            sid = f"s{number}"
+            g.adapter.open_session(sid)
+            turn = asyncio.create_task(one(session, sid))
+            for _ in range(number % 12):
+                await asyncio.sleep(0.001)
+            samples = await g.adapter.finish_session(sid, base_sample=BASE)
+            await turn
+            assert (statuses[-1], len(samples)) in ((200, 1), (503, 0))
+    assert (g.adapter.store, g.adapter.manager._roots, len(g.adapter.closed)) == ({}, {}, 60)
+
+
 async def test_a_session_that_was_not_opened_is_opened_for_this_host_with_a_warning(gateway, client, caplog):
     g = gateway()
     with caplog.at_level(logging.WARNING):
         assert (await ask(client, g.url))[0] == 200
         assert (await ask(client, g.url, "r"))[0] == 200
     assert [record.getMessage() for record in caplog.records if "was not opened" in record.getMessage()] == [
-        "session 's' was not opened: it is now, without sampling defaults or a context limit"
+        "session 's' was not opened: it is now, without defaults or a context limit"
     ]
     assert len(await g.adapter.finish_session("s", base_sample=BASE)) == 2
 
