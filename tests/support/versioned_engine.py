@@ -30,6 +30,11 @@ class Weights:
     """Up to version ``last_gate`` one request at a time waits, after two tokens, for newer weights or its abort: so
     some live through pushes, however fast the machine is. For a moment only, since a rollout may wait for it."""
 
+    def forget(self, keep: int) -> None:
+        """Forget all but the last tokens."""
+        for serial in list(self.made)[:-keep]:
+            del self.made[serial]
+
 
 @dataclass
 class VersionedEngine(StandInEngine):
