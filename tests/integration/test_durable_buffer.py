@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
 from tests.support.durable_kills import run_with_kills
+from tests.support.loop_kills import LoopKills
 
 
 @pytest.mark.timeout(300)
@@ -14,3 +16,12 @@ from tests.support.durable_kills import run_with_kills
 def test_kills_at_any_moment(tmp_path: Path, mode: str) -> None:
     """The driver alone, on stand-in engines without trainer."""
     run_with_kills(tmp_path / "run", 2, seed=len(mode), mode=mode)
+
+
+@pytest.mark.timeout(600)
+def test_a_whole_run_is_killed_while_it_saves(tmp_path: Path) -> None:
+    """Ray, engines and trainer: an epoch in three rollouts."""
+    run = LoopKills(tmp_path, 3)
+    run.kill_in("save", random.Random(0))
+    run.finish()
+    run.check()

@@ -1,4 +1,4 @@
-"""Kill the driver at any moment, from the first second on: nothing of the run is left 30 s later."""
+"""Kill the driver at any moment: nothing of the run is left 30 s later, and no prompt is lost or trained twice."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.loop_kills import LoopKills
 from tests.support.run_train import Run, rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -44,3 +45,19 @@ def test_signals_at_random_moments(tmp_path: Path, signum: signal.Signals):
             slowest = max(slowest, time.monotonic() - killed_at)
             assert code != 0
     print(f"{signum.name} at {COUNT} random moments: slowest end {slowest:.1f} s")
+
+
+@pytest.mark.parametrize(
+    ("script", "extra"),
+    [("train.py", []), ("train_async.py", []), ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "6"])],
+    ids=["sync", "async", "partial"],
+)
+@pytest.mark.timeout(1800)
+def test_every_prompt_is_trained_on_once_whatever_is_killed_when(tmp_path: Path, script: str, extra: list[str]):
+    """Two epochs in six rollouts; killed in a rollout, in training and in a checkpoint, in any order."""
+    rng = random.Random(len(script) + len(extra))
+    run = LoopKills(tmp_path, 6, script=script, extra=extra)
+    for stage in rng.sample(["rollout", "training", "save"], 3):
+        print(run.kill_in(stage, rng))
+    run.finish()
+    run.check()

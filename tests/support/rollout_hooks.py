@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -35,3 +36,14 @@ def hold(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         assert shared.is_shared()
         logging.getLogger(__name__).info("holding rollout %d", rollout_id)
         time.sleep(600)
+
+
+def note_trained(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """``--rollout-data-postprocess-path`` that appends what is trained on to the file ``SLIME_TEST_TRAINED``."""
+    line = {"rollout": rollout_id, "samples": [int(index) for index in rollout_data["sample_indices"]]}
+    file = os.open(os.environ["SLIME_TEST_TRAINED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(file, (json.dumps(line) + "\n").encode())
+        os.fsync(file)
+    finally:
+        os.close(file)

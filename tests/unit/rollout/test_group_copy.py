@@ -55,6 +55,8 @@ def test_what_cannot_be_copied_is_shared() -> None:
     lock = threading.Lock()
     found = copy_sample(Sample(metadata={"lock": lock}))
     assert found.metadata == {"lock": lock}
+    tensor = torch.ones(1, requires_grad=True) * 2  # deep copies of what a graph made raise
+    assert copy_sample(Sample(train_metadata={"t": tensor})).train_metadata["t"] is tensor  # type: ignore[index]
 
 
 def test_a_copied_prompt_shares_nothing():
