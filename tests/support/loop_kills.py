@@ -65,10 +65,12 @@ class LoopKills:
 
     def _generates(self) -> Callable[[], bool]:
         """True from the first group that the journal keeps after this start."""
-        sizes = {path: path.stat().st_size for path in self._journals()}
-        return lambda: any(
-            sizes.get(path) != path.stat().st_size and b'"completed"' in path.read_bytes() for path in self._journals()
-        )
+        before = self._journals()
+
+        def generates() -> bool:
+            return any(b'"completed"' in data and data != before.get(path) for path, data in self._journals().items())
+
+        return generates
 
     def _trains(self) -> Callable[[], bool]:
         known = len(self.trained())
@@ -78,8 +80,13 @@ class LoopKills:
         known = set(self.save.glob("iter_*.writing"))
         return lambda: bool(set(self.save.glob("iter_*.writing")) - known)
 
-    def _journals(self) -> list[Path]:
-        return sorted((self.save / "rollout").glob("journal_*.jsonl"))
+    def _journals(self) -> dict[Path, bytes]:
+        """Return what is in the journals that there are this moment."""
+        found = {}
+        for path in (self.save / "rollout").glob("journal_*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found[path] = path.read_bytes()
+        return found
 
     def _files(self) -> list[str]:
         found = [*self.save.glob("iter_*"), *(self.save / "rollout").glob("*")]
