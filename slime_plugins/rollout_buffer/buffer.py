@@ -40,6 +40,7 @@ class RolloutBuffer:
     queue: GroupQueue | None = None
     generator: GeneratorProcess | None = None
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     _watching: asyncio.Task[None] | None = None
 
     async def start_rollout(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -56,14 +57,15 @@ class RolloutBuffer:
             group_size = 0
         if group_size < 1:
             raise ItemError(f"num_repeat_per_sample must be at least 1, got {data.get('num_repeat_per_sample')!r:.100}")
-        dropped = 0 if self.queue is None else self.queue.held
-        await self.stop()
-        if dropped:
-            logger.warning("%d trajectories of the rollout before are dropped: it starts anew", dropped)
-        self.queue = GroupQueue(group_size, module.TASK_TYPE, GroupFunctions.of_module(module), self.max_items)
-        self.generator = GeneratorProcess(module, data)
-        await self.generator.start()
-        self._watching = asyncio.create_task(self._watch(self.generator))
+        async with self.starting:
+            await self.stop()
+            dropped = 0 if self.queue is None else self.queue.held
+            if dropped:
+                logger.warning("%d trajectories of the rollout before are dropped: it starts anew", dropped)
+            self.queue = GroupQueue(group_size, module.TASK_TYPE, GroupFunctions.of_module(module), self.max_items)
+            self.generator = GeneratorProcess(module, data)
+            await self.generator.start()
+            self._watching = asyncio.create_task(self._watch(self.generator))
         return {"message": "Rollout started", "dropped_items": dropped}
 
     async def stop(self) -> None:
@@ -226,8 +228,12 @@ def main() -> None:
     if key is None and not is_loopback(words.host):
         parser.error(f"--host {words.host} can be reached from elsewhere: set {KEY_VARIABLE}, there and in the run")
     logging.basicConfig(level=logging.INFO)
-    buffer = RolloutBuffer(find_generators(words.generator), words.max_items)
-    web.run_app(make_app(buffer, key=key, max_body=words.max_body_mib << 20), host=words.host, port=words.port)
+    try:
+        generators = find_generators(words.generator)
+    except (ImportError, ValueError) as e:
+        parser.error(f"--generator: {e}")
+    app = make_app(RolloutBuffer(generators, words.max_items), key=key, max_body=words.max_body_mib << 20)
+    web.run_app(app, host=words.host, port=words.port, access_log=None)
 
 
 if __name__ == "__main__":

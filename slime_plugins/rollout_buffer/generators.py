@@ -59,6 +59,7 @@ class GeneratorProcess:
         with self.log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "slime_plugins.rollout_buffer.run_generator", self.module.__name__,
+                str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         assert self._process.stdin is not None

@@ -45,18 +45,24 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         )
     if not args.rollout_buffer_url:
         raise ValueError(f"{__name__}.generate_rollout needs --rollout-buffer-url, the address of the rollout buffer")
+    if not hasattr(data_source, "get_buffer_length"):
+        raise ValueError(
+            f"{type(data_source).__name__} keeps no groups for later rollouts; leave out --data-source-path, or use "
+            "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+        )
     return run(_generate_rollout(args, rollout_id, data_source))
 
 
 async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     url = args.rollout_buffer_url.rstrip("/")
     client = _client(args, url)
+    wanted = args.rollout_batch_size
+    groups: list[Group] = []
+    meta_infos: list[dict[str, Any]] = []
     try:
         if url not in _started:
             await _start(args, client, url, data_source)
-        wanted = args.rollout_batch_size
-        groups: list[Group] = data_source.get_samples(min(wanted, data_source.get_buffer_length()))
-        meta_infos: list[dict[str, Any]] = []
+        groups += data_source.get_samples(min(wanted, data_source.get_buffer_length()))
         empty = 0
         while len(groups) < wanted:
             items, meta_info = await _fetch(args, client, url, empty)
@@ -68,6 +74,9 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
                 meta_infos.append(meta_info)
             elif len(groups) < wanted:
                 await _check_generator(args, client, url, data_source, meta_info, len(groups))
+    except BaseException:
+        data_source.add_samples(groups)  # they count as fetched
+        raise
     finally:
         await client.close()
     if groups[wanted:]:

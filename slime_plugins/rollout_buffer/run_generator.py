@@ -1,4 +1,7 @@
-"""Run one generator: ``python -m slime_plugins.rollout_buffer.run_generator MODULE``, its data as JSON on stdin."""
+"""Run one generator for the buffer of process PID, and end with it.
+
+``python -m slime_plugins.rollout_buffer.run_generator MODULE PID``, the generator's data as JSON on stdin.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import json
 import logging
 import sys
 
+from slime.rollout.rm_hub.worker_limits import die_with_owner
+
 
 def main() -> None:
+    die_with_owner(int(sys.argv[2]))
     logging.basicConfig(level=logging.INFO)
     data = json.load(sys.stdin)
     importlib.import_module(sys.argv[1]).run_rollout(data)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
 import requests
 
@@ -14,12 +15,12 @@ from slime_plugins.rollout_buffer.generators import find_generators
 from tests.support.rollout_buffers import ServedBuffer
 from tests.unit.slime_plugins.test_group_queue import item
 
-BAD = "tests.unit.slime_plugins.bad_generators"
+OTHERS = ("tests.unit.slime_plugins.bad_generators", "tests.unit.slime_plugins.idle_generator")
 
 
 @pytest.fixture
 def served():
-    with ServedBuffer(BAD, max_items=3) as running:
+    with ServedBuffer(*OTHERS, max_items=3) as running:
         yield running
 
 
@@ -59,7 +60,7 @@ def test_bodies_that_cannot_be_read_are_refused(served, path, body):
     ("path", "body", "message"),
     [
         ("/buffer/write", {"uid": "1"}, "missing: instance_id, messages, reward, extra_info"),
-        ("/start_rollout", {"task_type": "chess", "num_repeat_per_sample": 1}, "of ['breaks', 'math'], got 'chess'"),
+        ("/start_rollout", {"task_type": "chess", "num_repeat_per_sample": 1}, "'idle', 'math'], got 'chess'"),
         ("/start_rollout", {"num_repeat_per_sample": 1}, "task_type must be"),
         ("/start_rollout", {"task_type": "math", "num_repeat_per_sample": 0}, "num_repeat_per_sample must be"),
         ("/start_rollout", {"task_type": "math"}, "num_repeat_per_sample must be"),
@@ -117,9 +118,28 @@ def test_loopback(host, expected):
     assert is_loopback(host) is expected
 
 
-def test_beyond_loopback_a_key_is_needed():
-    command = [sys.executable, "-m", "slime_plugins.rollout_buffer.buffer", "--host", "0.0.0.0"]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "0.0.0.0"], "set SLIME_ROLLOUT_BUFFER_KEY"),
+        (["--generator", "no.such.module"], "--generator: No module named 'no'"),
+    ],
+)
+def test_mistakes_of_its_command_line(words, message):
+    command = [sys.executable, "-m", "slime_plugins.rollout_buffer.buffer", *words]
     environment = {"PATH": "/usr/bin:/bin"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
-    assert "set SLIME_ROLLOUT_BUFFER_KEY" in ended.stderr
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_generator_ends_with_its_buffer(served):
+    started = post(f"{served.url}/start_rollout", {"task_type": "idle", "num_repeat_per_sample": 1})
+    assert started.status_code == 200
+    generator = served.buffer.generator
+    pid = generator._process.pid
+    assert psutil.Process(pid).is_running()
+    served.server.call(served.buffer.stop())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not generator.log.exists()
