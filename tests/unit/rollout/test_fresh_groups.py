@@ -1,0 +1,99 @@
+"""What the default rollout trains on of the groups that come back to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.rollout.base_types import iter_samples
+from slime.rollout.fresh_groups import FreshGroups
+from slime.rollout.staleness import UNKNOWN_WEIGHTS, WeightClock
+from slime.utils.types import Sample
+from tests.support.rollout_args import rollout_args
+
+DONE, CUT = Sample.Status.COMPLETED, Sample.Status.ABORTED
+
+
+def made(index: int, step: int, status: Sample.Status, length: int = 3) -> Sample:
+    """A sample with tokens of weights of ``step``."""
+    sample = Sample(index=index, group_index=index // 2, prompt="p", tokens=[5, 6], status=Sample.Status.PENDING)
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "9"}
+    sample.append_response_tokens(tokens=[7] * length, log_probs=[-1.0] * length, text="x" * length, meta_info=meta)
+    sample.weight_version_spans = [{"version": "9", "start": 0, "end": length, "step": step}]
+    sample.status, sample.reward = status, 1.0 if status == DONE else None
+    return sample
+
+
+def fresh(rollout_id: int, clock: WeightClock, **changes: Any) -> FreshGroups:
+    return FreshGroups(rollout_args(**changes), rollout_id, clock)
+
+
+@pytest.fixture
+def clock() -> WeightClock:
+    clock = WeightClock()
+    clock.publish(1, 5)
+    return clock
+
+
+def lengths(groups: Any) -> list[int]:
+    return [sample.response_length for sample in iter_samples(groups)]
+
+
+def test_samples_that_are_too_old_begin_again(clock):
+    groups = [[made(0, 3, DONE), made(1, 4, CUT)], [made(2, 4, DONE), made(3, 4, DONE)], [made(4, 2, CUT), Sample()]]
+    draw = fresh(5, clock, max_staleness=1)
+    draw.refresh(groups)
+    assert lengths(groups) == [0, 3, 3, 3, 0, 0]
+    again = groups[0][0]
+    assert (again.tokens, again.response, again.status, again.reward) == ([5, 6], "", Sample.Status.PENDING, None)
+    assert (again.index, again.group_index, again.prompt, again.weight_version_spans) == (0, 0, "p", [])
+    assert draw.metrics() == {
+        "rollout/staleness/regenerated_groups": 2, "rollout/staleness/regenerated_tokens": 6,
+    }  # fmt: skip
+
+
+def test_without_a_bound_all_is_kept(clock):
+    groups = [[made(0, -1, DONE), made(1, 0, CUT)]]
+    draw = fresh(100, clock)
+    draw.refresh(groups)
+    assert lengths(groups) == [3, 3]
+    assert draw.metrics() == {}
+
+
+def test_a_fan_out_begins_again_from_its_prompt(clock):
+    one = [made(0, 1, DONE), made(0, 1, DONE)]
+    for sample in one:
+        sample.rollout_id = 17
+    groups = [[one, made(1, 5, DONE)]]
+    draw = fresh(5, clock, max_staleness=2)
+    draw.refresh(groups)
+    again = groups[0][0]
+    assert isinstance(again, Sample)
+    assert (again.index, again.rollout_id, again.response_length, again.tokens) == (0, None, 0, [])
+    assert draw.metrics()["rollout/staleness/regenerated_tokens"] == 6
+
+
+def test_groups_that_a_mask_would_leave_out_as_a_whole_begin_again(clock):
+    groups = [[made(0, 4, DONE), made(1, 4, DONE)], [made(2, 0, DONE), made(3, 0, CUT)]]
+    draw = fresh(5, clock, partial_rollout=True, mask_offpolicy_in_partial_rollout=True, max_staleness=0)
+    draw.refresh(groups)
+    assert lengths(groups) == [0, 0, 3, 3]  # what is masked may be of any age
+    assert draw.metrics() == {
+        "rollout/staleness/regenerated_groups": 1, "rollout/staleness/regenerated_tokens": 6,
+        "rollout/staleness/masked_tokens": 6,
+    }  # fmt: skip
+
+
+def test_tokens_get_the_step_of_the_weights_at_the_start(clock):
+    draw = fresh(5, clock)
+    for name, step in (("1", 5), ("2", 5), ("default", UNKNOWN_WEIGHTS)):
+        sample = Sample()
+        spans = [{"version": name, "start": 0, "end": 2}]
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": name, "weight_versions": spans}
+        sample.append_response_tokens(tokens=[7, 7], log_probs=[-1.0, -1.0], meta_info=meta)
+        draw.stamp([sample])
+        assert sample.weight_version_spans == [{**spans[0], "step": step}]
+    by_hand = Sample(response_length=2)
+    draw.stamp([[by_hand]])
+    assert by_hand.weight_version_spans == [{"version": None, "start": 0, "end": 2, "step": 5}]
