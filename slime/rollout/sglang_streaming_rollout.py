@@ -6,8 +6,12 @@ ends need not wait for the engine, and a connection that breaks off costs no tok
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import itertools
 import logging
+import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +19,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout import sglang_rollout
 from slime.rollout.engine_idle import describe_engines
 from slime.rollout.generate_request import append_output, generate_payload, routing_headers
+from slime.utils.http_client import RETRIED_STATUSES
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
 from slime.utils.types import Sample
 
@@ -22,6 +27,7 @@ __all__ = ["generate_streaming"]
 
 logger = logging.getLogger(__name__)
 
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 10.0
 _ABORT = {"type": "abort"}
 _GROWS = (
     "tokens",
@@ -75,14 +81,24 @@ async def _stream_once(args: Any, sample: Sample, sampling_params: dict[str, Any
 
 
 async def _read(args: Any, sample: Sample, payload: dict[str, Any], answer: _GrowingAnswer) -> None:
+    """Read the answer; ask again, after a pause that grows, while the engine has no room for the request."""
     state = sglang_rollout.GenerateState(args)
     url = sglang_rollout.get_model_url(args, "default")
     headers = routing_headers(args, sample)
-    async with get_http_client().stream(url, payload, headers=headers) as events:
-        async for event in events:
-            answer.take(event, url)
-            if state.aborted and not answer.finished:
-                return
+    limit, began = get_http_client().request_timeout, time.monotonic()
+    for attempt in itertools.count():
+        async with get_http_client().stream(url, payload, headers=headers) as events:
+            async for event in events:
+                answer.take(event, url)
+                if state.aborted and not answer.finished:
+                    return
+        if not answer.turned_away or state.aborted:
+            return
+        elapsed = time.monotonic() - began
+        if elapsed > limit:
+            reason = f"was turned away for {limit:g} s (--rollout-request-timeout)"
+            raise HttpTimeoutError("POST", url, reason, status=503, body="", attempts=attempt + 1, elapsed=elapsed)
+        await asyncio.sleep(min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0))
 
 
 class _GrowingAnswer:
@@ -91,7 +107,7 @@ class _GrowingAnswer:
     def __init__(self, args: Any, sample: Sample) -> None:
         self.args = args
         self.sample = sample
-        self.finished = False
+        self.finished = self.turned_away = False
         self._before = {name: copy.copy(getattr(sample, name)) for name in _GROWS}
         self._latest: dict[str, Any] | None = None
 
@@ -102,10 +118,12 @@ class _GrowingAnswer:
     def take(self, event: dict[str, Any], url: str) -> None:
         """Let the sample be what it was, and ``event``."""
         reason = event["meta_info"].get("finish_reason")
-        if isinstance(reason, Mapping) and reason.get("type") == "abort" and reason.get("status_code") == 400:
+        status = reason.get("status_code") if isinstance(reason, Mapping) and reason.get("type") == "abort" else None
+        if status is not None and status not in RETRIED_STATUSES:
             raise HttpRequestError(
-                "POST", url, "was refused", status=400, body=str(reason.get("message")), attempts=1, elapsed=0.0
+                "POST", url, "was refused", status=status, body=str(reason.get("message")), attempts=1, elapsed=0.0
             )
+        self.turned_away = status is not None
         self._check_whole(event)
         self._latest, self.finished = event, reason is not None
         self._rebuild(event)

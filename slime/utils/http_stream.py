@@ -10,12 +10,13 @@ from typing import Any
 import aiohttp
 import orjson
 
-from slime.utils.http_errors import HttpRequestError, HttpTimeoutError, StreamLostError
+from slime.utils.http_errors import RETRIED_STATUSES, HttpRequestError, HttpTimeoutError, StreamLostError
 
 logger = logging.getLogger(__name__)
 
 STREAM_BUFFER = 1 << 20
 """Bytes of a stream that may wait for their reader."""
+REST_DEADLINE_S = 5.0
 _END = "[DONE]"
 _FIELDS_WITHOUT_DATA = ("event:", "id:", "retry:", ":")
 
@@ -25,7 +26,8 @@ class LatestEvents:
 
     The end of the answer is its event ``[DONE]`` or an error; ``ended`` says whether it was reached. Lines that are no
     JSON are skipped with a warning. Raises HttpRequestError for an event that reports an error, HttpTimeoutError when
-    nothing comes for ``timeout`` s, and StreamLostError when the connection ends before the answer.
+    nothing comes for ``timeout`` s, and StreamLostError when the connection ends before the answer, or the error is of
+    the kind that says "later".
     """
 
     def __init__(self, reply: aiohttp.ClientResponse, timeout: float) -> None:
@@ -67,9 +69,9 @@ class LatestEvents:
                 del self._buffer[: end + 1]
                 return lines
 
-    async def _read(self) -> bytes:
+    async def _read(self, timeout: float | None = None) -> bytes:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(timeout or self._timeout):
                 return await self._reply.content.readany()
         except TimeoutError as e:
             raise self._failure(HttpTimeoutError, f"sent nothing for {self._timeout:g} s") from e
@@ -79,7 +81,7 @@ class LatestEvents:
     async def _read_rest(self) -> None:
         """Read to the end of the connection's answer, so that the connection can be used again."""
         try:
-            while await self._read():
+            while await self._read(REST_DEADLINE_S):
                 pass
         except HttpRequestError:  # the answer itself was complete
             self._reply.close()
@@ -102,9 +104,9 @@ class LatestEvents:
 
     def _refusal(self, error: Any) -> HttpRequestError:
         code = error.get("code") if isinstance(error, dict) else None
-        return self._failure(
-            HttpRequestError, "was refused", code if isinstance(code, int) else None, orjson.dumps(error).decode()
-        )
+        kind = StreamLostError if code in RETRIED_STATUSES else HttpRequestError
+        status = code if isinstance(code, int) else None
+        return self._failure(kind, "was refused", status, orjson.dumps(error).decode())
 
     def _failure(
         self, kind: type[HttpRequestError], reason: str, status: int | None = None, body: str = ""

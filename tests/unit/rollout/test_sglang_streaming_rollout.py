@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 
 import pytest
 
+from slime.rollout import sglang_streaming_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
@@ -205,11 +207,27 @@ def test_events_that_bring_only_new_tokens_are_refused():
         answer.take(event("c", completion_tokens=3), "url")
 
 
-def test_an_input_that_the_engine_refuses_while_streaming_is_an_error():
+@pytest.mark.parametrize("status", [400, 500])
+def test_an_input_that_the_engine_refuses_while_streaming_is_an_error(status):
     answer = _GrowingAnswer(None, Sample(index=3))
-    refused = {"type": "abort", "status_code": 400, "message": "longer than the context length 7"}
+    refused = {"type": "abort", "status_code": status, "message": "longer than the context length 7"}
     with pytest.raises(HttpRequestError, match="context length 7"):
         answer.take(event("", refused), "url")
+
+
+def test_an_engine_without_room_is_asked_again(cluster, make_args, monkeypatch):
+    """Its queue was full thirty times, which it says in an event: more often than aborts are resumed in vain."""
+    monkeypatch.setattr(sglang_streaming_rollout, "FIRST_PAUSE_S", 0.0)
+    busy = event("", {"type": "abort", "status_code": 503, "message": "the queue is full"}, completion_tokens=0)
+    line = b"data: " + json.dumps(busy).encode() + b"\n\ndata: [DONE]\n\n"
+    cluster.engines[0].failures.extend([Failure(200, line)] * 15)
+    cluster.engines[1].failures.extend([Failure(200, line)] * 15)
+    check(run(generate_streaming(make_args(), Sample(index=0, prompt="p"), PARAMS)), 1)
+    assert len(cluster.requests) == 31
+    cluster.engines[0].failures.extend([Failure(200, line)] * 1000)
+    cluster.engines[1].failures.extend([Failure(200, line)] * 1000)
+    with pytest.raises(HttpTimeoutError, match=r"was turned away for 0\.2 s"):
+        run(generate_streaming(make_args(rollout_request_timeout=0.2), Sample(index=0, prompt="p"), PARAMS))
 
 
 def test_counters_and_lists_grow_once_however_many_events_come():

@@ -76,6 +76,12 @@ async def test_an_error_ends_the_answer_with_the_engines_words():
     assert caught.value.status == 400
 
 
+async def test_an_error_that_says_later_is_a_lost_answer():
+    with pytest.raises(StreamLostError, match="shutting down") as caught:
+        await read(b'data: {"error":{"message":"shutting down","code":503}}\n\ndata: [DONE]\n\n')
+    assert caught.value.status == 503
+
+
 @pytest.mark.parametrize("end", [[], [aiohttp.ClientPayloadError("cut")], [ConnectionResetError("reset")]])
 async def test_a_connection_that_ends_first_has_lost_the_answer(end):
     with pytest.raises(StreamLostError, match=r"ended before its answer did|broke off .*(cut|reset)"):
