@@ -10,12 +10,14 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import iter_samples
-from slime.rollout.generate_state import cancel_all
+from slime.rollout.generate_state import Completions, cancel_all, describe_waits
 from slime.rollout.group_copy import copy_prompt
 from slime.utils.data import Dataset
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+
+SAMPLES_NAMED = 8
 
 EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
 """Loaded data sets, for the life of the process."""
@@ -92,24 +94,27 @@ async def eval_single_dataset(
     dataset = _load_dataset(args, config, state)
     params = eval_sampling_params(args, config)
     seeded = getattr(args, "sglang_enable_deterministic_inference", False)
-    tasks = []
+    tasks: dict[asyncio.Task[Any], Sample] = {}
     for number, sample in _make_samples(config, dataset):
         own = {**params, "sampling_seed": args.rollout_seed + number} if seeded else params.copy()
-        coro = generate_and_rm(args, sample, own, evaluation=True)
-        tasks.append(asyncio.ensure_future(coro))
+        task = asyncio.ensure_future(generate_and_rm(args, sample, own, evaluation=True))
+        tasks[task] = sample
     stall_s = 2.0 * (getattr(args, "rollout_request_timeout", None) or 1800.0)
     reward_key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
     began, tokens, total_reward, scored = time.monotonic(), 0, 0.0, 0
-    pending = set(tasks)
+    pending, completions = set(tasks), Completions()
     results: list[Sample] = []
     try:
         with progress_bar(f"eval {config.name}", len(tasks), "sample") as progress:
             while pending:
-                done, pending = await asyncio.wait(pending, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
+                done = await completions.wait(pending, stall_s)
+                pending -= done
                 if not done:
+                    left = sorted((tasks[task] for task in pending), key=lambda sample: sample.index or 0)
                     raise TimeoutError(
                         f"eval {config.name} of rollout {rollout_id}: no sample finished for {stall_s:g} s "
-                        f"(2 x --rollout-request-timeout); {len(pending)} of {len(tasks)} are in flight"
+                        f"(2 x --rollout-request-timeout); {len(pending)} of {len(tasks)} are in flight, the first: "
+                        f"{describe_waits(left[:SAMPLES_NAMED])}"
                     )
                 for task in done:
                     finished = list(iter_samples(task.result()))

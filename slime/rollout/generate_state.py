@@ -87,7 +87,7 @@ class GroupsInFlight:
         now = time.monotonic()
         oldest = sorted(self._groups.values(), key=lambda entry: entry[1])[:count]
         return ", ".join(
-            f"group_index={getattr(group[0], 'group_index', None)} for {now - since:.0f} s ({_waits(group)})"
+            f"group_index={getattr(group[0], 'group_index', None)} for {now - since:.0f} s ({describe_waits(group)})"
             for group, since in oldest
         )
 
@@ -102,7 +102,8 @@ _WAITS_FOR = {
 """What a sample waits for, by the innermost span of its trace that is open."""
 
 
-def _waits(group: list[Sample]) -> str:
+def describe_waits(group: list[Sample]) -> str:
+    """Say what each of the samples waits for."""
     waiting: dict[str, list[int | None]] = {}
     for sample in iter_samples(group):
         if (span := _open_span(sample)) is not None:
@@ -202,6 +203,35 @@ def least_used(counts: list[int]) -> Iterator[int]:
         yield chosen
     finally:
         counts[chosen] -= 1
+
+
+class Completions:
+    """The tasks of a growing set as they are done: the cost of a wait does not grow with their number, as it does with
+    ``asyncio.wait``."""
+
+    def __init__(self) -> None:
+        self._watched: set[asyncio.Task[Any]] = set()
+        self._done: set[asyncio.Task[Any]] = set()
+        self._some = asyncio.Event()
+
+    async def wait(self, tasks: set[asyncio.Task[Any]], timeout_s: float) -> set[asyncio.Task[Any]]:
+        """Return those of ``tasks`` that are done and were not returned before; none when none is within the time."""
+        for task in tasks - self._watched - self._done:
+            self._watched.add(task)
+            task.add_done_callback(self._note)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._some.wait()
+        except TimeoutError:
+            return set()
+        done, self._done = self._done & tasks, set()
+        self._some.clear()
+        return done
+
+    def _note(self, task: asyncio.Task[Any]) -> None:
+        self._watched.discard(task)
+        self._done.add(task)
+        self._some.set()
 
 
 async def gather_or_cancel(coros: list[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.fresh_groups import FreshGroups
-from slime.rollout.generate_state import cancel_all
+from slime.rollout.generate_state import Completions, cancel_all
 from slime.utils.http_utils import get_http_client
 from slime.utils.types import Sample
 
@@ -97,6 +97,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
     """
     target = args.rollout_batch_size
     stall_s = 2.0 * (getattr(args, "rollout_request_timeout", None) or 1800.0)
+    completions = Completions()
     with progress_bar(f"rollout {collection.rollout_id}", target, "group") as progress:
         began = time.monotonic()
         tokens = 0
@@ -108,9 +109,8 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                     raise RuntimeError(f"rollout {collection.rollout_id}: the data source has no more prompts")
                 collection.fresh.refresh(groups)
                 await _submit(state, groups)
-            done, state.pendings = await asyncio.wait(
-                state.pendings, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done = await completions.wait(state.pendings, stall_s)
+            state.pendings -= done
             if not done:
                 raise TimeoutError(
                     f"rollout {collection.rollout_id}: no group finished for {stall_s:g} s "

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout
+from slime.rollout import eval_rollout, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.generate_state import Completions
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import interrupt, run
 from slime.utils.http_client import HttpRequestError
@@ -567,6 +568,30 @@ def test_evaluation_scores_every_copy_in_order(cluster, make_args):
 
 async def prompt_number(args: Any, sample: Sample, **kwargs: Any) -> float:
     return float(sample.prompt[1:])
+
+
+ASKED: list[int | None] = []
+
+
+async def never(args: Any, sample: Sample, **kwargs: Any) -> float:
+    ASKED.append(sample.index)
+    return await asyncio.Event().wait()
+
+
+def test_an_evaluation_without_progress_says_who_waits_for_what(cluster, make_args, monkeypatch):
+    args = make_args(prompts=2, rm_type=None)
+    args.eval_datasets = [eval_config(args.prompt_data, "one", custom_rm_path=f"{HERE}.never")]
+    ASKED.clear()
+
+    class Impatient(Completions):
+        async def wait(self, tasks, timeout_s):
+            while len(ASKED) < 4:
+                await asyncio.sleep(0.001)
+            return await super().wait(tasks, 0.001)
+
+    monkeypatch.setattr(eval_rollout, "Completions", Impatient)
+    with pytest.raises(TimeoutError, match=r"eval one .* 4 of 4 are in flight, .*\[0, 1, 2, 3\] wait for its reward"):
+        generate_rollout(args, 0, None, evaluation=True)
 
 
 def test_model_urls():
