@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from slime.rollout import fully_async_rollout, generation_stream
+from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.staleness import WeightClock
@@ -40,3 +41,46 @@ def test_unconsumed_groups_are_part_of_the_saved_state(cluster, start, tmp_path)
     left = fully_async_rollout.get_global_worker(args, again).unconsumed()
     everything = sorted([*seen, *(group[0].group_index for group in left)])
     assert everything == list(range(len(everything)))
+
+
+def test_groups_of_before_a_restart_are_as_old_as_they_were(cluster, start, tmp_path, monkeypatch):
+    """The versions of the engines are counted from 1 again; steps go on."""
+    args, source = start(save=str(tmp_path), load=str(tmp_path), max_staleness=2)
+    before, after = WeightClock(), WeightClock()
+    monkeypatch.setattr(generation_stream, "weight_clock", lambda: before)
+    for engine in cluster.engines:
+        engine.weight_version = "1"
+    before.publish(1, 5)
+    args.start_rollout_id = 5
+    generate_rollout_fully_async(args, 5, source)
+    worker = fully_async_rollout.get_global_worker(args, source)
+    cluster.wait_until(lambda: worker.queue_size() == 8, "two more rollouts of weights of step 5 are ready")
+    source.unconsumed = generate_rollout_fully_async.unconsumed
+    source.snapshot(5)
+    source.save(5)
+    fully_async_rollout.stop_global_worker()
+
+    monkeypatch.setattr(generation_stream, "weight_clock", lambda: after)
+    after.publish(1, 6)
+    args.start_rollout_id = 6
+    again = RolloutDataSourceWithBuffer(args)
+    again.load(5)
+    for engine in cluster.engines:
+        engine.requests.clear()
+    steps, drawn = [], []
+    for rollout_id in (6, 7, 8):
+        if rollout_id > 6:
+            after.publish(rollout_id - 5, rollout_id)
+            for engine in cluster.engines:
+                engine.weight_version = str(rollout_id - 5)
+        output = generate_rollout_fully_async(args, rollout_id, again)
+        steps.append({span["step"] for s in iter_samples(output.samples) for span in s.weight_version_spans})
+        drawn += [group[0].group_index for group in output.samples]
+        assert min(steps[-1]) >= rollout_id - 2
+        assert "rollout/staleness/regenerated_groups" not in output.metrics
+    assert steps[:2] == [{5}, {5}]  # as they were, oldest first, and not made again
+    assert steps[2] <= {6, 7, 8}
+    assert sorted(drawn[:8]) == list(range(4, 12))
+    asked = {bytes(request["input_ids"]).decode() for request in cluster.requests}
+    assert asked
+    assert not asked & {f"p{i}" for i in range(4, 12)}
