@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import requests
 
+from slime.rollout import data_source
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
 from slime_plugins.rollout_buffer.generator.base_generator import BaseGenerator
 from slime_plugins.rollout_buffer.rollout_buffer_example import generate_rollout
-from tests.support.rollout_args import CharTokenizer
+from tests.support.rollout_args import CharTokenizer, rollout_args
 from tests.support.rollout_buffers import ChatEngine, ServedBuffer
 from tests.unit.slime_plugins.test_group_queue import item
 
@@ -143,6 +145,30 @@ def test_a_restart_leaves_out_what_was_fetched(served, engine, make_args, monkey
     assert everything == {str(i): 2 for i in range(4)}
     indices = [sample.index for group in (*first.samples, *rest) for sample in group]
     assert sorted(indices) == list(range(16))
+
+
+def test_the_state_of_the_data_source_says_what_was_fetched(served, make_args, monkeypatch, tmp_path):
+    """As above with the source of real runs, killed after a rollout that no checkpoint has."""
+    monkeypatch.setattr(data_source, "load_tokenizer", lambda *a, **k: ChatML())
+    ours = make_args([f"q{i}" for i in range(6)], num_rollout=3)
+    where = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "save_interval": 1}
+    args = rollout_args(**{**vars(ours), **where, "continues_own_checkpoints": True})
+
+    def train(source: Any, rollout_id: int) -> list[str]:
+        groups = generate_rollout(args, rollout_id, source).samples
+        source.snapshot(rollout_id)
+        source.record_consumed(rollout_id, [sample for group in groups for sample in group])
+        return [group[0].metadata["instance_id"] for group in groups]
+
+    source = RolloutDataSourceWithBuffer(args)
+    trained = train(source, 0)
+    source.save(0)
+    train(source, 1)
+    monkeypatch.setattr(rollout_buffer_example, "_started", set())
+    again = RolloutDataSourceWithBuffer(args)
+    again.load(0)
+    trained += train(again, 1) + train(again, 2)
+    assert sorted(trained) == [str(i) for i in range(6)]
 
 
 def test_an_item_that_cannot_be_made_is_left_out_of_the_loss(served, make_args):
