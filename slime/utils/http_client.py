@@ -52,12 +52,13 @@ BUSY_STATUSES = frozenset({429, 503})
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
 WORKER_LIST_AGE_S = 1.0
+CONTROL_CONNECTIONS = 100
 _LARGE_BODY = 1 << 14
 _gc_lock = threading.Lock()
 
 
 class HttpClient:
-    """Connection pool of at most ``concurrency`` connections per event loop.
+    """Connection pool of at most ``concurrency`` connections per event loop, and a few for questions and aborts.
 
     ``request_timeout`` (s) is the deadline of a whole request, its retries included. ``api_key`` is sent as a bearer
     token to the hosts registered with ``trust`` and to no other. Proxy settings of the environment are ignored.
@@ -69,7 +70,7 @@ class HttpClient:
         self.request_timeout = request_timeout
         self.api_key = api_key
         self._trusted: set[str] = set()
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, aiohttp.ClientSession]] = (
             weakref.WeakKeyDictionary()
         )
         self._workers: dict[str, tuple[float, list[str]]] = {}
@@ -184,20 +185,20 @@ class HttpClient:
     async def close(self) -> None:
         """Send what aborts are left and close the running loop's connections."""
         await self.drain_aborts()
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
+        for session in self._sessions.pop(asyncio.get_running_loop(), {}).values():
             await session.close()
 
-    def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
+    def _session(self, method: str, url: str) -> aiohttp.ClientSession:
+        """Return the session for a request: short questions and aborts must not wait behind long answers."""
+        short = method == "GET" or url.endswith("/abort_request")
+        sessions = self._sessions.setdefault(asyncio.get_running_loop(), {})
+        session = sessions.get(short)
         if session is None or session.closed:
-            session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self.concurrency),
+            session = sessions[short] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONTROL_CONNECTIONS if short else self.concurrency),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 trust_env=False,
             )
-            self._sessions[loop] = session
         return session
 
     def _headers(self, url: str, extra: Mapping[str, str] | None) -> dict[str, str]:
@@ -261,7 +262,7 @@ class HttpClient:
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
     ) -> Any:
         with transport_errors(method, url, attempt):
-            async with self._session().request(method, url, data=body, headers=headers) as reply:
+            async with self._session(method, url).request(method, url, data=body, headers=headers) as reply:
                 raw = await reply.read()
         check_status(reply, raw, attempt, started)
         try:
@@ -277,7 +278,9 @@ class HttpClient:
     ) -> aiohttp.ClientResponse:
         """Return an answer of which only the head was read."""
         with transport_errors(method, url, attempt):
-            reply = await self._session().request(method, url, data=body, headers=headers, read_bufsize=STREAM_BUFFER)
+            reply = await self._session(method, url).request(
+                method, url, data=body, headers=headers, read_bufsize=STREAM_BUFFER
+            )
             if reply.status >= 400:
                 check_status(reply, await reply.read(), attempt, started)
         return reply

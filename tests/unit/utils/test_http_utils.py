@@ -190,6 +190,23 @@ async def test_connections_are_limited_and_reused(cluster):
     await small.close()
 
 
+async def test_questions_and_aborts_do_not_wait_behind_answers(cluster):
+    """All connections hold requests that take for ever."""
+    small, engine = HttpClient(2), cluster.engines[0]
+    engine.delay = 600.0
+    posts = [asyncio.create_task(small.post(f"{engine.url}/generate", REQUEST)) for _ in range(3)]
+    while len(engine.running) < 2:
+        await asyncio.sleep(0.001)
+    load = await small.get(f"{engine.url}/v1/loads", timeout=60)
+    assert load["loads"][0]["num_running_reqs"] == 2
+    await small.post(f"{engine.url}/abort_request", {"abort_all": True}, timeout=60)
+    for post in posts[:2]:
+        assert (await post)["meta_info"]["finish_reason"]["type"] == "abort"
+    posts[2].cancel()
+    await asyncio.wait(posts)
+    await small.close()
+
+
 async def test_the_key_goes_to_the_router_and_its_engines_only(cluster):
     keyed = HttpClient(4, api_key="secret")
     keyed.trust(cluster.router.url)
