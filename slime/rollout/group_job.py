@@ -16,6 +16,8 @@ from slime.utils.types import Sample
 Group = list[Any]
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+_OF_A_RESPONSE = ("start_rollout_id", "reward_error")
+"""What rollouts note in a sample's metadata."""
 _HOOKS = (
     "custom_generate_function_path",
     "custom_rm_path",
@@ -89,6 +91,7 @@ def forget_response(sample: Sample) -> None:
         "prefix_cache_info",
     ):
         setattr(sample, name, getattr(blank, name))
+    sample.metadata = {name: value for name, value in (sample.metadata or {}).items() if name not in _OF_A_RESPONSE}
 
 
 def forget_too_old(group: Group, is_too_old: Callable[[Any], bool]) -> int:

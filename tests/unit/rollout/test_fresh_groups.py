@@ -41,13 +41,16 @@ def lengths(groups: Any) -> list[int]:
 
 
 def test_samples_that_are_too_old_begin_again(clock):
-    groups = [[made(0, 3, DONE), made(1, 4, CUT)], [made(2, 4, DONE), made(3, 4, DONE)], [made(4, 2, CUT), Sample()]]
+    old = made(0, 3, DONE)
+    old.metadata = {"start_rollout_id": 2, "reward_error": "?", "rm_type": "math"}
+    groups = [[old, made(1, 4, CUT)], [made(2, 4, DONE), made(3, 4, DONE)], [made(4, 2, CUT), Sample()]]
     draw = fresh(5, clock, max_staleness=1)
     draw.refresh(groups)
     assert lengths(groups) == [0, 3, 3, 3, 0, 0]
     again = groups[0][0]
     assert (again.tokens, again.response, again.status, again.reward) == ([5, 6], "", Sample.Status.PENDING, None)
     assert (again.index, again.group_index, again.prompt, again.weight_version_spans) == (0, 0, "p", [])
+    assert again.metadata == {"rm_type": "math"}
     assert draw.metrics() == {
         "rollout/staleness/regenerated_groups": 2, "rollout/staleness/regenerated_tokens": 6,
     }  # fmt: skip
