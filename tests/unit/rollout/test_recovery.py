@@ -255,6 +255,13 @@ def test_the_default_rollout_does_not_generate_twice(cluster: Any, make_args: An
     assert [output.samples[i] for i in (0, 1, 3)] == first.samples
 
 
+def test_a_source_without_buffer_loses_nothing(cluster: Any, make_args: Any) -> None:
+    args = make_args(over_sampling_batch_size=7)
+    source = RolloutDataSource(args)
+    used = [generate_rollout(args, rollout_id, source).samples for rollout_id in range(3)]
+    assert [group[0].prompt for groups in used for group in groups] == [f"p{i}" for i in range(12)]
+
+
 HISTORIES = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 10**4)), max_size=40)
 
 

@@ -523,13 +523,6 @@ def test_the_request_limit_holds(cluster, make_args):
     assert sum(engine.max_running for engine in cluster.engines) <= 4
 
 
-def test_a_source_without_buffer_loses_nothing(cluster, make_args):
-    args = make_args(over_sampling_batch_size=7)
-    source = RolloutDataSource(args)
-    used = [generate_rollout(args, rollout_id, source).samples for rollout_id in range(3)]
-    assert [group[0].prompt for groups in used for group in groups] == [f"p{i}" for i in range(12)]
-
-
 def test_messages_as_prompt_are_refused_with_a_way_out(cluster, make_args):
     args = make_args()
     with pytest.raises(ValueError, match="--apply-chat-template"):
