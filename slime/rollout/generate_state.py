@@ -215,17 +215,18 @@ class Completions:
         self._some = asyncio.Event()
 
     async def wait(self, tasks: set[asyncio.Task[Any]], timeout_s: float) -> set[asyncio.Task[Any]]:
-        """Return those of ``tasks`` that are done and were not returned before; none when none is within the time."""
+        """Return those of ``tasks`` that are done, for the caller to take out; none when none is within the time."""
         for task in tasks - self._watched - self._done:
             self._watched.add(task)
             task.add_done_callback(self._note)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._some.wait()
+                while not (done := self._done & tasks):
+                    self._some.clear()
+                    await self._some.wait()
         except TimeoutError:
             return set()
-        done, self._done = self._done & tasks, set()
-        self._some.clear()
+        self._done.clear()
         return done
 
     def _note(self, task: asyncio.Task[Any]) -> None:

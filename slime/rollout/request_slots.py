@@ -148,8 +148,12 @@ class RequestSlots(asyncio.Semaphore):
         self._over -= more
         self.changed()
 
+    def count_anew(self) -> None:
+        """Let the mean of ``metrics`` begin now."""
+        self.metrics()
+
     def metrics(self) -> dict[str, float]:
-        """Return the limit, and how many requests were in flight on average since the last call."""
+        """Return the limit, and how many requests were in flight on average since the last call or ``count_anew``."""
         self._count(0)
         seconds = self._since - self._counted_from
         mean = self._slot_seconds / seconds if seconds > 0 else 0.0

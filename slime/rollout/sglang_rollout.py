@@ -312,6 +312,9 @@ async def generate_rollout_async(
     assert args.rollout_global_dataset, "the default rollout needs the global data set"
     state = GenerateState(args)
     state.rollout_id, state.reward_errors = rollout_id, RewardErrors()
+    slots = state.semaphore if isinstance(state.semaphore, RequestSlots) else None  # None: a plug-in's own
+    if slots is not None:
+        slots.count_anew()
     collection = Collection(args, rollout_id, _hook(args, "dynamic_sampling_filter_path"))
     try:
         await collect(args, state, get_samples, collection)
@@ -321,8 +324,8 @@ async def generate_rollout_async(
         await get_http_client().drain_aborts()
         state.reset()
     metrics = {**collection.collect_metrics(), **state.reward_errors.metrics()}
-    if isinstance(state.semaphore, RequestSlots):
-        metrics |= state.semaphore.metrics()
+    if slots is not None:
+        metrics |= slots.metrics()
     if len(state.pending_rewards):
         metrics["rollout/reward/left_behind"] = len(state.pending_rewards)
     if unfinished:

@@ -135,5 +135,11 @@ async def test_a_wait_for_tasks_ends_in_time_and_one_that_was_done_before_counts
     done = asyncio.create_task(asyncio.sleep(0))
     await done
     assert await completions.wait({forever, done}, 60.0) == {done}
+    stranger = asyncio.create_task(asyncio.sleep(0))
+    watched = asyncio.create_task(completions.wait({forever, stranger}, 60.0))
+    await asyncio.wait([watched])
+    waiting = asyncio.create_task(completions.wait({forever}, 60.0))  # whatever else is done is no answer
+    await asyncio.sleep(0)
+    assert not waiting.done()
     forever.cancel()
-    assert await completions.wait({forever}, 60.0) == {forever}
+    assert await waiting == {forever}

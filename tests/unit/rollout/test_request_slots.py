@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,23 @@ async def test_the_limit_holds_whatever_happens():
     assert len(let_in) > 800
     assert all(in_flight <= limit + 1 for in_flight, limit in let_in)  # + 1: let in before, begun after it was lowered
     assert (slots.in_flight, slots.waiting, slots._value, slots._over) == (0, 0, 4, 0)
+
+
+async def test_the_mean_in_flight_is_over_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(request_slots, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    slots = RequestSlots(4)
+    now[0] += 50
+    slots.count_anew()
+    await slots.acquire()
+    now[0] += 1
+    await slots.acquire()
+    now[0] += 2
+    slots.release()
+    now[0] += 1
+    slots.resize(3)
+    assert slots.metrics() == {"rollout/requests/limit": 3, "rollout/requests/in_flight_mean": (1 + 2 * 2 + 1) / 4}
+    slots.release()
 
 
 async def test_who_looks_at_the_slots_is_told_of_every_change():
