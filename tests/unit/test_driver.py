@@ -408,6 +408,7 @@ def train_args(**changes):
         "offload_rollout": False,
         "check_weight_update_equal": False,
         "update_weights_interval": 1,
+        "max_staleness": None,
         "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         "debug_rollout_only": False,
     }
