@@ -79,6 +79,7 @@ class GenerationStream:
         if self._forget_clock is not None:
             self._forget_clock()
             self._forget_clock = None
+        self.ledger.given_back.clear()  # the data source has them
         left = self.ledger.unconsumed()
         self.ledger.waiting.clear()
         self.ledger.completed.take()

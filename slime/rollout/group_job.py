@@ -56,6 +56,12 @@ class GroupJob:
         return self.result if flat and self.result is not None else self.original
 
 
+def first_group_index(group: Group) -> int:
+    """Return the number that the data source gave to a group; -1 when it gave none."""
+    first = next(iter_samples(group), None)
+    return -1 if first is None or first.group_index is None else first.group_index
+
+
 def is_complete(group: Group) -> bool:
     """True when every sample has its response and its reward."""
     return all(s.status in FINISHED and s.reward is not None for s in iter_samples(group))

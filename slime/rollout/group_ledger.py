@@ -11,7 +11,14 @@ from typing import Any
 from slime.rollout.base_types import iter_samples
 from slime.rollout.completed_groups import CompletedGroups
 from slime.rollout.filter_hub.base_types import MetricGatherer, should_drop_dynamic_filter_output
-from slime.rollout.group_job import Group, GroupJob, describe_hook, forget_too_old, is_complete
+from slime.rollout.group_job import (
+    Group,
+    GroupJob,
+    describe_hook,
+    first_group_index,
+    forget_too_old,
+    is_complete,
+)
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import (
     UNKNOWN_WEIGHTS,
@@ -53,6 +60,7 @@ class GroupLedger:
         self.in_flight: dict[Any, GroupJob] = {}
         self.completed = CompletedGroups()
         self.taken: list[GroupJob] = []
+        self.given_back: dict[int, Group] = {}
         self.dropped: list[Group] = []
         self.rollout_id: int = getattr(args, "start_rollout_id", None) or 0
         self.failure: BaseException | None = None
@@ -69,12 +77,18 @@ class GroupLedger:
 
     def add(self, groups: list[Group]) -> None:
         """Take in groups from the data source."""
+        for group in groups:
+            self.given_back.pop(first_group_index(group), None)
         self.waiting.extend(GroupJob(group, next(self._numbers)) for group in groups)
 
     def unconsumed(self) -> list[Group]:
-        """Return what is to be drawn again after a restart, in the order in which it was drawn."""
+        """Return what is to be drawn again after a restart, in the order in which it was drawn.
+
+        That is also what was given back to the data source since the rollout began: its state may be of before.
+        """
         jobs = [*self.completed.peek(), *self.taken, *self.in_flight.values(), *self.waiting]
-        return [with_all_steps(job.to_save(), self.clock) for job in sorted(jobs, key=lambda job: job.number)]
+        groups = [job.to_save() for job in sorted(jobs, key=lambda job: job.number)]
+        return [with_all_steps(group, self.clock) for group in [*groups, *self.given_back.values()]]
 
     def forget_too_old(self, job: GroupJob) -> None:
         """Before a job begins: drop responses, of before an abort or a restart, that ``rollout_id`` must not train on.
@@ -95,6 +109,7 @@ class GroupLedger:
     def begin_rollout(self, rollout_id: int) -> list[Any]:
         """Go on to a rollout; return the tasks whose groups are too old for it and wait to begin again."""
         self.rollout_id = rollout_id
+        self.given_back.clear()
         old = [task for task, job in self.in_flight.items() if self.bound.is_too_old(job.step, rollout_id)]
         for task in sorted(old, key=lambda task: -self.in_flight[task].number):
             self.expire(self.in_flight.pop(task))
@@ -191,7 +206,9 @@ class GroupLedger:
         except Exception as e:  # noqa: BLE001  (raised by the rollout that waits)
             given_back = False
             self.stop_with(e)
-        if not given_back:
+        if given_back:
+            self.given_back[first_group_index(job.original)] = job.original
+        else:
             self.waiting.appendleft(job)
         if count > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
             self.stop_with(

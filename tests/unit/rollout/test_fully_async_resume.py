@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.staleness import WeightClock
+from slime.utils.async_utils import run
+from slime.utils.types import Sample
 
 
 @pytest.fixture
@@ -84,3 +88,40 @@ def test_groups_of_before_a_restart_are_as_old_as_they_were(cluster, start, tmp_
     asked = {bytes(request["input_ids"]).decode() for request in cluster.requests}
     assert asked
     assert not asked & {f"p{i}" for i in range(4, 12)}
+
+
+async def hangs(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    await asyncio.sleep(60)
+    return sample
+
+
+def test_a_group_that_is_given_back_while_the_state_is_saved_is_in_it_once(cluster, start, tmp_path):
+    args, source = start(save=str(tmp_path), load=str(tmp_path), custom_generate_function_path=f"{__name__}.hangs")
+    worker = fully_async_rollout.get_global_worker(args, source)
+    worker.start()
+    ledger = worker.stream.ledger
+    cluster.wait_until(lambda: len(ledger.in_flight) > 2, "groups are in flight")
+
+    async def give_up() -> list[Any]:
+        task, job = next(iter(ledger.in_flight.items()))
+        ledger.in_flight.pop(task)
+        task.cancel()
+        ledger.abort(job, job.original)
+        return [group[0].group_index for group in ledger.unconsumed()]
+
+    def unconsumed() -> list[Any]:
+        known = run(give_up())
+        assert sorted(known) == list(range(len(known)))
+        return worker.unconsumed()
+
+    worker.stream._no_prompts = True  # begins no others meanwhile
+    worker.stream.ledger.stop_with(RuntimeError("no more"))
+    source.unconsumed = unconsumed
+    drawn = source.sample_group_index
+    source.snapshot(0)
+    source.save(0)
+    fully_async_rollout.stop_global_worker()
+    assert sorted(group[0].group_index for group in source.buffer) == list(range(drawn))
+    again = RolloutDataSourceWithBuffer(args)
+    again.load(0)
+    assert sorted(group[0].group_index for group in again.buffer) == list(range(drawn))
