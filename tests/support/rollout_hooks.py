@@ -25,6 +25,14 @@ def fail_on_rank_1(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> 
         raise ValueError("the sauce is burnt in rank 1")
 
 
+def note_training(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """``--rollout-data-postprocess-path`` that notes a while within the training of each rollout."""
+    began = time.time()
+    time.sleep(0.3)
+    with open(os.path.join(args.run_dir, "training.jsonl"), "a") as file:
+        file.write(json.dumps({"rollout": rollout_id, "from": began, "to": time.time()}) + "\n")
+
+
 def hold(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """``--rollout-data-postprocess-path`` that stays in rollout ``SLIME_TEST_HOLD_AT``: time to kill the run.
 
