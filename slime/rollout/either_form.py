@@ -71,6 +71,15 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return await future
 
 
+def caller_is_cancelled() -> bool:
+    """True when somebody cancelled the task that runs now."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop on this thread
+        return False
+    return task is not None and task.cancelling() > 0
+
+
 def is_coroutine_function(function: Callable[..., Any]) -> bool:
     """True for coroutine functions, also wrapped, partial, or as the ``__call__`` of an object."""
     function = innermost(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.either_form import finish, in_thread, innermost, is_coroutine_function
+from slime.rollout.either_form import caller_is_cancelled, finish, in_thread, innermost, is_coroutine_function
 from slime.rollout.hook_contracts import CONTRACTS, Contract
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -56,7 +57,9 @@ class Hook:
     def naming(self, *about: Any) -> Iterator[None]:
         """Within the block, add to what is raised a note with this hook and the samples found in ``about``.
 
-        A call of ``exit`` is an error as well: it would end the event loop, and leave everybody waiting for it.
+        A call of ``exit`` is an error as well: it would end the event loop, and leave everybody waiting for it. So is
+        a CancelledError of the function's own, say from a task that its watchdog cancelled: it would be taken for a
+        cancellation of the caller.
         """
         try:
             yield
@@ -67,6 +70,13 @@ class Hook:
             raise
         except SystemExit as e:
             raise RuntimeError(f"{self} called exit({e.code}){for_samples(about)}") from e
+        except asyncio.CancelledError as e:
+            if caller_is_cancelled():
+                raise
+            raise RuntimeError(
+                f"{self} let a CancelledError out{for_samples(about)} though nobody cancelled it: something that it "
+                "awaited was cancelled"
+            ) from e
 
     def returned(self, result: Any, expected: str, *about: Any) -> TypeError:
         """Return the error for a result that is not what was ``expected``."""
@@ -90,7 +100,7 @@ class Hook:
 
     @functools.cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.function).parameters
+        return inspect.signature(self.function, follow_wrapped=False).parameters
 
 
 def find_hook(args: Any, name: str) -> Hook | None:

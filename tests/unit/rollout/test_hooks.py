@@ -223,6 +223,37 @@ def test_a_hook_that_calls_exit_does_not_end_the_loop(name):
     assert run(make_hook(f"{HERE}.coroutine", "custom_rm_path").awaited(None, 4)) == 4  # the loop goes on
 
 
+async def awaits_what_is_cancelled(args: Any, value: Any) -> Any:
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    task.cancel()
+    return await task
+
+
+def raises_cancelled(args: Any, value: Any) -> Any:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("name", ["awaits_what_is_cancelled", "raises_cancelled"])
+def test_a_cancellation_within_a_hook_is_not_one_of_its_caller(name):
+    hook = make_hook(f"{HERE}.{name}", "custom_rm_path")
+    said = rf"--custom-rm-path '.*{name}' .* let a CancelledError out, for sample index=3 group_index=None though"
+    for call in (hook.awaited, hook.awaited_off_loop):
+        with pytest.raises(RuntimeError, match=said):
+            run(call(None, Sample(index=3)))
+
+
+async def test_a_hook_that_is_cancelled_by_its_caller_is_cancelled():
+    hook = Hook("--flag", "a.b", lambda: asyncio.sleep(60))
+    task = asyncio.ensure_future(hook.awaited())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await hook.awaited()
+
+
 def decorated(function: Any) -> Any:
     @functools.wraps(function)
     def wrapper(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
@@ -251,6 +282,24 @@ async def test_what_is_passed_by_name_may_be_required():
     args = rollout_args(rollout_sample_hook_path=[f"{HERE}.wants_everything"])
     check_hooks(args)
     assert (await apply_sample_hooks(args, Sample(), rollout_id=5)).metadata["seen"] == (False, 5)
+
+
+def three_arguments(function: Any) -> Any:
+    @functools.wraps(function)
+    async def wrapper(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+        return await function(args, sample, sampling_params, evaluation=None)
+
+    return wrapper
+
+
+@three_arguments
+async def generates_with_evaluation(args: Any, sample: Sample, sampling_params: Any, evaluation: Any) -> Sample:
+    return sample
+
+
+async def test_what_is_passed_is_what_a_decorator_takes():
+    fn = make_hook(f"{HERE}.generates_with_evaluation", "custom_generate_function_path")
+    assert (await call_generate(fn, None, Sample(index=4), {}, evaluation=True)).index == 4
 
 
 def make_source(args: Any) -> Any:
