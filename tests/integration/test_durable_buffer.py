@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.durable_kills import run_with_kills
+from tests.support.durable_kills import MODES, random_plan, run_with_kills
 from tests.support.loop_kills import LoopKills
 
 
@@ -15,7 +15,8 @@ from tests.support.loop_kills import LoopKills
 @pytest.mark.parametrize("mode", ["default", "overlap", "filter", "fully async", "fan-out"])
 def test_kills_at_any_moment(tmp_path: Path, mode: str) -> None:
     """The driver alone, on stand-in engines without trainer."""
-    run_with_kills(tmp_path / "run", 2, seed=len(mode), mode=mode)
+    seed = list(MODES).index(mode)
+    run_with_kills(tmp_path / "run", random_plan(seed, 2), seed, mode)
 
 
 @pytest.mark.timeout(600)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.durable_kills import MODES, run_with_kills
+from tests.support.durable_kills import MODES, every_point, random_plan, run_with_kills
+from tests.support.durable_points import POINTS
 
 pytestmark = pytest.mark.soak
 
@@ -14,7 +15,14 @@ pytestmark = pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mode", list(MODES))
 def test_kills_at_every_moment(tmp_path: Path, mode: str) -> None:
-    found = run_with_kills(tmp_path / "run", 16, seed=list(MODES).index(mode), mode=mode)
+    seed = list(MODES).index(mode)
+    found = run_with_kills(tmp_path / "run", random_plan(seed, 16), seed, mode)
     print(f"{mode}: {found}")
     assert found.came_back > 0
     assert found.continued > 0 or "partial" not in mode
+
+
+@pytest.mark.timeout(3600)
+def test_kills_at_every_point(tmp_path: Path) -> None:
+    found = run_with_kills(tmp_path / "run", every_point(), 0, "default")
+    assert set(found.moments) == set(POINTS)

@@ -19,7 +19,7 @@ from typing import Any
 from slime.driver import Loop
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager
-from slime.rollout import data_source, sglang_rollout
+from slime.rollout import data_source, journal_writer, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group_copy import copy_sample
@@ -137,6 +137,7 @@ def run(changes: dict[str, Any]) -> None:
     """Start or resume the run, and take it to its end or to where it kills itself."""
     overlap = changes.pop("overlap")
     point, nth = changes.pop("kill_at", None) or (None, 0)
+    journal_writer.SYNC_INTERVAL_S = 0.1  # these runs are over in a second or two
     if point is not None:
         durable_points.POINTS[point](nth)
     base: dict[str, Any] = {

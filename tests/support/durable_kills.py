@@ -46,6 +46,34 @@ MODES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+Point = tuple[str, int]
+"""A name in ``durable_points``, and the how manyth time there."""
+Plan = list[Point | None]
+TORN = "half of a record is written"
+
+
+def random_plan(seed: int, kills: int) -> Plan:
+    """Return where ``kills`` starts are killed: at a point, at one of the start after that, and twice at any moment."""
+    rng = random.Random(seed)
+    running, starting = (rng.sample(sorted(points), len(points)) for points in (WHILE_RUNNING, WHILE_STARTING))
+    plan: Plan = []
+    while len(plan) < kills + 4:
+        turn = len(plan) // 4
+        start = starting[turn % len(starting)]
+        nth = rng.choice((1, 1, 2, 3))
+        plan += [(TORN, 1) if "torn" in start else (running[turn % len(running)], nth), (start, 1), None, None]
+    first = rng.randrange(4)
+    return plan[first : first + kills]
+
+
+def every_point() -> Plan:
+    """Return all points, those of the start after others; an end that is to be cut off has to be torn before."""
+    plan: Plan = [(point, 1) for point in WHILE_RUNNING]
+    for number, point in enumerate(WHILE_STARTING):
+        plan[2 * number + 1 : 2 * number + 1] = [(TORN, 1), (point, 1)] if "torn" in point else [(point, 1)]
+    return plan
+
+
 @dataclass
 class Kills:
     """What a series of kills met with: the moments, the groups that came back, the samples that went on from a part."""
@@ -70,8 +98,8 @@ def reply(ids: list[int], params: dict[str, Any]) -> list[int]:
     return whole[len(have) :]
 
 
-def run_with_kills(folder: Path, kills: int, seed: int, mode: str, **changes: Any) -> Kills:
-    """Kill the same run ``kills`` times, at exact points and at random moments in turn; see ``check``."""
+def run_with_kills(folder: Path, plan: Plan, seed: int, mode: str, **changes: Any) -> Kills:
+    """Kill the same run at every point of ``plan``, or at a random moment where that says None; see ``check``."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     prompts = write_prompts(folder / "prompts.jsonl", PROMPTS)
@@ -89,12 +117,12 @@ def run_with_kills(folder: Path, kills: int, seed: int, mode: str, **changes: An
             **MODES[mode], **changes,
         }  # fmt: skip
         starts: list[tuple[int, int]] = []
-        for number, point in enumerate(_plan(rng, kills)):
+        for number, kill in enumerate(plan):
             starts.append((tracker(folder), len(lines(folder / "trained.jsonl"))))
             log = folder / f"log{number}.txt"
-            found.moments[_kill_once(cluster, flags, log, rng, number, point)] += 1
+            found.moments[_kill_once(cluster, flags, log, rng, number, kill)] += 1
         steps = tracker(folder) + 1
-        for number, more in ((kills, {}), (kills + 1, {"over_sampling_batch_size": BATCH})):
+        for number, more in ((len(plan), {}), (len(plan) + 1, {"over_sampling_batch_size": BATCH})):
             steps += LAST_STEPS
             starts.append((tracker(folder), len(lines(folder / "trained.jsonl"))))
             _run_to_the_end(cluster, flags | more | {"num_rollout": steps}, folder / f"log{number}.txt", number)
@@ -113,26 +141,13 @@ def _start(cluster: FakeCluster, flags: dict[str, Any], log: Path, number: int) 
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def _plan(rng: random.Random, kills: int) -> list[str | None]:
-    """Return where each start is to be killed: at a point, at one of the start after that, and twice at any moment."""
-    running, starting = (rng.sample(sorted(points), len(points)) for points in (WHILE_RUNNING, WHILE_STARTING))
-    plan: list[str | None] = []
-    while len(plan) < kills + 4:
-        turn = len(plan) // 4
-        start = starting[turn % len(starting)]
-        plan += ["half of a record is written" if "torn" in start else running[turn % len(running)], start, None, None]
-    first = rng.randrange(4)
-    return plan[first : first + kills]
-
-
 def _kill_once(
-    cluster: FakeCluster, flags: dict[str, Any], log: Path, rng: random.Random, number: int, point: str | None
+    cluster: FakeCluster, flags: dict[str, Any], log: Path, rng: random.Random, number: int, kill: Point | None
 ) -> str:
     """Start the run and kill it; return when. A point that it does not come to is a random moment after all."""
-    nth = rng.choice((1, 1, 2, 3)) if point in WHILE_RUNNING else 1
-    run = _start(cluster, flags | {"kill_at": point and (point, nth)}, log, number)
+    run = _start(cluster, flags | {"kill_at": kill}, log, number)
     try:
-        patience_s = 1.5 if point is not None else rng.choice((rng.uniform(0.0, 0.8), -rng.uniform(0.2, 2.0)))
+        patience_s = 1.5 if kill is not None else rng.choice((rng.uniform(0.0, 0.8), -rng.uniform(0.2, 2.0)))
         if patience_s < 0:  # while it starts, or just after that
             what, end = "while it starts", time.monotonic() - patience_s
         else:
@@ -142,7 +157,7 @@ def _kill_once(
         died = run.poll() is not None
         _end(run)
         assert run.returncode == -signal.SIGKILL, f"it ended by itself ({run.returncode}): {log.read_text()[-3000:]}"
-        return point if died and point is not None else what
+        return kill[0] if died and kill is not None else what
     finally:
         _end(run)
 
