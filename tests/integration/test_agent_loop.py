@@ -1,0 +1,34 @@
+"""``train.py`` on conversations that an agent leads through the gateway."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.rollout.debug_data import load_rollout
+from slime.utils.misc import group_by
+from tests.support.run_train import rl_flags, run_train, sums_file
+from tools.tiny_model import make_tiny_checkpoint
+
+pytestmark = pytest.mark.integration
+
+
+def test_the_trainer_finds_the_log_probs_of_both_turns(tmp_path):
+    flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
+    flags.remove("--apply-chat-template")  # the gateway applies it, turn by turn
+    extra = f"""--num-rollout 2 --custom-generate-function-path tests.support.agent_hooks.two_turns
+        --save-debug-rollout-data {tmp_path}/dumps/{{rollout_id}}.pt"""
+    run = run_train([*flags, *extra.split()], tmp_path / "run")
+    assert sorted(run.metric("train/loss")) == [0, 1]
+    assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    assert all(norm > 0 for norm in run.metric("train/grad_norm").values())
+    assert run.metric("rollout/weight_version/min") == {0: 1.0, 1: 2.0}
+    for rollout_id in (0, 1):
+        samples = load_rollout(tmp_path / "dumps" / f"{rollout_id}.pt")
+        sessions = group_by(samples, key=lambda sample: sample.rollout_id)
+        assert len(sessions) == 16
+        for siblings in sessions.values():
+            assert 1 <= len(siblings) <= 2
+            assert len({(s.index, s.group_index, s.reward) for s in siblings}) == 1
+            # two turns of at most 16 tokens each, in one sample or in two
+            assert 2 <= sum(sum(s.loss_mask) for s in siblings) <= 32
+            assert sum(len(s.weight_versions) for s in siblings) == 2
