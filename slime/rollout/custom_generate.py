@@ -27,13 +27,13 @@ async def call_generate(
 ) -> Sample | list[Any]:
     """Return what ``fn(args, sample, sampling_params[, evaluation=...])`` makes of ``sample``: one, or a nested list.
 
-    A function that is no coroutine function runs in a thread of its own, on a copy of the sample that replaces it when
-    it is done: one that is cancelled cannot be stopped, and changes nothing any more. Raises TypeError, naming the
-    function and the sample, for anything else than samples.
+    A plain function runs in a thread of its own, on a copy of the sample that replaces it when it is done: one that is
+    cancelled cannot be stopped, and changes nothing any more. One that makes tasks of the event loop runs there. Raises
+    TypeError, naming the function and the sample, for anything else than samples.
     """
     hook = fn if isinstance(fn, Hook) else _hook_of(fn)
     asked_for = {"evaluation": evaluation} if hook.has_parameter("evaluation") else {}
-    if hook.is_async:
+    if hook.stays_on_loop:
         result = await hook.awaited(args, sample, sampling_params, **asked_for)
     else:
         own = copy_sample(sample)

@@ -12,11 +12,13 @@ from typing import Any
 
 from slime.rollout.either_form import caller_is_cancelled, finish, in_thread, innermost, is_coroutine_function
 from slime.rollout.hook_contracts import CONTRACTS, Contract
+from slime.rollout.needs_loop import needs_loop
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 _SHOWN = 8
 """So many samples are named in a message."""
+_NO_LOOP = ("no running event loop", "There is no current event loop")
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,22 @@ class Hook:
             return await result if inspect.isawaitable(result) else result
 
     async def awaited_off_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; a plain one, which may compute or block, in a thread of its own."""
-        if self.is_async:
+        """Call the function; a plain one, which may compute or block, in a thread of its own.
+
+        What such a function returns is awaited here. One that needs the event loop itself is called here as well.
+        """
+        if self.stays_on_loop:
             return await self.awaited(*args, **kwargs)
         with self.naming(args):
-            result = await in_thread(self.function, *args, **kwargs)
+            try:
+                result = await in_thread(self.function, *args, **kwargs)
+            except RuntimeError as e:
+                if str(e).startswith(_NO_LOOP):
+                    e.add_note(
+                        "a plain function is called in a thread, where no event loop runs: make it `async def`, or "
+                        "annotate that it returns an Awaitable"
+                    )
+                raise
             return await result if inspect.isawaitable(result) else result
 
     @contextlib.contextmanager
@@ -93,6 +106,11 @@ class Hook:
     def is_async(self) -> bool:
         """True when the function is known to be a coroutine function."""
         return is_coroutine_function(self.function)
+
+    @functools.cached_property
+    def stays_on_loop(self) -> bool:
+        """True for coroutine functions, and for plain ones that are seen to make tasks of the running event loop."""
+        return self.is_async or needs_loop(self.function)
 
     def has_parameter(self, name: str) -> bool:
         """True when the function has a parameter of that very name."""
