@@ -171,6 +171,7 @@ def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args, generat
         rollout_max_response_len=250,
         rollout_stop_token_ids=list(range(10)),
         custom_generate_function_path=generate,
+        rm_type="random",  # there at once: all may be generated until busy worker processes answer
     )
     args.rollout_batch_size = 1
     source = RolloutDataSourceWithBuffer(args)
