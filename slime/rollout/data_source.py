@@ -86,6 +86,7 @@ class RolloutDataSource(DataSource):
         self.dataset: Dataset | None = None
         self._lock = threading.RLock()
         self._taken_back: list[Group] = []
+        self._draws_here = False
         self._snapshots: dict[int, bytes] = {}
         self._recovery = Recovery(args)
         if args.rollout_global_dataset:
@@ -120,12 +121,27 @@ class RolloutDataSource(DataSource):
         What was taken back comes first.
         """
         with self._lock:
+            self._draws_here = True
             groups = self._recovery.hand_out(pop_first(self.args, None, self._taken_back, num_samples))
             prompts = self._next_prompts(num_samples - len(groups))
             return groups + self._recovery.hand_out([self._make_group(prompt) for prompt in prompts])
 
     def take_back(self, groups: list[Group]) -> None:
-        """Hand ``groups`` out again before new prompts; a class that has ``add_samples`` is given them there."""
+        """Hand ``groups`` out again before new prompts; a class that has ``add_samples`` is given them there.
+
+        A class that draws prompts of its own accord and has none would never hand them out: it loses them, and says so.
+        """
+        own_buffer = type(self).add_samples is not RolloutDataSource.add_samples
+        own_draws = type(self).get_samples is not RolloutDataSource.get_samples and not self._draws_here
+        if own_draws and not own_buffer:
+            logger.warning(
+                "%d groups are dropped because %s takes none back: it has a get_samples of its own and no add_samples",
+                len(groups), type(self).__name__,
+            )  # fmt: skip
+            return
+        self._put_back(groups)
+
+    def _put_back(self, groups: list[Group]) -> None:
         if type(self).add_samples is not RolloutDataSource.add_samples:
             self.add_samples(groups)
             return
@@ -223,7 +239,7 @@ class RolloutDataSource(DataSource):
             self._snapshots.clear()
             self._taken_back = []
             if groups := [decode_group(group) for group in [*state.get("in_flight", []), *state.get("buffer", [])]]:
-                self.take_back(groups)
+                self._put_back(groups)
 
     def snapshot(self, rollout_id: int) -> None:
         """Remember the state as the one that ``save(rollout_id)`` is to write, whatever is drawn from now on."""

@@ -116,12 +116,14 @@ class JournalWriter:
 
     def _run(self) -> None:
         """The writing thread, from the first record to a pause."""
-        self._write_what_waits()
-        with self._changed:
-            self._thread = None
-            if self._waiting:  # noted since the last look
-                self._start()
-            self._changed.notify_all()
+        try:
+            self._write_what_waits()
+        finally:
+            with self._changed:
+                self._thread = None
+                if self._waiting:  # noted since the last look
+                    self._start()
+                self._changed.notify_all()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -149,8 +151,7 @@ class JournalWriter:
 
     def _sync(self, paths: set[Path]) -> None:
         for path in paths:
-            if path.exists():  # not yet forgotten
-                self._try(path, lambda path=path: sync(path))  # type: ignore[misc]
+            self._try(path, lambda path=path: _sync_file(path))  # type: ignore[misc]
         paths.clear()
 
     def _try(self, path: Path, action: Callable[[], None]) -> bool:
@@ -163,6 +164,11 @@ class JournalWriter:
             self.fail(path, e)
             return False
         return True
+
+
+def _sync_file(path: Path) -> None:
+    if path.exists():  # not yet forgotten
+        sync(path)
 
 
 def _by_file(batch: Sequence[_Entry]) -> dict[Path, list[_Entry]]:

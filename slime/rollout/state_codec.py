@@ -3,7 +3,8 @@
 Arrays and tensors become ``{"__array__": [dtype, shape, base64]}`` (tensors with ``"torch": dtype``, others with
 ``"as": dtype`` where they are stored narrower than they are). Long lists of plain ints or floats become
 ``{"__packed__": [dtype, base64]}`` in the narrowest dtype that gives every value back bit for bit, or
-``{"__repeated__": [value, count]}``; images become base64 PNG. Older files have lists as ``__ints__`` and
+``{"__repeated__": [value, count]}``; images become base64 PNG. Dictionaries with keys that are no strings become
+``{"__items__": [[key, value], ...]}``. Tuples come back as lists. Older files have lists as ``__ints__`` and
 ``__floats__``, 64 bits wide.
 """
 
@@ -23,8 +24,12 @@ logger = logging.getLogger(__name__)
 _LONG = 16
 _VERY_LONG = 512
 _TAGS = {
-    "__array__", "__ints__", "__floats__", "__packed__", "__repeated__", "__bytes__", "__image__", "__escaped__"
+    "__array__", "__ints__", "__floats__", "__packed__", "__repeated__", "__bytes__", "__image__", "__escaped__",
+    "__items__",
 }  # fmt: skip
+_KEYS = (str, int, float, bool, type(None))
+_ARRAYS = "biufcSUmM"
+"""Kinds of dtypes whose name says all about them."""
 _INTS = ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8")
 
 
@@ -55,7 +60,7 @@ def _encode_sample(sample: Sample, after_long_list: Callable[[], None]) -> dict[
     encoded: dict[str, Any] = {} if type(sample) is Sample else {_CLASS: _name_of(type(sample))}
     for name, value in sample.to_dict().items():
         try:
-            encoded[name] = encode_value(value)
+            encoded[name] = _encode_metadata(sample, value) if name == "metadata" else encode_value(value)
             if isinstance(value, list) and len(value) >= _VERY_LONG:
                 after_long_list()
         except NotStorable as e:
@@ -63,6 +68,23 @@ def _encode_sample(sample: Sample, after_long_list: Callable[[], None]) -> dict[
                 raise NotStorable(f"sample index={sample.index}: field {name!r} cannot be saved: {e}") from e
             logger.warning("sample index=%s: attribute %r is not saved with the buffer: %s", sample.index, name, e)
     return encoded
+
+
+def _encode_metadata(sample: Sample, value: Any) -> Any:
+    """Encode what users noted about a sample, without what has no form in JSON: that must not end a run."""
+    try:
+        return encode_value(value)
+    except NotStorable:
+        if not isinstance(value, dict):
+            raise
+    kept = {}
+    for key, item in value.items():
+        try:
+            encode_value({key: item})
+            kept[key] = item
+        except NotStorable as e:
+            logger.warning("sample index=%s: metadata[%r] is not saved with the buffer: %s", sample.index, key, e)
+    return encode_value(kept)
 
 
 def _name_of(kind: type) -> str:
@@ -92,13 +114,12 @@ def encode_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return _encode_list(value)
     if isinstance(value, dict):
-        encoded = {str(key): encode_value(item) for key, item in value.items()}
-        return {"__escaped__": encoded} if _TAGS & encoded.keys() else encoded
+        return _encode_dict(value)
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    if isinstance(value, np.generic) and not isinstance(item := value.item(), np.generic):
+        return encode_value(item)
+    if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAYS:
         return _encode_array(value)
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         return _encode_tensor(value)
@@ -106,17 +127,28 @@ def encode_value(value: Any) -> Any:
         from slime.utils.processing_utils import encode_image_for_rollout_engine
 
         return {"__image__": encode_image_for_rollout_engine(value)}
-    raise NotStorable(f"a {type(value).__module__}.{type(value).__qualname__} has no form in the state file")
+    raise NotStorable(f"a {_name_of(type(value))} has no form in the state file")
+
+
+def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
+    if all(type(key) is str for key in value):
+        encoded = {key: encode_value(item) for key, item in value.items()}
+        return {"__escaped__": encoded} if _TAGS & encoded.keys() else encoded
+    if odd := [key for key in value if not isinstance(key, _KEYS)]:
+        raise NotStorable(f"a {_name_of(type(odd[0]))} as a key has no form in the state file")
+    return {"__items__": [[key, encode_value(item)] for key, item in value.items()]}
 
 
 def decode_value(value: Any) -> Any:
-    """Inverse of ``encode_value`` (tuples come back as lists)."""
+    """Inverse of ``encode_value``."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
         return value
     if "__escaped__" in value:
         return {key: decode_value(item) for key, item in value["__escaped__"].items()}
+    if "__items__" in value:
+        return {key: decode_value(item) for key, item in value["__items__"]}
     if "__ints__" in value:
         return np.frombuffer(base64.b64decode(value["__ints__"]), "<i8").tolist()
     if "__floats__" in value:
@@ -203,12 +235,15 @@ def _encode_array(array: np.ndarray) -> dict[str, Any]:
 def _encode_tensor(tensor: Any) -> dict[str, Any]:
     import torch
 
-    tensor = tensor.detach().cpu().contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype == torch.bfloat16:  # its bits are no numbers: not to be narrowed
-        array = tensor.view(torch.int16).numpy()
-        return {"__array__": [array.dtype.str, list(array.shape), _b64(array)], "torch": name}
-    return {**_encode_array(tensor.numpy()), "torch": name}
+    try:
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.dtype == torch.bfloat16:  # its bits are no numbers: not to be narrowed
+            array = tensor.view(torch.int16).numpy()
+            return {"__array__": [array.dtype.str, list(array.shape), _b64(array)], "torch": name}
+        return {**_encode_array(tensor.numpy()), "torch": name}
+    except (TypeError, RuntimeError) as e:  # sparse and quantised ones, and dtypes that NumPy has not
+        raise NotStorable(f"a tensor of dtype {name} and layout {tensor.layout} has no form in the state file") from e
 
 
 def _to_tensor(array: np.ndarray, dtype: str) -> Any:

@@ -242,6 +242,33 @@ def test_a_class_with_a_buffer_of_its_own_is_given_what_is_handed_back(make):
     assert prompts(source.get_samples(1)) == ["p1"]
 
 
+class OwnOrder(RolloutDataSource):
+    """Prompts in an order of its own, which knows nothing of groups that were handed back."""
+
+    def get_samples(self, num_samples: int) -> Any:
+        return [self._make_group(self.dataset.samples[0]) for _ in range(num_samples)]
+
+
+class Doubled(RolloutDataSource):
+    def get_samples(self, num_samples: int) -> Any:
+        return super().get_samples(2 * num_samples)
+
+
+def test_a_class_that_never_hands_out_what_it_is_handed_back_says_so(make, caplog):
+    source = make(cls=OwnOrder)
+    source.take_back(source.get_samples(2))
+    assert "2 groups are dropped because OwnOrder takes none back" in caplog.text
+    assert source.state_dict()["buffer"] == []
+    source = make(cls=Doubled)
+    first = source.get_samples(1)
+    source.take_back(first)
+    source.save(0)
+    again = make(cls=Doubled)
+    again.load(0)
+    assert source.get_samples(1) == first
+    assert prompts(again.get_samples(1)) == prompts(first)
+
+
 def test_what_is_in_the_buffer_survives_exactly(make):
     source = make()
     source.update_metadata({"seen": 3})
@@ -284,9 +311,9 @@ def test_what_is_in_the_buffer_survives_exactly(make):
 def test_a_field_that_cannot_be_stored_is_an_error(make):
     source = make()
     group = source.get_samples(1)[0]
-    group[0].metadata["handle"] = threading.Lock()
+    group[0].train_metadata = {"handle": threading.Lock()}
     source.add_samples([group])
-    with pytest.raises(NotStorable, match=r"sample index=0: field 'metadata'"):
+    with pytest.raises(NotStorable, match=r"sample index=0: field 'train_metadata'"):
         source.save(0)
 
 

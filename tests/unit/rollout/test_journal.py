@@ -140,6 +140,26 @@ def test_what_cannot_be_stored_is_left_out(tmp_path: Path, caplog: pytest.LogCap
     assert list(told(tmp_path, 0)[1][1]) == [2]
 
 
+def test_a_file_that_cannot_be_looked_at_ends_its_journal_and_no_other(tmp_path: Path, monkeypatch, caplog) -> None:
+    journal, _ = told(tmp_path, 0)
+    broken, exists = journal.path(0), Path.exists
+
+    def stale(path: Path) -> bool:
+        if path == broken:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", stale)
+    journal.completed(make_group(1, [1], COMPLETED))
+    journal.flush()
+    assert "the journal of this rollout ends" in caplog.text
+    assert str(broken) in caplog.text
+    journal.turn_over(1, wanted=True)
+    journal.completed(make_group(2, [1], COMPLETED))
+    journal.flush()
+    assert [record["kind"] for record, _ in read_records(journal.path(1))][-1] == "completed"
+
+
 def test_a_full_disk_ends_the_journal_of_a_rollout_and_not_the_run(tmp_path: Path, caplog) -> None:
     """``/dev/full`` takes nothing; the message names the file and the space, and the next rollout tries again."""
     journal, _ = told(tmp_path, 0)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.rollout.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
 from slime.utils.types import Sample
 
 
@@ -133,6 +133,38 @@ def test_files_of_older_releases_are_read() -> None:
 def test_names_of_ours_in_data_of_users(tag: str) -> None:
     value = {"a": {tag: [1, 2]}, "b": [{tag: {"c": None}}]}
     assert there_and_back(value) == value
+
+
+@pytest.mark.parametrize("value", [{1: "a", "1": "b"}, {None: 1, True: [2.5]}, {2.5: {3: 4}}, {"__items__": [[1, 2]]}])
+def test_keys_come_back_as_they_were(value: dict[Any, Any]) -> None:
+    assert there_and_back(value) == value
+
+
+NOT_STORED = [
+    {1, 2},
+    np.datetime64("2026-01-01"),
+    np.longdouble(1.5),
+    np.array([object()]),
+    np.zeros(2, [("a", "<i4")]),
+    torch.zeros(2, dtype=torch.float8_e4m3fn),
+    torch.eye(2).to_sparse(),
+    {(1, 2): 3},
+]
+
+
+@pytest.mark.parametrize("value", NOT_STORED, ids=[str(type(value)) for value in NOT_STORED])
+def test_what_has_no_form_is_left_out_of_what_users_noted(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    sample = Sample(index=3, metadata={"seen": value, "deep": [{"er": value}], "kept": 1})
+    sample.extra = value  # type: ignore[attr-defined]
+    (found,) = decode_group(json.loads(json.dumps(encode_group([sample]))))
+    assert found.metadata == {"kept": 1}
+    assert not hasattr(found, "extra")
+    for said in ("metadata['seen'] is not saved", "metadata['deep'] is not saved", "'extra' is not saved"):
+        assert said in caplog.text
+    assert sample.metadata["seen"] is value
+    for name in ("label", "train_metadata"):
+        with pytest.raises(NotStorable, match=f"sample index=4: field '{name}' cannot be saved"):
+            encode_group([Sample(index=4, **{name: value})])
 
 
 def test_who_encodes_can_take_a_breath_after_each_long_list() -> None:
