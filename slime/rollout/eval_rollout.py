@@ -10,7 +10,8 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import iter_samples
-from slime.rollout.generate_state import Completions, cancel_all, describe_waits
+from slime.rollout.cancelling import cancel_all
+from slime.rollout.generate_state import Completions, describe_waits
 from slime.rollout.group_copy import copy_prompt
 from slime.utils.data import Dataset
 from slime.utils.types import Sample

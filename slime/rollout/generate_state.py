@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.cancelling import cancel_all
 from slime.rollout.group_copy import copy_group
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
@@ -233,20 +234,3 @@ class Completions:
         self._watched.discard(task)
         self._done.add(task)
         self._some.set()
-
-
-async def gather_or_cancel(coros: list[Any]) -> list[Any]:
-    """Run coroutines concurrently and return their results in order; the first failure cancels the others."""
-    tasks = [asyncio.ensure_future(coro) for coro in coros]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel_all(tasks)
-
-
-async def cancel_all(tasks: Any) -> None:
-    """Cancel the tasks that are not done and wait until all are; their results and errors are dropped."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout import sglang_rollout
+from slime.rollout.cancelling import cancel_all
 from slime.rollout.drawing import draw_groups
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
-from slime.rollout.generate_state import cancel_all, request_limit
+from slime.rollout.generate_state import request_limit
 from slime.rollout.group_copy import copy_group
 from slime.rollout.group_job import Group, GroupJob, has_aborted, is_complete
 from slime.rollout.group_ledger import GroupLedger

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_samples
+from slime.rollout.cancelling import cancel_all, gather_or_cancel
 from slime.rollout.custom_generate import call_generate, generate_hook
 from slime.rollout.engine_idle import describe_engines
 from slime.rollout.eval_rollout import eval_single_dataset
@@ -23,8 +24,6 @@ from slime.rollout.generate_state import (
     GroupsInFlight,
     PendingRewards,
     PromptTokens,
-    cancel_all,
-    gather_or_cancel,
     least_used,
     request_limit,
     train_sampling_params,

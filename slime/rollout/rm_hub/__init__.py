@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from slime.rollout.generate_state import gather_or_cancel
+from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.hooks import Hook, make_hook
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from slime.rollout.generate_state import gather_or_cancel
+from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.hooks import make_hook, with_notes
 from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
