@@ -1,0 +1,38 @@
+"""``train.py`` on trajectories of the rollout buffer: conversations become training steps, also after a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.rollout.debug_data import load_rollout
+from tests.support.rollout_buffers import ServedBuffer
+from tests.support.run_train import rl_flags, run_train, sums_file
+from tools.tiny_model import make_tiny_checkpoint
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_run_trains_on_conversations_and_goes_on_where_it_was(tmp_path):
+    flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl", 12))
+    dumps = tmp_path / "dumps"
+    with ServedBuffer() as served:
+        command = [
+            *flags, "--rollout-function-path", "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout",
+            "--rollout-buffer-url", served.url, "--save", tmp_path / "save", "--load", tmp_path / "save",
+            "--save-interval", 1, "--save-debug-rollout-data", dumps / "{rollout_id}.pt", "--num-rollout",
+        ]  # fmt: skip
+        first = run_train([*map(str, command), "2"], tmp_path / "first")
+        resumed = run_train([*map(str, command), "3", "--override-opt_param-scheduler"], tmp_path / "resumed")
+    assert sorted(first.metric("train/loss")) == [0, 1]
+    assert sorted(resumed.metric("train/loss")) == [2]
+    for run in (first, resumed):
+        assert set(run.metric("rollout/buffer/failed_samples").values()) == {0.0}
+        assert all(norm >= 0 for norm in run.metric("train/grad_norm").values())
+    samples = [sample for number in range(3) for sample in load_rollout(dumps / f"{number}.pt")]
+    assert len(samples) == 3 * 16
+    counts: dict[str, int] = {}
+    for sample in samples:
+        counts[sample.metadata["instance_id"]] = counts.get(sample.metadata["instance_id"], 0) + 1
+        assert sample.metadata["round_number"] == 1
+        assert sample.reward in (0, 1)
+    assert counts == {str(number): 4 for number in range(12)}
