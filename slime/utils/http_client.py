@@ -14,7 +14,6 @@ import random
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from slime.utils.http_connections import ConnectionPools
 from slime.utils.http_errors import (
     RETRIED_STATUSES,
     HttpRequestError,
@@ -52,7 +52,6 @@ BUSY_STATUSES = frozenset({429, 503})
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
 WORKER_LIST_AGE_S = 1.0
-CONTROL_CONNECTIONS = 100
 _LARGE_BODY = 1 << 14
 _gc_lock = threading.Lock()
 
@@ -70,9 +69,7 @@ class HttpClient:
         self.request_timeout = request_timeout
         self.api_key = api_key
         self._trusted: set[str] = set()
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, aiohttp.ClientSession]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._pools: dict[asyncio.AbstractEventLoop, ConnectionPools] = {}
         self._workers: dict[str, tuple[float, list[str]]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._left_to_caller: set[str] = set()
@@ -185,21 +182,26 @@ class HttpClient:
     async def close(self) -> None:
         """Send what aborts are left and close the running loop's connections."""
         await self.drain_aborts()
-        for session in self._sessions.pop(asyncio.get_running_loop(), {}).values():
-            await session.close()
+        pools = self._pools.pop(asyncio.get_running_loop(), None)
+        if pools is not None:
+            await pools.close()
 
-    def _session(self, method: str, url: str) -> aiohttp.ClientSession:
+    def turn(self) -> asyncio.Semaphore:
+        """Return what to enter (``async with``) before a request whose deadline is not to begin in the queue: at most
+        as many are in it as there are connections."""
+        return self._pools_of_loop().turns
+
+    def _pools_of_loop(self) -> ConnectionPools:
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            for ended in [other for other in list(self._pools) if other.is_closed()]:
+                self._pools.pop(ended, None)
+            self._pools[loop] = ConnectionPools(self.concurrency)
+        return self._pools[loop]
+
+    async def _session(self, method: str, url: str) -> aiohttp.ClientSession:
         """Return the session for a request: short questions and aborts must not wait behind long answers."""
-        short = method == "GET" or url.endswith("/abort_request")
-        sessions = self._sessions.setdefault(asyncio.get_running_loop(), {})
-        session = sessions.get(short)
-        if session is None or session.closed:
-            session = sessions[short] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONTROL_CONNECTIONS if short else self.concurrency),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-                trust_env=False,
-            )
-        return session
+        return await self._pools_of_loop().session(short=method == "GET" or url.endswith("/abort_request"))
 
     def _headers(self, url: str, extra: Mapping[str, str] | None) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -262,7 +264,8 @@ class HttpClient:
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
     ) -> Any:
         with transport_errors(method, url, attempt):
-            async with self._session(method, url).request(method, url, data=body, headers=headers) as reply:
+            session = await self._session(method, url)
+            async with session.request(method, url, data=body, headers=headers) as reply:
                 raw = await reply.read()
         check_status(reply, raw, attempt, started)
         try:
@@ -278,9 +281,8 @@ class HttpClient:
     ) -> aiohttp.ClientResponse:
         """Return an answer of which only the head was read."""
         with transport_errors(method, url, attempt):
-            reply = await self._session(method, url).request(
-                method, url, data=body, headers=headers, read_bufsize=STREAM_BUFFER
-            )
+            session = await self._session(method, url)
+            reply = await session.request(method, url, data=body, headers=headers, read_bufsize=STREAM_BUFFER)
             if reply.status >= 400:
                 check_status(reply, await reply.read(), attempt, started)
         return reply

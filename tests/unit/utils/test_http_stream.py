@@ -123,8 +123,9 @@ async def test_a_whole_answer_is_read_and_its_connection_used_again(cluster, cli
         seen = await texts(client, url)
         assert seen[-1] == "abcd"
         assert all("abcd".startswith(text) for text in seen)
-    assert len(client._session("POST", url).connector._acquired) == 0
-    assert sum(len(free) for free in client._session("POST", url).connector._conns.values()) == 1
+    connector = (await client._session("POST", url)).connector
+    assert len(connector._acquired) == 0
+    assert sum(len(free) for free in connector._conns.values()) == 1
     assert engine.aborts == []
     assert all(request["stream"] is True for request in engine.requests)
 

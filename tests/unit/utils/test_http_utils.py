@@ -6,6 +6,7 @@ import asyncio
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from scripts.bench.standin import ServerThread
@@ -169,6 +170,45 @@ async def test_aborts_of_other_loops_are_not_waited_for(client, monkeypatch):
         await client.drain_aborts()
     other.stop()
     assert client._aborts == set()
+
+
+def test_connections_end_with_their_event_loop(cluster):
+    """As plain hooks use the client: each call is a loop of its own."""
+    client, url = HttpClient(4), cluster.engines[0].url
+    port = int(url.rpartition(":")[2])
+
+    async def ask() -> asyncio.AbstractEventLoop:
+        await client.get(f"{url}/model_info")
+        await client.post(f"{url}/generate", REQUEST)
+        return asyncio.get_running_loop()
+
+    connections = []
+    for _ in range(5):
+        loop = asyncio.run(ask())
+        open_ones = psutil.Process().net_connections("tcp")
+        connections.append(sum(bool(one.raddr) and one.raddr.port == port for one in open_ones))
+    assert connections == [0] * 5
+    assert list(client._pools) == [loop]
+
+
+async def test_a_turn_is_as_good_as_a_connection(cluster):
+    small, engine = HttpClient(2), cluster.engines[0]
+    held = small.turn()
+    async with held, small.turn():
+        assert held.locked()
+        third = asyncio.create_task(held.acquire())
+        await asyncio.sleep(0)
+        assert not third.done()
+    assert await third
+    other = ServerThread()
+
+    async def of_another_loop() -> bool:
+        return small.turn() is held
+
+    assert not other.call(of_another_loop())
+    other.stop()
+    await small.post(f"{engine.url}/generate", REQUEST)
+    await small.close()
 
 
 async def test_a_request_on_a_dying_engine_is_sent_again_through_the_router(cluster, client):
