@@ -36,16 +36,18 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
 
 
 async def ask(url: str, payload: dict[str, Any], timeout: float) -> Any:
-    """Return the JSON reply of ``POST url``; ten attempts of at most ``timeout`` s each.
+    """Return the JSON reply of ``POST url``; ten attempts of at most ``timeout`` s each, from when it is sent.
 
-    Raises HttpRequestError: at once for a refusal (4xx), else after the last attempt.
+    At most ``CONNECTIONS`` requests are sent at once: the wait for one's turn is no fault of the server. Raises
+    HttpRequestError: at once for a refusal (4xx), else after the last attempt.
     """
     from slime.utils.http_client import HttpRequestError
 
     attempt = 0
     while True:
         try:
-            return await get_client().post(url, payload, max_retries=1, timeout=timeout)
+            async with get_client().turn():
+                return await get_client().post(url, payload, max_retries=1, timeout=timeout)
         except HttpRequestError as e:
             attempt += 1
             refused = e.status is not None and 400 <= e.status < 500 and e.status != 429

@@ -309,6 +309,27 @@ async def test_remote_rewards_are_asked_again_and_fail_alone(monkeypatch):
         await remote.get_client().close()
 
 
+async def test_the_deadline_of_a_remote_reward_begins_when_it_is_sent(monkeypatch):
+    """Requests that waited for a connection within their deadline failed before the server had seen them."""
+    monkeypatch.setattr(remote, "_client", None)
+    monkeypatch.setattr(remote, "CONNECTIONS", 2)
+    sent, most = [], 0
+
+    async def post(url: str, payload: Any, **options: Any) -> float:
+        nonlocal most
+        sent.append(payload["response"])
+        most = max(most, len(sent))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        sent.remove(payload["response"])
+        return 1.0
+
+    monkeypatch.setattr(remote.get_client(), "post", post)
+    asked = args(rm_type="remote_rm", rm_url="http://nowhere")
+    assert await batched_async_rm(asked, [sample(str(number)) for number in range(7)]) == [1.0] * 7
+    assert most == 2
+
+
 async def timing_out(a: Any, s: Sample) -> float:
     raise RewardFailure("timeout", "took more than 5 s", "at line 7")
 
