@@ -24,7 +24,7 @@ OPTIONAL = {
     "sglang": "installed by the set-up without its dependencies, or by the gpu extra",
     "transformer_engine": "used where it is installed", "flash_attn": "used where it is installed",
     "torch_memory_saver": "comes with sglang on GPUs", "triton": "comes with torch on GPUs",
-    "smg": "the routers extra", "mbridge": "the dev extra; a fallback where it is installed",
+    "smg": "the routers extra", "e2b": "the agents extra", "mbridge": "the dev extra; a fallback where it is installed",
     "qwen_vl_utils": "for multimodal models", "memray": "for --memory-recorder memray", "pynvml": "comes with sglang",
     "torchvision": "a stand-in", "slime_engine_plugin": "loaded inside engine processes", "sgl_kernel": "a stand-in",
     "huggingface_hub": "comes with transformers", "tokenizers": "comes with transformers",

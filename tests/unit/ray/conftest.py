@@ -1,0 +1,17 @@
+"""What tests of the control plane share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.ray.rollout_manager import RolloutManager
+from tests.support.rollout_manager import manager_maker
+
+
+@pytest.fixture
+def make_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RolloutManager]:
+    """Makes a rollout manager without Ray; keyword arguments replace those of the run."""
+    return manager_maker(tmp_path, monkeypatch)
