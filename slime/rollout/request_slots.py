@@ -65,15 +65,19 @@ def next_limit(limit: int, most: int, in_flight: int, loads: Sequence[EngineLoad
 class EngineLoads:
     """What the engines behind a router report. ``router_url`` is called for the address when it is needed."""
 
-    def __init__(self, router_url: Callable[[], str]) -> None:
+    def __init__(self, router_url: Callable[[], str], planned: int = 0) -> None:
         self.router_url = router_url
+        self.planned = planned
+        """The engines of the run, 0 when that is not known."""
         self.listed = 0
-        """The most engines that the router ever had."""
+        """The most engines that the router ever had, no more than are planned: one that was replaced may still have
+        been on its list beside its successor."""
 
     async def read(self) -> list[EngineLoad]:
         """Return the loads of the engines that answer."""
         urls = await get_http_client().list_workers(self.router_url())
-        self.listed = max(self.listed, len(urls))
+        listed = max(self.listed, len(urls))
+        self.listed = min(self.planned, listed) if self.planned else listed
         loads = await asyncio.gather(*map(self._load_of, urls))
         return [load for load in loads if load is not None]
 
@@ -179,7 +183,7 @@ class RequestSlots(asyncio.Semaphore):
             return
         if not loads:
             return  # all is well with none of them, and nothing can be learnt
-        most = max(1, self.most * len(loads) // self._engines.listed)
+        most = max(1, min(self.most, self.most * len(loads) // self._engines.listed))
         refused = get_http_client().refused
         limit = next_limit(self.limit, most, self.in_flight, loads, refused=refused, short=self.waiting > 0)
         if refused and not self._refusals_told:

@@ -35,7 +35,7 @@ from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.rollout.train_rollout import Collection, collect, first_index, stop_in_flight
 from slime.utils.async_utils import run
-from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, post
+from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -73,7 +73,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
         wants_processor = getattr(args, "multimodal_keys", None) is not None
         self.processor = load_processor(args.hf_checkpoint, **trust) if wants_processor else None
-        engines = EngineLoads(lambda: get_model_url(args, "default", ""))
+        engines = EngineLoads(lambda: get_model_url(args, "default", ""), get_rollout_num_engines(args))
         self.semaphore: asyncio.Semaphore = RequestSlots(request_limit(args), engines)
         self.sampling_params = train_sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]

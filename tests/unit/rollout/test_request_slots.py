@@ -209,6 +209,36 @@ async def test_loads_are_those_the_engines_report(client):
         await client.drain_aborts()
 
 
+async def test_an_engine_that_was_replaced_is_not_missed(client):
+    """The router still has it on its list beside its successor, and then drops it."""
+    with FakeCluster(2) as cluster:
+        engines = EngineLoads(lambda: cluster.router.url, planned=1)
+        slots = RequestSlots(64, engines)
+        cluster.kill_engine(1, unregister=False)
+        await slots.follow()
+        assert slots.limit == 64, "one engine answers, which is all there should be"
+        client._workers.clear()
+        cluster.router.engines.remove(cluster.engines[1])
+        await slots.follow()
+        assert (slots.limit, engines.listed) == (64, 1)
+
+
+async def test_more_engines_than_planned_raise_nothing(client):
+    with FakeCluster(3) as cluster:
+        slots = RequestSlots(64, EngineLoads(lambda: cluster.router.url, planned=2))
+        await slots.follow()
+        for _ in range(64):
+            await slots.acquire()
+        more = asyncio.create_task(slots.acquire())
+        await asyncio.sleep(0)
+        await slots.follow()
+        assert slots.limit == 64
+        slots.release()
+        await more
+        for _ in range(64):
+            slots.release()
+
+
 async def test_refused_requests_are_counted_while_they_wait(client):
     with FakeCluster(1) as cluster:
         cluster.engines[0].failures.extend([Failure(503)] * 3)
@@ -312,6 +342,32 @@ async def test_looks_at_the_engines_only_while_requests_are_in_flight(monkeypatc
     await asyncio.sleep(0.01)
     assert loads.reads == reads
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_nothing_looks_at_the_engines_once_no_request_is_in_flight(client):
+    """Neither the next look that is due nor the one in progress, whose engine never answers."""
+    slots, asked = RequestSlots(4, loads := Loads(EngineLoad(1, 4))), asyncio.Event()
+
+    async def never() -> list[EngineLoad]:
+        asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    loads.read = never  # type: ignore[method-assign]
+    await slots.acquire()
+    due = slots._timer
+    assert due is not None
+    slots.release()
+    assert due.cancelled()
+    await slots.acquire()
+    slots._timer.cancel()
+    slots._begin_to_look()
+    await asked.wait()
+    look = slots._look
+    slots.release()
+    await asyncio.wait([look])
+    assert look.cancelled()
+    assert (slots._timer, slots._look) == (None, None)
 
 
 async def test_a_look_that_fails_changes_nothing(monkeypatch, client, caplog):
