@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.group_copy import copy_sample
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -72,8 +73,9 @@ def has_aborted(group: Group) -> bool:
     return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(group))
 
 
-def forget_response(sample: Sample) -> None:
-    """Bring a sample back to its prompt."""
+def without_response(old: Sample) -> Sample:
+    """Return the sample as its prompt was. It is another object: a reward of the response may still be on its way."""
+    sample = copy_sample(old)
     if sample.response_length:
         sample.tokens = list(sample.tokens[: len(sample.tokens) - sample.response_length])
     blank = Sample()
@@ -98,6 +100,7 @@ def forget_response(sample: Sample) -> None:
     ):
         setattr(sample, name, getattr(blank, name))
     sample.metadata = {name: value for name, value in (sample.metadata or {}).items() if name not in _OF_A_RESPONSE}
+    return sample
 
 
 def forget_too_old(group: Group, is_too_old: Callable[[Any], bool]) -> int:
@@ -112,11 +115,9 @@ def forget_too_old(group: Group, is_too_old: Callable[[Any], bool]) -> int:
 
 def _prompt_of(item: Any) -> Any:
     """Return a sample without its response; of a fan-out the first one stands for the one that it was made of."""
+    sample = without_response(next(iter_samples(item)))
     if not isinstance(item, list):
-        forget_response(item)
-        return item
-    sample = next(iter_samples(item))
-    forget_response(sample)
+        return sample
     sample.rollout_id = None
     if sample.prompt:
         sample.tokens = []

@@ -100,3 +100,14 @@ def test_tokens_get_the_step_of_the_weights_at_the_start(clock):
     by_hand = Sample(response_length=2)
     draw.stamp([[by_hand]])
     assert by_hand.weight_version_spans == [{"version": None, "start": 0, "end": 2, "step": 5}]
+
+
+def test_what_is_still_written_to_an_old_response_does_not_reach_the_new_one(clock):
+    old = [made(0, 0, DONE), made(1, 0, DONE)]
+    fan_out = [made(2, 0, DONE), made(2, 0, DONE)]
+    groups = [[*old], [fan_out, made(3, 0, DONE)]]
+    fresh(5, clock, max_staleness=1).refresh(groups)
+    for sample in (*old, *fan_out):  # the reward that its rollout left behind
+        sample.reward, sample.remove_sample, sample.metadata["reward_error"] = 1.0, True, "?"
+    for sample in iter_samples(groups):
+        assert (sample.reward, sample.remove_sample, sample.metadata) == (None, False, {})
