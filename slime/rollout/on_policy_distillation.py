@@ -18,13 +18,16 @@ from slime.utils.types import Sample
 
 __all__ = ["post_process_rewards", "reward_func"]
 
+ATTEMPTS_IN_TIME = 3
+"""So many attempts that hang fit into the time of a reward."""
+
 
 async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -> Any:
     """Return the teacher's whole reply, with the log-probs of every token of ``sample``; for a list, one each.
 
-    The teacher must have the student's tokenizer. Each of ten attempts may take ``--rollout-request-timeout``. Raises
-    ValueError without ``--rm-url`` and for a reply that does not tell the log-probs of the sample's very tokens,
-    HttpRequestError when the teacher does not answer.
+    The teacher must have the student's tokenizer. ``--rollout-request-timeout`` bounds a reward as a whole: a third of
+    it an attempt, so that one that hangs leaves time for others. Raises ValueError without ``--rm-url`` and for a reply
+    that does not tell the log-probs of the sample's very tokens, HttpRequestError when the teacher does not answer.
     """
     if isinstance(sample, list):
         return await gather_or_cancel([reward_func(args, one, **kwargs) for one in sample])
@@ -43,7 +46,8 @@ async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -
     images = (sample.multimodal_inputs or {}).get("images")
     if images:
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    reply = await ask(args.rm_url, payload, getattr(args, "rollout_request_timeout", None) or 1800.0)
+    timeout = getattr(args, "rollout_request_timeout", None) or 1800.0
+    reply = await ask(args.rm_url, payload, timeout / ATTEMPTS_IN_TIME)
     teacher_log_probs(sample, reply)
     return reply
 

@@ -14,7 +14,7 @@ from slime.batching.train_data import build_train_data
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, teacher_log_probs
 from slime.rollout.rm_hub import batched_async_rm, remote
 from slime.rollout.rm_hub.errors import RewardErrors
-from slime.utils.http_client import HttpRequestError
+from slime.utils.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
 from tests.support.fake_engine import Failure, FakeCluster
 
@@ -84,6 +84,23 @@ async def test_a_teacher_that_refuses_costs_the_sample(teacher):
     assert post_process_rewards(asked, [unlucky]) == ([0.0], [0.0])
     assert unlucky.teacher_log_probs == [0.0] * 3
     await remote.get_client().close()
+
+
+async def test_a_teacher_that_hangs_once_is_asked_again_in_time(teacher, monkeypatch):
+    """The reward's own deadline would otherwise end with that of the first attempt."""
+    asked, deadlines = args(rm_url=f"{teacher.url}/generate", rollout_request_timeout=90.0), []
+
+    async def post(url: str, payload: Any, *, max_retries: int, timeout: float) -> Any:
+        deadlines.append(timeout)
+        if len(deadlines) == 1:
+            raise HttpTimeoutError("POST", url, "hangs", status=None, body="", attempts=1, elapsed=timeout)
+        return reply()
+
+    monkeypatch.setattr(remote.get_client(), "post", post)
+    errors, one = RewardErrors(), sample()
+    await errors.score_one(asked, one, reward_func)
+    assert (one.reward, errors.failed) == (reply(), [])
+    assert deadlines == [30.0, 30.0]
 
 
 async def test_no_teacher_is_named():
