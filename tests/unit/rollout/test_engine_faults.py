@@ -52,6 +52,31 @@ def check_samples(samples: list[Sample], pieces: int = 1) -> None:
         assert 1 <= len(sample.weight_versions) <= pieces
 
 
+async def reward_when_all_are_busy(args: Any, sample: Sample, **kwargs: Any) -> float:
+    while sum(len(engine.running) for engine in args.engines) < 4:
+        await asyncio.sleep(0.001)
+    return 1.0
+
+
+@pytest.mark.parametrize("partial_rollout", [True, False])
+def test_the_engines_are_told_to_stop_when_every_slot_is_taken(cluster, make_args, caplog, partial_rollout):
+    """One group ends; the others hold every connection of the client with answers that take for ever."""
+    args = make_args(
+        partial_rollout=partial_rollout, sglang_server_concurrency=2, rollout_num_engines=2, rollout_batch_size=1,
+        over_sampling_batch_size=4, custom_rm_path=f"{HERE}.reward_when_all_are_busy",
+    )  # fmt: skip
+    args.engines = cluster.engines
+    for engine in cluster.engines:
+        engine.delay = lambda ids: 0.0 if bytes(ids[:2]) == b"p0" else 3600.0
+    source = RolloutDataSourceWithBuffer(args)
+    assert [group[0].prompt for group in generate_rollout(args, 0, source).samples] == ["p0"]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+    if partial_rollout:
+        assert any(engine.aborts for engine in cluster.engines)
+    left = [sample for group in source.buffer for sample in iter_samples(group)]
+    assert {sample.status for sample in left} == {Status.ABORTED if partial_rollout else Status.PENDING}
+
+
 def test_an_engine_that_is_unavailable_for_a_while_costs_time_only(cluster, make_args):
     args = make_args()
     for engine in cluster.engines:
