@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from pathlib import Path
 
 import pytest
+import requests
 
+from scripts.bench.standin.cluster import StandInCluster
 from slime.backends.sglang_utils import router as router_module
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.ports import reserve_ports
 from slime.backends.sglang_utils.router import RouterProcess
+from slime.servers.types import EngineInfo
 from tests.support.engines import engine_args
 
 pytestmark = pytest.mark.integration
@@ -26,9 +30,9 @@ def test_a_router_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_a_router_whose_port_is_taken_starts_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``smg``, for the policy that only it has."""
+    """With ``smg``, for a policy that only it has."""
     pytest.importorskip("smg")
-    args = engine_args("none", router_policy="consistent_hashing")
+    args = engine_args("none", router_policy="prefix_hash")
     with socket.create_server(("127.0.0.1", reserve_ports(1)[0])) as squatter:
         taken = squatter.getsockname()[1]
         choices = iter([[taken]])
@@ -43,3 +47,31 @@ def test_a_router_whose_port_is_taken_starts_on_another(tmp_path: Path, monkeypa
         finally:
             router.stop()
     assert router.poll() is not None
+
+
+@pytest.mark.parametrize("policy", ["manual", "consistent_hashing"])
+def test_requests_with_one_routing_key_go_to_one_engine(tmp_path: Path, policy: str) -> None:
+    keys = [f"{random.Random(number).getrandbits(128):032x}" for number in range(64)]
+    router = RouterProcess(engine_args("none", router_policy=policy), "127.0.0.1", log_path=tmp_path / "router.log")
+    assert router.package == "sglang_router"
+    with StandInCluster(2) as cluster, requests.Session() as client:
+        try:
+            router.start()
+            router.wait_ready(60)
+            for engine in cluster.engines:
+                router.add_engine(EngineInfo(engine.url))
+            for turn in range(2):
+                for key in keys:
+                    body = {"input_ids": list(range(turn + 1)), "sampling_params": {"max_new_tokens": 1}}
+                    headers = {"X-SMG-Routing-Key": key}
+                    client.post(f"{router.url}/generate", json=body, headers=headers, timeout=60).raise_for_status()
+        finally:
+            router.stop()
+    asked = [[_routing_key(headers) for headers in engine.headers] for engine in cluster.engines]
+    assert sorted(asked[0] + asked[1]) == sorted(keys * 2)
+    assert all(asked), "one engine got everything: the policy does not spread"
+    assert not set(asked[0]) & set(asked[1])
+
+
+def _routing_key(headers: dict[str, str]) -> str:
+    return {name.lower(): value for name, value in headers.items()}["x-smg-routing-key"]

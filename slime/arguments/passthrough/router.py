@@ -14,8 +14,13 @@ DEFAULTS: dict[str, Any] = {
     "router_balance_abs_threshold": 10,
     "router_balance_rel_threshold": 1.2,
 }
-# smg, the successor with the same interface, has these policies; the router's start says what is missing without it.
+# The router has the first, though its own command line does not say so; smg, the successor with the same interface, has
+# all of them, and the router's start says what is missing without it.
 MORE_POLICIES = ("consistent_hashing", "prefix_hash", "least_load")
+_ABOUT_POLICIES = (
+    "Manual and consistent_hashing keep the requests of a sample, or of one session, on one engine; prefix_hash and "
+    "least_load need the router smg (pip install smg)"
+)
 
 _FLEET = "slime starts and registers its engines itself"
 _WATCHED = "slime watches its engines itself; the router's own checks are off"
@@ -60,5 +65,6 @@ def _flag(record: dict[str, Any]) -> Flag:
 
 def _adjusted(flag: Flag) -> Flag:
     if flag.dest == "router_policy" and flag.choices:
-        flag = replace(flag, choices=(*flag.choices, *(p for p in MORE_POLICIES if p not in flag.choices)))
+        choices = (*flag.choices, *(p for p in MORE_POLICIES if p not in flag.choices))
+        flag = replace(flag, choices=choices, help=f"{flag.help}. {_ABOUT_POLICIES}")
     return replace(flag, default=DEFAULTS.get(flag.dest, flag.default))

@@ -11,7 +11,8 @@ from slime.arguments.passthrough import catalog
 
 RouterPackage = Literal["sglang_router", "smg"]
 
-SMG_ONLY_POLICIES = frozenset({"consistent_hashing", "prefix_hash"})
+SMG_ONLY_POLICIES = frozenset({"prefix_hash", "least_load"})
+"""sglang-router 0.3.2 does not know ``least_load``, and with ``prefix_hash`` it answers every request 503."""
 LARGEST_WAIT_S = 14400
 LOCAL_FIELDS = frozenset({"host", "port"})
 
@@ -28,8 +29,8 @@ def choose_package(args: Namespace) -> RouterPackage:
     if needs_smg and not has_smg:
         raise ValueError(
             f"--router-policy {needs_smg[0]} is offered by the router `smg` (pip install smg), which is not installed; "
-            "sglang-router has random, round_robin, cache_aware, power_of_two and manual. For requests that stick to "
-            "an engine by their X-SMG-Routing-Key use --router-policy manual."
+            "sglang-router has random, round_robin, cache_aware, power_of_two, manual and consistent_hashing; the last "
+            "two keep the requests with one X-SMG-Routing-Key on one engine."
         )
     if needs_smg or importlib.util.find_spec("sglang_router") is None:
         if not has_smg:

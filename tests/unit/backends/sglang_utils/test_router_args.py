@@ -24,13 +24,21 @@ def test_sglang_router_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_package(Namespace()) == "sglang_router"
 
 
-def test_a_policy_that_only_smg_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_stick_to_an_engine_need_no_other_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    for packages in (["sglang_router"], ["sglang_router", "smg"]):
+        installed(monkeypatch, *packages)
+        assert choose_package(Namespace(router_policy="consistent_hashing")) == "sglang_router"
+        assert choose_package(Namespace(router_policy="manual")) == "sglang_router"
+
+
+@pytest.mark.parametrize("policy", ["prefix_hash", "least_load"])
+def test_a_policy_that_only_smg_has(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     installed(monkeypatch, "sglang_router", "smg")
-    assert choose_package(Namespace(router_policy="consistent_hashing")) == "smg"
-    assert choose_package(Namespace(router_policy="random", router_decode_policy="consistent_hashing")) == "smg"
+    assert choose_package(Namespace(router_policy=policy)) == "smg"
+    assert choose_package(Namespace(router_policy="random", router_decode_policy=policy)) == "smg"
     installed(monkeypatch, "sglang_router")
-    with pytest.raises(ValueError, match=r"consistent_hashing.*`smg`.*not installed.*--router-policy manual"):
-        choose_package(Namespace(router_policy="consistent_hashing"))
+    with pytest.raises(ValueError, match=rf"{policy}.*`smg`.*not installed.*manual and consistent_hashing"):
+        choose_package(Namespace(router_policy=policy))
 
 
 def test_without_any_router(monkeypatch: pytest.MonkeyPatch) -> None:
