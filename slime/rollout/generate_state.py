@@ -63,25 +63,41 @@ class PromptTokens:
 
 
 class GroupsInFlight:
-    """Which task makes which group, since when, and what it was before."""
+    """Which task makes which group, since when, what it was before, and what has come of its samples."""
 
     def __init__(self) -> None:
         self._groups: dict[asyncio.Task[Any], tuple[list[Sample], float]] = {}
-        self._originals: dict[asyncio.Task[Any], list[Sample]] = {}
+        self._originals: dict[asyncio.Task[Any], list[Any]] = {}
+        self._ended: dict[asyncio.Task[Any], dict[int, Any]] = {}
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(list(self._groups))
 
     def add(self, task: asyncio.Task[Any], group: list[Sample]) -> None:
         self._groups[task] = (group, time.monotonic())
         self._originals[task] = copy_group(group)
+        self._ended[task] = {}
 
-    def take(self, task: asyncio.Task[Any]) -> list[Sample]:
-        """Forget ``task`` and return the group it was started with, as it is now."""
-        self._originals.pop(task)
-        return self._groups.pop(task)[0]
+    def note(self, task: asyncio.Task[Any] | None, number: int, item: Any) -> None:
+        """Remember what came of one sample of the group, which nothing works on any more; late news are ignored."""
+        if task in self._ended:
+            self._ended[task][number] = item
 
-    def take_original(self, task: asyncio.Task[Any]) -> list[Sample]:
+    def original(self, task: asyncio.Task[Any]) -> list[Any]:
+        """Return the group ``task`` was started with, as it was then."""
+        return self._originals[task]
+
+    def take_original(self, task: asyncio.Task[Any]) -> list[Any]:
         """Forget ``task`` and return the group it was started with, as it was then."""
         self._groups.pop(task)
+        self._ended.pop(task)
         return self._originals.pop(task)
+
+    def take_unfinished(self, task: asyncio.Task[Any]) -> list[Any]:
+        """Forget ``task`` and return its group with what came of its samples; those whose generation failed, or does
+        not end, are as they were drawn."""
+        ended = self._ended[task]
+        return [ended.get(number, item) for number, item in enumerate(self.take_original(task))]
 
     def describe_oldest(self, count: int = 3) -> str:
         """Name the groups that have been in flight longest, and what each of their samples waits for."""
@@ -207,8 +223,8 @@ def least_used(counts: list[int]) -> Iterator[int]:
 
 
 class Completions:
-    """The tasks of a growing set as they are done: the cost of a wait does not grow with their number, as it does with
-    ``asyncio.wait``."""
+    """The tasks of a growing set as they are done. A wait looks at their set, but not at each, as ``asyncio.wait`` does
+    twice."""
 
     def __init__(self) -> None:
         self._watched: set[asyncio.Task[Any]] = set()

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_samples
-from slime.rollout.cancelling import cancel_all, gather_or_cancel
+from slime.rollout.cancelling import cancel_all, end_if_cancelled, gather_or_cancel
 from slime.rollout.custom_generate import call_generate, generate_hook
 from slime.rollout.engine_idle import describe_engines
 from slime.rollout.eval_rollout import eval_single_dataset
@@ -33,7 +33,7 @@ from slime.rollout.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
-from slime.rollout.train_rollout import Collection, collect, first_index, stop_in_flight
+from slime.rollout.train_rollout import Collection, collect, first_index, give_up, stop_in_flight
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
@@ -84,6 +84,8 @@ class GenerateState(metaclass=SingletonMeta):
         self.eval_rollout_id: int | None = None
         self.eval_reward_errors = RewardErrors()
         self.on_completed: Callable[[list[Sample]], None] | None = None
+        self.unused: list[list[Sample]] = []
+        """The groups of a rollout that failed."""
         self.pending_rewards = PendingRewards()
         self.prompt_tokens = PromptTokens()
         self.reset()
@@ -106,7 +108,8 @@ class GenerateState(metaclass=SingletonMeta):
         """Start one task per group."""
         for group in samples:
             task = asyncio.get_running_loop().create_task(
-                generate_and_rm_group(self.args, group, self.sampling_params.copy(), evaluation=False)
+                generate_and_rm_group(self.args, group, self.sampling_params.copy(), evaluation=False),
+                name=f"the group of samples {[sample.index for sample in iter_samples(group)]}",
             )
             self.pendings.add(task)
             self.groups_in_flight.add(task, group)
@@ -182,12 +185,14 @@ async def generate_and_rm(
     ABORTED, no reward, and can be passed in again.
     """
     state = GenerateState(args)
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
+        for one in iter_samples(sample):
+            if one.response_length > 0:
+                one.loss_mask = [0] * one.response_length
     if isinstance(sample, list):  # a fan-out that came back through the buffer lacks rewards at most
         if not args.group_rm:
             await _score(args, state, sample, evaluation)
         return sample
-    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length > 0:
-        sample.loss_mask = [0] * sample.response_length
     result: Sample | list[Sample] = sample
     if sample.status not in _FINISHED:
         with trace_span(sample, "generate_and_rm"):
@@ -217,6 +222,7 @@ async def _generate_resumable(
     original = copy.deepcopy(sample) if undo and args.partial_rollout and not evaluation else None
     try:
         result = await call_generate(custom or generate, args, sample, sampling_params, evaluation)
+        end_if_cancelled()
     except asyncio.CancelledError:
         if original is not None:
             _restore(sample, original)
@@ -281,7 +287,7 @@ async def generate_and_rm_group(
         params = sampling_params.copy()
         if getattr(args, "sglang_enable_deterministic_inference", False):
             params["sampling_seed"] = state.group_sampling_seeds[number]
-        coros.append(generate_and_rm(args, sample, params, evaluation=evaluation))
+        coros.append(_generate_and_note(args, sample, params, evaluation, number, asyncio.current_task()))
     with trace_span(list(iter_samples(group)), "generate_and_rm_group"):
         group = await gather_or_cancel(coros)
     if args.group_rm and not _any_aborted(group):
@@ -292,6 +298,21 @@ async def generate_and_rm_group(
                 reward = state.reward_errors.score_batch(args, samples, batched_async_rm)
                 await _wait_for_reward(state, reward, samples, evaluation)
     return group
+
+
+async def _generate_and_note(
+    args: Any, sample: Any, params: dict[str, Any], evaluation: bool, number: int, task: asyncio.Task[Any] | None
+) -> Sample | list[Sample]:
+    """Note what came of a sample for the case that its group is not finished."""
+    note = GenerateState(args).groups_in_flight.note
+    try:
+        result = await generate_and_rm(args, sample, params, evaluation=evaluation)
+    except asyncio.CancelledError:
+        if not isinstance(sample, list) and sample.status not in _FINISHED:  # else sample hooks were not done with it
+            note(task, number, sample)
+        raise
+    note(task, number, result)
+    return result
 
 
 async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
@@ -306,24 +327,46 @@ async def generate_rollout_async(
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
     """Return ``rollout_batch_size`` groups that pass the dynamic filter, and the groups to hand back to the source.
 
-    Groups are ordered by their first sample's index. Whatever happens, nothing stays in flight.
+    Groups are ordered by their first sample's index. Whatever happens, nothing stays in flight; on failure the state's
+    ``unused`` has the groups that were drawn, to be handed back.
     """
     assert args.rollout_global_dataset, "the default rollout needs the global data set"
     state = GenerateState(args)
-    state.rollout_id, state.reward_errors = rollout_id, RewardErrors()
-    slots = state.semaphore if isinstance(state.semaphore, RequestSlots) else None  # None: a plug-in's own
-    if slots is not None:
-        slots.count_anew()
+    state.rollout_id, state.reward_errors, state.unused = rollout_id, RewardErrors(), []
+    if isinstance(state.semaphore, RequestSlots):  # else a plug-in's own
+        state.semaphore.count_anew()
     collection = Collection(args, rollout_id, _hook(args, "dynamic_sampling_filter_path"))
     try:
+        await _collect_all(args, rollout_id, state, get_samples, collection)
+        return await _output(args, state, get_samples, collection)
+    except BaseException:
+        state.unused = collection.unused()
+        raise
+
+
+async def _collect_all(
+    args: Any, rollout_id: int, state: GenerateState, get_samples: Callable[[int], Any], collection: Collection
+) -> None:
+    try:
         await collect(args, state, get_samples, collection)
-        unfinished = await abort(args, rollout_id)
+        collection.unfinished = await abort(args, rollout_id)
+    except BaseException:
+        collection.unfinished = await give_up(state)
+        raise
     finally:
         await cancel_all(state.pendings)
         await get_http_client().drain_aborts()
         state.reset()
+        for group in collection.unfinished:
+            collection.fresh.stamp(group)
+
+
+async def _output(
+    args: Any, state: GenerateState, get_samples: Callable[[int], Any], collection: Collection
+) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
+    slots, unfinished = state.semaphore, collection.unfinished
     metrics = {**collection.collect_metrics(), **state.reward_errors.metrics()}
-    if slots is not None:
+    if isinstance(slots, RequestSlots):
         metrics |= slots.metrics()
     if len(state.pending_rewards):
         metrics["rollout/reward/left_behind"] = len(state.pending_rewards)
@@ -334,8 +377,6 @@ async def generate_rollout_async(
         await sample_filter.awaited(args, data)
     if process := _hook(args, "rollout_all_samples_process_path"):
         await process.awaited(args, sorted(collection.seen, key=first_index), get_samples)
-    for group in unfinished:
-        collection.fresh.stamp(group)
     return RolloutFnTrainOutput(samples=data, metrics=metrics), collection.handed_back + unfinished
 
 
@@ -371,8 +412,17 @@ def generate_rollout(
     )
     if evaluation:
         return run(eval_rollout(args, rollout_id))[0]
-    GenerateState(args).on_completed = getattr(data_source, "record_completed", None)
-    output, handed_back = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
+    state = GenerateState(args)
+    state.on_completed = getattr(data_source, "record_completed", None)
+    try:
+        output, handed_back = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
+    except BaseException:
+        groups, state.unused = state.unused, []
+        try:
+            _hand_back(data_source, groups)
+        except Exception:
+            logger.exception("the %d groups of rollout %d, which failed, are lost", len(groups), rollout_id)
+        raise
     _hand_back(data_source, handed_back)
     return output
 

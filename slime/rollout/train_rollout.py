@@ -44,18 +44,21 @@ class Collection:
         self.accepted: list[Group] = []
         self.seen: list[Group] = []
         self.handed_back: list[Group] = []
+        self.unfinished: list[Group] = []
+        self.drawn: list[Group] = []
+        """Those that have not been begun."""
         self.aborted = 0
         self.metrics = MetricGatherer()
         self.fresh = FreshGroups(args, rollout_id)
 
-    async def add(self, group: Group, state: Any) -> None:
-        """Accept, drop or hand back one finished group."""
+    async def add(self, group: Group, original: Group, state: Any) -> None:
+        """Accept, drop or hand back one finished group; ``original`` is what was drawn."""
         assert len(group) == self.args.n_samples_per_prompt, (
             f"group {first_index(group)} has {len(group)} samples, expected --n-samples-per-prompt "
             f"{self.args.n_samples_per_prompt}"
         )
         if _has_aborted(group):
-            self._requeue(group, state)
+            self._requeue(group if self.args.partial_rollout else original, original, state)
             return
         target = self.args.rollout_batch_size
         verdict = await await_dynamic_filter(self.filter, self.args, group)
@@ -79,7 +82,11 @@ class Collection:
             metrics["rollout/handed_back_groups"] = len(self.handed_back)
         return metrics
 
-    def _requeue(self, group: Group, state: Any) -> None:
+    def unused(self) -> list[Group]:
+        """Return all that was drawn and not dropped, for a rollout that fails."""
+        return sorted([*self.accepted, *self.handed_back, *self.unfinished, *self.drawn], key=first_index)
+
+    def _requeue(self, group: Group, original: Group, state: Any) -> None:
         """A generate function gave up on this group: it goes back to the source, and another takes its place."""
         self.aborted += 1
         if self.aborted > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
@@ -87,7 +94,7 @@ class Collection:
                 f"rollout {self.rollout_id}: {self.aborted} groups came back with ABORTED samples though nothing was "
                 f"aborted, the last one group {first_index(group)}; check the generate function"
             )
-        self.handed_back.append(group)
+        self.handed_back.append(_to_continue(group, original))
         state.remaining_batch_size -= 1
 
 
@@ -105,11 +112,11 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
         reward_sum, rewarded = 0.0, 0
         while len(collection.accepted) < target:
             while state.remaining_batch_size < target:
-                groups = draw_groups(args, get_samples, args.over_sampling_batch_size)
-                if not groups:
+                collection.drawn = draw_groups(args, get_samples, args.over_sampling_batch_size)
+                if not collection.drawn:
                     raise RuntimeError(f"rollout {collection.rollout_id}: the data source has no more prompts")
-                collection.fresh.refresh(groups)
-                await _submit(state, groups)
+                collection.fresh.refresh(collection.drawn)
+                await _submit(state, collection.drawn)
             done = await completions.wait(state.pendings, stall_s)
             state.pendings -= done
             if not done:
@@ -118,12 +125,13 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                     f"(2 x --rollout-request-timeout); {len(collection.accepted)} of {target} are done, "
                     f"{len(state.pendings)} in flight, the oldest: {state.groups_in_flight.describe_oldest()}"
                 )
-            for group in _results_in_order(done, state):
-                before = len(collection.accepted)
+            for task in _in_order(done, state):
+                before, group = len(collection.accepted), task.result()
                 collection.fresh.stamp(group)
                 if state.on_completed is not None and not _has_aborted(group):
                     state.on_completed(group)
-                await collection.add(group, state)
+                await collection.add(group, state.groups_in_flight.original(task), state)
+                state.groups_in_flight.take_original(task)
                 samples = list(iter_samples(group))
                 tokens += sum(sample.response_length for sample in samples)
                 for reward in (_reward_number(args, sample) for sample in samples):
@@ -139,27 +147,26 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
 
 
 async def _submit(state: Any, groups: list[Group]) -> None:
-    """Start the groups a few at a time: to start thousands at once would keep the event loop from the first replies,
-    and their slots empty."""
-    for first in range(0, len(groups), SUBMITTED_AT_ONCE):
-        state.submit_generate_tasks(groups[first : first + SUBMITTED_AT_ONCE])
+    """Start the groups, and take them out of the list, a few at a time: to start thousands at once would keep the event
+    loop from the first replies, and their slots empty."""
+    while groups:
+        state.submit_generate_tasks(groups[:SUBMITTED_AT_ONCE])
+        del groups[:SUBMITTED_AT_ONCE]
         await asyncio.sleep(0)
 
 
-def _results_in_order(done: set[asyncio.Task[Any]], state: Any) -> list[Group]:
-    """Return the results of finished tasks ordered by sample index; raise the first failure."""
-    results, failures = [], []
+def _in_order(done: set[asyncio.Task[Any]], state: Any) -> list[asyncio.Task[Any]]:
+    """Return finished tasks ordered by the sample index of their results; raise the first failure."""
+    failures = []
     for task in done:
-        group = state.groups_in_flight.take(task)
-        error = task.exception()
-        if error is None:
-            results.append(task.result())
-        else:
+        error = RuntimeError("cancelled though nobody here cancelled it") if task.cancelled() else task.exception()
+        if error is not None:
+            group = state.groups_in_flight.original(task)
             error.add_note(f"while generating group {first_index(group)} (samples {_indices(group)})")
             failures.append((first_index(group), error))
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    return sorted(results, key=first_index)
+    return sorted(done, key=lambda task: first_index(task.result()))
 
 
 async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
@@ -190,30 +197,49 @@ async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: li
     return sorted((_unfinished_group(task, rollout_id, state) for task in tasks), key=first_index)
 
 
+async def give_up(state: Any) -> list[Group]:
+    """Cancel everything in flight after a failure; return the groups that are finished, and the others as they were
+    drawn."""
+    tasks, state.pendings = state.pendings, set()
+    await cancel_all(tasks)
+    return [_finished_or_original(task, state) for task in state.groups_in_flight]
+
+
 def _finished_or_original(task: asyncio.Task[Any], state: Any) -> Group:
-    original = state.groups_in_flight.take_original(task)
-    if task.cancelled() or task.exception() is not None:
+    original: Group = state.groups_in_flight.take_original(task)
+    if not _has_result(task):
         return original
     unfinished = (Sample.Status.PENDING, Sample.Status.ABORTED)
     group: Group = task.result()
-    return original if any(sample.status in unfinished for sample in iter_samples(group)) else group
+    if len(group) != len(original) or any(sample.status in unfinished for sample in iter_samples(group)):
+        return original
+    return group
 
 
 def _unfinished_group(task: asyncio.Task[Any], rollout_id: int, state: Any) -> Group:
-    started_with = state.groups_in_flight.take(task)
-    if task.cancelled():
-        group = started_with
-    elif task.exception() is not None:
-        logger.warning("group %s failed while it was aborted: %r", first_index(started_with), task.exception())
-        group = started_with
+    if _has_result(task):
+        group = _to_continue(task.result(), state.groups_in_flight.take_original(task))
     else:
-        group = task.result()
+        group = state.groups_in_flight.take_unfinished(task)
+        if task.done() and not task.cancelled():
+            logger.warning("group %s failed while it was aborted: %r", first_index(group), task.exception())
     for sample in iter_samples(group):
         if sample.status == Sample.Status.PENDING and sample.response_length:
             sample.status = Sample.Status.ABORTED
         if sample.response and "start_rollout_id" not in sample.metadata:
             sample.metadata["start_rollout_id"] = rollout_id
     return group
+
+
+def _has_result(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _to_continue(group: Group, original: Group) -> Group:
+    """Return the group with the original samples in place of fan-outs that were aborted in part, which cannot go on."""
+    return [
+        original[number] if isinstance(item, list) and _has_aborted(item) else item for number, item in enumerate(group)
+    ]
 
 
 def _has_aborted(group: Group) -> bool:

@@ -452,8 +452,12 @@ def test_an_error_in_a_custom_reward_names_the_sample(cluster, make_args):
         assert said in str(caught.value)
 
 
+GAVE_UP: list[int | None] = []
+
+
 async def gives_up(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    if sample.prompt == "p1" and "tried" not in sample.metadata:
+    if sample.prompt == "p1" and not GAVE_UP:
+        GAVE_UP.append(sample.index)
         sample.metadata["tried"] = True
         sample.status = Status.ABORTED
         return sample
@@ -461,12 +465,14 @@ async def gives_up(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def test_a_group_the_generate_function_gave_up_on_goes_back_to_the_source(cluster, make_args):
+    GAVE_UP.clear()
     args = make_args(custom_generate_function_path=f"{HERE}.gives_up")
     source = RolloutDataSourceWithBuffer(args)
     output = generate_rollout(args, 0, source)
     assert len(output.samples) == 4
     assert "p1" not in texts(output.samples)
     assert "p1" in texts(source.buffer)
+    assert not any(sample.metadata for sample in iter_samples(source.buffer))  # as it was drawn
     assert "p1" in texts(generate_rollout(args, 1, source).samples)
 
 
