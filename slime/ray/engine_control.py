@@ -15,6 +15,8 @@ from slime.ray.errors import EngineDied, EnginesNeedWeights, reports_errors
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
 
+INTERRUPT_INTERVAL_S = 0.2
+
 
 class Lock:
     """An actor that one caller at a time may hold; whoever does not get it asks again."""
@@ -45,6 +47,8 @@ class EngineControl:
         self._over = threading.Event()
         self._engines_ready = threading.Event()
         self._need_of_weights = threading.Event()
+        self._generating = threading.Lock()
+        """Held by the rollout or the evaluation in progress."""
         self._lock: Any = None
 
     @reports_errors
@@ -167,12 +171,19 @@ class EngineControl:
         self._failure = failure
         self._end_waits()
         async_utils.interrupt(failure)
+        threading.Thread(target=self._interrupt_until_idle, args=(failure,), name="engine-failure", daemon=True).start()
 
     def engines_need_weights(self) -> None:
         """No engine serves, and one could: see ``engine_fleet.Events``."""
         self._need_of_weights.set()
 
     # Inside
+
+    def _interrupt_until_idle(self, failure: EngineDied) -> None:
+        """Interrupt what is in progress, which may have looked for a failure before and only now begin to wait."""
+        while not self._generating.acquire(timeout=INTERRUPT_INTERVAL_S):
+            async_utils.interrupt(failure)
+        self._generating.release()
 
     def _end_waits(self) -> None:
         self._over.set()

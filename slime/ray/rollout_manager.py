@@ -49,7 +49,6 @@ class RolloutManager(EngineControl):
     def __init__(self, args: Namespace) -> None:
         worker.begin(args, "rollout_manager")
         super().__init__(args)
-        self._generating = threading.Lock()
         self._carried_snapshots: dict[int, bytes | None] = {}
 
     @reports_errors

@@ -50,7 +50,10 @@ class _Call:
         self.done = threading.Event()
         self.interruption: BaseException | None = None
         self.interrupted_at = 0.0
-        loop.call_soon_threadsafe(self._start)
+
+    def begin(self) -> None:
+        """Start the coroutine."""
+        self.loop.call_soon_threadsafe(self._start)
 
     def _start(self) -> None:
         self.task = self.loop.create_task(self.coro)
@@ -101,8 +104,9 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
         raise RuntimeError("async_utils.run() was called on the asyncio thread itself; await the coroutine there")
     call = _Call(coro, loop)
     with _lock:
-        _calls.add(call)
+        _calls.add(call)  # before it begins: whoever it tells of itself may interrupt it at once
     try:
+        call.begin()
         try:
             call.wait()
         except BaseException as exc:

@@ -170,6 +170,30 @@ def test_an_engine_that_dies_ends_the_rollout_in_progress(with_engines: Any) -> 
         manager.generate(1)
 
 
+def test_an_engine_that_dies_before_the_rollout_waits_for_anything_ends_it_all_the_same(with_engines: Any) -> None:
+    manager, fleet = with_engines(rollout_function_path=f"{HERE}.generate_in_two_steps")
+    fleet.ready.set()
+    with ThreadPoolExecutor(1) as pool:
+        rollout = pool.submit(manager.generate, 0)
+        try:
+            assert thinking.wait(PATIENCE_S)
+        finally:
+            fleet.on_death(EngineDied("engine 0 exited with -9"))
+            thought.set()
+        with pytest.raises(EngineDied, match="engine 0 exited with -9"):
+            rollout.result(PATIENCE_S)
+
+
+thinking, thought = threading.Event(), threading.Event()
+
+
+def generate_in_two_steps(args: Any, rollout_id: int, source: Any, evaluation: bool = False) -> Any:
+    """The first waits for nothing that can be interrupted."""
+    thinking.set()
+    assert thought.wait(PATIENCE_S)
+    return generate_for_ever(args, rollout_id, source, evaluation)
+
+
 asking = threading.Event()
 
 

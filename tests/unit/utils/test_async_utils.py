@@ -117,3 +117,14 @@ def test_interrupt_before_the_task_starts_still_wins():
     blocker.set()
     thread.join(5)
     assert [str(e) for e in result] == ["early"]
+
+
+def test_a_coroutine_can_be_interrupted_by_the_first_that_it_tells_of_itself():
+    for _ in range(20):  # who is told runs before ``run`` goes on, or after
+
+        async def tell() -> None:
+            assert interrupt(KeyError("told")) == 1
+            await asyncio.sleep(60)
+
+        with pytest.raises(KeyError, match="told"):
+            run(tell())
