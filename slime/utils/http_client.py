@@ -57,7 +57,8 @@ _gc_lock = threading.Lock()
 
 
 class HttpClient:
-    """Connection pool of at most ``concurrency`` connections per event loop, and a few for questions and aborts.
+    """Connection pool of at most ``concurrency`` connections to a server from an event loop, and a few for questions
+    and aborts.
 
     ``request_timeout`` (s) is the deadline of a whole request, its retries included. ``api_key`` is sent as a bearer
     token to the hosts registered with ``trust`` and to no other. Proxy settings of the environment are ignored.
@@ -188,7 +189,7 @@ class HttpClient:
 
     def turn(self) -> asyncio.Semaphore:
         """Return what to enter (``async with``) before a request whose deadline is not to begin in the queue: at most
-        as many are in it as there are connections."""
+        as many are in it as there are connections to a server."""
         return self._pools_of_loop().turns
 
     def _pools_of_loop(self) -> ConnectionPools:

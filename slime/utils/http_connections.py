@@ -12,10 +12,13 @@ CONNECT_DEADLINE_S = 30
 
 
 class ConnectionPools:
-    """At most ``concurrency`` connections for long answers, and a few for short ones. Belongs to the running loop.
+    """At most ``concurrency`` connections to each server for long answers, and a few for short ones.
+
+    It belongs to the running loop. Servers do not share connections: a tool that is asked while every engine is busy
+    would have to wait for one of their answers.
 
     Attributes:
-        turns: as many as there are connections for long answers.
+        turns: as many as there are connections to one server for long answers.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -32,7 +35,9 @@ class ConnectionPools:
         found = self._sessions.get(short)
         if found is None or found.closed:
             found = self._sessions[short] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONTROL_CONNECTIONS if short else self.concurrency),
+                connector=aiohttp.TCPConnector(
+                    limit=CONTROL_CONNECTIONS if short else 0, limit_per_host=0 if short else self.concurrency
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S),
                 trust_env=False,
             )

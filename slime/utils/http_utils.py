@@ -48,7 +48,7 @@ def get_rollout_num_engines(args: Any) -> int:
 
 
 def init_http_client(args: Any) -> None:
-    """Create the process's client, with one connection per request the engines may have in flight.
+    """Create the process's client, with as many connections to a server as requests may be in flight.
 
     Reads ``sglang_server_concurrency``, the engine counts, ``rollout_request_timeout`` (s) and the engines' API key.
     Does nothing without engines.

@@ -247,6 +247,20 @@ async def test_questions_and_aborts_do_not_wait_behind_answers(cluster):
     await small.close()
 
 
+async def test_one_server_does_not_wait_for_another(cluster):
+    """A tool is asked while every connection to an engine waits for an answer."""
+    small, (engine, tool) = HttpClient(2), cluster.engines
+    engine.delay = 600.0
+    posts = [asyncio.create_task(small.post(f"{engine.url}/generate", REQUEST)) for _ in range(2)]
+    while len(engine.running) < 2:
+        await asyncio.sleep(0.001)
+    assert "text" in await small.post(f"{tool.url}/generate", REQUEST, timeout=60)
+    for post in posts:
+        post.cancel()
+    await asyncio.wait(posts)
+    await small.close()
+
+
 async def test_the_key_goes_to_the_router_and_its_engines_only(cluster):
     keyed = HttpClient(4, api_key="secret")
     keyed.trust(cluster.router.url)
