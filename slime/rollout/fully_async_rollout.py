@@ -68,22 +68,27 @@ class AsyncRolloutWorker:
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Return the next ``rollout_batch_size`` groups, ordered by their first sample's index.
 
-        Whatever ends this early stops generation too; the next call takes it up again with the same groups.
+        Whatever ends this early, a hook too, stops generation; the next call takes it up again with the same groups.
         """
         self.stream.begin_rollout(rollout_id)
         try:
             await self._fill(rollout_id)
+            dropped = list(self.stream.ledger.dropped)
+            data = await self._process(dropped)
         except BaseException:
             await self.stream.suspend()
             raise
-        groups, dropped, metrics = self.stream.end_rollout()
+        return RolloutFnTrainOutput(samples=data, metrics=self.stream.end_rollout(len(dropped)))
+
+    async def _process(self, dropped: list[Group]) -> list[Group]:
+        """Run the hooks of a whole rollout; return the groups taken, as the sample filter leaves them."""
+        args, groups = self.args, [job.result or [] for job in self.stream.ledger.taken]
         data = sorted(groups, key=first_index)
-        args = self.args
         if sample_filter := find_hook(args, "rollout_sample_filter_path"):
             await sample_filter.awaited(args, data)
         if process := find_hook(args, "rollout_all_samples_process_path"):
             await process.awaited(args, sorted([*groups, *dropped], key=first_index), self.data_source.get_samples)
-        return RolloutFnTrainOutput(samples=data, metrics=metrics)
+        return data
 
     async def _fill(self, rollout_id: int) -> None:
         """Return when enough groups are taken."""

@@ -52,14 +52,13 @@ class GenerationStream:
 
     def start(self) -> None:
         """Begin to generate (on the running loop); nothing happens when that was done already."""
+        semaphore = sglang_rollout.GenerateState(self.args).semaphore
+        self._slots = semaphore if isinstance(semaphore, RequestSlots) else None  # None: a plug-in's own
+        if self._slots is not None:
+            self._slots.changed = self._room.set
         if self._filler is not None and not self._filler.done():
             return
         self._loop = asyncio.get_running_loop()
-        state = sglang_rollout.GenerateState(self.args)
-        if not isinstance(state.semaphore, RequestSlots):
-            state.semaphore = RequestSlots(request_limit(self.args))
-        state.semaphore.changed = self._room.set
-        self._slots = state.semaphore
         if self._forget_clock is None:
             self._forget_clock = self.clock.listen(self.wake)
         self._room.set()
@@ -115,16 +114,17 @@ class GenerationStream:
         self._room.set()
         return more
 
-    def end_rollout(self) -> tuple[list[Group], list[Group], dict[str, Any]]:
-        """Return the groups taken, those dropped by the filter, and the metrics since the last end."""
+    def end_rollout(self, dropped: int) -> dict[str, Any]:
+        """Forget the groups taken and the oldest ``dropped`` that the filter dropped; return the metrics since the
+        last end."""
         state = sglang_rollout.GenerateState(self.args)
-        groups, dropped, metrics = self.ledger.end_rollout()
+        metrics = self.ledger.end_rollout(dropped)
         metrics |= state.reward_errors.metrics()
         if self._slots is not None:
             metrics |= self._slots.metrics()
         state.reward_errors = RewardErrors(self.args)
         self._room.set()
-        return groups, dropped, metrics
+        return metrics
 
     @property
     def is_exhausted(self) -> bool:
@@ -181,18 +181,24 @@ class GenerationStream:
             self._change.set()
             return False
         job = ledger.waiting.popleft()
+        try:
+            self._begin(job)
+        except Exception as e:  # noqa: BLE001  (what the filter raises costs no group, as while it is generated)
+            ledger.fail(job, e)
+        self._change.set()
+        return True
+
+    def _begin(self, job: GroupJob) -> None:
+        ledger = self.ledger
         job.step, job.started = self.clock.step, time.monotonic()
         ledger.forget_too_old(job)
         if is_complete(job.original):
             # It comes from before a restart, where the filter may have been against it.
             ledger.finish(job, job.original, call_dynamic_filter(self._filter, self.args, job.original))
-            self._change.set()
-            return True
+            return
         task = asyncio.get_running_loop().create_task(self._generate(job), name=f"fully-async {job.name()}")
         ledger.in_flight[task] = job
         task.add_done_callback(self._ended)
-        self._change.set()
-        return True
 
     async def _generate(self, job: GroupJob) -> tuple[Group, Any]:
         """Return the finished group and the dynamic filter's verdict on it, None for one that was aborted."""

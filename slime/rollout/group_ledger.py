@@ -132,10 +132,11 @@ class GroupLedger:
         self.taken += jobs
         return len(jobs)
 
-    def end_rollout(self) -> tuple[list[Group], list[Group], dict[str, Any]]:
-        """Forget what was taken. Return it, the groups dropped since the last end, and the metrics since then."""
-        groups = [job.result or [] for job in self.taken]
-        dropped, self.dropped, self.taken = self.dropped, [], []
+    def end_rollout(self, dropped: int) -> dict[str, Any]:
+        """Forget what was taken, and the oldest ``dropped`` of the groups dropped; return the metrics since the last
+        end."""
+        self.taken = []
+        del self.dropped[:dropped]
         metrics = {
             **self._filtered.collect(),
             "rollout/fully_async/ready_groups": len(self.completed),
@@ -144,7 +145,7 @@ class GroupLedger:
         }
         self._filtered, self._counts = MetricGatherer(), Counter()
         self.rollout_id += 1
-        return groups, dropped, metrics
+        return metrics
 
     def put_back(self) -> list[Any]:
         """Undo what the rollout in progress took, and let all groups in flight wait again; return their tasks."""
