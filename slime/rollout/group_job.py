@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_sample
-from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 Group = list[Any]
@@ -19,12 +16,6 @@ Group = list[Any]
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _OF_A_RESPONSE = ("start_rollout_id", "reward_error")
 """What rollouts note in a sample's metadata."""
-_HOOKS = (
-    "custom_generate_function_path",
-    "custom_rm_path",
-    "rollout_sample_hook_path",
-    "dynamic_sampling_filter_path",
-)
 
 
 @dataclass
@@ -122,17 +113,3 @@ def _prompt_of(item: Any) -> Any:
     if sample.prompt:
         sample.tokens = []
     return sample
-
-
-def describe_hook(args: Any, error: BaseException) -> str:
-    """Return which custom function ``error`` came from, with its file and line; empty when it came from none."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    for name in _HOOKS:
-        paths = getattr(args, name, None) or []
-        for path in [paths] if isinstance(paths, str) else paths:
-            flag = f"--{name.replace('_', '-')}"
-            code = getattr(inspect.unwrap(load_function(path, flag)), "__code__", None)
-            for frame, line in frames:
-                if frame.f_code is code:
-                    return f"in {flag} {path!r} ({frame.f_code.co_filename}:{line})"
-    return ""

@@ -14,11 +14,11 @@ from slime.rollout.filter_hub.base_types import MetricGatherer, should_drop_dyna
 from slime.rollout.group_job import (
     Group,
     GroupJob,
-    describe_hook,
     first_group_index,
     forget_too_old,
     is_complete,
 )
+from slime.rollout.hooks import with_notes
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import (
     UNKNOWN_WEIGHTS,
@@ -178,8 +178,7 @@ class GroupLedger:
     def fail(self, job: GroupJob, error: BaseException) -> None:
         """A group raised: it begins again, a few times; then the run stops with the error, which names it."""
         job.failures += 1
-        where = describe_hook(self.args, error)
-        error.add_note(f"while generating {job.name()} {where}".rstrip())
+        error.add_note(f"while generating {job.name()}")
         self.waiting.appendleft(job)
         if isinstance(error, TooManyRewardFailures):  # it counts all groups, and says enough
             self.stop_with(error)
@@ -190,8 +189,8 @@ class GroupLedger:
             return
         self._counts["fully_async/failed_attempts"] += 1
         logger.warning(
-            "%s failed %s(attempt %d of %d) and begins again: %r",
-            job.name(), f"{where} " if where else "", job.failures, MAX_FAILURES, error, exc_info=error,
+            "%s failed (attempt %d of %d) and begins again: %s: %s",
+            job.name(), job.failures, MAX_FAILURES, type(error).__name__, with_notes(error), exc_info=error,
         )  # fmt: skip
 
     def abort(self, job: GroupJob, group: Group) -> None:
