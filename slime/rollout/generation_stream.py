@@ -227,12 +227,11 @@ class GenerationStream:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         """The callback of every task; it only sorts, and waits for nothing."""
         job = self.ledger.in_flight.pop(task, None)
-        error = None if task.cancelled() else task.exception()
+        stray = RuntimeError("cancelled though nobody here cancelled it")  # else it was given up before
+        error = stray if task.cancelled() else task.exception()
         if job is None:
-            return  # it was given up before
-        if task.cancelled():
-            self.ledger.waiting.appendleft(job)
-        elif error is not None:
+            return
+        if error is not None:
             self.ledger.fail(job, error)
         else:
             group, verdict = task.result()

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout.either_form import caller_is_cancelled
 from slime.rollout.hooks import make_hook, with_notes
 from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
@@ -142,7 +143,10 @@ def _one_of(batched: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
 
 
 async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sample]) -> Any:
-    """Await a reward; errors name the samples. The deadline is ``rollout_request_timeout``."""
+    """Await a reward; errors name the samples. The deadline is ``rollout_request_timeout``.
+
+    RuntimeError for one that is cancelled though nobody cancelled the caller.
+    """
     limit = getattr(args, "rollout_request_timeout", None) or 1800.0
     names = f"samples {[s.index for s in samples]}"
     try:
@@ -153,6 +157,10 @@ async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sa
             raise TimeoutError(f"the reward of {names} took more than {limit:g} s (--rollout-request-timeout)") from e
         e.add_note(f"while computing the reward of {names}")
         raise
+    except asyncio.CancelledError as e:
+        if caller_is_cancelled():
+            raise
+        raise RuntimeError(f"the reward of {names} was cancelled though nobody here cancelled it") from e
     except Exception as e:
         e.add_note(f"while computing the reward of {names}")
         raise
