@@ -15,6 +15,7 @@ import pytest
 from slime.rollout import generation_stream, sglang_rollout
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
+from slime.rollout.request_slots import RequestSlots
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
 from slime.utils.types import Sample
@@ -57,7 +58,7 @@ def test_the_table_of_the_page(monkeypatch, limit, percent, step):
         rollout_request_timeout=1e9, n_samples_per_prompt=SIZE, rollout_batch_size=GROUPS,
     )  # fmt: skip
     state = SimpleNamespace(
-        semaphore=asyncio.Semaphore(SLOTS), sampling_params={}, rollout_id=None, reward_errors=RewardErrors()
+        semaphore=RequestSlots(SLOTS), sampling_params={}, rollout_id=None, reward_errors=RewardErrors()
     )
 
     async def generate(sample: Sample) -> Sample:
