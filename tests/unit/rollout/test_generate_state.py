@@ -143,3 +143,24 @@ async def test_a_wait_for_tasks_ends_in_time_and_one_that_was_done_before_counts
     assert not waiting.done()
     forever.cancel()
     assert await waiting == {forever}
+
+
+async def test_a_task_that_is_not_asked_about_any_more_is_no_answer():
+    """Its end, before or during a wait, is neither returned nor taken for the end of the time."""
+    completions, ends = Completions(), [asyncio.Event() for _ in range(4)]
+    asked, before, during, last = (asyncio.create_task(end.wait()) for end in ends)
+    ends[0].set()
+    assert await completions.wait({asked, before, during}, 60.0) == {asked}
+    ends[1].set()
+    await before
+    waiting = asyncio.create_task(completions.wait({last}, 60.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    ends[2].set()
+    await during
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    ends[3].set()
+    assert await waiting == {last}
+    assert await completions.wait({before, during}, 60.0) == {before, during}  # asked about again
