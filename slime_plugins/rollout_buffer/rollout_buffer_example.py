@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -23,20 +24,38 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 30.0
 """How long one request may wait at the buffer for a group."""
+STARTS_IN_VAIN = 1
+"""So often a generator may come to its end without a group: all that was left to make may be what is not valid."""
 COUNTER = "rollout_buffer_groups"
 Group = list[Sample]
 
-_started: set[str] = set()
-_arrived: dict[str, int | None] = {}
+
+@dataclass
+class Progress:
+    """How far this process has got with a buffer whose generator it had started.
+
+    Attributes:
+        arrived: ``batch_id`` of the last batch since the generator was started.
+        extra_epochs: how many more epochs than planned it takes, because groups were dropped.
+        in_vain: so many starts in a row brought nothing.
+    """
+
+    arrived: int | None = None
+    extra_epochs: int = 0
+    in_vain: int = 0
+
+
+_started: dict[str, Progress] = {}
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """Return ``rollout_batch_size`` groups from the buffer at ``--rollout-buffer-url``.
 
     The first call starts the generator of ``--rollout-task-type``. Groups beyond those asked for wait in the data
-    source, and which items have been fetched is part of its state: after a restart the generator leaves them out.
-    Raises RuntimeError when the generator has ended with too few groups, or after ``--fetch-trajectory-retry-times``
-    fetches in a row without a group, and ValueError for evaluations, which the buffer does not make.
+    source, and which items have been fetched is part of its state: after a restart the generator leaves them out. One
+    that ends with too few groups goes through the prompts once more. Raises RuntimeError when that brings nothing, when
+    the generator fails, or after ``--fetch-trajectory-retry-times`` fetches in a row without a group, and ValueError
+    for evaluations, which the buffer does not make.
     """
     if evaluation:
         raise ValueError(
@@ -66,6 +85,13 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
         empty = 0
         while len(groups) < wanted:
             items, meta_info = await _fetch(args, client, url, empty)
+            if _was_restarted(meta_info):
+                logger.warning(
+                    "the rollout buffer at %s was restarted: what had not been fetched is generated again, and %d "
+                    "trajectories that reached it before are dropped", url, len(items),
+                )  # fmt: skip
+                await _start(args, client, url, data_source)
+                continue
             empty = 0 if items else empty + 1
             fetched = _groups(args, items, data_source)
             _remember(data_source, rollout_id, items, len(fetched))
@@ -92,12 +118,13 @@ def _client(args: Any, url: str) -> HttpClient:
 
 async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> None:
     fetched = data_source.get_metadata().get("rollout_buffer_fetched", {})
+    progress = _started.get(url, Progress())
     payload = {
         "task_type": args.rollout_task_type,
         "input_file": args.prompt_data,
         "input_key": args.input_key,
         "label_key": args.label_key,
-        "num_epoch": _epochs(args, data_source),
+        "num_epoch": _epochs(args, data_source) + progress.extra_epochs,
         "num_process": getattr(args, "rollout_num_process", None) or 10,
         "num_repeat_per_sample": args.n_samples_per_prompt,
         "remote_engine_url": f"http://{_wrap_ipv6(args.sglang_router_ip)}:{args.sglang_router_port}",
@@ -115,8 +142,8 @@ async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> N
         payload["engine_api_key"] = args.sglang_api_key
     reply = await client.post(f"{url}/start_rollout", payload, max_retries=10)
     logger.info("rollout buffer %s: %s", url, reply)
-    _started.add(url)
-    _arrived[url] = None
+    progress.arrived = None
+    _started[url] = progress
 
 
 def _epochs(args: Any, data_source: Any) -> int:
@@ -134,7 +161,7 @@ async def _fetch(args: Any, client: HttpClient, url: str, empty: int) -> tuple[l
             f"the rollout buffer at {url} had no group for {empty} requests in a row, each of {WAIT_S:g} s "
             f"(--fetch-trajectory-retry-times {tries})"
         )
-    asked = {"wait_s": WAIT_S, "acknowledged": _arrived.get(url)}
+    asked = {"wait_s": WAIT_S, "acknowledged": _started[url].arrived}
     try:
         reply = await client.post(f"{url}/get_rollout_data", asked, max_retries=1 if tries >= 0 else 60)
     except HttpRequestError as e:
@@ -144,21 +171,34 @@ async def _fetch(args: Any, client: HttpClient, url: str, empty: int) -> tuple[l
         return [], {}
     items, meta_info = reply["data"]["data"], reply["data"]["meta_info"] or {}
     if items:
-        _arrived[url] = meta_info.get("batch_id")
+        _started[url].arrived = meta_info.get("batch_id")
     return items, meta_info
+
+
+def _was_restarted(meta_info: dict[str, Any]) -> bool:
+    """True when the buffer knows of no generator. Those of its earlier life may still write, to groups of any size."""
+    return bool((meta_info.get("generator") or {}).get("state") == "none")
 
 
 async def _check_generator(
     args: Any, client: HttpClient, url: str, data_source: Any, meta_info: dict[str, Any], have: int
 ) -> None:
-    """Raise when nothing more is going to come. A buffer that was restarted, and knows of no generator, gets one."""
+    """Raise when nothing more is going to come. A generator that got to its end begins another epoch."""
     generator = meta_info.get("generator") or {"state": "running"}
     if generator["state"] == "running":
         return
-    if generator["state"] == "none":
-        logger.warning("the rollout buffer at %s was restarted: what had not been fetched is generated again", url)
-        await _start(args, client, url, data_source)
-        return
+    if generator["state"] == "ended" and args.num_rollout is not None:
+        progress = _started[url]
+        progress.in_vain = 0 if progress.arrived is not None else progress.in_vain + 1
+        if progress.in_vain <= STARTS_IN_VAIN:
+            progress.extra_epochs += 1
+            logger.warning(
+                "the generator of --rollout-task-type %s has ended with %d groups of %d (%d were not valid): it goes "
+                "through the prompts once more",
+                args.rollout_task_type, have, args.rollout_batch_size, meta_info.get("invalid_groups", 0),
+            )  # fmt: skip
+            await _start(args, client, url, data_source)
+            return
     said = f", exit code {generator['exit_code']}; its log ends: {generator['log']}" if "log" in generator else ""
     left, groups = meta_info.get("unfinished_items", 0), meta_info.get("unfinished_groups", 0)
     raise RuntimeError(

@@ -144,8 +144,7 @@ def test_a_teacher_tells_the_log_probs_of_the_responses(setup, make_args, monkey
 
 def test_trajectories_of_the_rollout_buffer(setup, make_args, monkeypatch):
     """A generator of its own process asks the engine through the router, and fills the buffer with conversations."""
-    monkeypatch.setattr(rollout_buffer_example, "_started", set())
-    monkeypatch.setattr(rollout_buffer_example, "_arrived", {})
+    monkeypatch.setattr(rollout_buffer_example, "_started", {})
     with ServedBuffer() as served:
         args = make_args(
             rollout_max_response_len=12, rollout_buffer_url=served.url, rollout_task_type="math",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -143,3 +145,43 @@ def test_a_generator_ends_with_its_buffer(served):
     served.server.call(served.buffer.stop())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert not generator.log.exists()
+
+
+def generators_at_work() -> list[int]:
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_of_two_starts_at_once_one_generator_is_left(served):
+    """A client whose connection broke asks again, while its first request is still at work."""
+    before = set(generators_at_work())
+    body = {"task_type": "idle", "num_repeat_per_sample": 1}
+    with ThreadPoolExecutor(4) as threads:
+        replies = list(threads.map(lambda _: post(f"{served.url}/start_rollout", body).status_code, range(4)))
+    assert replies == [200] * 4
+    assert set(generators_at_work()) - before == {served.buffer.generator._process.pid}
+    served.server.call(served.buffer.stop())
+    assert set(generators_at_work()) == before
+
+
+def test_a_generator_ends_with_a_buffer_that_is_killed():
+    """Its trajectories would go to whatever buffer is started next at that address."""
+    program = (
+        "import asyncio; from slime_plugins.rollout_buffer.buffer import RolloutBuffer; "
+        "from slime_plugins.rollout_buffer.generators import find_generators; "
+        f"buffer = RolloutBuffer(find_generators([{OTHERS[1]!r}])); "
+        "start = buffer.start_rollout({'task_type': 'idle', 'num_repeat_per_sample': 1}); "
+        "loop = asyncio.new_event_loop(); loop.run_until_complete(start); "
+        "print(buffer.generator._process.pid, flush=True); loop.run_forever()"
+    )
+    buffer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert buffer.stdout is not None
+    generator = psutil.Process(int(buffer.stdout.readline()))
+    buffer.kill()
+    buffer.wait(60)
+    buffer.stdout.close()
+    try:
+        generator.wait(60)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            generator.kill()

@@ -15,8 +15,9 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
+from slime_plugins.rollout_buffer.generator import base_generator
 from slime_plugins.rollout_buffer.generator.base_generator import BaseGenerator
-from slime_plugins.rollout_buffer.rollout_buffer_example import generate_rollout
+from slime_plugins.rollout_buffer.rollout_buffer_example import Progress, generate_rollout
 from tests.support.rollout_args import CharTokenizer, rollout_args
 from tests.support.rollout_buffers import ChatEngine, ServedBuffer
 from tests.unit.slime_plugins.test_group_queue import item
@@ -68,8 +69,7 @@ def engine():
 
 @pytest.fixture
 def served(engine, monkeypatch):
-    monkeypatch.setattr(rollout_buffer_example, "_started", set())
-    monkeypatch.setattr(rollout_buffer_example, "_arrived", {})
+    monkeypatch.setattr(rollout_buffer_example, "_started", {})
     monkeypatch.setattr(
         rollout_buffer_example, "mask_generator", lambda *a: MultiTurnLossMaskGenerator(ChatML(), "qwen")
     )
@@ -137,7 +137,7 @@ def test_a_restart_leaves_out_what_was_fetched(served, engine, make_args, monkey
     saved = json.loads(json.dumps(source.metadata))
     trained = [group[0].metadata["instance_id"] for group in (*first.samples, *source.groups)]
     held, engine.asked = list(source.groups), Counter()
-    monkeypatch.setattr(rollout_buffer_example, "_started", set())
+    monkeypatch.setattr(rollout_buffer_example, "_started", {})
     again = Source(4)
     again.metadata, again.groups = saved, held
     rest = [group for rollout_id in (1, 2, 3) for group in generate_rollout(args, rollout_id, again).samples]
@@ -164,7 +164,7 @@ def test_the_state_of_the_data_source_says_what_was_fetched(served, make_args, m
     trained = train(source, 0)
     source.save(0)
     train(source, 1)
-    monkeypatch.setattr(rollout_buffer_example, "_started", set())
+    monkeypatch.setattr(rollout_buffer_example, "_started", {})
     again = RolloutDataSourceWithBuffer(args)
     again.load(0)
     trained += train(again, 1) + train(again, 2)
@@ -203,8 +203,53 @@ def test_a_buffer_that_was_restarted_makes_again_what_was_not_fetched(served, ma
     assert sorted(group[0].metadata["instance_id"] for group in groups) == [str(i) for i in range(6)]
 
 
+def test_what_reaches_a_restarted_buffer_before_its_run_is_dropped(served, make_args, caplog):
+    """A generator of its earlier life is still at work; nothing tells the buffer how large a group is."""
+    rollout_buffer_example._started[served.url] = Progress(arrived=7)
+    requests.post(f"{served.url}/buffer/write", json=item("stray", "0"), timeout=30)
+    source = Source(2)
+    groups = generate_rollout(make_args(["q0", "q1"]), 1, source).samples
+    assert sorted(group[0].metadata["instance_id"] for group in groups) == ["0", "1"]
+    assert "stray" not in {sample.metadata["uid"] for group in groups for sample in group}
+    assert [len(names) for names in source.metadata["rollout_buffer_fetched"].values()] == [2]
+    assert "1 trajectories that reached it before are dropped" in caplog.text
+
+
+def test_groups_that_are_dropped_are_made_up_for(served, make_args, monkeypatch, caplog):
+    """The first group of item 3 is not valid, of four that two rollouts of two need."""
+    refused: list[str] = []
+
+    def is_valid_group(group: Any, group_size: int, task_type: str) -> tuple[bool, bool]:
+        full = len(group[1]) == group_size
+        if full and group[0] == "3" and not refused:
+            refused.append(group[0])
+            return False, True
+        return True, full
+
+    monkeypatch.setattr(base_generator, "is_valid_group", is_valid_group, raising=False)
+    args = make_args([f"q{i}" for i in range(4)], num_rollout=2)
+    source = Source(4)
+    groups = [group for rollout_id in (0, 1) for group in generate_rollout(args, rollout_id, source).samples]
+    names = Counter(group[0].metadata["instance_id"] for group in (*groups, *source.groups))
+    assert names >= Counter({"0": 1, "1": 1, "2": 1})
+    assert len(groups) == 4
+    assert "has ended with 1 groups of 2 (1 were not valid): it goes through the prompts once more" in caplog.text
+
+
+def refuse_all(group: Any, group_size: int, task_type: str) -> tuple[bool, bool]:
+    return False, len(group[1]) == group_size
+
+
+def test_a_generator_whose_groups_are_all_dropped_ends_the_run(served, engine, make_args, monkeypatch):
+    monkeypatch.setattr(base_generator, "is_valid_group", refuse_all, raising=False)
+    with pytest.raises(RuntimeError, match=r"only 0 of 2 groups are there; .* 6 groups were not valid"):
+        generate_rollout(make_args(["q0", "q1", "q2"], num_rollout=1), 0, Source(3))
+
+
 def test_groups_of_another_size_are_refused(served, make_args):
-    rollout_buffer_example._started.add(served.url)
+    rollout_buffer_example._started[served.url] = Progress()
+    start = {"task_type": "idle", "num_repeat_per_sample": 1}
+    requests.post(f"{served.url}/start_rollout", json=start, timeout=30)
     requests.post(f"{served.url}/buffer/write", json=item("1"), timeout=30)
     with pytest.raises(ValueError, match="gave 1 trajectories of a, expected groups of --n-samples-per-prompt 2"):
         generate_rollout(make_args(["q1"]), 0, Source(1))
