@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout.cancelling import end_if_cancelled, gather_or_cancel
 from slime.rollout.either_form import caller_is_cancelled
 from slime.rollout.hooks import make_hook, with_notes
 from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
@@ -86,10 +86,13 @@ class RewardErrors:
         self.scored += len(samples)
         kind, began = reward_kind(args, samples[0]), time.monotonic()
         try:
-            return True, await _with_deadline(args, reward, samples)
+            found = await _with_deadline(args, reward, samples)
+            end_if_cancelled()
+            return True, found
         except (NotImplementedError, BadReward):
             raise
         except Exception as e:  # noqa: BLE001  (whatever a reward raises costs its samples, and is counted)
+            end_if_cancelled()
             for sample in samples:
                 self._record(args, sample, e)
             return False, None

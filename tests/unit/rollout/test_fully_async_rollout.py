@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, generation_stream, sglang_rollout
+from slime.rollout import cancelling, fully_async_rollout, generation_stream, sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, iter_samples
 from slime.rollout.completed_groups import CompletedGroups
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
@@ -473,6 +473,36 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     assert not [name for name in names if name.startswith("fully-async")]
     half_made = [s for group in source.buffer for s in group if s.response_length and s.reward is None]
     assert not half_made
+
+
+async def closes_slowly(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.group_index < 4:
+        return await sglang_rollout.generate(args, sample, sampling_params)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        SEEN.append(sample.index)
+        while len(SEEN) < MANY:
+            await asyncio.sleep(0.001)
+
+
+MANY = 1000
+
+
+def test_stopping_does_not_wait_for_a_hook_that_does_not_end(cluster, start, monkeypatch, caplog):
+    monkeypatch.setattr(cancelling, "CANCEL_GRACE_S", 0.05)
+    args, source = start(custom_generate_function_path=f"{HERE}.closes_slowly")
+    generate_rollout_fully_async(args, 0, source)
+    worker = fully_async_rollout.get_global_worker(args, source)
+    settle(worker, lambda: worker.stream.ledger.in_flight)
+    generate_rollout_fully_async.stop()
+    (said,) = [record.message for record in caplog.records if record.name == cancelling.__name__]
+    for name in ("fully-async group 4 (samples [8, 9])", "in closes_slowly ("):
+        assert name in said
+    begun = {index // 2 for index in SEEN}
+    assert begun <= {group[0].group_index for group in source.buffer}
+    assert not any(sample.response_length for group in source.buffer for sample in group)
+    SEEN.extend([None] * MANY)
 
 
 def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import fully_async_rollout, generation_stream, sglang_rollout
+from slime.rollout.cancelling import cancel_all
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.rm_hub.errors import RewardErrors
@@ -120,3 +121,21 @@ def test_one_of_a_whole_group_ends_the_run_and_the_group_is_kept(cluster, make_a
     if rollout is generate_rollout_fully_async:
         kept = fully_async_rollout.get_global_worker(args, source).unconsumed()
     assert 1 in [group[0].group_index for group in kept]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_reward_that_keeps_its_cancellation_to_itself_counts_for_nothing(raises, caplog):
+    async def stubborn(args: Any, sample: Sample) -> float:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if raises:
+                raise ValueError("the connection is closed") from None
+        return 1.0
+
+    errors, sample = RewardErrors(), Sample(index=0)
+    task = asyncio.create_task(errors.score_one(rollout_args(), sample, stubborn))
+    await asyncio.sleep(0)
+    await cancel_all([task])
+    assert task.cancelled()
+    assert (errors.failed, sample.reward, sample.remove_sample, caplog.records) == ([], None, False, [])
