@@ -17,7 +17,6 @@ from slime.rollout.group_job import Group, GroupJob, has_aborted, is_complete
 from slime.rollout.group_ledger import GroupLedger
 from slime.rollout.hooks import find_hook
 from slime.rollout.request_slots import RequestSlots
-from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import StalenessBound, stamp_steps, weight_clock, with_all_steps
 from slime.utils.http_utils import get_http_client
 
@@ -122,7 +121,7 @@ class GenerationStream:
         metrics |= state.reward_errors.metrics()
         if self._slots is not None:
             metrics |= self._slots.metrics()
-        state.reward_errors = RewardErrors(self.args)
+        state.reward_errors.count_anew()
         self._room.set()
         return metrics
 

@@ -32,6 +32,7 @@ from slime.rollout.hooks import Hook, make_hook
 from slime.rollout.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
+from slime.rollout.rm_hub.late_failures import LateFailures
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.rollout.train_rollout import Collection, collect, first_index, give_up, stop_in_flight
 from slime.utils.async_utils import run
@@ -87,6 +88,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.unused: list[list[Sample]] = []
         """The groups of a rollout that failed."""
         self.pending_rewards = PendingRewards()
+        self.late_failures = LateFailures()
         self.prompt_tokens = PromptTokens()
         self.reset()
 
@@ -247,6 +249,7 @@ async def _score(args: Any, state: GenerateState, result: Sample | list[Sample],
     if not await state.pending_rewards.catch_up(iter_samples(result)):
         return
     errors = state.eval_reward_errors if evaluation else state.reward_errors
+    errors.count_late(args, state.late_failures, iter_samples(result))
     if isinstance(result, list):
         unscored = [sample for sample in iter_samples(result) if sample.reward is None]
         if unscored:
@@ -293,6 +296,8 @@ async def generate_and_rm_group(
     if args.group_rm and not _any_aborted(group):
         samples = list(iter_samples(group))
         caught_up = await state.pending_rewards.catch_up(samples)
+        if caught_up:
+            state.reward_errors.count_late(args, state.late_failures, samples)
         if caught_up and any(sample.reward is None for sample in samples):
             with trace_span(samples, "group_reward_model"):
                 reward = state.reward_errors.score_batch(args, samples, batched_async_rm)
@@ -357,6 +362,7 @@ async def _collect_all(
         await cancel_all(state.pendings)
         await get_http_client().drain_aborts()
         state.reset()
+        state.reward_errors.late = state.late_failures
         for group in collection.unfinished:
             collection.fresh.stamp(group)
 

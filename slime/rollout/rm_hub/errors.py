@@ -9,7 +9,7 @@ import statistics
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from slime.rollout.cancelling import end_if_cancelled, gather_or_cancel
@@ -17,6 +17,7 @@ from slime.rollout.either_form import caller_is_cancelled
 from slime.rollout.hooks import make_hook, with_notes
 from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
+from slime.rollout.rm_hub.late_failures import LateFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
@@ -32,6 +33,10 @@ class RewardErrors:
 
     A failed reward costs its sample: reward 0, ``remove_sample`` and ``metadata["reward_error"]``. When more than the
     tolerated share fails, the rollout stops. ``args`` starts the worker processes that it will need.
+
+    Attributes:
+        late: set at the end of the rollout, which counts no more: where rewards that fail after it are kept for the
+            rollout that their samples come back to.
     """
 
     def __init__(self, args: Any = None) -> None:
@@ -39,6 +44,8 @@ class RewardErrors:
         self.failed: list[int | None] = []
         self.kinds: Counter[str] = Counter()
         self.latencies: dict[str, list[float]] = defaultdict(list)
+        self.late: LateFailures | None = None
+        self._under_way = 0
         self._first = ""
         if args is not None and _uses_rules(args):
             get_reward_workers(args)
@@ -54,6 +61,12 @@ class RewardErrors:
             found[f"{prefix}reward/latency/{kind}/mean"] = statistics.fmean(seconds)
             found[f"{prefix}reward/latency/{kind}/p99"] = sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1]
         return found
+
+    def count_anew(self) -> None:
+        """Count for the next rollout: rewards that are on their way are its own, whatever becomes of them."""
+        self.scored, self.failed, self.late, self._first = self._under_way, [], None, ""
+        self.kinds.clear()
+        self.latencies.clear()
 
     async def score_one(self, args: Any, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
         """Set ``sample.reward`` to ``rm(args, sample)``. Raises NotImplementedError for a reward there is not."""
@@ -84,6 +97,7 @@ class RewardErrors:
     async def _attempt(self, args: Any, samples: Sequence[Sample], reward: Awaitable[Any]) -> tuple[bool, Any]:
         """Await a reward; return ``(True, it)``, or ``(False, None)`` when it failed and that is tolerated."""
         self.scored += len(samples)
+        self._under_way += len(samples)
         kind, began = reward_kind(args, samples[0]), time.monotonic()
         try:
             found = await _with_deadline(args, reward, samples)
@@ -97,16 +111,25 @@ class RewardErrors:
                 self._record(args, sample, e)
             return False, None
         finally:
+            self._under_way -= len(samples)
             self.latencies[kind].append(time.monotonic() - began)
 
+    def count_late(self, args: Any, late: LateFailures, samples: Iterable[Sample]) -> None:
+        """Count rewards of ``samples`` that failed after another rollout had left them behind."""
+        for sample, error in late.take(samples):
+            self.scored += 1
+            self._count(args, sample, error)
+
     def _record(self, args: Any, sample: Sample, error: Exception) -> None:
+        _leave_out(args, sample, error)
+        if self.late is None:
+            self._count(args, sample, error)
+        else:
+            self.late.add(sample, RewardFailure(_kind_of(error), str(error), _details(error)))
+
+    def _count(self, args: Any, sample: Sample, error: Exception) -> None:
         self.failed.append(sample.index)
         self.kinds[_kind_of(error)] += 1
-        key = getattr(args, "reward_key", None)
-        sample.reward = {key: 0.0} if key else 0.0
-        sample.remove_sample = True
-        sample.metadata = {**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"}
-        logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, with_notes(error))
         if not self._first:
             self._first = f"sample index={sample.index}: {error}\n{_details(error)}".rstrip()
         share = getattr(args, "reward_failure_tolerance", None)
@@ -117,6 +140,17 @@ class RewardErrors:
                 f"{len(self.failed)} of {self.scored} rewards failed ({kinds}), more than the tolerated {share:.0%} "
                 f"(--reward-failure-tolerance); samples {self.failed[:20]}; the first: {self._first}"
             ) from error
+
+
+def _leave_out(args: Any, sample: Sample, error: Exception) -> None:
+    key = getattr(args, "reward_key", None)
+    # At once: a thread that saves the sample meanwhile must not find a reward that is to be trained on.
+    sample.__dict__.update(
+        reward={key: 0.0} if key else 0.0,
+        remove_sample=True,
+        metadata={**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"},
+    )
+    logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, with_notes(error))
 
 
 def _uses_rules(args: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -116,6 +117,33 @@ def test_a_filter_that_always_raises_stops_the_run_and_keeps_the_group(cluster, 
     assert f"{HERE}.raise_on_the_first_calls" in notes
     output = generate_rollout_fully_async(args, 0, source)
     assert everywhere(args, source, output) == list(range(source.sample_group_index))
+
+
+async def fail_after_the_rollout(args: Any, sample: Sample, **_: Any) -> float:
+    """The rewards of the fifth group fail when they are told to."""
+    if sample.group_index != 4:
+        return 1.0
+    args.begun.release()
+    while not args.fails.is_set():
+        await asyncio.sleep(0.001)
+    raise ValueError("the judge went away")
+
+
+def test_rewards_that_fail_in_a_later_rollout_than_they_began_in_are_counted(cluster, start):
+    args, source = start(
+        custom_rm_path=f"{HERE}.fail_after_the_rollout", begun=threading.Semaphore(0), fails=threading.Event()
+    )
+    first = generate_rollout_fully_async(args, 0, source)
+    for _ in range(args.n_samples_per_prompt):
+        assert args.begun.acquire(timeout=30)
+    second = generate_rollout_fully_async(args, 1, source)
+    args.fails.set()
+    failed = [output.metrics.get("rollout/reward/failures", 0) for output in (first, second)]
+    while not any(group[0].group_index == 4 for group in second.samples):
+        second = generate_rollout_fully_async(args, len(failed), source)
+        failed.append(second.metrics.get("rollout/reward/failures", 0))
+    assert failed[:2] == [0, 0]
+    assert sum(failed) == 2
 
 
 def drop_odd(args: Any, group: list[Sample], **_: Any) -> bool:

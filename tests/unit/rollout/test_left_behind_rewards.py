@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.rm_hub.failure import TooManyRewardFailures
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.types import Sample
 
 HERE = __name__
@@ -65,3 +68,69 @@ def test_a_response_that_begins_again_is_not_given_the_reward_of_the_old_one(clu
     assert [sample.index for sample in iter_samples(output.samples)] == [2, 3]
     for sample in iter_samples(output.samples):
         assert sample.reward["of"] == sample.response
+
+
+async def fail_late(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """The second group's reward fails when it is told to; the others are there at once or, of later groups, never."""
+    event = {0: None, 1: args.fails}.get(sample.group_index, OVER)
+    while event is not None and not event.is_set():
+        await asyncio.sleep(0.001)
+    if sample.group_index == 1:
+        raise ValueError("the judge went away")
+    return 1.0
+
+
+def leave_one_behind(make_args: Any, **changes: Any) -> tuple[Any, RolloutDataSourceWithBuffer]:
+    """Return what there is after a rollout that left the rewards of group 1 behind."""
+    args = make_args(
+        partial_rollout=True, rollout_batch_size=1, over_sampling_batch_size=2, custom_rm_path=f"{HERE}.fail_late",
+        custom_generate_function_path=f"{HERE}.numbered", fails=threading.Event(), **changes,
+    )  # fmt: skip
+    source = RolloutDataSourceWithBuffer(args)
+    metrics = generate_rollout(args, 0, source).metrics
+    assert (metrics["rollout/reward/left_behind"], metrics["rollout/reward/failures"]) == (2, 0)
+    return args, source
+
+
+def wait_until_failed(args: Any, source: RolloutDataSourceWithBuffer) -> None:
+    args.fails.set()
+    deadline = time.monotonic() + 30
+    while any(sample.reward is None for sample in iter_samples(source.buffer)):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("fails", ["between the rollouts", "while it is waited for"])
+def test_a_reward_that_fails_after_its_rollout_counts_in_the_one_that_the_sample_comes_back_to(
+    cluster, make_args, fails
+):
+    args, source = leave_one_behind(make_args)
+    if fails == "between the rollouts":
+        wait_until_failed(args, source)
+    else:
+        threading.Timer(0.05, args.fails.set).start()
+    output = generate_rollout(args, 1, source)
+    assert [sample.index for sample in iter_samples(output.samples)] == [2, 3]
+    assert all(sample.remove_sample for sample in iter_samples(output.samples))
+    assert output.metrics["rollout/reward/failures"] == output.metrics["rollout/reward/failures/raised"] == 2
+    assert not len(GenerateState(args).late_failures)
+
+
+def test_late_failures_are_tolerated_as_others_are(cluster, make_args):
+    args, source = leave_one_behind(make_args, reward_failure_tolerance=0.0)
+    wait_until_failed(args, source)
+    with pytest.raises(TooManyRewardFailures, match="the judge went away"):
+        generate_rollout(args, 1, source)
+
+
+def test_failures_of_samples_that_never_come_back_are_forgotten(cluster, make_args):
+    args, source = leave_one_behind(make_args)
+    wait_until_failed(args, source)
+    late = GenerateState(args).late_failures
+    assert len(late) == 2
+    source.buffer.clear()
+    deadline = time.monotonic() + 30
+    while len(late):
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.002)
