@@ -478,6 +478,7 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
 async def closes_slowly(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     if sample.group_index < 4:
         return await sglang_rollout.generate(args, sample, sampling_params)
+    TROUBLE[sample.index] += 1
     try:
         await asyncio.Event().wait()
     finally:
@@ -490,11 +491,12 @@ MANY = 1000
 
 
 def test_stopping_does_not_wait_for_a_hook_that_does_not_end(cluster, start, monkeypatch, caplog):
+    TROUBLE.clear()
     monkeypatch.setattr(cancelling, "CANCEL_GRACE_S", 0.05)
     args, source = start(custom_generate_function_path=f"{HERE}.closes_slowly")
     generate_rollout_fully_async(args, 0, source)
     worker = fully_async_rollout.get_global_worker(args, source)
-    settle(worker, lambda: worker.stream.ledger.in_flight)
+    settle(worker, lambda: TROUBLE[8] and TROUBLE[9])
     generate_rollout_fully_async.stop()
     (said,) = [record.message for record in caplog.records if record.name == cancelling.__name__]
     for name in ("fully-async group 4 (samples [8, 9])", "in closes_slowly ("):
