@@ -19,8 +19,8 @@ from slime.observability.samples import write as write_samples
 from slime.observability.steps import rollout_step
 from slime.ray import rollout_dumps, worker
 from slime.ray.conversion import Converter, carried_over_path, write_carried_over
-from slime.ray.engine_control import EngineControl
-from slime.ray.engine_fleet import EngineFleet
+from slime.ray.engines.control import EngineControl
+from slime.ray.engines.fleet import EngineFleet
 from slime.ray.errors import EngineDied, reports_errors
 from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.engine_members import Member, State
+from slime.ray.engines.members import Member, State
 from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer

@@ -11,8 +11,8 @@ import pytest
 
 from slime.arguments.plan.placement import EnginePlan
 from slime.backends.sglang_utils.engine import EngineProcess
-from slime.ray import engine_fleet
-from slime.ray.engine_fleet import EngineFleet
+from slime.ray.engines import fleet as engine_fleet
+from slime.ray.engines.fleet import EngineFleet
 from slime.servers.types import EngineInfo
 from tests.support.engines import engine_args
 from tests.support.standin_fleet import Events, fleet_args

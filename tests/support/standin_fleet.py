@@ -20,8 +20,9 @@ import pytest
 from scripts.bench.standin import ServerThread, StandInRouter
 from scripts.bench.standin.wire import Listener, Request, Response
 from slime.arguments.plan.placement import EnginePlan
-from slime.ray import engine_fleet, engine_restarts
-from slime.ray.engine_fleet import EngineFleet
+from slime.ray.engines import fleet as engine_fleet
+from slime.ray.engines import restarts as engine_restarts
+from slime.ray.engines.fleet import EngineFleet
 from slime.ray.errors import EngineDied
 from slime.servers.types import EngineInfo
 

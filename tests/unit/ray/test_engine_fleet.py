@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from slime.arguments.plan.placement import EnginePlan
-from slime.ray import engine_fleet, engine_probes, engine_restarts
-from slime.ray.engine_fleet import EngineFleet
-from slime.ray.engine_members import LIVING, Member, State
+from slime.ray.engines import fleet as engine_fleet
+from slime.ray.engines import probes as engine_probes
+from slime.ray.engines import restarts as engine_restarts
+from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.members import LIVING, Member, State
 from slime.servers.errors import EngineError, RouterError
 from slime.servers.types import EngineInfo
 from tests.support.standin_fleet import Events, fleet_args

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray import engine_control, rollout_manager
+from slime.ray import rollout_manager
+from slime.ray.engines import control as engine_control
 from slime.ray.errors import EngineDied, EnginesNeedWeights, RemoteFailure
 from slime.ray.rollout_manager import RolloutManager
 from slime.servers.types import EngineInfo

@@ -9,9 +9,10 @@ import pytest
 import ray.exceptions
 
 from slime.arguments.plan.placement import EnginePlan
-from slime.ray import ray_engine, waiting
+from slime.ray import waiting
+from slime.ray.engines import ray_engine
+from slime.ray.engines.ray_engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
 from slime.ray.errors import RemoteFailure
-from slime.ray.ray_engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
 from slime.servers.types import EngineInfo
 from tests.support.fake_ray import NEVER, FakeRay, Ref
 

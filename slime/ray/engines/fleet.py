@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from slime.arguments.plan.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
-from slime.ray.engine_health import IDLE, HealthLimits, HealthMonitor
-from slime.ray.engine_members import LIVING, Engine, Member, Members, State, outlook
-from slime.ray.engine_probes import why_silent, why_unhealthy
-from slime.ray.engine_restarts import EngineRestarts
-from slime.ray.engine_start import spans_one_host, start_all
+from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor
+from slime.ray.engines.members import LIVING, Engine, Member, Members, State, outlook
+from slime.ray.engines.probes import why_silent, why_unhealthy
+from slime.ray.engines.ray_engine import RayEngine
+from slime.ray.engines.restarts import EngineRestarts
+from slime.ray.engines.start import spans_one_host, start_all
 from slime.ray.errors import EngineDied
-from slime.ray.ray_engine import RayEngine
 from slime.ray.rollout_validation import validate_slots
 from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient

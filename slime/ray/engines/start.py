@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 import ray
 
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
-from slime.ray.engine_members import Members, State
+from slime.ray.engines.members import Members, State
 
 
 def spans_one_host() -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments.plan.placement import EnginePlan
-from slime.ray.engine_members import Engine, Member, Members, State
+from slime.ray.engines.members import Engine, Member, Members, State
 from slime.ray.errors import one_line_kind
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo

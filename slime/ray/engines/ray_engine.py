@@ -11,7 +11,7 @@ import ray
 
 from slime.arguments.plan.placement import EnginePlan
 from slime.ray.cluster import on_slot
-from slime.ray.engine_actor import EngineActor
+from slime.ray.engines.actor import EngineActor
 from slime.ray.errors import one_line_kind
 from slime.ray.waiting import Peer, wait_all
 from slime.servers.types import EngineInfo

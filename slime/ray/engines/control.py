@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from slime.ray.engine_fleet import EngineFleet
-from slime.ray.engine_members import State
+from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.members import State
 from slime.ray.errors import EngineDied, EnginesNeedWeights, reports_errors
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
@@ -167,14 +167,14 @@ class EngineControl:
     # What the fleet tells
 
     def engines_failed(self, failure: EngineDied) -> None:
-        """The run cannot go on: see ``engine_fleet.Events``."""
+        """The run cannot go on: see ``fleet.Events``."""
         self._failure = failure
         self._end_waits()
         async_utils.interrupt(failure)
         threading.Thread(target=self._interrupt_until_idle, args=(failure,), name="engine-failure", daemon=True).start()
 
     def engines_need_weights(self) -> None:
-        """No engine serves, and one could: see ``engine_fleet.Events``."""
+        """No engine serves, and one could: see ``fleet.Events``."""
         self._need_of_weights.set()
 
     # Inside

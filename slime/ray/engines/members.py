@@ -13,7 +13,7 @@ from slime.servers.types import EngineInfo
 
 
 class Engine(Protocol):
-    """What a fleet asks of an engine (``slime.ray.ray_engine.RayEngine``). It is started once and ended once."""
+    """What a fleet asks of an engine (``ray_engine.RayEngine``). It is started once and ended once."""
 
     plan: EnginePlan
 

@@ -1,0 +1,1 @@
+"""The fleet of engines: their actors, their health and their restarts."""
