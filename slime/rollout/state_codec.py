@@ -78,7 +78,7 @@ def _encode_metadata(sample: Sample, value: Any) -> Any:
         if not isinstance(value, dict):
             raise
     kept = {}
-    for key, item in value.items():
+    for key, item in dict(value).items():
         try:
             encode_value({key: item})
             kept[key] = item
@@ -131,6 +131,7 @@ def encode_value(value: Any) -> Any:
 
 
 def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
+    value = dict(value)  # rewards that are on their way may note something meanwhile, on another thread
     if all(type(key) is str for key in value):
         encoded = {key: encode_value(item) for key, item in value.items()}
         return {"__escaped__": encoded} if _TAGS & encoded.keys() else encoded

@@ -6,14 +6,17 @@ import asyncio
 import gc
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.utils.async_utils import run
 from slime.utils.types import Sample
 
 HERE = __name__
@@ -92,10 +95,10 @@ def leave_one_behind(make_args: Any, **changes: Any) -> tuple[Any, RolloutDataSo
     return args, source
 
 
-def wait_until_failed(args: Any, source: RolloutDataSourceWithBuffer) -> None:
+def wait_until_failed(args: Any) -> None:
     args.fails.set()
     deadline = time.monotonic() + 30
-    while any(sample.reward is None for sample in iter_samples(source.buffer)):
+    while len(GenerateState(args).late_failures) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -106,7 +109,7 @@ def test_a_reward_that_fails_after_its_rollout_counts_in_the_one_that_the_sample
 ):
     args, source = leave_one_behind(make_args)
     if fails == "between the rollouts":
-        wait_until_failed(args, source)
+        wait_until_failed(args)
     else:
         threading.Timer(0.05, args.fails.set).start()
     output = generate_rollout(args, 1, source)
@@ -118,19 +121,38 @@ def test_a_reward_that_fails_after_its_rollout_counts_in_the_one_that_the_sample
 
 def test_late_failures_are_tolerated_as_others_are(cluster, make_args):
     args, source = leave_one_behind(make_args, reward_failure_tolerance=0.0)
-    wait_until_failed(args, source)
+    wait_until_failed(args)
     with pytest.raises(TooManyRewardFailures, match="the judge went away"):
         generate_rollout(args, 1, source)
 
 
 def test_failures_of_samples_that_never_come_back_are_forgotten(cluster, make_args):
     args, source = leave_one_behind(make_args)
-    wait_until_failed(args, source)
+    wait_until_failed(args)
     late = GenerateState(args).late_failures
-    assert len(late) == 2
     source.buffer.clear()
     deadline = time.monotonic() + 30
     while len(late):
         assert time.monotonic() < deadline
         gc.collect()
         time.sleep(0.002)
+
+
+class Watched(Sample):
+    """Remembers how it looked after each change."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__.setdefault("looks", []).append((self.__dict__.get("reward"), self.__dict__.get("remove_sample")))
+
+
+def test_who_saves_a_sample_meanwhile_never_finds_a_failed_reward_to_train_on():
+    """The data source is saved on another thread than that on which rewards fail."""
+    sample = Watched(index=3)
+
+    async def fail(args: Any, sample: Sample) -> float:
+        raise ValueError("the judge went away")
+
+    run(RewardErrors().score_one(SimpleNamespace(custom_rm_path=None, rm_type="f1"), sample, fail))
+    assert (sample.reward, sample.remove_sample) == (0.0, True)
+    assert (0.0, False) not in sample.looks

@@ -195,3 +195,24 @@ def test_samples_of_a_subclass_come_back_as_such_where_it_is_loaded(caplog: pyte
     assert type(plain) is Sample
     assert plain.messages == chat.messages  # type: ignore[attr-defined]
     assert "samples were saved as os.system, which is not loaded" in caplog.text
+
+
+class Meddling(list[int]):
+    """Adds a key to a dictionary whenever it is looked through: what another thread may do at that moment."""
+
+    def __init__(self, target: dict[Any, Any]) -> None:
+        super().__init__([1, 2])
+        self.target = target
+
+    def __iter__(self) -> Any:
+        self.target[f"new {len(self.target)}"] = 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("first", ["a", 1])
+@pytest.mark.parametrize("more", [{}, {"odd": {1, 2}}])
+def test_metadata_may_change_while_it_is_encoded(first: Any, more: dict[str, Any]) -> None:
+    metadata: dict[Any, Any] = {first: None, "b": 2, **more}
+    metadata[first] = Meddling(metadata)
+    (found,) = decode_group(json.loads(json.dumps(encode_group([Sample(metadata=metadata)]))))
+    assert (found.metadata[first], found.metadata["b"]) == ([1, 2], 2)
