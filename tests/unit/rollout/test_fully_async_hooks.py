@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, generation_stream, sglang_rollout
+from slime.rollout import cancelling, fully_async_rollout, generation_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async, get_global_worker
@@ -170,3 +170,31 @@ def test_a_hook_of_the_whole_rollout_that_raises_loses_no_group(cluster, start, 
     assert [number for number in CALLS[1] if number % 2 == 0] == indices(output.samples)
     kept = [number for number in range(source.sample_group_index) if number % 2 == 0]
     assert [number for number in everywhere(args, source, output) if number % 2 == 0] == kept
+
+
+ENTERED, MAY_END = threading.Semaphore(0), threading.Event()
+
+
+async def closes_slowly(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.group_index < 4:
+        return await sglang_rollout.generate(args, sample, sampling_params)
+    ENTERED.release()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        while not MAY_END.is_set():
+            await asyncio.sleep(0.001)
+
+
+def test_stopping_does_not_wait_for_a_hook_that_does_not_end(cluster, start, monkeypatch, caplog):
+    monkeypatch.setattr(cancelling, "CANCEL_GRACE_S", 0.05)
+    args, source = start(custom_generate_function_path=f"{HERE}.closes_slowly")
+    generate_rollout_fully_async(args, 0, source)
+    assert all(ENTERED.acquire(timeout=60) for _ in range(2))
+    generate_rollout_fully_async.stop()
+    (said,) = [record.message for record in caplog.records if record.name == cancelling.__name__]
+    for name in ("fully-async group 4 (samples [8, 9])", "in closes_slowly ("):
+        assert name in said
+    assert 4 in [group[0].group_index for group in source.buffer]
+    assert not any(sample.response_length for group in source.buffer for sample in group)
+    MAY_END.set()

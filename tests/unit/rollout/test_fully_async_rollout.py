@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import cancelling, fully_async_rollout, generation_stream, sglang_rollout
-from slime.rollout.base_types import RolloutFnEvalOutput, iter_samples
+from slime.rollout import fully_async_rollout, generation_stream, sglang_rollout
+from slime.rollout.base_types import iter_samples
 from slime.rollout.completed_groups import CompletedGroups
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -22,7 +22,6 @@ from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import WeightClock
 from slime.utils.async_utils import get_async_loop, interrupt, run
 from slime.utils.types import Sample
-from tests.unit.rollout.test_sglang_rollout import eval_config
 
 HERE = __name__
 SEEN: list[Any] = []
@@ -55,7 +54,7 @@ def prompts(groups: Any) -> list[str]:
 
 
 def settle(worker: AsyncRolloutWorker, condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, (
             f"{worker.queue_size()} ready, {len(worker.stream.ledger.in_flight)} running"
@@ -475,38 +474,6 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     assert not half_made
 
 
-async def closes_slowly(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    if sample.group_index < 4:
-        return await sglang_rollout.generate(args, sample, sampling_params)
-    TROUBLE[sample.index] += 1
-    try:
-        await asyncio.Event().wait()
-    finally:
-        SEEN.append(sample.index)
-        while len(SEEN) < MANY:
-            await asyncio.sleep(0.001)
-
-
-MANY = 1000
-
-
-def test_stopping_does_not_wait_for_a_hook_that_does_not_end(cluster, start, monkeypatch, caplog):
-    TROUBLE.clear()
-    monkeypatch.setattr(cancelling, "CANCEL_GRACE_S", 0.05)
-    args, source = start(custom_generate_function_path=f"{HERE}.closes_slowly")
-    generate_rollout_fully_async(args, 0, source)
-    worker = fully_async_rollout.get_global_worker(args, source)
-    settle(worker, lambda: TROUBLE[8] and TROUBLE[9])
-    generate_rollout_fully_async.stop()
-    (said,) = [record.message for record in caplog.records if record.name == cancelling.__name__]
-    for name in ("fully-async group 4 (samples [8, 9])", "in closes_slowly ("):
-        assert name in said
-    begun = {index // 2 for index in SEEN}
-    assert begun <= {group[0].group_index for group in source.buffer}
-    assert not any(sample.response_length for group in source.buffer for sample in group)
-    SEEN.extend([None] * MANY)
-
-
 def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):
     args, source = start(sglang_server_concurrency=2)
     for engine in cluster.engines:
@@ -524,50 +491,6 @@ def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):
     drawn = [group[0].group_index for group in [*output.samples, *worker.unconsumed()]]
     assert sorted(drawn)[:4] == [0, 1, 2, 3]
     assert len(set(drawn)) == len(drawn)
-
-
-async def judge_while_groups_begin(args: Any, sample: Sample, **_: Any) -> float:
-    """A reward of an evaluation that is there only when groups of training have begun meanwhile."""
-    worker, source = args.worker, args.worker.data_source
-    drawn = source.sample_group_index
-    worker.get_completed_groups()  # makes room
-    async with asyncio.timeout(20):
-        while source.sample_group_index == drawn:
-            await asyncio.sleep(0.001)
-    if sample.index == 1:
-        raise ValueError("no verdict")
-    return 1.0
-
-
-async def training_reward(args: Any, sample: Sample, **_: Any) -> float:
-    if sample.group_index == 3:
-        raise ValueError("no reward")
-    return 0.5
-
-
-def remember_call(args: Any, sample: Sample, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
-    SEEN.append((evaluation, rollout_id))
-
-
-@pytest.mark.parametrize("function", [generate_rollout_fully_async, sglang_rollout.generate_rollout])
-def test_groups_begin_during_an_evaluation_of_any_kind(cluster, start, function):
-    """What both count and what their hooks are told is kept apart."""
-    args, source = start(rollout_sample_hook_path=[f"{HERE}.remember_call"], custom_rm_path=f"{HERE}.training_reward")
-    first = generate_rollout_fully_async(args, 0, source)
-    args.worker = worker = fully_async_rollout.get_global_worker(args, source)
-    settle(worker, lambda: not worker.stream.ledger.in_flight)
-    args.eval_datasets = [
-        eval_config(args.prompt_data, "one", custom_rm_path=f"{HERE}.judge_while_groups_begin", max_response_len=8)
-    ]
-    output = function(args, 7, source, evaluation=True)
-    assert isinstance(output, RolloutFnEvalOutput)
-    assert output.data["one"]["rewards"] == [1.0, 0.0] + [1.0] * (2 * args.prompts - 2)
-    assert output.metrics["eval/reward/failures"] == 1
-    second = generate_rollout_fully_async(args, 1, source)
-    failures = [output.metrics["rollout/reward/failures"] for output in (first, second)]
-    assert sum(failures) == 2
-    assert {rollout_id for evaluation, rollout_id in SEEN if evaluation} == {7}
-    assert {rollout_id for evaluation, rollout_id in SEEN if not evaluation} <= {0, 1}
 
 
 def test_a_source_without_prompts_is_told(cluster, start):

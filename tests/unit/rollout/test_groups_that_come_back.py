@@ -96,6 +96,26 @@ async def all_good(args: Any, samples: list[Sample], **kwargs: Any) -> list[floa
     return [1.0] * len(samples)
 
 
+async def gives_up_once(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    CALLS.append((sample.index, sample.response))
+    if sample.index == 2 and len(calls(2)) == 1:
+        sample.metadata["tried"] = True
+        sample.status = Status.ABORTED
+        return sample
+    return answered(sample)
+
+
+def test_a_group_the_generate_function_gave_up_on_goes_back_to_the_source(cluster, make_args):
+    args = make_args(custom_generate_function_path=f"{HERE}.gives_up_once", custom_rm_path=f"{HERE}.good")
+    source = RolloutDataSourceWithBuffer(args)
+    output = generate_rollout(args, 0, source)
+    assert len(output.samples) == 4
+    assert 2 not in indices(output.samples)
+    assert {2, 3} <= set(indices(source.buffer))
+    assert not any(sample.metadata for sample in iter_samples(source.buffer))  # as it was drawn
+    assert {2, 3} <= set(indices(generate_rollout(args, 1, source).samples))
+
+
 async def half_once(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     CALLS.append((sample.index, sample.response))
     first = sample.index == 0 and len(calls(0)) == 1

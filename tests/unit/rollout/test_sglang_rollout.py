@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import eval_rollout, sglang_rollout
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.generate_state import Completions
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import interrupt, run
 from slime.utils.http_client import HttpRequestError
@@ -452,30 +451,6 @@ def test_an_error_in_a_custom_reward_names_the_sample(cluster, make_args):
         assert said in str(caught.value)
 
 
-GAVE_UP: list[int | None] = []
-
-
-async def gives_up(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    if sample.prompt == "p1" and not GAVE_UP:
-        GAVE_UP.append(sample.index)
-        sample.metadata["tried"] = True
-        sample.status = Status.ABORTED
-        return sample
-    return await shout(args, sample, sampling_params)
-
-
-def test_a_group_the_generate_function_gave_up_on_goes_back_to_the_source(cluster, make_args):
-    GAVE_UP.clear()
-    args = make_args(custom_generate_function_path=f"{HERE}.gives_up")
-    source = RolloutDataSourceWithBuffer(args)
-    output = generate_rollout(args, 0, source)
-    assert len(output.samples) == 4
-    assert "p1" not in texts(output.samples)
-    assert "p1" in texts(source.buffer)
-    assert not any(sample.metadata for sample in iter_samples(source.buffer))  # as it was drawn
-    assert "p1" in texts(generate_rollout(args, 1, source).samples)
-
-
 def add_tag(args: Any, sample: Sample, rollout_id: int | None = None) -> None:
     sample.metadata = {**sample.metadata, "tag": rollout_id}
 
@@ -533,64 +508,6 @@ def test_messages_as_prompt_are_refused_with_a_way_out(cluster, make_args):
     args = make_args()
     with pytest.raises(ValueError, match="--apply-chat-template"):
         run(sglang_rollout.generate(args, Sample(prompt=[{"role": "user", "content": "x"}]), {"max_new_tokens": 4}))
-
-
-def eval_config(path: str, name: str, **fields: Any) -> SimpleNamespace:
-    values = {
-        "name": name, "path": path, "cache_key": (name, path), "input_key": "input", "label_key": "label",
-        "tool_key": None, "metadata_key": "metadata", "n_samples_per_eval_prompt": 2, "temperature": 0.0, "top_p": 1.0,
-        "top_k": -1, "max_response_len": 5, "min_new_tokens": 1, "repetition_penalty": 1.1, "custom_rm_path": None,
-        "custom_generate_function_path": None, "inject_metadata": lambda md: {**(md or {}), "rm_type": "f1"},
-    }  # fmt: skip
-    return SimpleNamespace(**{**values, **fields})
-
-
-def test_evaluation_scores_every_copy_in_order(cluster, make_args):
-    args = make_args(prompts=5, rm_type=None)
-    args.eval_datasets = [
-        eval_config(args.prompt_data, "one"),
-        eval_config(args.prompt_data, "two", n_samples_per_eval_prompt=1, custom_rm_path=f"{HERE}.prompt_number"),
-    ]
-    output = generate_rollout(args, 0, None, evaluation=True)
-    one, two = output.data["one"], output.data["two"]
-    assert texts(one["samples"]) == [f"p{i}" for i in range(5) for _ in range(2)]
-    assert [s.index for s in one["samples"]] == list(range(10))
-    assert one["rewards"] == [0.0] * 10
-    longer = [len(hashed_reply([112, 48 + i], {})) > 5 for i in range(5) for _ in range(2)]
-    assert one["truncated"] == longer
-    assert two["rewards"] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    params = cluster.requests[0]["sampling_params"]
-    assert params["repetition_penalty"] == 1.1
-    assert params["min_new_tokens"] == 1
-    assert params["max_new_tokens"] == 5
-
-
-async def prompt_number(args: Any, sample: Sample, **kwargs: Any) -> float:
-    return float(sample.prompt[1:])
-
-
-ASKED: list[int | None] = []
-
-
-async def never(args: Any, sample: Sample, **kwargs: Any) -> float:
-    ASKED.append(sample.index)
-    return await asyncio.Event().wait()
-
-
-def test_an_evaluation_without_progress_says_who_waits_for_what(cluster, make_args, monkeypatch):
-    args = make_args(prompts=2, rm_type=None)
-    args.eval_datasets = [eval_config(args.prompt_data, "one", custom_rm_path=f"{HERE}.never")]
-    ASKED.clear()
-
-    class Impatient(Completions):
-        async def wait(self, tasks, timeout_s):
-            while len(ASKED) < 4:
-                await asyncio.sleep(0.001)
-            return await super().wait(tasks, 0.001)
-
-    monkeypatch.setattr(eval_rollout, "Completions", Impatient)
-    with pytest.raises(TimeoutError, match=r"eval one .* 4 of 4 are in flight, .*\[0, 1, 2, 3\] wait for its reward"):
-        generate_rollout(args, 0, None, evaluation=True)
 
 
 def test_model_urls():
