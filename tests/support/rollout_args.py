@@ -91,3 +91,14 @@ def write_prompts(path: Path, count: int) -> Path:
     """Write ``count`` prompts ``p0``, ``p1``, ... with labels ``l0``, ... as JSON lines."""
     path.write_text("".join(json.dumps({"input": f"p{i}", "label": f"l{i}"}) + "\n" for i in range(count)))
     return path
+
+
+def eval_config(path: str, name: str, **fields: Any) -> SimpleNamespace:
+    """The settings of one evaluation data set of prompts with ``input`` and ``label``; ``fields`` replace them."""
+    values = {
+        "name": name, "path": path, "cache_key": (name, path), "input_key": "input", "label_key": "label",
+        "tool_key": None, "metadata_key": "metadata", "n_samples_per_eval_prompt": 2, "temperature": 0.0, "top_p": 1.0,
+        "top_k": -1, "max_response_len": 5, "min_new_tokens": 1, "repetition_penalty": 1.1, "custom_rm_path": None,
+        "custom_generate_function_path": None, "inject_metadata": lambda md: {**(md or {}), "rm_type": "f1"},
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **fields})

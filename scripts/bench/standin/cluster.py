@@ -81,7 +81,7 @@ class StandInCluster:
             self.router.engines.remove(engine)
         self.kill(engine.url)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout: float = 10.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
         """Wait until ``condition()`` holds; AssertionError naming ``what`` after ``timeout`` s."""
         deadline = time.monotonic() + timeout
         while not condition():

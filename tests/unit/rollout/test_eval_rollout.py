@@ -1,0 +1,66 @@
+"""The evaluation of the default rollout against stand-in engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slime.rollout import eval_rollout
+from slime.rollout.base_types import iter_samples
+from slime.rollout.generate_state import Completions
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.types import Sample
+from tests.support.fake_engine import hashed_reply
+from tests.support.rollout_args import eval_config
+
+HERE = __name__
+
+
+def test_evaluation_scores_every_copy_in_order(cluster, make_args):
+    args = make_args(prompts=5, rm_type=None)
+    args.eval_datasets = [
+        eval_config(args.prompt_data, "one"),
+        eval_config(args.prompt_data, "two", n_samples_per_eval_prompt=1, custom_rm_path=f"{HERE}.prompt_number"),
+    ]
+    output = generate_rollout(args, 0, None, evaluation=True)
+    one, two = output.data["one"], output.data["two"]
+    assert [sample.prompt for sample in iter_samples(one["samples"])] == [f"p{i}" for i in range(5) for _ in range(2)]
+    assert [s.index for s in one["samples"]] == list(range(10))
+    assert one["rewards"] == [0.0] * 10
+    longer = [len(hashed_reply([112, 48 + i], {})) > 5 for i in range(5) for _ in range(2)]
+    assert one["truncated"] == longer
+    assert two["rewards"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    params = cluster.requests[0]["sampling_params"]
+    assert params["repetition_penalty"] == 1.1
+    assert params["min_new_tokens"] == 1
+    assert params["max_new_tokens"] == 5
+
+
+async def prompt_number(args: Any, sample: Sample, **kwargs: Any) -> float:
+    return float(sample.prompt[1:])
+
+
+ASKED: list[int | None] = []
+
+
+async def never(args: Any, sample: Sample, **kwargs: Any) -> float:
+    ASKED.append(sample.index)
+    return await asyncio.Event().wait()
+
+
+def test_an_evaluation_without_progress_says_who_waits_for_what(cluster, make_args, monkeypatch):
+    args = make_args(prompts=2, rm_type=None)
+    args.eval_datasets = [eval_config(args.prompt_data, "one", custom_rm_path=f"{HERE}.never")]
+    ASKED.clear()
+
+    class Impatient(Completions):
+        async def wait(self, tasks, timeout_s):
+            while len(ASKED) < 4:
+                await asyncio.sleep(0.001)
+            return await super().wait(tasks, 0.001)
+
+    monkeypatch.setattr(eval_rollout, "Completions", Impatient)
+    with pytest.raises(TimeoutError, match=r"eval one .* 4 of 4 are in flight, .*\[0, 1, 2, 3\] wait for its reward"):
+        generate_rollout(args, 0, None, evaluation=True)
