@@ -16,6 +16,16 @@ Group = list[Any]
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _OF_A_RESPONSE = ("start_rollout_id", "reward_error")
 """What rollouts note in a sample's metadata."""
+_OF_A_PROMPT = (
+    "group_index",
+    "index",
+    "prompt",
+    "multimodal_inputs",
+    "apply_chat_template_kwargs",
+    "label",
+    "generate_function_path",
+    "custom_rm_path",
+)
 
 
 @dataclass
@@ -104,11 +114,28 @@ def forget_too_old(group: Group, is_too_old: Callable[[Any], bool]) -> int:
     return lost
 
 
+def note_prompt(result: Any, prompt: Any) -> None:
+    """Keep what the first sample of a fan-out lacks of ``prompt``, if it was made anew: the fan-out may begin again."""
+    first = next(iter_samples(result), prompt)
+    if first is prompt or not isinstance(result, list) or result is prompt:  # a fan-out that came back, the last
+        return
+    blank: tuple[Any, ...] = (None, "", {})
+    lacks = {name: getattr(prompt, name) for name in _OF_A_PROMPT if getattr(first, name) in blank}
+    lacks = {name: value for name, value in lacks.items() if value not in blank}
+    known = (*(first.metadata or {}), *_OF_A_RESPONSE)
+    if metadata := {name: value for name, value in (prompt.metadata or {}).items() if name not in known}:
+        lacks["metadata"] = metadata
+    if lacks:
+        first.__dict__["of_prompt"] = lacks
+
+
 def _prompt_of(item: Any) -> Any:
     """Return a sample without its response; of a fan-out the first one stands for the one that it was made of."""
     sample = without_response(next(iter_samples(item)))
     if not isinstance(item, list):
         return sample
+    lacks = sample.__dict__.pop("of_prompt", {})
+    sample.__dict__.update({**lacks, "metadata": {**lacks.get("metadata", {}), **sample.metadata}})
     sample.rollout_id = None
     if sample.prompt:
         sample.tokens = []

@@ -28,6 +28,7 @@ from slime.rollout.generate_state import (
     request_limit,
     train_sampling_params,
 )
+from slime.rollout.group_job import note_prompt
 from slime.rollout.hooks import Hook, make_hook
 from slime.rollout.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
@@ -316,6 +317,7 @@ async def _generate_and_note(
         if not isinstance(sample, list) and sample.status not in _FINISHED:  # else sample hooks were not done with it
             note(task, number, sample)
         raise
+    note_prompt(result, sample)
     note(task, number, result)
     return result
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fresh_groups import FreshGroups
+from slime.rollout.sglang_rollout import generate_and_rm_group, generate_rollout
 from slime.rollout.staleness import UNKNOWN_WEIGHTS, WeightClock
+from slime.rollout.state_codec import decode_group, encode_group
+from slime.utils.async_utils import run
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 
@@ -111,3 +116,50 @@ def test_what_is_still_written_to_an_old_response_does_not_reach_the_new_one(clo
         sample.reward, sample.remove_sample, sample.metadata["reward_error"] = 1.0, True, "?"
     for sample in iter_samples(groups):
         assert (sample.reward, sample.remove_sample, sample.metadata) == (None, False, {})
+
+
+LABELS: list[Any] = []
+
+
+async def made_anew(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two samples that know nothing of the one that they are made of, and what that one says."""
+    LABELS.append((sample.index, sample.group_index, sample.prompt, sample.label, sample.metadata, sample.tokens))
+    return [
+        Sample(rollout_id=sample.index, tokens=[1, 2], response="x", response_length=1, rollout_log_probs=[-0.1],
+               reward=1.0, status=DONE, metadata={"turn": turn})
+        for turn in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_fan_out_made_anew_begins_again_from_its_whole_prompt(cluster, make_args, saved):
+    LABELS.clear()
+    args = make_args(
+        custom_generate_function_path=f"{__name__}.made_anew", partial_rollout=True, n_samples_per_prompt=1,
+        mask_offpolicy_in_partial_rollout=True, rollout_batch_size=1, over_sampling_batch_size=2,
+    )  # fmt: skip
+    source = RolloutDataSourceWithBuffer(args)
+    (group,) = source.get_samples(1)
+    group[0].metadata = {"rm_type": "math"}
+    output = run(generate_and_rm_group(args, group, {}))
+    assert [sample.metadata["turn"] for sample in iter_samples(output)] == [0, 1]
+    source.add_samples([decode_group(json.loads(json.dumps(encode_group(output)))) if saved else output])
+    metrics = generate_rollout(args, 1, source).metrics
+    assert metrics["rollout/staleness/regenerated_groups"] == 1
+    first, again = (found for found in LABELS if found[0] == 0)
+    assert again[:4] == first[:4] == (0, 0, "p0", "l0")
+    assert again[4] == {"rm_type": "math", "turn": 0}
+    assert again[5] == []
+
+
+def test_a_fan_out_that_comes_back_finished_is_trained_on_as_it_is(cluster, make_args):
+    LABELS.clear()
+    args = make_args(
+        custom_generate_function_path=f"{__name__}.made_anew", n_samples_per_prompt=1, rollout_batch_size=1,
+        over_sampling_batch_size=1,
+    )  # fmt: skip
+    source = RolloutDataSourceWithBuffer(args)
+    output = run(generate_and_rm_group(args, source.get_samples(1)[0], {}))
+    source.add_samples([output])
+    assert generate_rollout(args, 1, source).samples == [output]
+    assert len(LABELS) == 1
