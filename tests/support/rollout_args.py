@@ -61,7 +61,7 @@ def rollout_args(**overrides: Any) -> SimpleNamespace:
         "rollout_max_prompt_len": None,
         "rollout_max_response_len": 16,
         "rollout_num_engines": 2,
-        "rollout_request_timeout": 20.0,
+        "rollout_request_timeout": 120.0,
         "rollout_sample_filter_path": None,
         "rollout_sample_hook_path": [],
         "rollout_seed": 42,

@@ -80,23 +80,21 @@ def test_the_engines_are_told_to_stop_when_every_slot_is_taken(cluster, make_arg
 def test_an_engine_that_is_unavailable_for_a_while_costs_time_only(cluster, make_args):
     args = make_args()
     for engine in cluster.engines:
-        engine.unavailable_until = time.monotonic() + 0.3
-    began = time.monotonic()
+        engine.failures.extend([Failure(503, b"busy")] * 10)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert 0.25 < time.monotonic() - began < 5
     check_samples(list(iter_samples(output.samples)))
-    assert len(cluster.requests) > 2 * 8
+    assert len(cluster.requests) == 8 + 2 * 10
 
 
 def test_a_refusal_ends_the_rollout_at_once_with_the_engines_words(cluster, make_args):
     args = make_args()
     for engine in cluster.engines:
-        engine.delay = 5.0
+        engine.delay = 300.0
     cluster.engines[0].failures.append(Failure(400, b'{"error":{"message":"longer than the context length 7"}}'))
     began = time.monotonic()
     with pytest.raises(HttpRequestError, match="longer than the context length 7") as caught:
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60
     assert caught.value.attempts == 1
     cluster.wait_until(lambda: not any(e.running for e in cluster.engines), "the other requests aborted")
 
@@ -108,7 +106,7 @@ def test_a_hang_ends_at_its_deadline_and_names_the_engines_and_what_they_hold(cl
     began = time.monotonic()
     with pytest.raises(HttpTimeoutError, match=r"deadline of 0\.5 s") as caught:
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     notes = " ".join(caught.value.__notes__)
     for engine in cluster.engines:
         assert f"engine {engine.url} holds 0 requests" in notes

@@ -318,7 +318,7 @@ def test_a_rollout_without_progress_ends_at_its_deadline(cluster, make_args):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no group finished for 0.6 s.*group_index=0 for"):
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert 0.5 < time.monotonic() - began < 3.0
+    assert 0.5 < time.monotonic() - began < 60
 
 
 async def never_answers(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -329,7 +329,7 @@ async def never_answers(args: Any, sample: Sample, sampling_params: dict[str, An
 def test_a_hanging_engine_ends_at_the_request_deadline(cluster, make_args):
     args = make_args(rollout_request_timeout=0.4)
     for engine in cluster.engines:
-        engine.delay = 5.0
+        engine.delay = 300.0
     with pytest.raises(TimeoutError, match=r"/generate was not answered within its deadline of 0.4 s"):
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     cluster.wait_until(lambda: not any(e.running for e in cluster.engines), "all requests aborted")
@@ -338,7 +338,7 @@ def test_a_hanging_engine_ends_at_the_request_deadline(cluster, make_args):
 def test_interrupt_ends_a_rollout_with_its_reason(cluster, make_args):
     args = make_args()
     for engine in cluster.engines:
-        engine.delay = 5.0
+        engine.delay = 300.0
     import threading
 
     def when_running() -> None:
