@@ -15,8 +15,8 @@ from slime.algorithms.rewards import post_process_rewards
 from slime.batching.columns import RolloutBatch, RolloutShard
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import build_train_data, finite_reward
-from slime.rollout.hooks import Hook, find_hook, find_hooks
-from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.rollout.durable.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
 from slime.utils.atomic_file import write_atomically
 from slime.utils.types import Sample
 

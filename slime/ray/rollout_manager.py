@@ -26,7 +26,7 @@ from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_m
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
-from slime.rollout.hooks import check_hooks, find_hook, make_hook
+from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook
 from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock

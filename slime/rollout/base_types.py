@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.either_form import finish
-from slime.rollout.hooks import describe
+from slime.rollout.hooks.either_form import finish
+from slime.rollout.hooks.hook import describe
 from slime.utils.types import Sample
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.durable.journal_file import to_json
+from slime.rollout.durable.journal_writer import samples_to_json
+from slime.rollout.durable.recovery import Recovery, Unconsumed, may_be_saved, still_open
+from slime.rollout.durable.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.rollout.group_copy import copy_prompt
-from slime.rollout.hooks import describe, make_hook
-from slime.rollout.journal_file import to_json
-from slime.rollout.journal_writer import samples_to_json
-from slime.rollout.recovery import Recovery, Unconsumed, may_be_saved, still_open
-from slime.rollout.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.rollout.hooks.hook import describe, make_hook
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function

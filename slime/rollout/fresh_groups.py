@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.group_job import FINISHED, Group, forget_too_old
 from slime.rollout.staleness import StalenessBound, WeightClock, oldest_step, settle_steps, stamp_steps, weight_clock
+from slime.rollout.stream.group_job import FINISHED, Group, forget_too_old
 
 
 class FreshGroups:

@@ -13,9 +13,9 @@ from typing import Any
 from slime.observability.progress import progress_bar
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.generation_stream import GenerationStream
-from slime.rollout.group_job import Group
-from slime.rollout.hooks import find_hook
+from slime.rollout.hooks.hook import find_hook
+from slime.rollout.stream.generation_stream import GenerationStream
+from slime.rollout.stream.group_job import Group
 from slime.rollout.train_rollout import first_index
 from slime.utils.async_utils import get_async_loop, run
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.rm_hub.remote import ask
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.rollout.hooks import Hook, make_hook
+from slime.rollout.hooks.hook import Hook, make_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, iter_samples
-from slime.rollout.cancelling import cancel_all, end_if_cancelled, gather_or_cancel
-from slime.rollout.custom_generate import call_generate, generate_hook
-from slime.rollout.engine_idle import describe_engines
 from slime.rollout.eval_rollout import eval_single_dataset
-from slime.rollout.generate_request import append_output, generate_payload, prompt_token_ids, routing_headers
-from slime.rollout.generate_state import (
+from slime.rollout.hooks.custom_generate import call_generate, generate_hook
+from slime.rollout.hooks.hook import Hook, make_hook
+from slime.rollout.requests.cancelling import cancel_all, end_if_cancelled, gather_or_cancel
+from slime.rollout.requests.engine_idle import describe_engines
+from slime.rollout.requests.generate_request import append_output, generate_payload, prompt_token_ids, routing_headers
+from slime.rollout.requests.generate_state import (
     GroupsInFlight,
     PendingRewards,
     PromptTokens,
@@ -28,13 +29,12 @@ from slime.rollout.generate_state import (
     request_limit,
     train_sampling_params,
 )
-from slime.rollout.group_job import note_prompt
-from slime.rollout.hooks import Hook, make_hook
-from slime.rollout.request_slots import EngineLoads, RequestSlots
+from slime.rollout.requests.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.late_failures import LateFailures
 from slime.rollout.sample_hooks import apply_sample_hooks
+from slime.rollout.stream.group_job import note_prompt
 from slime.rollout.train_rollout import Collection, collect, first_index, give_up, stop_in_flight
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, get_rollout_num_engines, post

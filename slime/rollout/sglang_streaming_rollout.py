@@ -17,8 +17,8 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.engine_idle import describe_engines
-from slime.rollout.generate_request import append_output, generate_payload, routing_headers
+from slime.rollout.requests.engine_idle import describe_engines
+from slime.rollout.requests.generate_request import append_output, generate_payload, routing_headers
 from slime.utils.http_client import RETRIED_STATUSES
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
 from slime.utils.types import Sample

@@ -10,16 +10,16 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.base_types import iter_samples
-from slime.rollout.cancelling import cancel_all
-from slime.rollout.drawing import draw_groups
-from slime.rollout.engine_idle import abort_all_until_idle
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     await_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.fresh_groups import FreshGroups
-from slime.rollout.generate_state import Completions
+from slime.rollout.hooks.drawing import draw_groups
+from slime.rollout.requests.cancelling import cancel_all
+from slime.rollout.requests.engine_idle import abort_all_until_idle
+from slime.rollout.requests.generate_state import Completions
 from slime.utils.http_utils import get_http_client
 from slime.utils.types import Sample
 

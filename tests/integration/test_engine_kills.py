@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout import engine_idle
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.requests import engine_idle
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import http_client
 from slime.utils.http_client import HttpTimeoutError

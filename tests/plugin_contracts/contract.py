@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.hooks import Hook, make_hook
+from slime.rollout.hooks.hook import Hook, make_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 

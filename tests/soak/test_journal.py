@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout import data_source, journal_writer
+from slime.rollout import data_source
+from slime.rollout.durable import journal_writer
 from slime.utils import atomic_file
 from tests.support.data_source_model import History
 from tests.support.journal_model import COMPLETED, check_one_history, make_group, told

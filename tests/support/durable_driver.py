@@ -19,8 +19,9 @@ from typing import Any
 from slime.driver import Loop
 from slime.ray import rollout_manager
 from slime.ray.rollout_manager import RolloutManager
-from slime.rollout import data_source, journal_writer, sglang_rollout
+from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
+from slime.rollout.durable import journal_writer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.group_copy import copy_sample
 from slime.utils.atomic_file import write_atomically

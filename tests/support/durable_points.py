@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.rollout import journal, journal_writer, recovery
+from slime.rollout.durable import journal, journal_writer, recovery
 from slime.utils import atomic_file
 
 STATE, MODEL, TRACKER = "global_dataset_state_dict", "model_", "latest_checkpointed_iteration"

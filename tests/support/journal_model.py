@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.journal import GroupJournal
+from slime.rollout.durable.journal import GroupJournal
 from slime.utils.types import Sample
 
 Step = tuple[Any, ...]

@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from slime.rollout.cancelling import gather_or_cancel
-from slime.rollout.hooks import Hook, make_hook
+from slime.rollout.hooks.hook import Hook, make_hook
+from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score

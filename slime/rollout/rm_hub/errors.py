@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from slime.rollout.cancelling import end_if_cancelled, gather_or_cancel
-from slime.rollout.either_form import caller_is_cancelled
-from slime.rollout.hooks import make_hook, with_notes
+from slime.rollout.hooks.either_form import caller_is_cancelled
+from slime.rollout.hooks.hook import make_hook, with_notes
+from slime.rollout.requests.cancelling import end_if_cancelled, gather_or_cancel
 from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.late_failures import LateFailures

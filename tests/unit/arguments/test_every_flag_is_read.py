@@ -45,9 +45,9 @@ CONSUMED_WHILE_PARSING = {
 
 # Attributes read under a name that is put together, or passed on, at run time -> where.
 READ_INDIRECTLY = {
-    "rollout_max_context_len": "rollout/generate_request.py",
-    "eval_max_context_len": "rollout/generate_request.py",
-    "custom_generate_function_path": "rollout/custom_generate.py",
+    "rollout_max_context_len": "rollout/requests/generate_request.py",
+    "eval_max_context_len": "rollout/requests/generate_request.py",
+    "custom_generate_function_path": "rollout/hooks/custom_generate.py",
     **dict.fromkeys(
         ("squared_relu", "init_method_xavier_uniform", "bias_gelu_fusion", "bias_swiglu_fusion"),
         "backends/megatron_utils/model_config.py",

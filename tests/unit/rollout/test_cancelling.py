@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from slime.rollout import cancelling
-from slime.rollout.cancelling import cancel_all, end_if_cancelled, gather_or_cancel
+from slime.rollout.requests import cancelling
+from slime.rollout.requests.cancelling import cancel_all, end_if_cancelled, gather_or_cancel
 
 DEADLINE_S = 60.0
 

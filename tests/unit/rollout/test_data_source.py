@@ -15,10 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.rollout import data_source, journal_writer
+from slime.rollout import data_source
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.state_codec import NotStorable, decode_value, encode_value
+from slime.rollout.durable import journal_writer
+from slime.rollout.durable.state_codec import NotStorable, decode_value, encode_value
 from slime.utils import atomic_file
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts

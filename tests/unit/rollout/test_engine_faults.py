@@ -17,7 +17,7 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.generate_state import GroupsInFlight, PendingRewards
+from slime.rollout.requests.generate_state import GroupsInFlight, PendingRewards
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_rollout import SUBMITTED_AT_ONCE
 from slime.utils import http_client

@@ -9,7 +9,7 @@ import pytest
 
 from slime.rollout import eval_rollout
 from slime.rollout.base_types import iter_samples
-from slime.rollout.generate_state import Completions
+from slime.rollout.requests.generate_state import Completions
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
 from tests.support.fake_engine import hashed_reply

@@ -9,10 +9,10 @@ import pytest
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.durable.state_codec import decode_group, encode_group
 from slime.rollout.fresh_groups import FreshGroups
 from slime.rollout.sglang_rollout import generate_and_rm_group, generate_rollout
 from slime.rollout.staleness import UNKNOWN_WEIGHTS, WeightClock
-from slime.rollout.state_codec import decode_group, encode_group
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, generation_stream, group_ledger, metrics, sglang_rollout
+from slime.rollout import fully_async_rollout, metrics, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.staleness import WeightClock
+from slime.rollout.stream import generation_stream, group_ledger
 from slime.utils import http_client, http_utils
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import SingletonMeta

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, generation_stream
+from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.staleness import WeightClock
+from slime.rollout.stream import generation_stream
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, generation_stream, sglang_rollout
+from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.base_types import iter_samples
-from slime.rollout.completed_groups import CompletedGroups
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
-from slime.rollout.group_job import GroupJob
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import WeightClock
+from slime.rollout.stream import generation_stream
+from slime.rollout.stream.completed_groups import CompletedGroups
+from slime.rollout.stream.group_job import GroupJob
 from slime.utils.async_utils import get_async_loop, interrupt, run
 from slime.utils.types import Sample
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from slime.rollout import sglang_rollout
-from slime.rollout.generate_state import Completions, PromptTokens
+from slime.rollout.requests.generate_state import Completions, PromptTokens
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args

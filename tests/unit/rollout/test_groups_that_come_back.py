@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from slime.rollout import cancelling, sglang_rollout, train_rollout
+from slime.rollout import sglang_rollout, train_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.generate_state import GroupsInFlight
+from slime.rollout.requests import cancelling
+from slime.rollout.requests.generate_state import GroupsInFlight
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.types import Sample

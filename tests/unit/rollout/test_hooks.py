@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import either_form
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from slime.rollout.custom_generate import call_generate
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
-from slime.rollout.hook_contracts import CONTRACTS
-from slime.rollout.hooks import Hook, check_hooks, make_hook, place_of
+from slime.rollout.hooks import either_form
+from slime.rollout.hooks.contracts import CONTRACTS
+from slime.rollout.hooks.custom_generate import call_generate
+from slime.rollout.hooks.hook import Hook, check_hooks, make_hook, place_of
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, apply_sample_hooks, set_current_rollout_id
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import load_function

@@ -12,11 +12,11 @@ import pytest
 
 from slime.rollout import data_source, rm_hub, sample_hooks
 from slime.rollout.base_types import iter_samples
-from slime.rollout.custom_generate import call_generate, generate_hook
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.drawing import draw_groups
-from slime.rollout.either_form import finish
-from slime.rollout.hooks import find_hook, make_hook
+from slime.rollout.hooks.custom_generate import call_generate, generate_hook
+from slime.rollout.hooks.drawing import draw_groups
+from slime.rollout.hooks.either_form import finish
+from slime.rollout.hooks.hook import find_hook, make_hook
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import BadReward

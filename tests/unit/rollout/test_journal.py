@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import journal_writer
-from slime.rollout.journal import GroupJournal
-from slime.rollout.journal_file import decode_record, encode_record, read_records
+from slime.rollout.durable import journal_writer
+from slime.rollout.durable.journal import GroupJournal
+from slime.rollout.durable.journal_file import decode_record, encode_record, read_records
 from slime.utils.types import Sample
 from tests.support.journal_model import (
     ABORTED,

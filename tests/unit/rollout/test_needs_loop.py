@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.custom_generate import call_generate
-from slime.rollout.hooks import Hook
-from slime.rollout.needs_loop import needs_loop
+from slime.rollout.hooks.custom_generate import call_generate
+from slime.rollout.hooks.hook import Hook
+from slime.rollout.hooks.needs_loop import needs_loop
 from slime.utils.types import Sample
 
 

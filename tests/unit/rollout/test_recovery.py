@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.rollout import data_source, journal_writer, recovery
+from slime.rollout import data_source
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.durable import journal_writer, recovery
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import atomic_file
 from slime.utils.types import Sample

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import generation_stream, sglang_rollout
-from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout import sglang_rollout
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
-from slime.rollout.request_slots import RequestSlots
+from slime.rollout.requests.cancelling import gather_or_cancel
+from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
+from slime.rollout.stream import generation_stream
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import generation_stream, group_ledger, sglang_rollout
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import iter_samples
-from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
+from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
+from slime.rollout.stream import generation_stream, group_ledger
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import generation_stream, group_ledger, sglang_rollout
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import iter_samples
-from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout.durable.state_codec import decode_group, encode_group
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
 from slime.rollout.group_copy import copy_group
+from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
-from slime.rollout.state_codec import decode_group, encode_group
+from slime.rollout.stream import generation_stream, group_ledger
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually

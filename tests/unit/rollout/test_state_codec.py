@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
+from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
 from slime.utils.types import Sample
 
 

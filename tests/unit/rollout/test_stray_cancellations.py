@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, generation_stream, sglang_rollout
-from slime.rollout.cancelling import cancel_all
+from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.requests.cancelling import cancel_all
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
+from slime.rollout.stream import generation_stream
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from slime.batching.train_data import build_train_data
-from slime.rollout import fresh_groups, fully_async_rollout, generation_stream, metrics, sglang_rollout
+from slime.rollout import fresh_groups, fully_async_rollout, metrics, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.metrics import staleness_metrics
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
+from slime.rollout.stream import generation_stream
 from slime.utils import http_client, http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.either_form import caller_is_cancelled, finish, in_thread, innermost, is_coroutine_function
-from slime.rollout.hook_contracts import CONTRACTS, Contract
-from slime.rollout.needs_loop import needs_loop
+from slime.rollout.hooks.contracts import CONTRACTS, Contract
+from slime.rollout.hooks.either_form import caller_is_cancelled, finish, in_thread, innermost, is_coroutine_function
+from slime.rollout.hooks.needs_loop import needs_loop
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 

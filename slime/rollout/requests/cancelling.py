@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from slime.rollout.either_form import caller_is_cancelled
+from slime.rollout.hooks.either_form import caller_is_cancelled
 
 logger = logging.getLogger(__name__)
 

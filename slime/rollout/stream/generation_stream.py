@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout import sglang_rollout
-from slime.rollout.cancelling import cancel_all
-from slime.rollout.drawing import draw_groups
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
-from slime.rollout.generate_state import request_limit
 from slime.rollout.group_copy import copy_group
-from slime.rollout.group_job import Group, GroupJob, has_aborted, is_complete
-from slime.rollout.group_ledger import GroupLedger
-from slime.rollout.hooks import find_hook
-from slime.rollout.request_slots import RequestSlots
+from slime.rollout.hooks.drawing import draw_groups
+from slime.rollout.hooks.hook import find_hook
+from slime.rollout.requests.cancelling import cancel_all
+from slime.rollout.requests.generate_state import request_limit
+from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.staleness import StalenessBound, stamp_steps, weight_clock, with_all_steps
+from slime.rollout.stream.group_job import Group, GroupJob, has_aborted, is_complete
+from slime.rollout.stream.group_ledger import GroupLedger
 from slime.utils.http_utils import get_http_client
 
 _STEPS_TO_THE_SLOTS = 3

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
+from slime.rollout.durable.journal_file import read_records
+from slime.rollout.durable.journal_writer import JournalWriter
+from slime.rollout.durable.state_codec import decode_group
 from slime.rollout.group_copy import copy_group
-from slime.rollout.journal_file import read_records
-from slime.rollout.journal_writer import JournalWriter
-from slime.rollout.state_codec import decode_group
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.cancelling import cancel_all
 from slime.rollout.group_copy import copy_group
+from slime.rollout.requests.cancelling import cancel_all
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slime.rollout.hooks import Hook
+from slime.rollout.hooks.hook import Hook
 from slime.utils.types import Sample
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from slime.rollout.group_job import GroupJob
+from slime.rollout.stream.group_job import GroupJob
 
 
 class CompletedGroups:

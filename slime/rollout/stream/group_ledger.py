@@ -9,16 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.completed_groups import CompletedGroups
 from slime.rollout.filter_hub.base_types import MetricGatherer, should_drop_dynamic_filter_output
-from slime.rollout.group_job import (
-    Group,
-    GroupJob,
-    first_group_index,
-    forget_too_old,
-    is_complete,
-)
-from slime.rollout.hooks import with_notes
+from slime.rollout.hooks.hook import with_notes
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import (
     UNKNOWN_WEIGHTS,
@@ -29,6 +21,14 @@ from slime.rollout.staleness import (
     stamp_steps,
     trained_steps,
     with_all_steps,
+)
+from slime.rollout.stream.completed_groups import CompletedGroups
+from slime.rollout.stream.group_job import (
+    Group,
+    GroupJob,
+    first_group_index,
+    forget_too_old,
+    is_complete,
 )
 from slime.rollout.train_rollout import MAX_ABORTED_SHARE
 

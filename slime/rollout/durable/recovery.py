@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.journal import GroupJournal, group_index, remove_journals
+from slime.rollout.durable.journal import GroupJournal, group_index, remove_journals
 from slime.utils.misc import should_run_periodic_action
 from slime.utils.types import Sample
 

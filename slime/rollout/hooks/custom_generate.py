@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_sample
-from slime.rollout.hooks import Hook, make_hook
+from slime.rollout.hooks.hook import Hook, make_hook
 from slime.utils.types import Sample
 
 _NAME = "custom_generate_function_path"

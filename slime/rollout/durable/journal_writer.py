@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.journal_file import encode_parts, to_json
-from slime.rollout.state_codec import encode_group
+from slime.rollout.durable.journal_file import encode_parts, to_json
+from slime.rollout.durable.state_codec import encode_group
 from slime.utils.atomic_file import name_failure, sync
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Groups that survive a killed run: the journal, its recovery, and their form on disk."""

@@ -1,0 +1,1 @@
+"""What requests to the engines share: slots, waiting, ending."""
