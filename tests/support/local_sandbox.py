@@ -10,7 +10,7 @@ from typing import Self
 
 
 class LocalSandbox:
-    """``/home/agent``, ``/tmp/.`` and ``/work`` are below ``root``. What root would do is kept in ``root_commands`` and
+    """``/home/agent``, ``/tmp/.`` and ``/repo`` are below ``root``. What root would do is kept in ``root_commands`` and
     answered from ``answers``: the reply of the first key that the command contains, or success."""
 
     def __init__(self, root: Path, answers: dict[str, tuple[int, str, str]] | None = None) -> None:
@@ -19,7 +19,7 @@ class LocalSandbox:
         self.root_commands: list[str] = []
         self.commands: list[str] = []
         self.written: dict[str, bytes] = {}
-        for name in ("bin", "home", "tmp", "work"):
+        for name in ("bin", "home", "tmp", "repo"):
             (root / name).mkdir(exist_ok=True)
 
     @property
@@ -34,7 +34,7 @@ class LocalSandbox:
 
     def here(self, text: str) -> str:
         """``text`` with the sandbox's paths replaced by those of this machine."""
-        for path, name in (("/home/agent", "home"), ("/tmp/.", "tmp/."), ("/work", "work")):
+        for path, name in (("/home/agent", "home"), ("/tmp/.", "tmp/."), ("/repo", "repo")):
             text = text.replace(path, f"{self.root}/{name}")
         return text
 

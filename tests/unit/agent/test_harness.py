@@ -13,7 +13,7 @@ from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
 from slime.agent.harness.common import install_node22, install_npm_cli
 from tests.support.local_sandbox import LocalSandbox
 
-RUN = {"workdir": "/work", "session_id": "s-1", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
+RUN = {"workdir": "/repo", "session_id": "s-1", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
 ECHO = """
 printf 'args:'; printf ' [%s]' "$@"; echo
 echo "prompt: $(cat)"
@@ -29,7 +29,7 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
 
 
 def log(local: LocalSandbox) -> list[str]:
-    return (local.root / "work" / ".harness" / "trajectory.jsonl").read_text().splitlines()
+    return (local.root / "repo" / ".harness" / "trajectory.jsonl").read_text().splitlines()
 
 
 async def test_claude_code_is_pointed_to_the_gateway(local, monkeypatch):
@@ -42,7 +42,7 @@ async def test_claude_code_is_pointed_to_the_gateway(local, monkeypatch):
         "[--max-turns] [5] [--append-system-prompt] [be brief]",
         "prompt: fix 'it'",
         "please",
-        f"dir: {local.root}/work",
+        f"dir: {local.root}/repo",
         "ANTHROPIC_AUTH_TOKEN=s-1",
         "ANTHROPIC_BASE_URL=http://gw:1",
         "ANTHROPIC_MODEL=other",
@@ -51,7 +51,7 @@ async def test_claude_code_is_pointed_to_the_gateway(local, monkeypatch):
         f"HOME={local.root}/home",
     ]
     assert json.loads((local.root / "home" / ".claude.json").read_text())["hasCompletedOnboarding"] is True
-    assert (local.root / "work" / ".harness" / ".gitignore").read_text() == "*\n"
+    assert (local.root / "repo" / ".harness" / ".gitignore").read_text() == "*\n"
     user, found = local.root_commands
     assert "useradd" in user
     assert found == "command -v claude"

@@ -42,9 +42,9 @@ def is_alive(pid: str) -> bool:
 
 
 async def test_a_command_that_succeeds(local):
-    options = {"env": {"COLOUR": "blue"}, "workdir": "/work"}
+    options = {"env": {"COLOUR": "blue"}, "workdir": "/repo"}
     assert await wait_for(local, "echo $COLOUR; pwd", **options) == (0, "")
-    assert await wait_for(local, "echo $COLOUR; pwd", want_output=True, **options) == (0, f"blue\n{local.root}/work\n")
+    assert await wait_for(local, "echo $COLOUR; pwd", want_output=True, **options) == (0, f"blue\n{local.root}/repo\n")
 
 
 async def test_a_command_that_fails_tells_its_last_words(local):
@@ -55,21 +55,21 @@ async def test_a_command_that_fails_tells_its_last_words(local):
 
 
 async def test_the_output_goes_where_it_is_wanted(local):
-    assert await wait_for(local, "echo here", out_file="/work/log") == (0, "")
-    assert (local.root / "work" / "log").read_text() == "here\n"
+    assert await wait_for(local, "echo here", out_file="/repo/log") == (0, "")
+    assert (local.root / "repo" / "log").read_text() == "here\n"
 
 
 async def test_a_missing_work_directory_is_a_failure(local):
-    code, tail = await wait_for(local, "echo never", workdir="/work/none")
+    code, tail = await wait_for(local, "echo never", workdir="/repo/none")
     assert code == 1
     assert "No such file or directory" in tail
 
 
 async def test_a_command_that_takes_too_long_is_killed_with_what_it_started(local, monkeypatch):
-    pid_file = local.root / "work" / "pid"
+    pid_file = local.root / "repo" / "pid"
     clock = SimpleNamespace(monotonic=lambda: 100.0 if pid_file.exists() else 0.0)
     monkeypatch.setattr(sandbox, "time", clock)
-    cmd = "echo waiting; sleep 1000 & echo $! > /work/new; mv /work/new /work/pid; wait"
+    cmd = "echo waiting; sleep 1000 & echo $! > /repo/new; mv /repo/new /repo/pid; wait"
     assert await wait_for(local, cmd, time_budget_sec=60) == (EXIT_TIME_BUDGET_EXCEEDED, "waiting\n")
     assert EXIT_TIME_BUDGET_EXCEEDED == -1
     async with asyncio.timeout(60):
@@ -90,8 +90,8 @@ async def test_a_spawn_that_is_repeated_runs_once(local, monkeypatch):
         return await real(cmd, **options)
 
     monkeypatch.setattr(local, "exec", twice)
-    assert await wait_for(local, "echo run >> /work/runs") == (0, "")
-    assert (local.root / "work" / "runs").read_text() == "run\n"
+    assert await wait_for(local, "echo run >> /repo/runs") == (0, "")
+    assert (local.root / "repo" / "runs").read_text() == "run\n"
 
 
 async def test_a_tag_can_be_used_again(local):
@@ -105,10 +105,10 @@ async def test_tags_name_files(local):
 
 
 async def test_the_user_of_agents(local):
-    await ensure_agent_user(local, "/work/it's here")
+    await ensure_agent_user(local, "/repo/it's here")
     [cmd] = local.root_commands
     assert "useradd --create-home --shell /bin/bash agent" in cmd
-    assert "chown -R agent: '/work/it'\"'\"'s here'" in cmd
+    assert "chown -R agent: '/repo/it'\"'\"'s here'" in cmd
 
 
 def test_sandboxes_are_recognised(local):
