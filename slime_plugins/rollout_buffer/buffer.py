@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 PORT = 8889
 KEY_VARIABLE = "SLIME_ROLLOUT_BUFFER_KEY"
 LONGEST_WAIT_S = 60.0
+SHUTDOWN_S = 5.0
+"""So long a server that ends waits for requests that are being answered."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -148,21 +150,18 @@ def make_app(buffer: RolloutBuffer, *, key: str | None = None, max_body: int = 2
     async def health(request: web.Request) -> web.Response:
         return _answer({"ok": True, **({} if buffer.queue is None else buffer.queue.state())})
 
+    async def shutdown(app: web.Application) -> None:
+        # Before the open requests are waited for, not after: a server that closes reads no more, so that a generator
+        # whose trajectory is half sent would hold it for the whole of its timeout.
+        await buffer.stop()
+
     app = web.Application(client_max_size=max_body, middlewares=[_errors, _guard(key)])
     app.router.add_post("/buffer/write", write)
     app.router.add_post("/get_rollout_data", read)
     app.router.add_post("/start_rollout", start)
     app.router.add_get("/healthz", health)
-    app.cleanup_ctx.append(_until_the_end(buffer))
+    app.on_shutdown.append(shutdown)
     return app
-
-
-def _until_the_end(buffer: RolloutBuffer) -> Callable[[web.Application], AsyncIterator[None]]:
-    async def context(app: web.Application) -> AsyncIterator[None]:
-        yield
-        await buffer.stop()
-
-    return context
 
 
 def _guard(key: str | None) -> Any:
@@ -233,7 +232,7 @@ def main() -> None:
     except (ImportError, ValueError) as e:
         parser.error(f"--generator: {e}")
     app = make_app(RolloutBuffer(generators, words.max_items), key=key, max_body=words.max_body_mib << 20)
-    web.run_app(app, host=words.host, port=words.port, access_log=None)
+    web.run_app(app, host=words.host, port=words.port, access_log=None, shutdown_timeout=SHUTDOWN_S)
 
 
 if __name__ == "__main__":

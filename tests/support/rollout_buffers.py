@@ -9,16 +9,18 @@ from typing import Any
 from aiohttp import web
 
 from scripts.bench.standin import ServerThread
-from slime_plugins.rollout_buffer.buffer import RolloutBuffer, make_app
+from slime_plugins.rollout_buffer.buffer import SHUTDOWN_S, RolloutBuffer, make_app
 from slime_plugins.rollout_buffer.generators import find_generators
 
 
 class ServedBuffer:
     """A buffer on a free port, its generators those of the package and ``modules``; a context manager."""
 
-    def __init__(self, *modules: str, key: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, *modules: str, key: str | None = None, shutdown_timeout: float = SHUTDOWN_S, **options: Any
+    ) -> None:
         self.buffer = RolloutBuffer(find_generators(list(modules)), **options)
-        self.key = key
+        self.key, self.shutdown_timeout = key, shutdown_timeout
         self.server = ServerThread()
         self.runners: list[web.AppRunner] = []
         self.url = ""
@@ -28,7 +30,7 @@ class ServedBuffer:
         return self.server.call(self._serve(app))
 
     async def _serve(self, app: web.Application) -> str:
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=self.shutdown_timeout)
         await runner.setup()
         self.runners.append(runner)
         site = web.TCPSite(runner, "127.0.0.1", 0)

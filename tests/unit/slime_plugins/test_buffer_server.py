@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -145,6 +146,18 @@ def test_a_generator_ends_with_its_buffer(served):
     served.server.call(served.buffer.stop())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert not generator.log.exists()
+
+
+def test_a_trajectory_that_is_half_sent_does_not_hold_a_buffer_that_ends():
+    served = ServedBuffer("tests.unit.slime_plugins.half_sent_generator", shutdown_timeout=3600.0)
+    with served:
+        body = {"task_type": "half_sent", "num_repeat_per_sample": 1, "remote_buffer_url": served.url}
+        assert post(f"{served.url}/start_rollout", body).status_code == 200
+        log = served.buffer.generator.log
+        deadline = time.monotonic() + 60
+        while b"100 Continue" not in log.read_bytes():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
 
 
 def generators_at_work() -> list[int]:
