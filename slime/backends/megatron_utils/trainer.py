@@ -17,10 +17,9 @@ from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_steps
-from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
+from slime.backends.megatron_utils.data import prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
-from slime.backends.megatron_utils.log_prob_pass import forward_only, old_log_probs_equal_current
-from slime.backends.megatron_utils.loss import compute_advantages_and_returns, get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.offload import Sleeper
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler, reset_optimizer_states
 from slime.backends.megatron_utils.parallel import (
@@ -29,6 +28,7 @@ from slime.backends.megatron_utils.parallel import (
     pipeline_parallel,
     tensor_parallel,
 )
+from slime.backends.megatron_utils.passes import ACTOR, REFERENCE, LogProbPasses
 from slime.backends.megatron_utils.reference import refreshed_reference
 from slime.backends.megatron_utils.train_dump import save_train_dump
 from slime.backends.megatron_utils.train_metrics import log_perf, log_rollout_metrics, log_train_metrics
@@ -38,8 +38,6 @@ from slime.batching.columns import RolloutShard
 from slime.observability.timer import get_timers, timer
 
 logger = logging.getLogger(__name__)
-
-ACTOR, REFERENCE = "actor", "ref"
 
 
 class MegatronTrainer:
@@ -91,6 +89,7 @@ class MegatronTrainer:
         if self._with_ref:
             self._load_reference()
         start_rollout_id = self._load_actor()
+        self._passes = LogProbPasses(self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref)
         self._saver = CheckpointSaver(self.args)
         self._sleeper = Sleeper(self.model, self.optimizer)
         self._waiting_since = time.monotonic()
@@ -170,7 +169,7 @@ class MegatronTrainer:
                 data = prepare_rollout_data(self.args, shard, self.device)
                 data.update(external_data or {})
             if getattr(self.args, "compute_advantages_and_returns", True):
-                self._add_log_probs(data)
+                self._passes.add_to(data)
                 compute_advantages_and_returns(self.args, data)
             if self.hooks.postprocess_rollout_data is not None:
                 self.hooks.postprocess_rollout_data(self.args, rollout_id, data)
@@ -187,35 +186,6 @@ class MegatronTrainer:
         log_perf(self.args, rollout_id, data["total_lengths"])
         self._waiting_since = time.monotonic()
         return {"steps": steps, "rollout": rollout_metrics}
-
-    def _add_log_probs(self, data: RolloutData) -> None:
-        """Add ``ref_log_probs`` and ``log_probs`` (and ``entropy`` when asked for) as far as they are needed."""
-        if self._with_ref:
-            with timer("ref_log_probs"), self._weights_of(REFERENCE):
-                data.update(self._forward_only(data, prefix="ref_"))
-        mismatch = getattr(self.args, "get_mismatch_metrics", False)
-        engine_policy = getattr(self.args, "use_rollout_logprobs", False) and not mismatch
-        for_entropy = getattr(self.args, "use_rollout_entropy", False)
-        if for_entropy or not (engine_policy or old_log_probs_equal_current(self.args, data)):
-            with timer("log_probs"):
-                data.update(self._forward_only(data, prefix=""))
-
-    def _forward_only(self, data: RolloutData, prefix: str) -> dict[str, list[torch.Tensor]]:
-        def collect(*inputs: Any, **keywords: Any) -> Any:
-            with_entropy = bool(getattr(self.args, "use_rollout_entropy", False))
-            return get_log_probs_and_entropy(*inputs, with_entropy=with_entropy, **keywords)
-
-        return forward_only(self.args, self.model, data, collect, self.hooks, store_prefix=prefix)
-
-    @contextmanager
-    def _weights_of(self, tag: str) -> Iterator[None]:
-        """Swap the weights ``tag`` into the model for the body, then the actor's back, unchanged to the bit."""
-        self._backup.save(ACTOR)
-        self._backup.activate(tag)
-        try:
-            yield
-        finally:
-            self._backup.activate(ACTOR)
 
     def _refresh_reference(self, rollout_id: int) -> None:
         interval = getattr(self.args, "ref_update_interval", None)
