@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs, num_samples, steps_of
+from slime.backends.megatron_utils.data import RolloutData, num_samples, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.parallel import is_last_stage
+from slime.backends.megatron_utils.schedule_call import run_schedule
 
 
 @torch.no_grad()
@@ -30,36 +31,23 @@ def forward_only(
     ``collect`` has the signature of ``loss.get_log_probs_and_entropy``. The result maps ``store_prefix + name`` to one
     tensor per sample in the CP-local layout, in the order of ``data``; it is empty except on the last pipeline stage.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     for chunk in model:
         chunk.eval()
     if hooks.before_log_prob is not None:
         hooks.before_log_prob(args, model, store_prefix)
 
-    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
-        batch = next(iterator)
-        collect_batch = partial(
+    def collecting(batch: dict[str, Any]) -> Any:
+        return partial(
             collect,
             args=args,
             unconcat_tokens=batch["unconcat_tokens"],
             total_lengths=batch["total_lengths"],
             response_lengths=batch["response_lengths"],
         )
-        return chunk(**model_inputs(batch)), collect_batch
 
     # The passes have no optimiser step between them: all steps' micro-batches make one long pipeline.
     micro_batches = [indices for step in steps_of(data) for indices in step]
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=micro_batch_iterators(args, data, micro_batches, len(model)),
-        model=list(model),
-        num_microbatches=len(micro_batches),
-        seq_length=getattr(args, "seq_length", None) or 1,
-        micro_batch_size=1,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
+    results = run_schedule(args, model, data, micro_batches, collecting, forward_only=True)
     for chunk in model:
         chunk.train()
     if not is_last_stage():

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs, sample_name, steps_of
+from slime.backends.megatron_utils.data import RolloutData, sample_name, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, pipeline_parallel
+from slime.backends.megatron_utils.schedule_call import run_schedule
 
 
 class NonFiniteError(RuntimeError):
@@ -113,8 +114,6 @@ def _train_step(
     micro_batches: list[list[int]],
     global_batch_size: int,
 ) -> dict[str, float]:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     args, model, optimizer = context.args, context.model, context.optimizer
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -122,20 +121,11 @@ def _train_step(
     if context.hooks.before_train_step is not None:
         context.hooks.before_train_step(args, rollout_id, step_id, model, optimizer, context.scheduler)
 
-    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
-        batch = next(iterator)
+    def loss_of(batch: dict[str, Any]) -> Any:
         batch["global_batch_size"] = global_batch_size
-        return chunk(**model_inputs(batch)), partial(loss_function, args, batch, len(micro_batches))
+        return partial(loss_function, args, batch, len(micro_batches))
 
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=micro_batch_iterators(args, data, micro_batches, len(model)),
-        model=list(model),
-        num_microbatches=len(micro_batches),
-        seq_length=getattr(args, "seq_length", None) or 1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    reports = run_schedule(args, model, data, micro_batches, loss_of, forward_only=False)
     learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
     skipped, grad_norm = _update(context, rollout_id, step_id, data, micro_batches, reports)
     if not skipped:

@@ -1,0 +1,48 @@
+"""The one call of Megatron's pipeline schedules: micro-batches of a rollout through the model."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs
+
+Finish = Callable[..., Any]
+"""From the model's output to what the schedule expects: a loss and its report, or collected data."""
+
+
+def run_schedule(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    data: RolloutData,
+    micro_batches: list[list[int]],
+    finish: Callable[[dict[str, Any]], Finish],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Run ``micro_batches`` (lists of local sample positions) through ``model``, backward too unless ``forward_only``.
+
+    ``finish(batch)`` returns the function of the output for that micro-batch. Returns what those functions reported,
+    one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` whatever they
+    returned, as non-loss data.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
+        batch = next(iterator)
+        return chunk(**model_inputs(batch)), finish(batch)
+
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=micro_batch_iterators(args, data, micro_batches, len(model)),
+        model=list(model),
+        num_microbatches=len(micro_batches),
+        seq_length=getattr(args, "seq_length", None) or 1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return reports
