@@ -81,10 +81,31 @@ def repair_shared_adam_step() -> bool:
     return True
 
 
+def repair_recompute_without_fp8() -> bool:
+    """Let ``--recompute-modules layernorm mlp ...`` recompute without fp8.
+
+    Their checkpoints are made with the default ``fp8=False``, which counts as "not None", as fp8: without
+    TransformerEngine the first of them dies on an undefined name.
+    """
+    from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
+
+    original = CheckpointWithoutOutput.__init__
+    if HAVE_TE or not CheckpointWithoutOutput().fp8:
+        return False
+
+    @functools.wraps(original)
+    def __init__(self: Any, fp8: Any = None) -> None:
+        original(self, fp8 or None)
+
+    CheckpointWithoutOutput.__init__ = __init__
+    return True
+
+
 REPAIRS: tuple[Callable[[], bool], ...] = (
     repair_router_gemm_name,
     repair_restoring_adam_step,
     repair_shared_adam_step,
+    repair_recompute_without_fp8,
 )
 
 

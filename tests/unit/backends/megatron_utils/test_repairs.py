@@ -64,3 +64,19 @@ def test_applying_twice_changes_nothing() -> None:
     before = DistributedOptimizer.load_state_dict
     assert repairs.apply() == repairs.apply()
     assert DistributedOptimizer.load_state_dict is before
+
+
+def test_recomputed_modules_have_the_gradients_of_kept_ones() -> None:
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    factor = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad((x.tanh() * factor).sum(), x)
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(torch.tanh, x)
+    result = hidden * factor
+    checkpoint.discard_output_and_register_recompute(result)
+    assert hidden.untyped_storage().size() == 0
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, expected)
