@@ -70,5 +70,20 @@ def get_reinforce_plus_plus_baseline_advantages(
     return [float(reward) - kl_coef * kl_i for reward, kl_i in zip(rewards, kl, strict=True)]
 
 
+def get_rloo_advantages(
+    rewards: Rewards, kl: Sequence[Tensor], centred_kl: Sequence[float], kl_coef: float
+) -> list[Tensor]:
+    """Return ``A_t = R - kl_coef * K`` at every token (RLOO, arXiv:2402.14740): the response is one action.
+
+    rewards: n, minus the mean of the group's other executions (``rewards.leave_one_out``). centred_kl: n, the summed KL
+    of each response to the reference, with the same baseline taken off (being linear, it may be taken off apart). kl: n
+    tensors that give shape, dtype and device.
+    """
+    return [
+        torch.full_like(kl_i, float(reward) - kl_coef * penalty)
+        for reward, penalty, kl_i in zip(rewards, centred_kl, kl, strict=True)
+    ]
+
+
 class FullyMaskedSampleError(ValueError, AssertionError):
     """A sample without any trained token reached an estimator that needs one."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from slime.utils.types import Sample
 
-_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
 _SCALED = ("grpo", "gspo", "cispo")
 _EPSILON = 1e-6
 
@@ -28,10 +28,11 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     """Return the rewards to train on, one per sample.
 
     With ``args.rewards_normalization`` and an estimator of the GRPO family (grpo, gspo, cispo,
-    reinforce_plus_plus_baseline) rewards are centred per group, and for the first three divided by the group's standard
-    deviation unless ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a
-    ``group_index``, however many samples that are; without any index, consecutive runs of ``n_samples_per_prompt``
-    when the count is that of a full rollout.
+    reinforce_plus_plus_baseline, rloo) rewards are centred per group: on the group's mean, for rloo on the mean of the
+    group's other executions. For the first three they are divided by the group's standard deviation unless
+    ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a ``group_index``,
+    however many samples that are; without any index, consecutive runs of ``n_samples_per_prompt`` when the count is
+    that of a full rollout.
 
     Raises ValueError, naming the sample, for a reward that is not a finite number and for groups that are not known.
     """
@@ -39,6 +40,8 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     rewards = [_finite(sample, reward) for sample, reward in zip(samples, raw, strict=True)]
     if args.advantage_estimator not in _CENTRED or not args.rewards_normalization:
         return rewards
+    if args.advantage_estimator == "rloo":
+        return leave_one_out(rewards, _groups(args, samples), [sample.rollout_id for sample in samples])
     scale = args.advantage_estimator in _SCALED and args.grpo_std_normalization
     return normalize_by_group(rewards, _groups(args, samples), divide_by_std=scale)
 
@@ -62,6 +65,32 @@ def normalize_by_group(
         centred = peers - peers.mean()
         result[positions] = centred / (peers.std(ddof=1) + epsilon) if divide_by_std else centred
     return [float(value) for value in result]
+
+
+def leave_one_out(
+    values: Sequence[float], group_indices: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
+) -> list[float]:
+    """Return ``R_i - mean(R of the group's other executions)`` (RLOO, arXiv:2402.14740): ``n / (n-1) (R_i - mean(R))``.
+
+    The baseline must not depend on what it is the baseline of: samples of one execution (the same id in
+    ``rollout_ids``; None is an execution of its own) are left out together, and an execution counts once in the
+    baseline of others, with the mean of its samples. Without another execution there is nothing to compare with: 0.
+    """
+    ids = [None] * len(values) if rollout_ids is None else rollout_ids
+    groups: dict[Hashable, dict[Hashable, list[int]]] = {}
+    for position, (group, rollout_id) in enumerate(zip(group_indices, ids, strict=True)):
+        execution = ("alone", position) if rollout_id is None else ("shared", rollout_id)
+        groups.setdefault(group, {}).setdefault(execution, []).append(position)
+    result = [0.0] * len(values)
+    for executions in groups.values():
+        means = [math.fsum(values[i] for i in positions) / len(positions) for positions in executions.values()]
+        total = math.fsum(means)
+        if len(means) == 1:
+            continue
+        for own, positions in zip(means, executions.values(), strict=True):
+            for i in positions:
+                result[i] = values[i] - (total - own) / (len(means) - 1)
+    return result
 
 
 def _groups(args: Any, samples: Sequence[Sample]) -> list[Hashable]:

@@ -22,7 +22,8 @@ def build_train_data(
     Always: tokens, response_lengths, rewards, raw_reward, truncated (0/1), sample_indices, loss_masks, rollout_ids,
     rollout_mask_sums (trained tokens of the sample's whole rollout). When any sample has them: rollout_log_probs,
     teacher_log_probs, rollout_routed_experts, multimodal_train_inputs, metadata (``train_metadata``), round_number,
-    source_names; with ``args.rollout_top_p`` below 1 also rollout_top_p_token_ids and _offsets.
+    source_names; with ``args.rollout_top_p`` below 1 also rollout_top_p_token_ids and _offsets, and for RLOO with a KL
+    penalty group_indices.
 
     raw_rewards and rewards are before and after post-processing. A missing loss mask means all ones; ``remove_sample``
     zeroes it. ``metadata["raw_reward"]`` overrides raw rewards, for all samples as soon as one has it.
@@ -58,6 +59,8 @@ def build_train_data(
         if getattr(args, "use_rollout_routing_replay", False):
             validate_routed_experts(args, samples)
         data["rollout_routed_experts"] = [_present(sample, "rollout_routed_experts") for sample in samples]
+    if getattr(args, "advantage_estimator", None) == "rloo" and args.kl_coef != 0:
+        data["group_indices"] = [sample.group_index for sample in samples]
     data.update(_optional(samples))
     return data
 

@@ -20,7 +20,7 @@ class Algorithm(ArgumentGroup):
         None, "dotted path of your own loss, with --loss-type custom_loss"
     )
     advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "ppo"
     ] = flag("grpo", "how advantages are computed from rewards; ppo trains a critic for it")
     compute_advantages_and_returns: bool = flag(
         True,

@@ -7,7 +7,7 @@ from argparse import Namespace
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
-GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
 
 
 def check(args: Namespace) -> None:

@@ -6,15 +6,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.advantages import (
     get_grpo_returns,
     get_reinforce_plus_plus_baseline_advantages,
     get_reinforce_plus_plus_returns,
+    get_rloo_advantages,
 )
 from slime.algorithms.gae import get_advantages_and_returns_batch, token_rewards
 from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.rewards import leave_one_out
 from slime.algorithms.whitening import masked_whiten
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
 from slime.backends.megatron_utils.hooks import optional_function
@@ -69,6 +72,10 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
     if estimator == "reinforce_plus_plus_baseline":
         returns = get_reinforce_plus_plus_baseline_advantages(rewards, kl, data["loss_masks"], args.kl_coef)
         return list(returns), returns
+    if estimator == "rloo":
+        penalties = _penalties_against_their_groups(data, kl) if args.kl_coef != 0 else [0.0] * len(kl)
+        returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
+        return list(returns), returns
     if estimator == "reinforce_plus_plus":
         whole = get_reinforce_plus_plus_returns(
             rewards,
@@ -96,6 +103,27 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
         )
         return _local(data, advantages), _local(data, returns)
     raise ValueError(f"--advantage-estimator {estimator} is unknown")
+
+
+def _penalties_against_their_groups(data: dict, kl: Column) -> list[float]:
+    """Return the KL of each response minus the mean over its group's other executions, on whatever ranks those are."""
+    groups = data.get("group_indices")
+    if groups is None or any(group is None for group in groups):
+        raise ValueError(
+            "--advantage-estimator rloo with --kl-coef compares the KL of the answers to a prompt and needs the "
+            "group_index of every sample: set it in the rollout function, and group_indices in a converter "
+            "(--custom-convert-samples-to-train-data-path)"
+        )
+    sums = [float((k * mask).sum()) for k, mask in zip(_whole(data, kl), data["loss_masks"], strict=True)]
+    ranks = data_parallel()
+    mine = list(zip(sums, groups, data["rollout_ids"], strict=True))
+    parts = [mine]
+    if ranks.size > 1:
+        parts = [[]] * ranks.size
+        dist.all_gather_object(parts, mine, group=ranks.group)
+    centred = leave_one_out(*zip(*[row for part in parts for row in part], strict=True))
+    start = sum(len(part) for part in parts[: ranks.rank])
+    return centred[start : start + len(mine)]
 
 
 def _whiten(data: dict) -> Column:

@@ -20,7 +20,12 @@ from slime.observability.timer import drain_metrics
 _NOT_METRICS = {
     "tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums", "source_names", "prompt", "metadata",
     "round_number", "multimodal_train_inputs", "rollout_routed_experts", "rollout_top_p_token_ids",
-    "rollout_top_p_token_offsets",
+    "rollout_top_p_token_offsets", "group_indices",
+}  # fmt: skip
+
+# Timers of work on all tokens -> how many forward passes it costs (a backward pass costs two).
+FORWARD_PASSES = {
+    "log_probs": 1, "ref_log_probs": 1, "teacher_log_probs": 1, "values": 1, "actor_train": 3, "critic_train": 3,
 }  # fmt: skip
 
 
@@ -86,12 +91,12 @@ def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> 
     return metrics
 
 
-def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, float]]) -> None:
-    """Log ``train/*`` of every optimiser step; ``train/step`` counts ``rollout_id * steps per rollout + step``."""
+def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, float]], prefix: str = "") -> None:
+    """Log ``train/<prefix>*`` of every optimiser step at its place on the axis ``train/step``."""
     if not is_main_rank():
         return
     for step_id, metrics in enumerate(steps):
-        named = {f"train/{name}": value for name, value in metrics.items()}
+        named = {f"train/{prefix}{name}": value for name, value in metrics.items()}
         log(args, {**named, "train/step": train_step(args, rollout_id, step_id, len(steps))}, "train/step")
 
 
@@ -106,24 +111,27 @@ def train_step(args: Namespace, rollout_id: int, step_id: int, num_steps: int) -
     return rollout_id * max(num_steps, -(-samples // args.global_batch_size)) + step_id
 
 
-def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int]) -> dict[str, float]:
-    """Log and return ``perf/*``: seconds by timer, tokens per second, TFLOP/s per device, share of time waited.
+def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int], prefix: str = "") -> dict[str, float]:
+    """Log and return ``perf/<prefix>*``: seconds by timer, tokens and TFLOP/s per device, share of time waited.
 
     ``shard_lengths`` are the total lengths of this DP rank's samples. Collective over DP x CP on the last stage.
     """
-    metrics = drain_metrics()
+    before = f"perf/{prefix}"
+    metrics = drain_metrics(before)
     if not is_last_stage():
         return metrics
     lengths = [length for part in _all_gather(shard_lengths if context_parallel().rank == 0 else []) for length in part]
     forward = forward_flops(args, lengths) / dist.get_world_size() / 1e12
-    for name, passes in (("log_probs", 1), ("ref_log_probs", 1), ("teacher_log_probs", 1), ("actor_train", 3)):
-        if seconds := metrics.get(f"perf/{name}_time"):
-            metrics[f"perf/{name}_tflops"] = passes * forward / seconds
-    if seconds := metrics.get("perf/actor_train_time"):
-        metrics["perf/actor_train_tok_per_s"] = sum(lengths) / seconds
-    if "perf/train_time" in metrics and "perf/train_wait_time" in metrics:
-        metrics["perf/step_time"] = metrics["perf/train_time"] + metrics["perf/train_wait_time"]
-        metrics["perf/wait_time_ratio"] = metrics["perf/train_wait_time"] / max(metrics["perf/step_time"], 1e-9)
+    for name, passes in FORWARD_PASSES.items():
+        if seconds := metrics.get(f"{before}{name}_time"):
+            metrics[f"{before}{name}_tflops"] = passes * forward / seconds
+    for name in ("actor_train", "critic_train"):
+        if seconds := metrics.get(f"{before}{name}_time"):
+            metrics[f"{before}{name}_tok_per_s"] = sum(lengths) / seconds
+    trained, waited = metrics.get(f"{before}train_time"), metrics.get(f"{before}train_wait_time")
+    if trained is not None and waited is not None:
+        metrics[f"{before}step_time"] = trained + waited
+        metrics[f"{before}wait_time_ratio"] = waited / max(trained + waited, 1e-9)
     if is_main_rank():
         log(args, {**metrics, "rollout/step": rollout_step(args, rollout_id)}, "rollout/step")
     return metrics

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.rewards import normalize_by_group, normalize_rewards, post_process_rewards
+from slime.algorithms.rewards import leave_one_out, normalize_by_group, normalize_rewards, post_process_rewards
 from slime.utils.types import Sample
 
 
@@ -55,6 +55,35 @@ def test_any_group_sizes_in_any_order(rows, std: bool) -> None:
     assert permuted == pytest.approx([actual[i] for i in order], abs=1e-10)
 
 
+def left_out(rewards: list[float], groups: list[int], ids: list[int | None]) -> list[float]:
+    result = []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        others: dict[Any, list[float]] = {}
+        for j, (other, g) in enumerate(zip(rewards, groups, strict=True)):
+            same = j == i or (ids[i] is not None and ids[j] == ids[i])
+            if g == group and not same:
+                others.setdefault((ids[j],) if ids[j] is not None else (None, j), []).append(other)
+        baselines = [statistics.fmean(peers) for peers in others.values()]
+        result.append(reward - statistics.fmean(baselines) if baselines else 0.0)
+    return result
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(-10, 10), st.integers(0, 3), st.sampled_from([None, None, 0, 1, 2])),
+        min_size=1, max_size=20,
+    )
+)  # fmt: skip
+def test_leave_one_out_leaves_out_the_whole_execution(rows) -> None:
+    rewards, groups, ids = map(list, zip(*rows, strict=True))
+    assert leave_one_out(rewards, groups, ids) == pytest.approx(left_out(rewards, groups, ids), abs=1e-10)
+
+
+def test_leave_one_out_of_plain_groups_is_the_scaled_difference_to_the_mean() -> None:
+    assert leave_one_out([1.0, 0.0, 0.0, 5.0], [0, 0, 0, 1]) == [1.0, -0.5, -0.5, 0.0]
+
+
 def test_uneven_groups_do_not_collapse_into_one() -> None:
     # three rewards of 5 for one prompt and 0, 1 for another: no signal from the first group
     samples = make_samples([5.0, 0.0, 5.0, 1.0, 5.0], [0, 1, 0, 1, 0])
@@ -79,6 +108,8 @@ def test_group_of_one_gives_zero() -> None:
         ({"advantage_estimator": "cispo"}, [1 / (2**0.5 + 1e-6), -1 / (2**0.5 + 1e-6)]),
         ({"advantage_estimator": "grpo", "grpo_std_normalization": False}, [1, -1]),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, [1, -1]),
+        ({"advantage_estimator": "rloo"}, [2, -2]),
+        ({"advantage_estimator": "rloo", "rewards_normalization": False}, [3, 1]),
         ({"advantage_estimator": "reinforce_plus_plus"}, [3, 1]),
         ({"advantage_estimator": "ppo"}, [3, 1]),
         ({"advantage_estimator": "grpo", "rewards_normalization": False}, [3, 1]),

@@ -54,6 +54,13 @@ def test_the_keys_every_converter_has() -> None:
     assert RolloutBatch.from_train_data(data).rollout_ids == [9, 9, 0]
 
 
+def test_groups_are_told_to_rloo_for_its_kl_penalty() -> None:
+    samples = [make_sample(4), make_sample(5), make_sample(6)]
+    for kl_coef, expected in ((0.0, None), (0.1, [2, 2, 3])):
+        args = SimpleNamespace(reward_key=None, advantage_estimator="rloo", kl_coef=kl_coef)
+        assert build(samples, args).get("group_indices") == expected
+
+
 def test_optional_fields_appear_when_a_sample_has_them() -> None:
     samples = [
         make_sample(0, rollout_log_probs=[-0.1] * 3, train_metadata={"a": 1}, metadata={"round_number": 2}),

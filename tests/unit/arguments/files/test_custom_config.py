@@ -63,7 +63,7 @@ def test_all_mistakes_at_once(mistakes, flags):
         "moe_layer_freq: [0, 1, x]\nrollout_stop: []\ntrain_env_vars: {A: 1}\nkl-coef: 0\nkl_coef: 0\n"
         "rollout_batch_size: null\nwandb_group: [a]\nmax_tokens_per_gpu: true\nmy var: 3\nyes: 1\n7: 1\n"
     )
-    estimators = "grpo, gspo, cispo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo"
+    estimators = "grpo, gspo, cispo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, ppo"
     assert mistakes(lambda path: custom_config.read(path, flags), "--custom-config-path", text) == [
         "line 1, seed: expected an integer, got 'x'",
         "line 2, lr: expected a number, got 'fast'",

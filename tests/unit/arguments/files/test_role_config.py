@@ -78,7 +78,7 @@ MISTAKES = [
             "line 7, megatron[2].args.lr: expected a number, got 'fast'",
             "line 8, megatron[2].args.use_kl_loss: expected true or false, got 3",
             "line 9, megatron[2].args.advantage_estimator: expected one of grpo, gspo, cispo, reinforce_plus_plus, "
-            "reinforce_plus_plus_baseline, ppo, got 'gpo'",
+            "reinforce_plus_plus_baseline, rloo, ppo, got 'gpo'",
             "line 10, megatron[2].args.eval_interval: expected a value greater than or equal to 1, got 0",
             "line 6, megatron[2].args: the same is given under its other name; keep one",
         ],

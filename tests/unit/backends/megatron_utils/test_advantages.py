@@ -13,6 +13,7 @@ from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 
 TOTALS, RESPONSES, REWARDS = [6, 5], [4, 2], [1.0, -2.0]
 MASKS = [torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1])]
+OWN = {"rollout_ids": [0, 1]}
 
 
 def make_args(**overrides: Any) -> SimpleNamespace:
@@ -47,6 +48,24 @@ def test_reinforce_plus_plus_baseline() -> None:
     torch.testing.assert_close(data["kl"][0], torch.full((4,), 0.1))
     torch.testing.assert_close(data["advantages"][0], torch.full((4,), 1.0 - 0.05))
     torch.testing.assert_close(data["advantages"][1], torch.full((2,), -2.0 - 0.05))
+
+
+def test_rloo_takes_the_kl_of_the_others_off_too() -> None:
+    """Sample 1 has summed KL 0.2 over its trained tokens, sample 0 (two of four are trained) 0.2 + 0.6."""
+    data = with_kl()
+    data["ref_log_probs"][0] = data["ref_log_probs"][0] - 0.3
+    data.update(group_indices=[7, 7], **OWN)
+    compute_advantages_and_returns(make_args(advantage_estimator="rloo", kl_coef=0.5), data)
+    torch.testing.assert_close(data["advantages"][0], torch.full((4,), 1.0 - 0.5 * (0.8 - 0.2)))
+    torch.testing.assert_close(data["returns"][1], torch.full((2,), -2.0 - 0.5 * (0.2 - 0.8)))
+
+
+def test_rloo_needs_groups_for_the_kl_only() -> None:
+    data = make_data()
+    compute_advantages_and_returns(make_args(advantage_estimator="rloo"), data)
+    assert data["advantages"][1].tolist() == [-2.0, -2.0]
+    with pytest.raises(ValueError, match=r"rloo with --kl-coef .* needs the group_index of every sample"):
+        compute_advantages_and_returns(make_args(advantage_estimator="rloo", kl_coef=0.1), with_kl() | OWN)
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
