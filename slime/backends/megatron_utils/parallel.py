@@ -41,6 +41,18 @@ def tensor_parallel() -> Ranks:
     return _ranks(state.get_tensor_model_parallel_group()) if state else Ranks()
 
 
+def expert_parallel() -> Ranks:
+    """Return the position in the expert-parallel group: rank ``r`` holds the ``r``-th block of a layer's experts."""
+    state = _parallel_state()
+    return _ranks(state.get_expert_model_parallel_group()) if state else Ranks()
+
+
+def expert_tensor_parallel() -> Ranks:
+    """Return the position in the group over which one routed expert is split."""
+    state = _parallel_state()
+    return _ranks(state.get_expert_tensor_parallel_group()) if state else Ranks()
+
+
 def pipeline_parallel() -> Ranks:
     """Return the position in the pipeline-parallel group."""
     state = _parallel_state()

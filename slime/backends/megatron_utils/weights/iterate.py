@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.parallel import Ranks, expert_parallel
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps.dense import EMBEDDING
 from slime.backends.megatron_utils.weights.naming import Weight, model_dims, model_family, unwrap, weights_of
@@ -21,12 +22,13 @@ Described = tuple[str, tuple[int, ...], torch.dtype]
 def iter_hf_weights(
     model_chunks: Sequence[torch.nn.Module], args: Namespace, *, gather_pp: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(hf_name, full tensor)`` on the device, in the order of the modules.
+    """Yield ``(hf_name, full tensor)`` on the device, in the order of the modules, routed experts after all else.
 
-    Collective over the tensor-parallel group: all its ranks must drain the iterator, and all get the weights of their
-    pipeline stage. With ``gather_pp`` it is collective over the pipeline group too and every rank gets the weights of
-    all stages, first stage first. A tied output layer is not yielded. Padding of the vocabulary is cut off. Tensors may
-    share memory with the model's parameters: copy what has to survive the next optimiser step.
+    Collective over the tensor- and expert-parallel groups: all their ranks must drain the iterator, and all get the
+    weights of their pipeline stage, each once. With ``gather_pp`` it is collective over the pipeline group too and
+    every rank gets the weights of all stages, first stage first. A tied output layer is not yielded. Padding of the
+    vocabulary is cut off. Tensors may share memory with the model's parameters: copy what has to survive the next
+    optimiser step.
     """
     import_megatron()
     from megatron.core import parallel_state as mpu
@@ -52,36 +54,70 @@ def iter_hf_weights(
 def describe_hf_weights(model_chunks: Sequence[torch.nn.Module], args: Namespace) -> list[Described]:
     """Return ``(name, full shape, dtype)`` of what ``iter_hf_weights`` yields for this stage; not collective."""
     import_megatron()
-    from megatron.core import parallel_state as mpu
-
     dims = model_dims(args, unwrap(model_chunks[0]).config)
-    tp_size = mpu.get_tensor_model_parallel_world_size()
     described = []
-    for weight in _exported(model_chunks, args):
-        shapes = weight.rule.layout.hf_shapes(tuple(weight.parameter.shape), tp_size, dims)
-        described += [(n, tuple(s), weight.parameter.dtype) for n, s in zip(weight.hf_names, shapes, strict=True)]
+    for unit in _units(model_chunks, args):
+        shapes, dtype = unit[0].hf_shapes(dims), unit[0].parameter.dtype
+        names = _hf_names(unit, dims)
+        described += [(name, tuple(shapes[i % len(shapes)]), dtype) for i, name in enumerate(names)]
     return described
 
 
 def _own_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace) -> Iterator[tuple[str, torch.Tensor]]:
     dims = model_dims(args, unwrap(model_chunks[0]).config)
-    for weight in _exported(model_chunks, args):
-        yield from zip(weight.hf_names, _full(weight, dims), strict=True)
+    for unit in _units(model_chunks, args):
+        copies = [copy for weight in unit for copy in _full(weight, dims)]
+        if unit[0].rule.is_stacked:
+            # From "this rank's first expert on every rank, its second on every rank, ..." to the order of the experts.
+            in_order = [copies[i] for i in _expert_order(len(unit), expert_parallel().size)]
+            tensors = [torch.stack(parts) for parts in zip(*in_order, strict=True)]
+        else:
+            tensors = [tensor for copy in copies for tensor in copy]
+        yield from zip(_hf_names(unit, dims), tensors, strict=True)
 
 
-def _exported(model_chunks: Sequence[torch.nn.Module], args: Namespace) -> list[Weight]:
-    """Return this stage's weights without the copy of the embedding that a tied last stage holds."""
+def _units(model_chunks: Sequence[torch.nn.Module], args: Namespace) -> list[list[Weight]]:
+    """Return what is gathered together: one weight, or those of all experts that share a Hugging Face tensor.
+
+    This stage's weights without the copy of the embedding that a tied last stage holds.
+    """
     weights = weights_of(model_chunks, args, model_family(args))
-    return [w for w in weights if not (w.name == "output_layer.weight" and EMBEDDING in w.hf_names)]
+    units: dict[object, list[Weight]] = {}
+    for weight in sorted(weights, key=lambda weight: weight.rule.is_expert):
+        if not (weight.name == "output_layer.weight" and EMBEDDING in weight.hf_names):
+            key = (weight.rule.hf, weight.layer) if weight.rule.is_stacked else weight.name
+            units.setdefault(key, []).append(weight)
+    return list(units.values())
 
 
-def _full(weight: Weight, dims: Dims) -> list[torch.Tensor]:
-    from megatron.core import parallel_state as mpu
+def _hf_names(unit: list[Weight], dims: Dims) -> list[str]:
+    """Return the names of a unit's tensors, of all expert-parallel ranks, in the order in which they are yielded."""
+    first = unit[0]
+    if not first.rule.is_expert or first.rule.is_stacked or first.expert is None:
+        return list(first.hf_names)
+    ranks = expert_parallel()
+    count = dims.num_experts // ranks.size
+    own = first.expert - ranks.rank * count
+    return [name for rank in range(ranks.size) for name in first.rule.hf_names(first.layer, own + rank * count)]
 
-    shards = [weight.parameter.detach()]
-    group = mpu.get_tensor_model_parallel_group()
-    if weight.rule.layout.sharded and group.size() > 1:
-        local = shards[0].contiguous()
-        shards = [torch.empty_like(local) for _ in range(group.size())]
-        dist.all_gather(shards, local, group=group)
-    return weight.rule.layout.unshard(shards, dims)
+
+def _expert_order(per_rank: int, ranks: int) -> list[int]:
+    return [own * ranks + rank for rank in range(ranks) for own in range(per_rank)]
+
+
+def _full(weight: Weight, dims: Dims) -> list[list[torch.Tensor]]:
+    """Return the Hugging Face tensors of this weight, for a routed expert those of every expert-parallel rank."""
+    blocks = [weight.parameter.detach()]
+    if weight.rule.is_expert:
+        blocks = _all_gathered(blocks[0], expert_parallel())
+    layout, ranks = weight.rule.layout, weight.tensor_ranks if weight.rule.layout.sharded else Ranks()
+    return [layout.unshard(_all_gathered(block, ranks), dims) for block in blocks]
+
+
+def _all_gathered(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    if ranks.size == 1:
+        return [tensor]
+    local = tensor.contiguous()
+    parts = [torch.empty_like(local) for _ in range(ranks.size)]
+    dist.all_gather(parts, local, group=ranks.group)
+    return parts

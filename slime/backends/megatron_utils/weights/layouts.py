@@ -19,13 +19,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes of the whole model that layouts need."""
+    """The sizes of the whole model that layouts need; ``num_experts`` counts the routed ones of a layer."""
 
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
     vocab_size: int
     padded_vocab_size: int
+    num_experts: int = 0
 
     @property
     def heads_per_group(self) -> int:

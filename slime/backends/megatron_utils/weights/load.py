@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,22 +28,37 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
     and file), and for a family without a weight map.
     """
     import_megatron()
-    from megatron.core import parallel_state as mpu
-
     family = model_family(args, hf_dir)
     dims = model_dims(args, unwrap(model_chunks[0]).config)
-    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     weights = weights_of(model_chunks, args, family)
     with HfCheckpoint(hf_dir) as checkpoint:
-        _check_names(checkpoint, weights, family, args)
-        _check_shapes(checkpoint, weights, tp_size, dims)
+        _check_names(checkpoint, weights, family, args, dims)
+        _check_shapes(checkpoint, weights, dims)
         for weight in weights:
-            sources = [checkpoint.slice(name) for name in weight.hf_names]
-            shard = weight.rule.layout.shard(sources, tp_rank, tp_size, dims)
+            ranks = weight.tensor_ranks
+            shard = weight.rule.layout.shard(_sources(checkpoint, weight), ranks.rank, ranks.size, dims)
             weight.parameter.copy_(shard)
 
 
-def _check_names(checkpoint: HfCheckpoint, weights: list[Weight], family: Family, args: Namespace) -> None:
+def _sources(checkpoint: HfCheckpoint, weight: Weight) -> list[Any]:
+    sources = [checkpoint.slice(name) for name in weight.hf_names]
+    return [_OneOf(source, weight.expert) for source in sources] if weight.rule.is_stacked else sources
+
+
+class _OneOf:
+    """One entry of the first dimension of a lazy slice, itself a lazy slice."""
+
+    def __init__(self, stack: Any, number: int | None) -> None:
+        self._stack, self._number = stack, number
+
+    def get_shape(self) -> list[int]:
+        return list(self._stack.get_shape())[1:]
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return self._stack[(self._number, *(key if isinstance(key, tuple) else (key,)))]
+
+
+def _check_names(checkpoint: HfCheckpoint, weights: list[Weight], family: Family, args: Namespace, dims: Dims) -> None:
     wanted = {name for weight in weights for name in weight.hf_names}
     missing = sorted(wanted - checkpoint.names)
     if missing:
@@ -50,11 +66,13 @@ def _check_names(checkpoint: HfCheckpoint, weights: list[Weight], family: Family
             f"{checkpoint.path}: {len(missing)} tensors that the model needs are missing: {_some(missing)}. Do the "
             "model flags describe this checkpoint?"
         )
-    layers = {weight.layer for weight in weights}
+    own: dict[int | None, set[int | None]] = {}
+    for weight in weights:
+        own.setdefault(weight.layer, set()).add(weight.expert)
     unexpected = [
         f"{name} (in {checkpoint.file_of(name).name})"
         for name in sorted(checkpoint.names - wanted)
-        if not family.ignores_hf(name) and not _held_elsewhere(name, family, layers, args)
+        if not family.ignores_hf(name) and not _held_elsewhere(name, family, own, args, dims)
     ]
     if unexpected:
         raise ValueError(
@@ -63,14 +81,19 @@ def _check_names(checkpoint: HfCheckpoint, weights: list[Weight], family: Family
         )
 
 
-def _held_elsewhere(name: str, family: Family, own_layers: set[int | None], args: Namespace) -> bool:
-    """Return whether another pipeline stage holds the tensor (or, if tied, nobody needs to)."""
+def _held_elsewhere(
+    name: str, family: Family, own: dict[int | None, set[int | None]], args: Namespace, dims: Dims
+) -> bool:
+    """Return whether another rank holds the tensor (or, if tied, nobody needs to); ``own``: experts by layer."""
     if not family.knows_hf(name):
         return False
-    layer = as_template(name)[1]
+    _, layer, expert = as_template(name)
     if layer is None:
         return name != LM_HEAD or tied(args) or _pipeline_size() > 1
-    return layer < args.num_layers and layer not in own_layers
+    if layer not in own:
+        return layer < args.num_layers
+    has_experts = own[layer] != {None}
+    return has_experts and expert is not None and expert < dims.num_experts and expert not in own[layer]
 
 
 def _pipeline_size() -> int:
@@ -79,11 +102,10 @@ def _pipeline_size() -> int:
     return mpu.get_pipeline_model_parallel_world_size()
 
 
-def _check_shapes(checkpoint: HfCheckpoint, weights: list[Weight], tp_size: int, dims: Dims) -> None:
+def _check_shapes(checkpoint: HfCheckpoint, weights: list[Weight], dims: Dims) -> None:
     wrong = []
     for weight in weights:
-        expected = weight.rule.layout.hf_shapes(tuple(weight.parameter.shape), tp_size, dims)
-        for name, shape in zip(weight.hf_names, expected, strict=True):
+        for name, shape in zip(weight.hf_names, weight.hf_shapes(dims), strict=True):
             seen = tuple(checkpoint.slice(name).get_shape())
             if seen != tuple(shape):
                 wrong.append(f"{name} (in {checkpoint.file_of(name).name}) is {list(seen)}, expected {list(shape)}")

@@ -11,21 +11,37 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.model_provider import padded_vocab_size
+from slime.backends.megatron_utils.parallel import Ranks, expert_parallel, expert_tensor_parallel, tensor_parallel
 from slime.backends.megatron_utils.weights.hf_checkpoint import read_config
-from slime.backends.megatron_utils.weights.layouts import Dims
+from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.dense import EMBEDDING, LM_HEAD
+from slime.backends.megatron_utils.weights.maps.rule import as_template
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of this rank and where it belongs: ``hf_names`` of layer ``layer`` by ``rule``."""
+    """One parameter of this rank and where it belongs: ``hf_names`` of a layer (and expert) by ``rule``.
+
+    A persistent buffer (the bias by which a router picks experts) counts as a parameter here.
+    """
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     rule: Rule
     layer: int | None
+    expert: int | None
     hf_names: tuple[str, ...]
+
+    @property
+    def tensor_ranks(self) -> Ranks:
+        """Return the group over which the parameter is split, if its layout is sharded."""
+        return expert_tensor_parallel() if self.rule.is_expert else tensor_parallel()
+
+    def hf_shapes(self, dims: Dims) -> list[Shape]:
+        """Return the shapes of the tensors ``hf_names``."""
+        shapes = self.rule.layout.hf_shapes(tuple(self.parameter.shape), self.tensor_ranks.size, dims)
+        return [(dims.num_experts, *shape) for shape in shapes] if self.rule.is_stacked else shapes
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -36,17 +52,41 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def global_named_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield ``(name, parameter)`` of this rank's chunks, with layer numbers counted over the whole model from 0."""
+def global_named_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, parameter)`` of this rank's chunks, with layers and experts counted over the whole model from 0.
+
+    After a chunk's parameters come its persistent buffers.
+    """
     for chunk in model_chunks:
         model: Any = unwrap(chunk)
         numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
-        for name, parameter in model.named_parameters():
+        first_expert = expert_parallel().rank * experts_per_rank(getattr(model, "config", None))
+        for name, parameter in _parameters_and_buffers(model):
             head, layers, tail = name.partition("decoder.layers.")
             if layers and not head:
                 local, _, rest = tail.partition(".")
                 name = f"{layers}{numbers[local]}.{rest}"
-            yield name, parameter
+            yield _with_global_expert(name, first_expert), parameter
+
+
+def _parameters_and_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _with_global_expert(name: str, first_expert: int) -> str:
+    template, layer, expert = as_template(name)
+    if expert is None:
+        return name
+    return template.format(layer=layer, expert=first_expert + expert)
+
+
+def experts_per_rank(config: Any) -> int:
+    """Return how many routed experts of a layer a rank holds; 0 for a dense model."""
+    return (getattr(config, "num_moe_experts", None) or 0) // expert_parallel().size
 
 
 def tied(args: Namespace) -> bool:
@@ -69,7 +109,8 @@ def model_dims(args: Namespace, config: Any) -> Dims:
     """Return the sizes that layouts need, from the flags and Megatron's config."""
     padded = padded_vocab_size(args)
     vocab = getattr(args, "vocab_size", None) or padded
-    return Dims(config.num_attention_heads, config.num_query_groups, config.kv_channels, vocab, padded)
+    experts = config.num_moe_experts or 0
+    return Dims(config.num_attention_heads, config.num_query_groups, config.kv_channels, vocab, padded, experts)
 
 
 def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family: Family) -> list[Weight]:
@@ -80,9 +121,9 @@ def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family:
     """
     weights = []
     for name, parameter in global_named_parameters(model_chunks):
-        rule, layer = family.find(name)
-        hf_names = tuple(rule.hf_names(layer))
+        rule, place = family.find(name)
+        hf_names = tuple(rule.hf_names(place.layer, place.expert))
         if tied(args):
             hf_names = tuple(EMBEDDING if name == LM_HEAD else name for name in hf_names)
-        weights.append(Weight(name, parameter, rule, layer, hf_names))
+        weights.append(Weight(name, parameter, rule, place.layer, place.expert, hf_names))
     return weights

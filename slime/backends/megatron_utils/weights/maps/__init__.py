@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.maps import llama, qwen2, qwen3
+from slime.backends.megatron_utils.weights.maps import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
 __all__ = ["FAMILIES", "Family", "Rule", "family_of"]
 
-FAMILIES: tuple[Family, ...] = (qwen2.FAMILY, qwen3.FAMILY, llama.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    qwen2.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    llama.FAMILY,
+)
 
 
 def family_of(model_type: str) -> Family:

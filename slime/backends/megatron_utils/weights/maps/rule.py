@@ -5,26 +5,42 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from slime.backends.megatron_utils.weights.layouts import Layout
 
-LAYER = "{layer}"
+LAYER, EXPERT = "{layer}", "{expert}"
+_LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+# One module per expert (`experts.3.`, `local_experts.3.`), or one grouped module with a weight per expert (`weight3`).
+_EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)|(?<=experts\.linear_fc\d\.weight)\d+$")
 
 
 @dataclass(frozen=True)
 class Rule:
     """``megatron``: the parameter's name, and its other names (TransformerEngine fuses norms into linear layers).
 
-    ``{layer}`` stands for the zero-based global layer number. ``hf``: the tensors it is made of, in the layout's order.
+    ``{layer}`` stands for the zero-based global layer number, ``{expert}`` for the number of a routed expert. ``hf``:
+    the tensors it is made of, in the layout's order. A rule with ``{expert}`` on Megatron's side alone means that the
+    Hugging Face tensors stack all experts of the layer along a new first dimension; the layout describes one expert.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
 
-    def hf_names(self, layer: int | None) -> list[str]:
-        """Return the Hugging Face names for ``layer`` (None for a parameter outside the layers)."""
-        return [name.replace(LAYER, str(layer)) for name in self.hf]
+    @property
+    def is_expert(self) -> bool:
+        """Return whether it is about routed experts, which are split over the expert-parallel ranks."""
+        return EXPERT in self.megatron[0]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Return whether a Hugging Face tensor holds all experts of a layer."""
+        return self.is_expert and not any(EXPERT in name for name in self.hf)
+
+    def hf_names(self, layer: int | None, expert: int | None = None) -> list[str]:
+        """Return the Hugging Face names for ``layer`` and ``expert`` (None for a parameter outside of them)."""
+        return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for name in self.hf]
 
 
 @dataclass(frozen=True)
@@ -47,31 +63,45 @@ class Family:
     def _hf_templates(self) -> frozenset[str]:
         return frozenset(name for rule in self.rules for name in rule.hf)
 
-    def find(self, megatron_name: str) -> tuple[Rule, int | None]:
-        """Return the rule for a global Megatron name, and its layer number.
+    def find(self, megatron_name: str) -> tuple[Rule, Place]:
+        """Return the rule for a global Megatron name, and the layer and expert that the name is about.
 
         Raises ValueError, naming the family, for a parameter that the map does not know.
         """
-        template, layer = as_template(megatron_name)
-        if template not in self._by_template:
+        place = as_template(megatron_name)
+        if place.template not in self._by_template:
             raise ValueError(
                 f"the weight map of {self.name!r} has no rule for the parameter {megatron_name!r}; it knows "
                 f"{sorted(self._by_template)}. Do the model flags describe the checkpoint?"
             )
-        return self._by_template[template], layer
+        return self._by_template[place.template], place
 
     def knows_hf(self, hf_name: str) -> bool:
-        """Return whether a rule mentions this Hugging Face name (of any layer)."""
-        return as_template(hf_name)[0] in self._hf_templates
+        """Return whether a rule mentions this Hugging Face name (of any layer and expert)."""
+        return as_template(hf_name).template in self._hf_templates
 
     def ignores_hf(self, hf_name: str) -> bool:
         """Return whether the Hugging Face tensor is one that may be left unread."""
         return any(re.search(pattern, hf_name) for pattern in self.ignored)
 
 
-def as_template(name: str) -> tuple[str, int | None]:
-    """Split a name of either side into template and layer: ``a.layers.3.b`` -> ``("a.layers.{layer}.b", 3)``."""
-    match = re.search(r"(?<=\blayers\.)\d+(?=\.)", name)
+class Place(NamedTuple):
+    """A name of either side without its numbers, and the numbers (None where it has none)."""
+
+    template: str
+    layer: int | None
+    expert: int | None
+
+
+def as_template(name: str) -> Place:
+    """Take the numbers out of a name: ``layers.3.b.experts.7.c`` -> ``layers.{layer}.b.experts.{expert}.c``, 3, 7."""
+    name, expert = _cut(_EXPERT_NUMBER, name, EXPERT)
+    template, layer = _cut(_LAYER_NUMBER, name, LAYER)
+    return Place(template, layer, expert)
+
+
+def _cut(number: re.Pattern[str], name: str, placeholder: str) -> tuple[str, int | None]:
+    match = number.search(name)
     if match is None:
         return name, None
-    return name[: match.start()] + LAYER + name[match.end() :], int(match.group())
+    return name[: match.start()] + placeholder + name[match.end() :], int(match.group())
