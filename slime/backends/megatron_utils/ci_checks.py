@@ -31,12 +31,12 @@ def check_rollout(args: Namespace, rollout_id: int, metrics: dict[str, float]) -
         assert 0 < entropy < 1, f"mean entropy {entropy} is outside of (0, 1)"
 
 
-def check_steps(args: Namespace, rollout_id: int, steps: list[dict[str, float]]) -> None:
+def check_steps(args: Namespace, rollout_id: int, steps: list[dict[str, float]], role: str = "actor") -> None:
     """Check the optimiser steps' metrics and compare or record gradient norms. Raises AssertionError."""
     for step_id, metrics in enumerate(steps):
         if getattr(args, "ci_test", False):
             _check_step(args, rollout_id, step_id, metrics)
-        _compare_grad_norm(args, rollout_id, step_id, metrics["grad_norm"])
+        _compare_grad_norm(args, role, rollout_id, step_id, metrics["grad_norm"])
 
 
 def _check_step(args: Namespace, rollout_id: int, step_id: int, metrics: dict[str, float]) -> None:
@@ -64,8 +64,8 @@ def _kl_checks(args: Namespace) -> bool:
     return not getattr(args, "ci_disable_kl_checker", False) and not getattr(args, "use_rollout_routing_replay", False)
 
 
-def _compare_grad_norm(args: Namespace, rollout_id: int, step_id: int, grad_norm: float) -> None:
-    fields = {"role": "actor", "rollout_id": rollout_id, "step_id": step_id}
+def _compare_grad_norm(args: Namespace, role: str, rollout_id: int, step_id: int, grad_norm: float) -> None:
+    fields = {"role": role, "rollout_id": rollout_id, "step_id": step_id}
     if (template := getattr(args, "ci_save_grad_norm", None)) and is_main_rank():
         path = Path(template.format(**fields))
         with replacing(path) as temporary:

@@ -17,7 +17,7 @@ from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_steps
-from slime.backends.megatron_utils.data import prepare_rollout_data
+from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.offload import Sleeper
@@ -33,6 +33,7 @@ from slime.backends.megatron_utils.reference import refreshed_reference
 from slime.backends.megatron_utils.train_dump import save_train_dump
 from slime.backends.megatron_utils.train_metrics import log_perf, log_rollout_metrics, log_train_metrics
 from slime.backends.megatron_utils.train_step import StepContext, configure_schedules, train_rollout
+from slime.backends.megatron_utils.values import add_external_columns
 from slime.backends.megatron_utils.weight_backup import WeightBackup
 from slime.batching.columns import RolloutShard
 from slime.observability.timer import get_timers, timer
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 class MegatronTrainer:
     """A plain object, one per rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by whoever creates it.
 
-    Every method is collective over the ranks. Call ``initialize`` first.
+    Every method is collective over the ranks. Call ``initialize`` first. This class plays the actor; what another role
+    does differently is in a subclass (``critic.CriticTrainer``).
 
     Attributes:
         args: the flat namespace.
@@ -52,14 +54,18 @@ class MegatronTrainer:
         is_weight_source: whether this rank sends its pipeline stage's weights to the engines.
     """
 
+    role = ACTOR
+    metric_prefix = ""
+    """Before the names of metrics: ``train/<prefix>loss``, ``perf/<prefix>train_time``."""
+
     args: Namespace
     model: list[torch.nn.Module]
     parallel_config: dict[str, int]
     is_weight_source: bool
 
     def __init__(self, args: Namespace, role: str = ACTOR, with_ref: bool = False) -> None:
-        if role != ACTOR:
-            raise ValueError(f"this trainer plays the role 'actor', not {role!r}")
+        if role != self.role:
+            raise ValueError(f"this trainer plays the role {self.role!r}, not {role!r}")
         self.args = args
         self._with_ref = with_ref
         self._waiting_since: float | None = None
@@ -67,7 +73,6 @@ class MegatronTrainer:
     def initialize(self) -> int:
         """Build process groups, model, optimiser and schedule, load weights and state; return the first rollout id."""
         from slime.backends.megatron_utils.initialize import initialize_megatron
-        from slime.backends.megatron_utils.model_provider import get_model
 
         import_megatron()
         self.hooks: TrainerHooks = load_trainer_hooks(self.args)
@@ -77,7 +82,7 @@ class MegatronTrainer:
         self.parallel_config = self._describe_parallelism()
         self.is_weight_source = tensor_parallel().rank == 0 and data_parallel(with_context_parallel=True).rank == 0
 
-        self.model = get_model(self.args)
+        self.model = self._build_model()
         self.device = next(self.model[0].parameters()).device
         self.optimizer = build_optimizer(self.args, self.model)
         self.scheduler = build_scheduler(self.args, self.optimizer)
@@ -88,12 +93,17 @@ class MegatronTrainer:
         self._backup = WeightBackup(self.model, active=ACTOR)
         if self._with_ref:
             self._load_reference()
-        start_rollout_id = self._load_actor()
+        start_rollout_id = self._load()
         self._passes = LogProbPasses(self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref)
         self._saver = CheckpointSaver(self.args)
         self._sleeper = Sleeper(self.model, self.optimizer)
         self._waiting_since = time.monotonic()
         return start_rollout_id
+
+    def _build_model(self) -> list[torch.nn.Module]:
+        from slime.backends.megatron_utils.model_provider import get_model
+
+        return get_model(self.args)
 
     def _describe_parallelism(self) -> dict[str, int]:
         dp, cp, tp, pp = data_parallel(), context_parallel(), tensor_parallel(), pipeline_parallel()
@@ -123,11 +133,11 @@ class MegatronTrainer:
             self._load_hf(source)
         self._backup.save(REFERENCE)
 
-    def _load_actor(self) -> int:
+    def _load(self) -> int:
         """Load ``--load`` when it is a Megatron checkpoint, else Hugging Face weights; return the first rollout id."""
         load = getattr(self.args, "load", None)
         if is_megatron_checkpoint(load):
-            iteration = load_checkpoint(self.args, load, self._state, step=getattr(self.args, "ckpt_step", None))
+            iteration = self._load_megatron(str(load), getattr(self.args, "ckpt_step", None))
             return 0 if iteration is None else iteration + 1
         sources = (load, getattr(self.args, "ref_load", None), self.args.hf_checkpoint)
         found = [path for path in sources if path and (Path(path) / "config.json").is_file()]
@@ -139,6 +149,10 @@ class MegatronTrainer:
         self._load_hf(found[0])
         self.optimizer.reload_model_params()
         return 0
+
+    def _load_megatron(self, root: str, step: int | None) -> int | None:
+        """Continue from a Megatron checkpoint; return its iteration, None when counting starts afresh."""
+        return load_checkpoint(self.args, root, self._state, step=step)
 
     def _load_hf(self, path: str) -> None:
         from slime.backends.megatron_utils.weights import load_hf
@@ -167,24 +181,38 @@ class MegatronTrainer:
             self._saver.poll()
             with timer("data_preprocess"):
                 data = prepare_rollout_data(self.args, shard, self.device)
-                data.update(external_data or {})
-            if getattr(self.args, "compute_advantages_and_returns", True):
-                self._passes.add_to(data)
-                compute_advantages_and_returns(self.args, data)
-            if self.hooks.postprocess_rollout_data is not None:
-                self.hooks.postprocess_rollout_data(self.args, rollout_id, data)
-            rollout_metrics = log_rollout_metrics(self.args, rollout_id, data)
-            check_rollout(self.args, rollout_id, rollout_metrics)
+            rollout_metrics = self._before_steps(rollout_id, data, external_data or {})
             if getattr(self.args, "reset_optimizer_states", False):
                 reset_optimizer_states(self.optimizer)
-            with timer("actor_train"):
+            with timer(f"{self.role}_train"):
                 steps = train_rollout(self._context, rollout_id, data)
-            check_steps(self.args, rollout_id, steps)
-            save_train_dump(self.args, rollout_id, data)
-            self._refresh_reference(rollout_id)
-        log_train_metrics(self.args, rollout_id, steps)
-        log_perf(self.args, rollout_id, data["total_lengths"])
+            check_steps(self.args, rollout_id, steps, role=self.role)
+            self._after_steps(rollout_id, data)
+        log_train_metrics(self.args, rollout_id, steps, prefix=self.metric_prefix)
+        log_perf(self.args, rollout_id, data["total_lengths"], prefix=self.metric_prefix)
         self._waiting_since = time.monotonic()
+        return self._report(data, steps, rollout_metrics)
+
+    def _before_steps(self, rollout_id: int, data: RolloutData, external_data: dict[str, Any]) -> dict[str, float]:
+        """Complete ``data`` with what the loss needs; log and return the rollout's metrics."""
+        add_external_columns(data, external_data, self.device)
+        if getattr(self.args, "compute_advantages_and_returns", True):
+            self._passes.add_to(data)
+            compute_advantages_and_returns(self.args, data)
+        if self.hooks.postprocess_rollout_data is not None:
+            self.hooks.postprocess_rollout_data(self.args, rollout_id, data)
+        metrics = log_rollout_metrics(self.args, rollout_id, data)
+        check_rollout(self.args, rollout_id, metrics)
+        return metrics
+
+    def _after_steps(self, rollout_id: int, data: RolloutData) -> None:
+        save_train_dump(self.args, rollout_id, data)
+        self._refresh_reference(rollout_id)
+
+    def _report(
+        self, data: RolloutData, steps: list[dict[str, float]], rollout_metrics: dict[str, float]
+    ) -> dict[str, Any]:
+        del data  # for roles that return some of it
         return {"steps": steps, "rollout": rollout_metrics}
 
     def _refresh_reference(self, rollout_id: int) -> None:
