@@ -29,6 +29,17 @@ def rollout_mean(loss_masks: Sequence[Tensor], rollout_mask_sums: Sequence[float
     return _weighted_sum(torch.cat(list(loss_masks)), denominators)
 
 
+def constant_length(loss_masks: Sequence[Tensor], length: float) -> Reducer:
+    """Reduce by ``sum_i sum_t x_it mask_it / length``: every token weighs the same (Dr. GRPO, arXiv:2503.20783).
+
+    Without the division by a response's own length long wrong answers are not favoured. ``length`` is the same for the
+    whole run, usually the longest response allowed. Raises ValueError unless it is positive.
+    """
+    if not length > 0:
+        raise ValueError(f"--pg-loss-length must be positive, got {length}")
+    return _weighted_sum(torch.cat(list(loss_masks)), torch.tensor(float(length), device=loss_masks[0].device))
+
+
 def token_sum(loss_masks: Sequence[Tensor]) -> Reducer:
     """Reduce by ``sum_i sum_t x_it mask_it``; the caller divides by the number of trained tokens of the step."""
     return _weighted_sum(torch.cat(list(loss_masks)), None)

@@ -124,6 +124,27 @@ def test_infinity_stops_all_ranks_and_names_the_sample(ranks: Any) -> None:
         assert found["not finite"]["scheduler"] == 0
 
 
+def test_the_mismatch_is_measured_without_any_flag_over_all_ranks(ranks: Any, checkpoint: str) -> None:
+    data, model = make_train_data(seed=0), plain_grpo.load(checkpoint)
+    distances: list[torch.Tensor] = []
+    for tokens, response, mask, engine in zip(
+        data["tokens"], data["response_lengths"], data["loss_masks"], data["rollout_log_probs"], strict=True
+    ):
+        with torch.no_grad():
+            log_probs, _ = plain_grpo.token_log_probs(model, tokens, response, 0.7)
+        distances.append((log_probs - torch.tensor(engine)).abs()[torch.tensor(mask) > 0])
+    worst = max(range(8), key=lambda i: float(distances[i].mean()))
+    for found in ranks:
+        for name in ("skipped", "computed"):
+            step = found[name]["steps"][0]
+            assert step["mismatch/mean"] == pytest.approx(torch.cat(distances).mean().item(), rel=1e-5)
+            assert step["mismatch/max"] == pytest.approx(torch.cat(distances).max().item(), rel=1e-5)
+        message, unchanged = found["mismatch"]
+        assert message.startswith("MismatchError: rollout 0, optimizer step 0: log-probs of trainer and engine")
+        assert f"Worst is sample index {100 + worst}: " in message
+        assert unchanged
+
+
 def test_infinity_can_be_skipped(ranks: Any) -> None:
     for found in ranks:
         skipped = found["not finite, skipped"]

@@ -113,6 +113,7 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
 
 
 OPTIONAL = {
+    "mismatch_alarm_threshold", "mismatch_stop_threshold",
     "async_save", "overlap_p2p_comm", "virtual_pipeline_model_parallel_size",
     "check_for_nan_in_loss_and_grad", "ci_test", "ckpt_step", "custom_advantage_function_path",
     "custom_loss_function_path", "custom_megatron_before_log_prob_hook_path",

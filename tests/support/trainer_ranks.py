@@ -345,6 +345,14 @@ def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     trainer, _ = new_trainer(checkpoint, custom_pg_loss_reducer_function_path=here + "plain_sum_reducer")
     found["own reducer"] = train_once(trainer, 0, data)["steps"][0]
 
+    limits = {"mismatch_alarm_threshold": 0.0, "mismatch_stop_threshold": 1e-3}
+    trainer, _ = new_trainer(checkpoint, **limits)
+    before = parameters(trainer)
+    try:
+        train_once(trainer, 0, data)
+    except RuntimeError as error:
+        found["mismatch"] = f"{type(error).__name__}: {error}", _same(parameters(trainer), before)
+
     found["not finite"] = _non_finite(checkpoint)
     found["not finite, skipped"] = _non_finite(checkpoint, check_for_nan_in_loss_and_grad=False)
 

@@ -87,8 +87,25 @@ class OffPolicy(ArgumentGroup):
         None,
         "dotted path of your own reduction of the policy loss over tokens; default: mean over tokens, then samples",
     )
+    pg_loss_reducer: Literal["rollout_mean", "constant_length"] = flag(
+        "rollout_mean",
+        "what the policy loss of a rollout's tokens is divided by: their number, or the same --pg-loss-length for all "
+        "(Dr. GRPO)",
+    )
+    pg_loss_length: int | None = flag(
+        None, "divisor of --pg-loss-reducer constant_length; default: --rollout-max-response-len", ge=1
+    )
     get_mismatch_metrics: bool = flag(
         False, "report the metrics of --custom-tis-function-path, which decides whether it changes the loss"
+    )
+    mismatch_alarm_threshold: float = flag(
+        0.1,
+        "warn, once per rollout, when log-probs of engine and trainer for the same tokens differ by more on average; "
+        "0: never",
+        ge=0,
+    )
+    mismatch_stop_threshold: float | None = flag(
+        None, "stop the run, before the step, when they differ by more on average; default: never", gt=0
     )
     use_routing_replay: bool = flag(False, "record expert routing in the log-prob pass and replay it in training")
     use_rollout_routing_replay: bool = flag(False, "replay the engine's expert routing in training")

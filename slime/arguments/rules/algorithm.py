@@ -15,6 +15,7 @@ def check(args: Namespace) -> None:
     _check_kl(args)
     _check_loss(args)
     _check_corrections(args)
+    _check_reducer(args)
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
         raise ArgumentError(f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages; add it")
     if args.only_train_params_name_list and args.freeze_params_name_list:
@@ -67,6 +68,30 @@ def _check_corrections(args: Namespace) -> None:
         raise ArgumentError(f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it")
 
 
+def _check_reducer(args: Namespace) -> None:
+    if args.pg_loss_reducer == "rollout_mean":
+        if args.pg_loss_length is not None:
+            raise ArgumentError(
+                f"--pg-loss-length {args.pg_loss_length} is the divisor of --pg-loss-reducer constant_length; add it"
+            )
+        return
+    if args.loss_type != "policy_loss":
+        raise ArgumentError(
+            f"--pg-loss-reducer {args.pg_loss_reducer} has no effect with --loss-type {args.loss_type}; leave it out"
+        )
+    for name in ("calculate_per_token_loss", "custom_pg_loss_reducer_function_path"):
+        if getattr(args, name):
+            raise ArgumentError(
+                f"--pg-loss-reducer {args.pg_loss_reducer} and --{name.replace('_', '-')} both say what the policy "
+                "loss is divided by; leave one of them out"
+            )
+    if args.pg_loss_length is None and args.rollout_max_response_len is None:
+        raise ArgumentError(
+            f"--pg-loss-reducer {args.pg_loss_reducer} divides by the longest response: give "
+            "--rollout-max-response-len or --pg-loss-length"
+        )
+
+
 def _check_without_advantages(args: Namespace) -> None:
     """Neither log-probs nor advantages are computed before the step: what works on them is not asked for."""
     for name in ("kl_coef", "custom_advantage_function_path", "normalize_advantages", "use_rollout_entropy"):
@@ -86,6 +111,8 @@ def derive(args: Namespace) -> None:
             args,
             f"--advantage-estimator cispo usually has no lower clip: raise --eps-clip {args.eps_clip} to 1.0 or more",
         )
+    if args.pg_loss_reducer == "constant_length" and args.pg_loss_length is None:
+        args.pg_loss_length = args.rollout_max_response_len
     args.use_critic = args.advantage_estimator == "ppo"
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False

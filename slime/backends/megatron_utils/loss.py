@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.advantages import compute_advantages_and_retu
 from slime.backends.megatron_utils.cp_utils import Reducer, get_sum_of_sample_mean
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import icepop_function, vanilla_tis_function
+from slime.backends.megatron_utils.mismatch import note_mismatch
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel
 from slime.backends.megatron_utils.policy_loss import policy_loss_function
 from slime.backends.megatron_utils.response_logits import (
@@ -83,7 +84,8 @@ def loss_function(
     ``calculate_per_token_loss`` it is ``sum(S) / tokens``: three values, of which the schedule leaves the loss alone,
     and Megatron divides gradients by the token count that it sums over DP x CP, where each CP rank reports all tokens.
 
-    The last value is the report {"keys", "values" float32 [1 + keys] (token count first), "finite_samples"}.
+    The last value is the report {"keys", "values" float32 [1 + keys] (token count first), "finite_samples",
+    "mismatch"}; the last two have a row per sample, or are None.
     """
     per_token = bool(getattr(args, "calculate_per_token_loss", False))
     masks = batch["loss_masks"]
@@ -101,11 +103,13 @@ def loss_function(
     else:
         loss, metrics = function(args, batch, logits, reduce)
 
+    mismatch = None if args.loss_type in ("sft_loss", "value_loss") else note_mismatch(batch)
     values = [num_tokens, *metrics.values()]
     report = {
         "keys": list(metrics),
         "values": torch.stack([torch.as_tensor(v, device=logits.device).detach().float().reshape(()) for v in values]),
         "finite_samples": batch.pop("finite_samples", None),
+        "mismatch": mismatch,
     }
     if per_token:
         return loss * context_parallel().size, num_tokens, report

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.policy_loss import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
-from slime.backends.megatron_utils.cp_utils import Reducer, all_gather_samples_with_cp, get_sum_of_sample_mean
+from slime.algorithms.reducers import constant_length
+from slime.backends.megatron_utils.cp_utils import (
+    Reducer,
+    all_gather_samples_with_cp,
+    get_sum_of_sample_mean,
+    slice_log_prob_with_cp,
+)
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples
@@ -50,6 +56,7 @@ def policy_loss_function(
     )
     log_probs = _log_probs(args, batch, result["log_probs"])
     note_finite_samples(batch, log_probs.current, log_probs.old, batch["advantages"])
+    batch["trainer_log_probs"] = log_probs.trainer  # for the mismatch meter
     current, advantages = torch.cat(log_probs.current), torch.cat(batch["advantages"])
 
     ppo_kl = _ppo_kl(args, batch, log_probs)
@@ -171,11 +178,18 @@ def _reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor]) -> Red
 
 
 def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor], default: Reducer) -> Reducer:
+    if getattr(args, "pg_loss_reducer", "rollout_mean") == "constant_length":
+        return constant_length(_local_masks(batch, masks), args.pg_loss_length)
     custom = optional_function(args, "custom_pg_loss_reducer_function_path")
     if custom is None:
         return default
     per_token = bool(getattr(args, "calculate_per_token_loss", False))
     return custom(batch["total_lengths"], batch["response_lengths"], masks, per_token)
+
+
+def _local_masks(batch: dict[str, Any], masks: list[Tensor]) -> Column:
+    lengths = zip(masks, batch["total_lengths"], batch["response_lengths"], strict=True)
+    return [slice_log_prob_with_cp(mask, total, response) for mask, total, response in lengths]
 
 
 def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.data import RolloutData, sample_name, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
+from slime.backends.megatron_utils.mismatch import MismatchMeter
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, pipeline_parallel
 from slime.backends.megatron_utils.schedule_call import run_schedule
 
@@ -38,13 +39,15 @@ class StepContext:
 def train_rollout(context: StepContext, rollout_id: int, data: RolloutData) -> list[dict[str, float]]:
     """Train on ``data``; return per optimiser step the metrics of spec names without prefix (``loss``, ``grad_norm``).
 
-    Loss metrics are present on the last pipeline stage only. Raises ``NonFiniteError`` on all ranks alike.
+    Loss metrics are present on the last pipeline stage only. Raises ``NonFiniteError`` and ``MismatchError`` on all
+    ranks alike.
     """
     steps = steps_of(data)
     metrics = []
+    meter = MismatchMeter(context.args, rollout_id, data, context.device)
     for step_id, micro_batches in enumerate(steps):
         batch_size = int(data["global_batch_sizes"][step_id])
-        metrics.append(_train_step(context, rollout_id, step_id, data, micro_batches, batch_size))
+        metrics.append(_train_step(context, rollout_id, step_id, data, micro_batches, batch_size, meter))
         _complete_parameters(context.model, last=step_id == len(steps) - 1)
     return metrics
 
@@ -113,6 +116,7 @@ def _train_step(
     data: RolloutData,
     micro_batches: list[list[int]],
     global_batch_size: int,
+    meter: MismatchMeter,
 ) -> dict[str, float]:
     args, model, optimizer = context.args, context.model, context.optimizer
     for chunk in model:
@@ -127,6 +131,7 @@ def _train_step(
 
     reports = run_schedule(args, model, data, micro_batches, loss_of, forward_only=False)
     learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
+    mismatch = meter.measure(step_id, micro_batches, reports)
     skipped, grad_norm = _update(context, rollout_id, step_id, data, micro_batches, reports)
     if not skipped:
         context.scheduler.step(increment=global_batch_size)
@@ -136,7 +141,7 @@ def _train_step(
     metrics["global_batch_size"] = global_batch_size
     if skipped:
         metrics["skipped_step"] = 1.0
-    return {**metrics, **learning_rates}
+    return {**metrics, **mismatch, **learning_rates}
 
 
 def _update(

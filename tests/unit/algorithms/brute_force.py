@@ -41,3 +41,11 @@ def ppo(kl_: float, advantage: float, low: float, high: float, c: float | None) 
 
 def masked_mean(values: list[float], mask: list[int]) -> float:
     return sum(v * m for v, m in zip(values, mask, strict=True)) / max(sum(mask), 1)
+
+
+def mismatch(tokens: list[tuple[float, float, int]]) -> list[float]:
+    """Sums of |d|, k1, k3, the count and the largest |d| over trained (train, rollout, mask)."""
+    found = [train - rollout for train, rollout, mask in tokens if mask]
+    k3 = [math.exp(d) - 1 - d for d in found]
+    largest = max((abs(d) for d in found), default=0.0)
+    return [math.fsum(map(abs, found)), -math.fsum(found), math.fsum(k3), float(len(found)), largest]

@@ -18,7 +18,7 @@ from slime.algorithms.policy_loss import (
     compute_policy_loss,
     sequence_kl,
 )
-from slime.algorithms.reducers import make_reducer, num_trained_tokens, rollout_mean, token_sum
+from slime.algorithms.reducers import constant_length, make_reducer, num_trained_tokens, rollout_mean, token_sum
 from slime.algorithms.value_loss import compute_value_loss
 from tests.unit.algorithms import brute_force
 
@@ -156,6 +156,7 @@ def test_reducers(samples, data: st.DataObject) -> None:
         (make_reducer(masks), by_sample),
         (make_reducer(masks, sums, calculate_per_token_loss=True), sum(own)),
         (token_sum(masks), sum(own)),
+        (constant_length(masks, 7), sum(own) / 7),
     ):
         close(reducer(values), expected)
     assert num_trained_tokens(masks).item() == sum(max(sum(m for _, m in sample), 1) for sample in samples)
@@ -173,6 +174,8 @@ def test_rollout_mean_does_not_depend_on_the_division() -> None:
 
 
 def test_reducer_refuses_other_lengths() -> None:
+    with pytest.raises(ValueError, match="--pg-loss-length must be positive, got 0"):
+        constant_length([torch.ones(3)], 0)
     with pytest.raises(ValueError, match=r"one value per token \(3,\), got \(2,\)"):
         token_sum([torch.ones(3)])(torch.zeros(2))
 

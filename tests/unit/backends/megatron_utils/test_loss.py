@@ -211,6 +211,36 @@ def test_importance_corrections() -> None:
     torch.testing.assert_close(loss, torch.tensor([0.0, 0.5, 1.0, 1.5, 0.0]))
 
 
+def test_constant_length_divides_every_token_alike() -> None:
+    """On policy the loss of a token is minus its advantage; entropy and metrics keep the mean over the rollout."""
+    batch, logits = make_batch()
+    del batch["log_probs"]
+    args = make_args(pg_loss_reducer="constant_length", pg_loss_length=50, entropy_coef=0.1)
+    loss, metrics = policy_loss_function(args, batch, logits, reducer(args, batch))
+    _, usual = policy_loss_function(make_args(), batch, logits, reducer(args, batch))
+    trained = [int(mask.sum()) for mask in batch["loss_masks"]]
+    expected = -sum(r * n / 50 for r, n in zip(batch["rewards"], trained, strict=True))
+    assert metrics["pg_loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert metrics["entropy_loss"] == usual["entropy_loss"]
+    assert loss.item() == pytest.approx(expected - 0.1 * usual["entropy_loss"].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("skipped_pass", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_mismatch_meter_needs_no_flag(skipped_pass: bool, recompute: bool) -> None:
+    args, (batch, logits) = make_args(recompute_loss_function=recompute), make_batch()
+    trainer = [values.detach() for values, _ in dense(batch, logits)] if skipped_pass else batch["log_probs"]
+    if skipped_pass:
+        del batch["log_probs"]
+    _, report = loss_function(args, batch, 1, logits)  # type: ignore[misc]
+    for row, train, rollout, mask in zip(
+        report["mismatch"], trainer, batch["rollout_log_probs"], batch["loss_masks"], strict=True
+    ):
+        d = ((train - rollout).double() * mask).abs()
+        assert row[0].item() == pytest.approx(d.sum().item(), abs=1e-5)
+        assert row[3:].tolist() == pytest.approx([mask.sum().item(), d.max().item()], abs=1e-5)
+
+
 def test_sft_loss() -> None:
     args, (batch, logits) = make_args(loss_type="sft_loss"), make_batch()
     loss, metrics = sft_loss_function(args, batch, logits, reducer(args, batch))

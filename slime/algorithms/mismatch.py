@@ -1,0 +1,31 @@
+"""How far the log-probs of an engine and of the trainer are apart on the tokens that the engine sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST_LOG_RATIO = 20.0
+"""exp of more would overflow what it is added to; log-ratios that mean anything are far below."""
+
+
+def mismatch_sums(train_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return [5] of one sample: sums of ``|d|``, of k1 and of k3, the number of trained tokens, the largest ``|d|``.
+
+    With ``d = log p_train - log p_rollout`` at trained tokens, all arguments [n]. k1 ``-d`` and k3 ``exp(d) - 1 - d``
+    (Schulman, "Approximating KL Divergence", 2020) estimate KL(rollout || train) from the engine's samples; in k3 ``d``
+    is bounded to +-20. Masked tokens count for nothing, whatever their log-probs. float64, without gradient; an empty
+    response gives zeros, NaN stays NaN.
+    """
+    trained = loss_mask > 0
+    d = (train_log_probs.detach().double() - rollout_log_probs.detach().double())[trained]
+    bounded = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    largest = d.abs().amax() if d.numel() else d.new_zeros(())
+    return torch.stack(
+        [d.abs().sum(), -d.sum(), (torch.expm1(bounded) - bounded).sum(), trained.sum().double(), largest]
+    )
+
+
+def combine(sums: Tensor) -> Tensor:
+    """Return [5] over samples, micro-batches or ranks from ``mismatch_sums`` [n, 5]."""
+    return torch.cat([sums[:, :4].sum(dim=0), sums[:, 4].amax(dim=0, keepdim=True)])
