@@ -45,13 +45,20 @@ class TrainerState:
 
 
 def load_checkpoint(
-    args: Namespace, root: str | Path, state: TrainerState, *, step: int | None = None, weights_only: bool = False
+    args: Namespace,
+    root: str | Path,
+    state: TrainerState,
+    *,
+    step: int | None = None,
+    weights_only: bool = False,
+    without: str | None = None,
 ) -> int | None:
     """Fill ``state`` from the checkpoint under ``root``; return its iteration (None: a ``release`` checkpoint).
 
     ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` (neither, and counting starts afresh: returns None) are
-    obeyed; ``weights_only`` reads just the model. Optimiser state may come from any layout; random states are
-    restored only under the same one. Raises ValueError / FileNotFoundError for an incomplete or missing checkpoint.
+    obeyed; ``weights_only`` reads just the model, without its module ``without`` when that is given. Optimiser state
+    may come from any layout; random states are restored only under the same one. Raises ValueError / FileNotFoundError
+    for an incomplete or missing checkpoint.
     """
     import_megatron()
     from megatron.core import dist_checkpointing
@@ -69,6 +76,8 @@ def load_checkpoint(
         state.optimizer is not None
         and not finetune
         and not getattr(args, "no_load_optim", False)
+    for name, _ in _named_chunks(state.model) if without is not None else ():
+        request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
         and not with_optimizer
     ):
         raise ValueError(
@@ -81,7 +90,7 @@ def load_checkpoint(
     loaded = dist_checkpointing.load(request, str(directory))
 
     for name, chunk in _named_chunks(state.model):
-        chunk.load_state_dict(loaded[name], strict=True)
+        chunk.load_state_dict(loaded[name], strict=without is None)
     if with_optimizer:
         state.optimizer.load_state_dict(loaded["optimizer"])
         _load_scheduler(state.scheduler, loaded, directory)

@@ -29,11 +29,13 @@ from slime.backends.megatron_utils.response_logits import (
     get_responses,
     note_finite_samples,
 )
+from slime.backends.megatron_utils.values import get_values, value_loss_function
 
 __all__ = [
     "compute_advantages_and_returns",
     "get_log_probs_and_entropy",
     "get_responses",
+    "get_values",
     "icepop_function",
     "loss_function",
     "policy_loss_function",

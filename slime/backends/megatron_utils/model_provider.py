@@ -13,6 +13,7 @@ import torch
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.model_config import ddp_config_from_args, transformer_config_from_args
 from slime.backends.megatron_utils.rope import rope_settings
+from slime.backends.megatron_utils.value_head import put_value_head
 from slime.utils import accelerator
 from slime.utils.misc import load_function
 
@@ -35,12 +36,12 @@ def padded_vocab_size(args: Namespace) -> int:
     return -(-args.vocab_size // multiple) * multiple
 
 
-def get_model(args: Namespace, *, wrap_with_ddp: bool = True) -> list[torch.nn.Module]:
+def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: bool = False) -> list[torch.nn.Module]:
     """Return this rank's model chunks, on the device, with freshly initialised weights.
 
     One chunk, or one per virtual pipeline stage: ``GPTModel``, inside ``Float16Module`` for bf16 and fp16, inside
-    ``DistributedDataParallel`` when ``wrap_with_ddp``. Needs ``initialize_megatron``. Raises ValueError for options
-    that are not supported.
+    ``DistributedDataParallel`` when ``wrap_with_ddp``; with a critic's output when ``with_value_head``. Needs
+    ``initialize_megatron``. Raises ValueError for options that are not supported.
     """
     import_megatron()
     from megatron.core import parallel_state as mpu
@@ -55,6 +56,8 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True) -> list[torch.nn.M
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         pre_process, post_process = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
         models.append(provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage))
+        if with_value_head and post_process:
+            put_value_head(args, config, models[-1])
     freeze_parameters(args, models)
     models = [_on_device(config, model) for model in models]
     return _with_ddp(args, config, models) if wrap_with_ddp else models

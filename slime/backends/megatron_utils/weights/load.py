@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.value_head import is_value_head
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
@@ -32,7 +33,8 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
     dims = model_dims(args, unwrap(model_chunks[0]).config)
     weights = weights_of(model_chunks, args, family)
     with HfCheckpoint(hf_dir) as checkpoint:
-        _check_names(checkpoint, weights, family, args, dims)
+        unneeded = {LM_HEAD} if any(is_value_head(p) for chunk in model_chunks for p in chunk.parameters()) else set()
+        _check_names(checkpoint, weights, family, args, dims, unneeded)
         _check_shapes(checkpoint, weights, dims)
         for weight in weights:
             ranks = weight.tensor_ranks
@@ -58,7 +60,14 @@ class _OneOf:
         return self._stack[(self._number, *(key if isinstance(key, tuple) else (key,)))]
 
 
-def _check_names(checkpoint: HfCheckpoint, weights: list[Weight], family: Family, args: Namespace, dims: Dims) -> None:
+def _check_names(
+    checkpoint: HfCheckpoint,
+    weights: list[Weight],
+    family: Family,
+    args: Namespace,
+    dims: Dims,
+    unneeded: set[str],
+) -> None:
     wanted = {name for weight in weights for name in weight.hf_names}
     missing = sorted(wanted - checkpoint.names)
     if missing:
@@ -71,7 +80,7 @@ def _check_names(checkpoint: HfCheckpoint, weights: list[Weight], family: Family
         own.setdefault(weight.layer, set()).add(weight.expert)
     unexpected = [
         f"{name} (in {checkpoint.file_of(name).name})"
-        for name in sorted(checkpoint.names - wanted)
+        for name in sorted(checkpoint.names - wanted - unneeded)
         if not family.ignores_hf(name) and not _held_elsewhere(name, family, own, args, dims)
     ]
     if unexpected:

@@ -12,6 +12,7 @@ import torch
 
 from slime.backends.megatron_utils.model_provider import padded_vocab_size
 from slime.backends.megatron_utils.parallel import Ranks, expert_parallel, expert_tensor_parallel, tensor_parallel
+from slime.backends.megatron_utils.value_head import is_value_head
 from slime.backends.megatron_utils.weights.hf_checkpoint import read_config
 from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
@@ -117,10 +118,12 @@ def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family:
     """Return this rank's weights in the order of its modules.
 
     The output layer of a model with tied embeddings is the input embedding. Raises ValueError for a parameter that the
-    family's map does not know.
+    family's map does not know. A critic's value head is left out: no family has one.
     """
     weights = []
     for name, parameter in global_named_parameters(model_chunks):
+        if is_value_head(parameter):
+            continue
         rule, place = family.find(name)
         hf_names = tuple(rule.hf_names(place.layer, place.expert))
         if tied(args):
