@@ -41,6 +41,7 @@ __all__ = [
     "policy_loss_function",
     "sft_loss_function",
     "vanilla_tis_function",
+    "value_loss_function",
 ]
 
 LossFunction = Callable[[Namespace, dict[str, Any], Tensor, Reducer], tuple[Tensor, dict[str, Tensor]]]
@@ -73,6 +74,8 @@ def _loss_by_type(args: Namespace) -> LossFunction:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
         return custom
     raise ValueError(f"--loss-type {args.loss_type}: expected policy_loss, sft_loss or custom_loss")
+    if args.loss_type == "value_loss":  # of a critic's arguments, see slime.arguments.roles
+        return value_loss_function
 
 
 def loss_function(
