@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.importance import ImportanceWeights, icepop_weights, truncated_importance_weights
+from slime.algorithms.mis import compute_mis_weights
+from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
 
 Corrected = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 
@@ -44,6 +46,39 @@ def icepop_function(
     """As ``vanilla_tis_function`` with IcePop's weights: the ratio within the bounds, 0 outside of them."""
     del kwargs
     return _corrected(args, icepop_weights, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
+
+
+def mis_function(
+    args: Namespace,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    **kwargs: Any,
+) -> Corrected:
+    """Weights by token, sequence or geometric mean, rejection and veto; ``slime.algorithms.mis`` has the formulas.
+
+    ``*_log_probs`` are this context-parallel rank's parts, n values together; ratios of sequences are of whole ones.
+    Returns (``pg_loss`` [n] times the weights, masks of whole responses, per-token metrics [n]).
+    """
+    del kwargs
+
+    def whole(column: Sequence[Tensor]) -> list[Tensor]:
+        return all_gather_samples_with_cp([values.detach() for values in column], total_lengths, response_lengths)
+
+    def local(column: Sequence[Tensor]) -> Tensor:
+        rows = zip(column, total_lengths, response_lengths, strict=True)
+        return torch.cat([slice_log_prob_with_cp(*row) for row in rows])
+
+    weights, masks, metrics = compute_mis_weights(
+        args, train_log_probs=whole(train_log_probs), rollout_log_probs=whole(rollout_log_probs), loss_masks=loss_masks
+    )
+    if getattr(args, "use_tis", False):
+        pg_loss = pg_loss * local(weights)
+    return pg_loss, masks, {name: local(values) for name, values in metrics.items()}
 
 
 def _corrected(

@@ -20,7 +20,7 @@ from slime.algorithms.reducers import num_trained_tokens
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import Reducer, get_sum_of_sample_mean
 from slime.backends.megatron_utils.hooks import optional_function
-from slime.backends.megatron_utils.importance import icepop_function, vanilla_tis_function
+from slime.backends.megatron_utils.importance import icepop_function, mis_function, vanilla_tis_function
 from slime.backends.megatron_utils.mismatch import note_mismatch
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel
 from slime.backends.megatron_utils.policy_loss import policy_loss_function
@@ -38,6 +38,7 @@ __all__ = [
     "get_values",
     "icepop_function",
     "loss_function",
+    "mis_function",
     "policy_loss_function",
     "sft_loss_function",
     "vanilla_tis_function",

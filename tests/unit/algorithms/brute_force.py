@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
 def kl(p: float, base: float, kind: str, ratio: float = 1.0) -> float:
@@ -49,3 +50,35 @@ def mismatch(tokens: list[tuple[float, float, int]]) -> list[float]:
     k3 = [math.exp(d) - 1 - d for d in found]
     largest = max((abs(d) for d in found), default=0.0)
     return [math.fsum(map(abs, found)), -math.fsum(found), math.fsum(k3), float(len(found)), largest]
+
+
+def mis(args: Any, data: dict[str, Any]) -> tuple[list[list[float]], list[list[int]]]:
+    """Weights and masks of train and rollout log-probs and masks by sample, token by token, without normalisation."""
+    upper = args.tis_upper_bound
+    lower = getattr(args, "tis_lower_bound", None)
+    lower = 1 / upper if lower is None else lower
+    rs_lower, rs_upper = getattr(args, "rs_lower_bound", lower), getattr(args, "rs_upper_bound", upper)
+    all_weights, all_masks = [], []
+    for train, rollout, mask in zip(*data.values(), strict=True):
+        d = [float(a) - float(b) for a, b in zip(train, rollout, strict=True)]
+        m = [int(x) for x in mask]
+        used = [x for x, on in zip(d, m, strict=True) if on]
+        joint = {"sequence": math.exp(sum(used)), "geometric": math.exp(sum(used) / len(used)) if used else 1.0}
+        weights, kept = [], []
+        for x, on in zip(d, m, strict=True):
+            ratio = joint.get(args.tis_level, math.exp(x))
+            if args.tis_mode == "truncate":
+                weight = min(ratio, upper)
+            elif args.tis_mode == "clip":
+                weight = min(max(ratio, lower), upper)
+            else:
+                weight = ratio if lower <= ratio <= upper else 0.0
+            weights.append(weight if args.use_tis else 1.0)
+            ratio = joint.get(getattr(args, "rs_level", args.tis_level), math.exp(x))
+            kept.append(int(on and (rs_lower <= ratio <= rs_upper)))
+        veto = getattr(args, "rs_veto_threshold", None)
+        if veto is not None and any(math.exp(x) < veto for x in used):
+            kept = [0] * len(kept)
+        all_weights.append(weights)
+        all_masks.append(kept if getattr(args, "use_rs", False) else m)
+    return all_weights, all_masks
