@@ -32,8 +32,8 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
         "norm_epsilon": c["rms_norm_eps"],
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": c["model_type"] == "qwen2",
-        "qk_layernorm": c["model_type"] == "qwen3",
+        "add_qkv_bias": c["model_type"].startswith("qwen2"),
+        "qk_layernorm": c["model_type"].startswith("qwen3"),
         "use_rotary_position_embeddings": True,
         "position_embedding_type": "rope",
         "rotary_base": int(rope.get("rope_theta", c.get("rope_theta", 10000))),
@@ -104,6 +104,7 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
         "get_mismatch_metrics": False,
         "use_opsm": False,
         "calculate_per_token_loss": False,
+        **_expert_args(c),
     }
     unknown = set(overrides) - set(values) - {"num_layers"} - OPTIONAL
     if unknown:
@@ -112,15 +113,37 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
     return argparse.Namespace(**values)
 
 
+def _expert_args(config: dict[str, Any]) -> dict[str, Any]:
+    """Return how the experts of a model are described, nothing for a dense one."""
+    count = config.get("num_experts", config.get("num_local_experts"))
+    if count is None:
+        return {}
+    return {
+        "num_experts": count,
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": "shared_expert_intermediate_size" in config,
+        "moe_router_pre_softmax": not config["norm_topk_prob"],
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+    }
+
+
 OPTIONAL = {
     "mismatch_alarm_threshold", "mismatch_stop_threshold",
+    "expert_tensor_parallel_size", "moe_aux_loss_coeff", "moe_layer_freq", "moe_router_bias_update_rate",
+    "moe_router_enable_expert_bias", "moe_router_score_function", "moe_shared_expert_overlap", "moe_z_loss_coeff",
     "async_save", "overlap_p2p_comm", "virtual_pipeline_model_parallel_size",
     "check_for_nan_in_loss_and_grad", "ci_test", "ckpt_step", "custom_advantage_function_path",
     "custom_loss_function_path", "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path", "custom_megatron_init_path",
     "custom_pg_loss_reducer_function_path", "custom_tis_function_path", "finetune", "log_multi_turn",
     "log_passrate", "no_load_optim", "no_load_rng", "no_save_optim", "overlap_grad_reduce",
-    "overlap_param_gather", "recompute_loss_function", "ref_update_interval", "reset_optimizer_states",
+    "overlap_param_gather", "recompute_granularity", "recompute_loss_function", "recompute_method",
+    "recompute_modules", "recompute_num_layers", "ref_update_interval", "reset_optimizer_states",
     "rollout_data_postprocess_path", "save_debug_train_data", "save_hf", "use_rollout_entropy", "opsm_delta",
 }  # fmt: skip
 
@@ -175,14 +198,17 @@ def make_shards(args: argparse.Namespace, data: dict[str, list[Any]], parallel_c
     return batch.shards(schedule)
 
 
-def tiny_checkpoint(out: str | Path, *, seed: int, num_hidden_layers: int = 2) -> str:
+def tiny_checkpoint(
+    out: str | Path, *, seed: int, num_hidden_layers: int = 2, family: str = "qwen3", **fields: Any
+) -> str:
     """Write a tiny qwen3 whose norms differ from one and whose predictions differ from uniform; return its path."""
     import torch
     from safetensors.torch import load_file, save_file
 
     from tools.tiny_model import make_tiny_checkpoint
 
-    path = make_tiny_checkpoint(out, "qwen3", seed=seed, num_hidden_layers=num_hidden_layers) / "model.safetensors"
+    written = make_tiny_checkpoint(out, family, seed=seed, num_hidden_layers=num_hidden_layers, **fields)
+    path = written / "model.safetensors"
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: 1 + 0.3 * torch.randn(t.shape, generator=generator) if "norm" in name else 3 * t
