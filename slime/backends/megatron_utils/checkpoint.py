@@ -76,8 +76,6 @@ def load_checkpoint(
         state.optimizer is not None
         and not finetune
         and not getattr(args, "no_load_optim", False)
-    for name, _ in _named_chunks(state.model) if without is not None else ():
-        request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
         and not with_optimizer
     ):
         raise ValueError(
@@ -87,6 +85,8 @@ def load_checkpoint(
     with_rng = not finetune and not getattr(args, "no_load_rng", False) and _saved_layout(common) == _layout()
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
     request = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True)
+    for name, _ in _named_chunks(state.model) if without is not None else ():
+        request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
     loaded = dist_checkpointing.load(request, str(directory))
 
     for name, chunk in _named_chunks(state.model):

@@ -41,8 +41,8 @@ __all__ = [
     "mis_function",
     "policy_loss_function",
     "sft_loss_function",
-    "vanilla_tis_function",
     "value_loss_function",
+    "vanilla_tis_function",
 ]
 
 LossFunction = Callable[[Namespace, dict[str, Any], Tensor, Reducer], tuple[Tensor, dict[str, Tensor]]]
@@ -74,9 +74,9 @@ def _loss_by_type(args: Namespace) -> LossFunction:
         if custom is None:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
         return custom
-    raise ValueError(f"--loss-type {args.loss_type}: expected policy_loss, sft_loss or custom_loss")
     if args.loss_type == "value_loss":  # of a critic's arguments, see slime.arguments.roles
         return value_loss_function
+    raise ValueError(f"--loss-type {args.loss_type}: expected policy_loss, sft_loss or custom_loss")
 
 
 def loss_function(
