@@ -1,4 +1,4 @@
-"""Check of the expert choices that engines report for routing replay."""
+"""The expert choices that engines report for routing replay: their check, and their place in a packed row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from slime.batching.context_parallel import slice_with_cp
 from slime.batching.errors import TrainDataError
 from slime.batching.flops import moe_layer_pattern
 from slime.utils.types import Sample
@@ -16,7 +20,7 @@ def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
     """Check every sample's experts: integers [len(tokens) - 1, num_layers, topk] of MoE layers that really routed.
 
     With topk > 1 distinct experts are chosen per token, so a MoE layer (by ``args.moe_layer_freq``) of zeros only was
-    never filled in by the engine. Raises TrainDataError naming the sample.
+    never filled in by the engine. Expert ids lie in [0, ``args.num_experts``). Raises TrainDataError naming the sample.
     """
     layers, topk = args.num_layers, args.moe_router_topk
     is_moe = np.array(moe_layer_pattern(getattr(args, "moe_layer_freq", 1), layers), dtype=bool)
@@ -29,10 +33,56 @@ def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
                 f"Invalid rollout routed-experts shape {shape} of {name}: expected (tokens - 1, {layers} layers, "
                 f"top-{topk}) with {len(sample.tokens)} tokens"
             )
+        ids = np.asarray(experts)
+        low, high = int(ids.min()), int(ids.max())
+        num_experts = getattr(args, "num_experts", None)
+        if low < 0 or (num_experts is not None and high >= num_experts):
+            raise TrainDataError(
+                f"routed experts of {name} lie between {low} and {high}, but the model has {num_experts} experts "
+                "(--num-experts): the engine serves another model, or with redundant experts"
+            )
         if topk > 1:
-            silent = is_moe & ~np.asarray(experts).astype(bool).any(axis=(0, 2))
+            silent = is_moe & ~ids.astype(bool).any(axis=(0, 2))
             if silent.any():
                 raise TrainDataError(
                     f"routed experts of {name} are all zero in MoE layers {np.flatnonzero(silent).tolist()}: the "
                     "engine did not record them"
                 )
+
+
+def rows_of_samples(total_lengths: Sequence[int], row_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
+    """Return which token every place of a packed row (zig-zag layout) holds: int64 [row_length].
+
+    Tokens are counted through all samples of the micro-batch, in order; padding is -1.
+    """
+    pieces, start = [], 0
+    for total in total_lengths:
+        tokens = torch.arange(start, start + total)
+        pieces.append(slice_with_cp(tokens, -1, cp_rank=cp_rank, cp_size=cp_size))
+        start += total
+    row = torch.cat(pieces)
+    return F.pad(row, (0, row_length - row.size(0)), value=-1)
+
+
+def has_successor(rows: Tensor, total_lengths: Sequence[int]) -> Tensor:
+    """Return which of ``rows`` (see ``rows_of_samples``) hold a token that another one of its sample follows: bool."""
+    last = torch.tensor(total_lengths).cumsum(0) - 1
+    return (rows >= 0) & ~torch.isin(rows, last)
+
+
+def rows_of_experts(experts: Sequence[Any], rows: Tensor, layers: Sequence[int], *, num_experts: int) -> Tensor:
+    """Return the engine's choices for the places of a packed row: [len(layers), len(rows), topk].
+
+    experts: per sample [total_length - 1, num_layers, topk] (tensor or array; the engine never saw its last token as
+    input). rows: what ``rows_of_samples`` returned, or a part of it. Places without a choice of the engine (padding,
+    last tokens) get experts in turn, so that none of them is flooded.
+    """
+    picked = [torch.as_tensor(sample)[:, list(layers)] for sample in experts]
+    last = torch.full((1, *picked[0].shape[1:]), -1, dtype=torch.int32)
+    known = torch.cat([piece for sample in picked for piece in (sample.to(torch.int32), last)] + [last])
+    chosen = known[rows]  # -1 for padding is the last entry, which is unknown
+    unknown = chosen[:, 0, 0] < 0 if layers else torch.zeros(len(rows), dtype=torch.bool)
+    topk = chosen.size(-1)
+    in_turn = torch.arange(int(unknown.sum()) * topk, dtype=torch.int32).reshape(-1, 1, topk) % num_experts
+    chosen[unknown] = in_turn.expand(-1, len(layers), -1)
+    return chosen.transpose(0, 1)

@@ -117,7 +117,8 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
     """Return the batch dict of the samples ``indices``: per-sample columns, and the packed stream.
 
     ``tokens`` int64 [1, T_local] is the packed (and CP-sliced) stream, ``unconcat_tokens`` the samples' full token
-    tensors, ``packed_seq_params`` Megatron's description of the packing; every other key keeps its per-sample form.
+    tensors, ``packed_seq_params`` Megatron's description of the packing, ``sample_positions`` the given ``indices``;
+    every other key keeps its per-sample form.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -131,6 +132,7 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
         tp_size=tp.size,
         pad_multiplier=getattr(args, "data_pad_size_multiplier", 128),
     )
+    batch["sample_positions"] = list(indices)
     batch["unconcat_tokens"] = batch["tokens"]
     batch["tokens"] = packed.tokens
     batch["packed_seq_params"] = PackedSeqParams(

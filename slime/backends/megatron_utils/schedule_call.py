@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs
+from slime.backends.megatron_utils.routing_replay import RoutingReplay
 
 Finish = Callable[..., Any]
 """From the model's output to what the schedule expects: a loss and its report, or collected data."""
@@ -22,18 +24,21 @@ def run_schedule(
     finish: Callable[[dict[str, Any]], Finish],
     *,
     forward_only: bool,
+    routing: RoutingReplay | None = None,
 ) -> list[Any]:
     """Run ``micro_batches`` (lists of local sample positions) through ``model``, backward too unless ``forward_only``.
 
     ``finish(batch)`` returns the function of the output for that micro-batch. Returns what those functions reported,
     one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` whatever they
-    returned, as non-loss data.
+    returned, as non-loss data. ``routing`` is told which micro-batch each forward is of.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
         batch = next(iterator)
-        return chunk(**model_inputs(batch)), finish(batch)
+        with routing.forward(batch) if routing else nullcontext():
+            output = chunk(**model_inputs(batch))
+        return output, finish(batch)
 
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,

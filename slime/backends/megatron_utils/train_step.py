@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.mismatch import MismatchMeter
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, pipeline_parallel
+from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.schedule_call import run_schedule
 
 
@@ -34,6 +35,7 @@ class StepContext:
     scheduler: Any
     hooks: TrainerHooks
     device: torch.device
+    routing: RoutingReplay = field(default_factory=lambda: RoutingReplay(Namespace()))
 
 
 def train_rollout(context: StepContext, rollout_id: int, data: RolloutData) -> list[dict[str, float]]:
@@ -129,7 +131,8 @@ def _train_step(
         batch["global_batch_size"] = global_batch_size
         return partial(loss_function, args, batch, len(micro_batches))
 
-    reports = run_schedule(args, model, data, micro_batches, loss_of, forward_only=False)
+    with context.routing.training():
+        reports = run_schedule(args, model, data, micro_batches, loss_of, forward_only=False, routing=context.routing)
     learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
     mismatch = meter.measure(step_id, micro_batches, reports)
     skipped, grad_norm = _update(context, rollout_id, step_id, data, micro_batches, reports)
@@ -141,7 +144,7 @@ def _train_step(
     metrics["global_batch_size"] = global_batch_size
     if skipped:
         metrics["skipped_step"] = 1.0
-    return {**metrics, **mismatch, **learning_rates}
+    return {**metrics, **mismatch, **context.routing.step_metrics(context.device), **learning_rates}
 
 
 def _update(

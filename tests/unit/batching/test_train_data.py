@@ -123,6 +123,8 @@ def test_routed_experts_are_checked() -> None:
     silent[:, 1] = 0
     with pytest.raises(TrainDataError, match=r"all zero in MoE layers \[1\]"):
         build([make_sample(rollout_routed_experts=silent)], r3_args())
+    with pytest.raises(TrainDataError, match=r"lie between 5 and 5, but the model has 4 experts"):
+        build([make_sample(rollout_routed_experts=torch.where(experts > 0, 5, 0))], r3_args(num_experts=4))
     build([make_sample(rollout_routed_experts=silent)], r3_args(moe_layer_freq=[1, 0, 1]))  # layer 1 is dense
     build([make_sample(rollout_routed_experts=silent[..., :1])], r3_args(moe_router_topk=1))  # expert 0 throughout
     with pytest.raises(TrainDataError, match=r"Invalid rollout routed-experts shape None of sample index=1"):
