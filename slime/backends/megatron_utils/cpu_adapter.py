@@ -190,6 +190,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
 
 def adapt_imported_megatron() -> None:
     """Replace what the two mechanisms above cannot reach. Call after ``megatron.core`` was imported."""
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -201,6 +202,9 @@ def adapt_imported_megatron() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(_not_about_the_cpu_generator)
     # The all-to-all dispatcher wants host lists of its split sizes and makes them from CUDA tensors only.
     token_dispatcher.maybe_move_tensor_to_cpu = _tensor_on_host
+    # It selects its part through an index in pinned memory, which torch has for accelerators only.
+    for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
+        module.get_pos_emb_on_this_cp_rank = _pos_emb_on_this_cp_rank
 
 
 def _not_about_the_cpu_generator(record: logging.LogRecord) -> bool:
@@ -209,3 +213,9 @@ def _not_about_the_cpu_generator(record: logging.LogRecord) -> bool:
 
 def _tensor_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
+    rank = cp_group.rank()
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim=seq_dim)

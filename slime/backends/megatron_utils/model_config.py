@@ -102,6 +102,8 @@ def _translated(args: Namespace) -> dict[str, Any]:
     }
     if get("moe_token_dispatcher_type", "allgather") == "allgather":
         values["moe_token_dispatcher_type"] = "alltoall"  # the other one cannot take varying lengths
+    if get("multi_latent_attention", False):
+        values["q_lora_rank"] = get("q_lora_rank")  # None is a value here: queries without a latent
     epsilon = get("norm_epsilon", get("layernorm_epsilon"))
     if epsilon is not None:
         values["layernorm_epsilon"] = epsilon

@@ -101,8 +101,22 @@ def repair_recompute_without_fp8() -> bool:
     return True
 
 
+def repair_latent_attention_class_names() -> bool:
+    """Tell latent attention that TransformerEngine is absent: it looks only whether the wrappers' module imports.
+
+    That module does, with mocks for the classes, so that ``isinstance(..., TELinear)`` raises TypeError.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    if not multi_latent_attention.HAVE_TE or isinstance(multi_latent_attention.TELinear, type):
+        return False
+    multi_latent_attention.HAVE_TE = False
+    return True
+
+
 REPAIRS: tuple[Callable[[], bool], ...] = (
     repair_router_gemm_name,
+    repair_latent_attention_class_names,
     repair_restoring_adam_step,
     repair_shared_adam_step,
     repair_recompute_without_fp8,

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.weights.carried import write_carried
 from slime.backends.megatron_utils.weights.hf_checkpoint import INDEX
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
+from slime.backends.megatron_utils.weights.naming import model_family
 
 MAX_SHARD_BYTES = 5 * 2**30
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
@@ -31,7 +33,8 @@ def export_hf(
     """Write ``model-00001-of-000NN.safetensors``, the index and the non-weight files of ``args.hf_checkpoint``.
 
     Collective over all trainer ranks; one rank per pipeline stage writes the shards of its stage to the shared
-    directory. The directory appears (or replaces an older export) only when it is complete. Raises ValueError when
+    directory. Parts of the checkpoint that are not trained here are taken over as they are. The directory appears (or
+    replaces an older export) only when it is complete. Raises ValueError when
     ``out_dir`` is the checkpoint the model came from, RuntimeError on every rank when one rank fails.
     """
     import_megatron()
@@ -136,7 +139,9 @@ def _write_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace, parti
 
 
 def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> None:
-    _write_index(partial, plans)
+    written = [described[0] for plan in plans if plan is not None for shard in plan[1] for described in shard]
+    carried = write_carried(Path(args.hf_checkpoint), partial, model_family(args), written)
+    _write_index(partial, plans, carried)
     _copy_other_files(Path(args.hf_checkpoint), partial)
     _write_dtype(partial, plans)
     old = out.with_name(f".{out.name}.old")
@@ -149,8 +154,8 @@ def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> No
         shutil.rmtree(old)
 
 
-def _write_index(partial: Path, plans: list[Any]) -> None:
-    names, weight_map, total = _file_names(plans), {}, 0
+def _write_index(partial: Path, plans: list[Any], carried: tuple[dict[str, str], int]) -> None:
+    names, (weight_map, total) = _file_names(plans), carried
     for stage, shards in (plan for plan in plans if plan is not None):
         for file, shard in zip(names[stage], shards, strict=True):
             weight_map.update({described[0]: file for described in shard})

@@ -11,6 +11,7 @@ import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.value_head import is_value_head
+from slime.backends.megatron_utils.weights.carried import carried_names
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
@@ -33,7 +34,9 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
     dims = model_dims(args, unwrap(model_chunks[0]).config)
     weights = weights_of(model_chunks, args, family)
     with HfCheckpoint(hf_dir) as checkpoint:
-        unneeded = {LM_HEAD} if any(is_value_head(p) for chunk in model_chunks for p in chunk.parameters()) else set()
+        unneeded = set(carried_names(checkpoint, family))
+        if any(is_value_head(p) for chunk in model_chunks for p in chunk.parameters()):
+            unneeded.add(LM_HEAD)
         _check_names(checkpoint, weights, family, args, dims, unneeded)
         _check_shapes(checkpoint, weights, dims)
         for weight in weights:

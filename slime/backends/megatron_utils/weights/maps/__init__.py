@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.maps import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from slime.backends.megatron_utils.weights.maps import (
+    deepseek_v3,
+    glm4,
+    glm4_moe,
+    llama,
+    mimo,
+    minimax_m2,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+)
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
-__all__ = ["FAMILIES", "Family", "Rule", "family_of"]
+__all__ = ["FAMILIES", "NOT_EXPRESSIBLE", "Family", "Rule", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,
@@ -13,13 +26,43 @@ FAMILIES: tuple[Family, ...] = (
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
     llama.FAMILY,
+    deepseek_v3.FAMILY,
+    glm4.FAMILY,
+    glm4_moe.FAMILY,
+    mimo.FAMILY,
+    minimax_m2.FAMILY,
+    qwen3_next.FAMILY,
+    *qwen3_5.FAMILIES,
 )
 
 
+_SPARSE = (
+    "its sparse attention, where an indexer chooses the tokens that a query sees, is in megatron-core for one sequence "
+    "per row only, and slime packs several"
+)
+# Families without a map, and why.
+NOT_EXPRESSIBLE: dict[str, str] = {
+    "glm_moe_dsa": _SPARSE,
+    "deepseek_v32": _SPARSE,
+    "qwen3_vl": "megatron-core has no vision tower whose features enter several layers",
+    "qwen3_vl_moe": "megatron-core has no vision tower whose features enter several layers",
+}
+
+
 def family_of(model_type: str) -> Family:
-    """Return the family of a ``model_type``. Raises ValueError listing the known ones."""
+    """Return the family of a ``model_type``, written with or without ``_`` and ``-``.
+
+    Raises ValueError for another one, with the reason where one is known, and listing those there are.
+    """
+    wanted = _squashed(model_type)
     for family in FAMILIES:
-        if model_type in family.model_types:
+        if any(_squashed(name) == wanted for name in family.model_types):
             return family
     known = sorted(name for family in FAMILIES for name in family.model_types)
-    raise ValueError(f"no weight map for model_type {model_type!r}; there are maps for {known}")
+    reasons = [why for name, why in NOT_EXPRESSIBLE.items() if _squashed(name) == wanted]
+    because = f": {reasons[0]}" if reasons else ""
+    raise ValueError(f"no weight map for model_type {model_type!r}{because}; there are maps for {known}")
+
+
+def _squashed(model_type: str) -> str:
+    return model_type.lower().replace("_", "").replace("-", "")

@@ -48,12 +48,17 @@ class Family:
     """A model family: ``model_types`` are the values of ``model_type`` in ``config.json`` that it covers.
 
     ``ignored``: regular expressions of Hugging Face tensors that hold nothing to load (buffers of old checkpoints).
+    ``carried``: those of parts that are not built (a vision tower, layers that predict further tokens), which an export
+    takes over as they are. ``predicts_in_extra_layers``: whether layers that predict further tokens are numbered on
+    after the last one.
     """
 
     name: str
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    predicts_in_extra_layers: bool = False
 
     @cached_property
     def _by_template(self) -> dict[str, Rule]:
@@ -83,6 +88,12 @@ class Family:
     def ignores_hf(self, hf_name: str) -> bool:
         """Return whether the Hugging Face tensor is one that may be left unread."""
         return any(re.search(pattern, hf_name) for pattern in self.ignored)
+
+    def carries_hf(self, hf_name: str, extra_layers: range) -> bool:
+        """Return whether the tensor belongs to a part that is not built; ``extra_layers``: numbers after the last."""
+        if self.predicts_in_extra_layers and as_template(hf_name).layer in extra_layers:
+            return True
+        return any(re.search(pattern, hf_name) for pattern in self.carried)
 
 
 class Place(NamedTuple):

@@ -1,0 +1,42 @@
+"""DeepSeek-V3 and its relatives (Kimi K2, Moonlight, GLM-4.7-Flash): latent attention; experts, and shared ones."""
+
+from __future__ import annotations
+
+from slime.backends.megatron_utils.weights.layouts import Replicated, Rows
+from slime.backends.megatron_utils.weights.maps.dense import DENSE, ROTARY_BUFFERS, layer_rule
+from slime.backends.megatron_utils.weights.maps.experts import expert_bias, routed_experts, router, shared_experts
+from slime.backends.megatron_utils.weights.maps.rule import Family
+
+LATENT_ATTENTION = (
+    layer_rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), Rows()),
+    layer_rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",), Replicated()),
+    layer_rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), Rows()),
+    layer_rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",), Replicated()),
+    layer_rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), Rows()),
+    layer_rule(
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        ("self_attn.q_a_layernorm.weight",),
+        Replicated(),
+    ),
+    layer_rule(
+        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+        ("self_attn.kv_a_layernorm.weight",),
+        Replicated(),
+    ),
+)
+RULES = (
+    *(rule for rule in DENSE if not rule.megatron[0].endswith("linear_qkv.weight")),
+    *LATENT_ATTENTION,
+    router(),
+    expert_bias(),
+    *routed_experts(),
+    *shared_experts(),
+)
+
+FAMILY = Family(
+    "deepseek_v3",
+    ("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    RULES,
+    ROTARY_BUFFERS,
+    predicts_in_extra_layers=True,
+)

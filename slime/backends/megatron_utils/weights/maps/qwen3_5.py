@@ -1,0 +1,41 @@
+"""Qwen3.5, its language model: gated delta nets and gated attention; dense, or experts and a shared one.
+
+A checkpoint of the language model alone has the names of other families. Published ones hold a vision-language model:
+the language model below ``model.language_model``, with the experts of a layer stacked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime.backends.megatron_utils.weights.layouts import Columns
+from slime.backends.megatron_utils.weights.maps.dense import ROTARY_BUFFERS, layer_rule
+from slime.backends.megatron_utils.weights.maps.experts import router, shared_expert_gate, shared_experts
+from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
+from slime.backends.megatron_utils.weights.maps.hybrid import GATED_ATTENTION, delta_net
+from slime.backends.megatron_utils.weights.maps.qwen2_moe import EXPERTS
+from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
+
+CARRIED = (r"^mtp\.", r"^model\.visual\.")
+DENSE = (*GATED_ATTENTION, *delta_net("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+_FC = "mlp.experts.linear_fc{}.weight{{expert}}", "mlp.experts.local_experts.{{expert}}.linear_fc{}.weight"
+STACKED_EXPERTS = (
+    router(),
+    layer_rule(tuple(name.format(1) for name in _FC), ("mlp.experts.gate_up_proj",), FusedGateUp()),
+    layer_rule(tuple(name.format(2) for name in _FC), ("mlp.experts.down_proj",), Columns()),
+    *shared_experts("mlp.shared_expert."),
+    shared_expert_gate(),
+)
+
+
+def _below_language_model(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    prefix = "model.language_model."
+    return tuple(replace(rule, hf=tuple(name.replace("model.", prefix, 1) for name in rule.hf)) for rule in rules)
+
+
+FAMILIES = (
+    Family("qwen3_5_text", ("qwen3_5_text",), DENSE, ROTARY_BUFFERS, CARRIED),
+    Family("qwen3_5_moe_text", ("qwen3_5_moe_text",), (*DENSE, *EXPERTS), ROTARY_BUFFERS, CARRIED),
+    Family("qwen3_5", ("qwen3_5",), _below_language_model(DENSE), ROTARY_BUFFERS, CARRIED),
+    Family("qwen3_5_moe", ("qwen3_5_moe",), _below_language_model((*DENSE, *STACKED_EXPERTS)), ROTARY_BUFFERS, CARRIED),
+)

@@ -1,0 +1,17 @@
+"""GLM-4 (0414): ``--spec slime_plugins.models.glm4 get_glm_spec``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+
+def get_glm_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Return the block spec of this pipeline stage.
+
+    Attention and MLP are Megatron's; ``--post-self-attn-layernorm`` and ``--post-mlp-layernorm`` put norms on their
+    outputs.
+    """
+    from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+
+    return decoder_block_spec(args, config, vp_stage)

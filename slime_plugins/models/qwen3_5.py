@@ -1,0 +1,15 @@
+"""Qwen3.5, its language model: ``--spec slime_plugins.models.qwen3_5 get_qwen3_5_spec``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+
+def get_qwen3_5_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Return the block spec of this pipeline stage: gated delta nets and gated attention, dense or with experts."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+    from slime_plugins.models.linear_attention import hybrid_block_spec
+
+    return hybrid_block_spec(args, config, vp_stage, Qwen3_5GatedDeltaNet)

@@ -1,0 +1,15 @@
+"""Qwen3-Next: ``--spec slime_plugins.models.qwen3_next get_qwen3_next_spec``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+
+def get_qwen3_next_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Return the block spec of this pipeline stage: gated delta nets and gated attention, experts in every layer."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    from slime_plugins.models.linear_attention import hybrid_block_spec
+
+    return hybrid_block_spec(args, config, vp_stage, Qwen3NextGatedDeltaNet)
