@@ -1,8 +1,7 @@
 """Make a tiny, randomly initialised Hugging Face checkpoint with a byte-level tokenizer, from nothing.
 
-Nothing is downloaded: the architecture is the family's real one (``qwen2``, ``qwen3`` or ``llama``), only small, and
-the tokenizer knows the 256 bytes plus the chat markers, so any text round-trips. The
-quickstart and the tests use it.
+Nothing is downloaded: the architecture is the family's real one (``FAMILIES``), only small, and the tokenizer knows the
+256 bytes plus the chat markers, so any text round-trips. The quickstart and the tests use it.
 
     python -m tools.tiny_model --family qwen3 --out /tmp/tiny
 """
@@ -26,6 +25,26 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
+}
+# Family -> its configuration class of transformers, and what it has besides SIZES.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "llama": ("LlamaConfig", {}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 96,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
 }
 
 
@@ -56,19 +75,21 @@ def make_tiny_checkpoint(
     is the tokenizer's, rounded up to a multiple of 128 as Megatron does, unless ``vocab_size`` is given.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    import transformers
+    from transformers import AutoModelForCausalLM
 
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     vocab = make_tokenizer(out)
-    fields = {**SIZES, "vocab_size": -(-vocab // 128) * 128, "tie_word_embeddings": tie_word_embeddings, **sizes}
-    config_class = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[family]
-    if family == "qwen3":
+    class_name, own = FAMILIES[family]
+    padded = -(-vocab // 128) * 128
+    fields = {**SIZES, **own, "vocab_size": padded, "tie_word_embeddings": tie_word_embeddings, **sizes}
+    if family.startswith("qwen3"):
         fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(out)
-    config = config_class(
+    config = getattr(transformers, class_name)(
         **fields, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
     )
     with torch.random.fork_rng(devices=[]):
@@ -94,7 +115,7 @@ def megatron_flags(checkpoint: str | Path) -> list[str]:
 def main() -> None:
     """Command line: write a tiny checkpoint and print its Megatron flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=["qwen2", "qwen3", "llama"], default="qwen3")
+    parser.add_argument("--family", choices=list(FAMILIES), default="qwen3")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
     for name, value in SIZES.items():

@@ -7,8 +7,11 @@ from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime.backends.megatron_utils.core_attention import TorchCoreAttention
+from slime.backends.megatron_utils.experts import GroupedExperts
 from slime.backends.megatron_utils.norms import TorchRMSNorm
 from slime.utils import accelerator
 
@@ -22,8 +25,8 @@ def use_transformer_engine(args: Namespace) -> bool:
 def decoder_block_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
     """Return the spec of this pipeline stage's layers.
 
-    TransformerEngine's where :func:`use_transformer_engine`; otherwise megatron's local one with core attention and
-    norms exchanged for those of this package.
+    TransformerEngine's where :func:`use_transformer_engine`; otherwise megatron's local one with core attention, norms
+    and routed experts exchanged for those of this package.
     """
     with_te = use_transformer_engine(args)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -47,4 +50,7 @@ def _with_torch_modules(block: Any) -> Any:
             current = getattr(attention, name, None)
             if current not in (None, IdentityOp, gpt_layer_specs.L2Norm):
                 setattr(attention, name, TorchRMSNorm)
+        experts = getattr(parts.mlp, "submodules", None)
+        if isinstance(experts, MoESubmodules):
+            experts.experts = ModuleSpec(module=GroupedExperts)
     return block

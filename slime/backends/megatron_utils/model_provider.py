@@ -67,6 +67,9 @@ def _on_device(config: Any, model: torch.nn.Module) -> torch.nn.Module:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.module import Float16Module
 
+    from slime.backends.megatron_utils.experts import mark_routed_experts
+
+    mark_routed_experts(model)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.to(accelerator.current_device())

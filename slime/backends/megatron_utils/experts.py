@@ -1,0 +1,155 @@
+"""The routed experts of a layer without grouped-GEMM kernels: one module, plain matrix products, any device.
+
+Parameters and checkpoint have the names of TransformerEngine's grouped experts, so that weights and checkpoints move
+freely between machines with and without it. Import after ``import_megatron()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import (
+    get_expert_model_parallel_world_size,
+    get_expert_tensor_parallel_world_size,
+    get_tensor_model_parallel_world_size,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import divide, make_tp_sharded_tensor_for_checkpoint
+from torch.nn import functional as F
+
+ROUTED_EXPERTS = ".mlp.experts."
+
+
+class GroupedLinear(torch.nn.Module):
+    """The weights ``weight0, weight1, ...`` of one linear layer of every local expert, each ``[out, in]``.
+
+    ``split`` is the dimension that is cut over the expert-tensor-parallel ranks; ``stride`` is 2 where a rank holds the
+    halves of a gated layer one above the other.
+    """
+
+    def __init__(self, config: Any, shape: tuple[int, int], count: int, *, split: int, stride: int = 1) -> None:
+        super().__init__()
+        self.count, self.split = count, split
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        for i in range(count):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split, stride=stride)
+            self.register_parameter(f"weight{i}", weight)
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Return the weights in the order of the local experts."""
+        return [getattr(self, f"weight{i}") for i in range(self.count)]
+
+    def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:
+        """Fill the weights with random numbers that differ between the ranks of the experts' groups."""
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            for weight in self.weights():
+                init_method(weight)
+
+
+class GroupedExperts(MegatronModule):
+    """Gated or plain two-layer MLPs without biases, one per local expert; a drop-in for megatron's ``SequentialMLP``.
+
+    The token dispatcher exchanges tokens between all ranks that hold parts of an expert, before and after: each rank
+    multiplies with its own shards, and there is no communication in here.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        if config.add_bias_linear:
+            raise ValueError("experts with biases need TransformerEngine; give --disable-bias-linear")
+        if config.moe_latent_size is not None:
+            raise ValueError("--moe-latent-size needs TransformerEngine; leave it out")
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        hidden, ffn = config.hidden_size, divide(config.moe_ffn_hidden_size, self.tp_group.size())
+        halves = 2 if config.gated_linear_unit else 1
+        self.linear_fc1 = GroupedLinear(config, (halves * ffn, hidden), num_local_experts, split=0, stride=halves)
+        self.linear_fc2 = GroupedLinear(config, (hidden, ffn), num_local_experts, split=1)
+        if config.perform_initialization:
+            self.linear_fc1.initialize(config.init_method)
+            self.linear_fc2.initialize(config.output_layer_init_method)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Return ``([tokens, hidden], None)``: each token's expert's output, times its probability.
+
+        ``hidden [tokens, hidden]`` and ``probs [tokens]`` are sorted by expert, ``tokens_per_expert [local experts]``
+        counts them. An expert without tokens is computed all the same, so that its weights get a gradient (of zero):
+        gradient reduction that overlaps with the backward pass waits for one from every parameter.
+        """
+        counts = tokens_per_expert.tolist()
+        if self.config.moe_apply_probs_on_input:
+            hidden, probs = (hidden * probs.unsqueeze(-1)).to(hidden.dtype), torch.ones_like(probs)
+        parts = zip(
+            hidden.split(counts), probs.split(counts), self.linear_fc1.weights(), self.linear_fc2.weights(), strict=True
+        )
+        return torch.cat([self._expert(*part) for part in parts]), None
+
+    def _expert(self, hidden: torch.Tensor, probs: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        activation = self._activation(F.linear(hidden, up))
+        return F.linear((activation * probs.unsqueeze(-1)).to(hidden.dtype), down)
+
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if not config.gated_linear_unit:
+            return config.activation_func(x)
+        gate, linear = x.chunk(2, dim=-1)
+        limit = config.activation_func_clamp_value
+        if limit is not None:
+            gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
+        return config.activation_func(gate) * (linear + config.glu_linear_offset)
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed in the backward pass itself."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weights as slices ``[expert]`` of one global tensor per layer.
+
+        The keys are those of megatron's grouped and sequential experts, so that their checkpoints are interchangeable.
+        """
+        total, first = self.ep_group.size() * self.num_local_experts, self.ep_group.rank() * self.num_local_experts
+        state: dict[str, Any] = {}
+        for name in ("linear_fc1", "linear_fc2"):
+            linear: GroupedLinear = getattr(self, name)
+            for i, weight in enumerate(linear.weights()):
+                offsets = (*sharded_offsets, (len(sharded_offsets), first + i, total))
+                tensor = make_tp_sharded_tensor_for_checkpoint(
+                    weight,
+                    f"{prefix}experts.{name}.weight",
+                    tp_axis=linear.split,
+                    prepend_offsets=offsets,
+                    tp_group=self.tp_group,
+                    dp_cp_group=self.dp_group,  # the ranks with the same experts: one of them writes
+                )
+                if name == "linear_fc1" and self.config.gated_linear_unit:
+                    tensor = apply_swiglu_sharded_factory(tensor, offsets)
+                state[f"{prefix}{name}.weight{i}"] = tensor
+        return state
+
+
+def mark_routed_experts(model: torch.nn.Module) -> None:
+    """Have the gradients of routed experts reduced over the ranks with the same experts, whatever the layout.
+
+    Megatron's modules ask for it only when experts are divided (``expert_model_parallel_size > 1``). With an
+    expert-tensor-parallel size other than the tensor-parallel size these ranks are others than those of the rest of
+    the model as well, and gradients would silently lack the tokens of some. Call before the model is wrapped for
+    data parallelism.
+    """
+    same_ranks = get_expert_tensor_parallel_world_size() == get_tensor_model_parallel_world_size()
+    if get_expert_model_parallel_world_size() == 1 and same_ranks:
+        return
+    for parameter in _routed(model.named_parameters()):
+        parameter.allreduce = False  # megatron's name for "an ordinary parameter"
+
+
+def _routed(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Any]:
+    return [parameter for name, parameter in named if ROUTED_EXPERTS in name]
