@@ -1,0 +1,15 @@
+"""Qwen3.5 with images: ``--spec slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+
+def get_qwen3_5_vl_model_provider(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """Raise ValueError: megatron-core has no such vision tower. The message names what trains the language model."""
+    raise ValueError(
+        "--spec slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider: megatron-core has no vision tower for "
+        "Qwen3.5. On prompts without images give --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec: it trains the "
+        f"language model of {args.hf_checkpoint} and leaves the vision tower as it is"
+    )
