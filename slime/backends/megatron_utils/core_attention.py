@@ -95,6 +95,7 @@ def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p
         dropout_p=dropout_p,
         softmax_scale=scale,
         causal=causal,  # aligned to the lower right, as Segment wants it
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.determinism import enable_deterministic_mode
 from slime.utils import accelerator
 
 __all__ = ["import_megatron", "initialize_megatron", "seed_everything"]
@@ -34,6 +35,8 @@ def initialize_megatron(args: Namespace) -> None:
     accelerator.initialize_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
     if accelerator.device_type() == "cpu" and torch.cuda.is_available():
         raise RuntimeError("to train on the CPU of a machine with CUDA, hide the devices: CUDA_VISIBLE_DEVICES=''")
+    if getattr(args, "deterministic_mode", False):
+        enable_deterministic_mode()
     minutes = getattr(args, "distributed_timeout_minutes", None) or DEFAULT_TIMEOUT_MINUTES
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
@@ -52,8 +55,6 @@ def initialize_megatron(args: Namespace) -> None:
         order="tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
     )
-    if getattr(args, "deterministic_mode", False):
-        torch.use_deterministic_algorithms(True)
     seed_everything(args)
 
 
