@@ -2,9 +2,9 @@
 
 For logits ``z`` divided by the temperature: ``log p_t = z_t - lse(z)`` and ``H = lse(z) - sum_j p_j z_j``. Gradients:
 ``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
-are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself no tensor larger than
-``chunk_size x V_local`` exists in either direction. The collective is one all-gather of four numbers per row and chunk,
-and none in backward.
+are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself nothing larger than
+``chunk_size x V_local`` exists in either direction. The collective is one all-gather of four numbers per row, and there
+is none in backward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 
 _CHUNK_ELEMENTS_CPU = 2**20  # 4 MiB of float32: a chunk stays in the cache between the passes over it
 _CHUNK_ELEMENTS_DEVICE = 2**26  # 256 MiB of float32: large enough that launches do not matter
+_LOG_OF_ZERO = -1e4  # its exp is 0 in every dtype, and unlike -inf times 0 it is 0 again
+_BUFFERS = 2  # of the size of a chunk that are alive at most: log-probabilities and probabilities
 
 
 def log_probs_and_entropy(
@@ -41,7 +43,8 @@ def log_probs_and_entropy(
     tp_group: the group that shares the vocabulary; None when this process holds all of it.
     vocab_start: first column's token id; default ``tp_rank * V_local``.
     vocab_size: real vocabulary; columns at and past it are padding and count as ``-inf`` (None: no padding).
-    chunk_size: rows per chunk; <= 0 chooses one from V_local.
+    chunk_size: largest number of rows per chunk; <= 0 and more than is of use choose one from V_local. All buffers
+        together stay below ``1.5 * chunk_size * V_local`` float32.
     temperature: logits are divided by it.
     entropy_grad: without it the entropy is detached.
 
@@ -60,7 +63,7 @@ def log_probs_and_entropy(
     if vocab_start is None:
         vocab_start = 0 if tp_group is None else tp_group.rank() * width
     plan = _Plan(
-        chunk_size=chunk_size if chunk_size > 0 else default_chunk_size(width, logits.device),
+        chunk_size=_rows_per_chunk(chunk_size, width, logits.device),
         vocab_start=vocab_start,
         columns=width if vocab_size is None else min(max(vocab_size - vocab_start, 0), width),
         temperature=temperature,
@@ -96,6 +99,12 @@ def default_chunk_size(vocab_local: int, device: torch.device) -> int:
     return max(1, elements // max(vocab_local, 1))
 
 
+def _rows_per_chunk(limit: int, vocab_local: int, device: torch.device) -> int:
+    """Rows that are worked on at a time; with a limit so many that all buffers together are 1.5 times its size."""
+    rows = default_chunk_size(vocab_local, device)
+    return rows if limit <= 0 else max(1, min(rows, limit * 3 // (2 * _BUFFERS)))
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What does not change from chunk to chunk."""
@@ -112,11 +121,19 @@ class _Plan:
         return [slice(start, min(start + self.chunk_size, count)) for start in range(0, count, self.chunk_size)]
 
     def scaled(self, logits: Tensor, rows: Tensor | None, span: slice, out: Tensor) -> Tensor:
-        """Write the chunk's logits / temperature, real columns only, into ``out`` and return it [n, columns]."""
+        """Write the chunk's logits / temperature, real columns only, into ``out`` and return them [n, columns]."""
         chunk = out[: span.stop - span.start]
-        source = logits[span] if rows is None else logits[rows[span]]
-        chunk.copy_(source[:, : self.columns])
+        if rows is None:
+            chunk.copy_(logits[span, : self.columns])
+        elif logits.dtype == out.dtype and logits.size(1) == self.columns:
+            torch.index_select(logits, 0, rows[span], out=chunk)
+        else:
+            chunk.copy_(logits.index_select(0, rows[span])[:, : self.columns])
         return chunk if self.temperature == 1.0 else chunk.div_(self.temperature)
+
+    def buffer(self, count: int, like: Tensor) -> Tensor:
+        """Return memory for a chunk's numbers, in the dtype of ``like``."""
+        return like.new_empty(min(self.chunk_size, count), self.columns)
 
     def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Column of each target (0 where another rank has it) and whether this rank has it."""
@@ -130,15 +147,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, rows: Tensor | None, plan: _Plan) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         count = targets.size(0)
-        log_probs = torch.empty(count, dtype=dtype, device=logits.device)
-        lse, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
-        buffer = torch.empty(min(plan.chunk_size, count), plan.columns, dtype=dtype, device=logits.device)
+        stats = torch.empty(4, count, dtype=dtype, device=logits.device)
+        buffer = plan.buffer(count, stats)
         for span in plan.spans(count):
             z = plan.scaled(logits, rows, span, buffer)
-            stats = _gather(_row_statistics(z, targets[span], plan), plan.tp_group)  # [4, tp, n]
-            lse[span], log_probs[span], mean = _combine(stats)
-            if plan.with_entropy:
-                entropy[span] = lse[span] - mean
+            stats[:, span] = _row_statistics(z, targets[span], plan)
+        lse, log_probs, entropy = _combine(_gather(stats, plan.tp_group))
         ctx.plan = plan
         ctx.has_rows = rows is not None
         ctx.save_for_backward(logits, targets, lse, entropy, *([rows] if rows is not None else []))
@@ -156,31 +170,32 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         grad = torch.zeros_like(logits) if rows is not None else torch.empty_like(logits)
         grad[:, plan.columns :] = 0
         count = targets.size(0)
-        buffer = torch.empty(min(plan.chunk_size, count), plan.columns, dtype=lse.dtype, device=lse.device)
+        in_place = rows is None and grad.dtype == lse.dtype
+        buffer = grad if in_place else plan.buffer(count, lse)
         for span in plan.spans(count):
-            z = plan.scaled(logits, rows, span, buffer)
+            z = plan.scaled(logits, rows, span, grad[span, : plan.columns] if in_place else buffer)
             g = grad_log_probs[span].unsqueeze(1) / plan.temperature
             z.sub_(lse[span].unsqueeze(1))  # log p
             if plan.entropy_grad:
                 # dlogp + dH: -p * (g + h * (log p + H))
                 h = grad_entropy[span].unsqueeze(1) / plan.temperature
-                p = z.exp()
-                z.add_(entropy[span].unsqueeze(1)).mul_(h).add_(g).mul_(p).neg_()
-                z.masked_fill_(p == 0, 0)  # 0 * log 0 = 0
+                p = z.clamp_(min=_LOG_OF_ZERO).exp()
+                z.mul_(-h).sub_(entropy[span].unsqueeze(1) * h + g).mul_(p)
+                del p
             else:
                 z.exp_().mul_(-g)
             column, mine = plan.local_targets(targets[span])
             if plan.columns:
                 z.scatter_add_(1, column.unsqueeze(1), g * mine.unsqueeze(1))
-            if rows is None:
-                grad[span, : plan.columns] = z.to(grad.dtype)
-            else:
-                grad[rows[span], : plan.columns] = z.to(grad.dtype)
+            if rows is not None:
+                grad[:, : plan.columns].index_copy_(0, rows[span], z.to(grad.dtype))
+            elif not in_place:
+                grad[span, : plan.columns] = z
         return grad, None, None, None
 
 
 def _row_statistics(z: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
-    """[4, n]: this rank's maximum, sum exp(z - max), sum exp(z - max) * z, target logit (-inf if not here).
+    """[4, n]: this rank's maximum, sum exp(z - max), sum exp(z - max) * (z - max), target logit (-inf if not here).
 
     Overwrites ``z``.
     """
@@ -193,13 +208,13 @@ def _row_statistics(z: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
     stats[3] = z.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~mine, -torch.inf)
     peak = z.amax(1).clamp_min(torch.finfo(z.dtype).min)  # finite even where every logit is -inf, or -inf - -inf = nan
     stats[0] = peak
+    z.sub_(peak.unsqueeze(1))
     if plan.with_entropy:
-        p = z.sub(peak.unsqueeze(1)).exp_()
+        p = z.clamp_(min=_LOG_OF_ZERO).exp()
         stats[1] = p.sum(1)
-        # a logit of -inf has probability 0 and adds nothing to the mean
-        stats[2] = p.mul_(z.masked_fill_(z == -torch.inf, 0)).sum(1)
+        stats[2] = p.mul_(z).sum(1)
     else:
-        stats[1] = z.sub_(peak.unsqueeze(1)).exp_().sum(1)
+        stats[1] = z.exp_().sum(1)
     return stats
 
 
@@ -213,10 +228,15 @@ def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[4, tp, n] -> global lse [n], log-prob of the target [n], probability-weighted mean logit [n]."""
+    """[4, tp, n] -> global lse [n], log-prob of the target [n], entropy [n] (of use where the third number is).
+
+    With z' = z - max: ``H = log sum exp z' - sum p z'``, which unlike ``lse - sum p z`` does not cancel.
+    """
     peaks, sums, weighted, target = stats
     peak = peaks.amax(0)
-    scale = (peaks - peak).exp()
+    shift = (peaks - peak).clamp_min(_LOG_OF_ZERO)  # a rank may hold nothing but padding
+    scale = shift.exp()
     total = (sums * scale).sum(0)
-    lse = peak + total.log()
-    return lse, target.amax(0) - lse, (weighted * scale).sum(0) / total
+    log_total = total.log()
+    lse = peak + log_total
+    return lse, target.amax(0) - lse, log_total - ((weighted + sums * shift) * scale).sum(0) / total
