@@ -40,7 +40,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "value_clip": ANY,
     "num_critic_only_steps": ANY,
     "lambd": ANY,
-    "use_stateless_adam": ANY,
     "keep_old_actor": ANY,
     "use_routing_replay": ANY,
     "use_rollout_routing_replay": ANY,

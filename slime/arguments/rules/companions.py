@@ -58,7 +58,8 @@ COMPANIONS: tuple[Companion, ...] = (
     Companion("--ci-test", lambda args: args.ci_test, (
         "ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold",
     )),
-    Companion("--save", lambda args: args.save is not None, ("async_save", "no_save_optim")),
+    Companion("--save", lambda args: args.save is not None, ("async_save",)),
+    Companion("--save", lambda args: args.save is not None or args.use_stateless_adam, ("no_save_optim",)),
     Companion("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
     Companion("--eval-interval", lambda args: args.eval_interval is not None, (
         "eval_prompt_data", "eval_config", "eval_function_path", "skip_eval_before_train", "eval_input_key",

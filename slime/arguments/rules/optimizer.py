@@ -102,6 +102,9 @@ def _check_state(args: Namespace) -> None:
         )
     if args.use_stateless_adam and not args.no_save_optim:
         raise ArgumentError("--use-stateless-adam has no state to save and needs --no-save-optim; add it")
+    for option in ("--optimizer-cpu-offload", "--use-precision-aware-optimizer"):
+        if args.use_stateless_adam and getattr(args, option[2:].replace("-", "_")):
+            raise ArgumentError(f"{option} is about moments, of which --use-stateless-adam keeps none; leave one out")
     if args.use_stateless_adam and args.reset_optimizer_states:
         unchecked.warn(args, "--reset-optimizer-states has no effect with --use-stateless-adam, which keeps no states")
 

@@ -66,18 +66,9 @@ def load_checkpoint(
     directory, iteration = checkpoint_dir.find_checkpoint(root, step)
     common = dist_checkpointing.load_common_state_dict(str(directory))
     finetune = weights_only or getattr(args, "finetune", False)
-    with_optimizer = (
-        not finetune
-        and not getattr(args, "no_load_optim", False)
-        and state.optimizer is not None
-        and "optimizer" in common
-    )
-    if (
-        state.optimizer is not None
-        and not finetune
-        and not getattr(args, "no_load_optim", False)
-        and not with_optimizer
-    ):
+    goes_on = state.optimizer is not None and not finetune and not getattr(args, "no_load_optim", False)
+    with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
+    if goes_on and not with_optimizer and not _is_stateless(args):
         raise ValueError(
             f"checkpoint {directory} has no optimizer state (it was saved with --no-save-optim). "
             "Continue without it with --no-load-optim, or take its weights as a fresh start with --finetune"
@@ -93,9 +84,10 @@ def load_checkpoint(
         chunk.load_state_dict(loaded[name], strict=without is None)
     if with_optimizer:
         state.optimizer.load_state_dict(loaded["optimizer"])
-        _load_scheduler(state.scheduler, loaded, directory)
     elif state.optimizer is not None:
         state.optimizer.reload_model_params()
+    if goes_on:
+        _load_scheduler(state.scheduler, loaded, directory)
     if with_rng:
         _restore_rng(loaded["rng_state"])
     elif not finetune and not getattr(args, "no_load_rng", False):
@@ -124,6 +116,8 @@ class CheckpointSaver:
         content = dict(_CONTENT)
         sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
         sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout() if with_rng else None)
+        if state.scheduler is not None and (with_optimizer or _is_stateless(self._args)):
+            sharded["opt_param_scheduler"] = state.scheduler.state_dict()
         if dist.get_rank() == 0:
             checkpoint_dir.begin(root, iteration)
         dist.barrier()
@@ -204,6 +198,11 @@ class _PendingSave:
         dist.barrier()
 
 
+def _is_stateless(args: Namespace) -> bool:
+    """Whether the optimiser has nothing to save, so that its schedule is all there is to continue."""
+    return bool(getattr(args, "use_stateless_adam", False))
+
+
 def _staged(buckets: Any, *, copy: bool) -> Any:
     if not copy:
         return buckets
@@ -228,8 +227,6 @@ def _sharded_state(
     }
     if with_optimizer and state.optimizer is not None:
         sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=content)
-        if not is_loading and state.scheduler is not None:
-            sharded["opt_param_scheduler"] = state.scheduler.state_dict()
     if with_rng:
         sharded["rng_state"] = _rng_state()
     return sharded

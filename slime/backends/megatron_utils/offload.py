@@ -2,8 +2,10 @@
 
 A tensor's storage can be resized to zero bytes and later grown again while every view of it stays valid. ``Sleeper``
 walks over everything a trainer holds (parameters, buffers, gradient buffers, optimiser state), copies each distinct
-storage once to host memory, frees it, and brings it back in the same place. Gradient buffers are freed without a
-copy and come back zeroed: a trainer sleeps only between optimiser steps, when they hold nothing.
+storage once to host memory, frees it, and brings it back in the same place. Two things are freed without a copy:
+
+* Gradient buffers come back zeroed: a trainer sleeps only between optimiser steps, when they hold nothing.
+* bf16 and fp16 weights are written anew from the optimiser's fp32 copy (``masters``).
 """
 
 from __future__ import annotations
@@ -16,36 +18,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.masters import masters_of, rebuild, rebuildable_buffers
+
 
 class Sleeper:
     """Moves the storages behind ``model`` and ``optimizer`` out of device memory and back.
 
-    The order and the states are the same on every device; on a CPU the copy lands in other host memory.
+    The order and the states are the same on every device; on a CPU the copy lands in other host memory. With
+    ``copy_rebuildable`` the weights that could be written anew get a copy like all others. Every method is collective
+    over the ranks.
     """
 
-    def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any | None) -> None:
+    def __init__(
+        self, model: Sequence[torch.nn.Module], optimizer: Any | None, *, copy_rebuildable: bool = False
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._copy_rebuildable = copy_rebuildable
         self._kept: list[_Kept] = []
-        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+        self._emptied: list[_Emptied] = []
+        self._rebuilt: list[_Emptied] = []
         self.asleep = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the copies of a sleeping trainer take; 0 while it is awake."""
+        return sum(kept.host.numel() for kept in self._kept)
 
     def sleep(self) -> int:
         """Free the storages; return the number of bytes freed. Raises RuntimeError when already asleep."""
         if self.asleep:
             raise RuntimeError("the trainer is already asleep: wake_up() must come before the next sleep()")
-        weights = _distinct(_weight_tensors(self._model))
-        state = _distinct(_optimizer_tensors(self._optimizer))
-        gradients = _distinct(_gradient_tensors(self._model, self._optimizer))
+        rebuilt = _distinct([] if self._copy_rebuildable else rebuildable_buffers(self._optimizer))
+        masters = _distinct(masters_of(self._optimizer)) if rebuilt else {}
         # fp32 optimisers step the parameters themselves, and gradients may share a buffer with them: each storage once.
-        state = {pointer: storage for pointer, storage in state.items() if pointer not in weights}
-        gradients = {p: storage for p, storage in gradients.items() if p not in weights and p not in state}
-        self._kept = [_Kept(storage, _to_host(storage), is_weight=True) for storage in weights.values()]
-        self._kept += [_Kept(storage, _to_host(storage), is_weight=False) for storage in state.values()]
-        self._emptied = [(storage, storage.nbytes()) for storage in gradients.values()]
+        weights = _without(_distinct(_weight_tensors(self._model)), rebuilt)
+        state = _without(_distinct(_optimizer_tensors(self._optimizer)), rebuilt, weights)
+        gradients = _without(_distinct(_gradient_tensors(self._model, self._optimizer)), rebuilt, weights, state)
+        self._kept = [_Kept(storage, _to_host(storage), gives_weights=True) for storage in weights.values()]
+        self._kept += [
+            _Kept(storage, _to_host(storage), gives_weights=pointer in masters) for pointer, storage in state.items()
+        ]
+        self._emptied = [_Emptied(storage, storage.nbytes()) for storage in gradients.values()]
+        self._rebuilt = [_Emptied(storage, storage.nbytes()) for storage in rebuilt.values()]
         _finish_copies(self._kept)
-        freed = sum(kept.host.numel() for kept in self._kept) + sum(size for _, size in self._emptied)
-        for storage in [*weights.values(), *state.values(), *gradients.values()]:
+        freed = self.host_bytes + sum(emptied.nbytes for emptied in [*self._emptied, *self._rebuilt])
+        for storage in [*weights.values(), *state.values(), *gradients.values(), *rebuilt.values()]:
             storage.resize_(0)
         _return_to_device(self._kept)
         self.asleep = True
@@ -55,13 +73,10 @@ class Sleeper:
         """Grow the storages again and fill them with what they held. Raises RuntimeError when not asleep."""
         if not self.asleep:
             raise RuntimeError("the trainer is not asleep: wake_up() must follow a sleep()")
-        for kept in self._kept:
-            kept.restore()
-        for storage, size in self._emptied:
-            storage.resize_(size)
-            _as_bytes(storage).zero_()
-        _finish_copies(self._kept)
-        self._kept, self._emptied, self.asleep = [], [], False
+        for emptied in self._emptied:
+            emptied.grow()
+        self._bring_back(self._kept)
+        self._kept, self._emptied, self._rebuilt, self.asleep = [], [], [], False
 
     @contextmanager
     def weights_present(self) -> Iterator[None]:
@@ -69,29 +84,49 @@ class Sleeper:
         if not self.asleep:
             yield
             return
-        weights = [kept for kept in self._kept if kept.is_weight]
-        for kept in weights:
-            kept.restore()
-        _finish_copies(weights)
+        sources = [kept for kept in self._kept if kept.gives_weights]
+        self._bring_back(sources)
         try:
             yield
         finally:
-            for kept in weights:
-                kept.storage.resize_(0)
-            _return_to_device(weights)
+            for item in [*sources, *self._rebuilt]:
+                item.storage.resize_(0)
+            _return_to_device(sources)
+
+    def _bring_back(self, sources: Sequence[_Kept]) -> None:
+        """Fill ``sources``, and what is written anew from them."""
+        for emptied in self._rebuilt:
+            emptied.grow()
+        for kept in sources:
+            kept.restore()
+        _finish_copies(sources)
+        if self._rebuilt:
+            rebuild(self._model, self._optimizer)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A freed storage and its content in host memory (uint8)."""
+    """A freed storage and its content in host memory (uint8). ``gives_weights``: weights, or what they come from."""
 
     storage: torch.UntypedStorage
     host: Tensor
-    is_weight: bool
+    gives_weights: bool
 
     def restore(self) -> None:
         self.storage.resize_(self.host.numel())
         _as_bytes(self.storage).copy_(self.host, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Emptied:
+    """A storage that was freed without a copy."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+
+    def grow(self) -> None:
+        self.storage.resize_(self.nbytes)
+        _as_bytes(self.storage).zero_()
 
 
 def _gradient_tensors(model: Sequence[torch.nn.Module], optimizer: Any | None) -> Iterator[Tensor]:
@@ -142,6 +177,12 @@ def _distinct(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the non-empty storages behind ``tensors`` by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def _without(
+    storages: dict[int, torch.UntypedStorage], *others: dict[int, torch.UntypedStorage]
+) -> dict[int, torch.UntypedStorage]:
+    return {pointer: storage for pointer, storage in storages.items() if not any(pointer in other for other in others)}
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:

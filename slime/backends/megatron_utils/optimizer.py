@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
+from slime.backends.megatron_utils.stateless_adam import instead_of_adam
 
 # Types that --main-grads-dtype and its kin name; fp8 is kept as bytes with a scale.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
@@ -42,16 +44,20 @@ def optimizer_config_from_args(args: Namespace, model_config: Any) -> Any:
 
 
 def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
-    """Return Megatron's optimiser (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated."""
+    """Return Megatron's optimiser (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated.
+
+    With ``--use-stateless-adam`` there is none.
+    """
     import_megatron()
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    optimizer = get_megatron_optimizer(
-        optimizer_config_from_args(args, get_model_config(model[0])),
-        list(model),
-        use_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
-    )
+    with instead_of_adam() if getattr(args, "use_stateless_adam", False) else nullcontext():
+        optimizer = get_megatron_optimizer(
+            optimizer_config_from_args(args, get_model_config(model[0])),
+            list(model),
+            use_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
+        )
     allocate_adam_state(optimizer)
     return optimizer
 

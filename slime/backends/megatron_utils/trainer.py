@@ -96,7 +96,8 @@ class MegatronTrainer:
         start_rollout_id = self._load()
         self._passes = LogProbPasses(self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref)
         self._saver = CheckpointSaver(self.args)
-        self._sleeper = Sleeper(self.model, self.optimizer)
+        copies = not getattr(self.args, "disable_param_buffers_cpu_backup", True)
+        self._sleeper = Sleeper(self.model, self.optimizer, copy_rebuildable=copies)
         self._waiting_since = time.monotonic()
         return start_rollout_id
 
@@ -256,7 +257,8 @@ class MegatronTrainer:
         with timer("sleep"):
             freed = self._sleeper.sleep()
             self.clear_memory()
-        logger.info("trainer sleeps: %.2f GiB of device memory freed", freed / 2**30)
+        kept = self._sleeper.host_bytes
+        logger.info("trainer sleeps: %.2f GiB freed, %.2f GiB of it copied to the host", freed / 2**30, kept / 2**30)
 
     def wake_up(self) -> None:
         """Undo ``sleep``: everything is where it was, equal to the bit; gradient buffers are zero."""

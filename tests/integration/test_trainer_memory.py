@@ -1,0 +1,61 @@
+"""An optimiser without moments, and sleep without copies of the weights: two data-parallel ranks, each of which has
+half of the optimiser.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.distributed import run_distributed
+from tests.support.trainer import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("memory")
+    arguments = {"checkpoint": tiny_checkpoint(folder / "model", seed=0), "folder": str(folder)}
+    return run_distributed("tests.support.trainer_memory_ranks:memory_scenarios", 2, arguments, timeout=300)
+
+
+def test_the_first_step_is_adams_and_nothing_is_kept(ranks: Any) -> None:
+    for found in ranks:
+        stateless, adam = found["stateless"]["stateless after a step"], found["stateless"]["adam after a step"]
+        for name, value in adam.items():
+            torch.testing.assert_close(stateless[name], value, rtol=0, atol=1e-6)
+        assert found["stateless"]["adam keeps"]
+        assert found["stateless"]["stateless keeps"] == []
+
+
+def test_a_run_without_moments_goes_on_from_its_weights_and_its_schedule(ranks: Any) -> None:
+    for found in ranks:
+        uninterrupted, again, tensor_parallel = found["stateless"]["resumed"]
+        assert again["loaded_equal"]
+        assert again["start"] == tensor_parallel["start"] == 1
+        assert again["steps"] == uninterrupted["steps"]
+        assert again["scheduler"] == tensor_parallel["scheduler"] == uninterrupted["scheduler"] == 2 * 8
+        for name, value in uninterrupted["parameters"].items():
+            assert torch.equal(again["parameters"][name], value), name
+
+
+@pytest.mark.parametrize("way", ["rebuilt", "copied"])
+def test_a_bf16_trainer_wakes_up_as_it_fell_asleep(ranks: Any, way: str) -> None:
+    for found in ranks:
+        report = found["bf16"][way]
+        assert report["dtype"] is torch.bfloat16
+        assert report["asleep"] == report["asleep again"] == 0
+        assert report["export"], "the weights were others while the trainer slept"
+        assert report["parameters"]
+        assert report["optimizer"]
+        for name, value in found["bf16"]["awake"].items():
+            assert torch.equal(report["trained"][name], value), name
+
+
+def test_weights_that_masters_give_have_no_copy(ranks: Any) -> None:
+    for found in ranks:
+        rebuilt, copied = found["bf16"]["rebuilt"], found["bf16"]["copied"]
+        assert copied["on the host"] - rebuilt["on the host"] == rebuilt["buffers"] >= rebuilt["weights"]
+        assert found["bf16"]["others are kept"]

@@ -1,0 +1,84 @@
+"""What the ranks of the tests of memory do: an optimiser without moments, and sleep. One launch runs all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.support.trainer import make_train_data
+from tests.support.trainer_ranks import (
+    hf_weights,
+    new_trainer,
+    optimizer_tensors,
+    parameters,
+    resume_scenario,
+    train_once,
+)
+
+STATELESS = {"use_stateless_adam": True, "no_save_optim": True, "adam_eps": 1e-3, "lr_decay_style": "cosine"}
+
+
+def memory_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
+    """Return what the test module describes, from every rank."""
+    return {"stateless": _stateless(checkpoint, f"{folder}/stateless"), "bf16": _bf16_sleep(checkpoint)}
+
+
+def _stateless(checkpoint: str, save: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, flags in {"adam": {"adam_eps": 1e-3}, "stateless": STATELESS}.items():
+        trainer, _ = new_trainer(checkpoint, lr_warmup_iters=0, **flags)
+        train_once(trainer, 0, make_train_data(seed=0))
+        found[f"{name} after a step"] = parameters(trainer)
+        found[f"{name} keeps"] = sorted(name for name in optimizer_tensors(trainer) if name.count(".") > 1)
+    layouts: list[dict[str, Any]] = [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}]
+    found["resumed"] = resume_scenario(checkpoint, save, layouts=layouts, first=1, more=1, **STATELESS)
+    return found
+
+
+def _bf16_sleep(checkpoint: str) -> dict[str, Any]:
+    """Train, sleep, give the weights away while asleep, wake up, train: with and without copies of the weights."""
+    found: dict[str, Any] = {}
+    awake, _ = new_trainer(checkpoint, bf16=True)
+    train_once(awake, 0, make_train_data(seed=0))
+    train_once(awake, 1, make_train_data(seed=1))
+    found["awake"] = parameters(awake)
+    for name, rebuilds in {"rebuilt": True, "copied": False}.items():
+        trainer, _ = new_trainer(checkpoint, bf16=True, disable_param_buffers_cpu_backup=rebuilds)
+        train_once(trainer, 0, make_train_data(seed=0))
+        weights = [p for chunk in trainer.model for p in chunk.parameters()]
+        before = {
+            "parameters": parameters(trainer),
+            "optimizer": optimizer_tensors(trainer),
+            "export": hf_weights(trainer.model, trainer.args),
+        }
+        trainer.sleep()
+        report: dict[str, Any] = {
+            "weights": sum(p.numel() * p.element_size() for p in weights),
+            "buffers": sum(b.param_data.nbytes for b in trainer.model[0].__dict__["buffers"]),
+            "asleep": sum(p.untyped_storage().nbytes() for p in weights),
+            "on the host": trainer._sleeper.host_bytes,
+        }
+        with trainer.weights_present():
+            report["export"] = _same(hf_weights(trainer.model, trainer.args), before["export"])
+        report["asleep again"] = sum(p.untyped_storage().nbytes() for p in weights)
+        trainer.wake_up()
+        report["parameters"] = _same(parameters(trainer), before["parameters"])
+        report["optimizer"] = _same(optimizer_tensors(trainer), before["optimizer"])
+        report["dtype"] = weights[0].dtype
+        train_once(trainer, 1, make_train_data(seed=1))
+        report["trained"] = parameters(trainer)
+        found[name] = report
+    # Weights that are not the rounded masters are copied: somebody has put them there.
+    with torch.no_grad():
+        next(iter(trainer.model[0].parameters())).mul_(2)
+    trainer._sleeper._copy_rebuildable = False
+    before_sleep = parameters(trainer)
+    trainer.sleep()
+    trainer.wake_up()
+    found["others are kept"] = _same(parameters(trainer), before_sleep)
+    return found
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
