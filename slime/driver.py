@@ -178,6 +178,8 @@ class Loop:
         """
         assert self.trainer is not None
         if self.args.debug_train_only:
+            if getattr(self.args, "keep_old_actor", False):  # no weights go anywhere, but they count as synced
+                self.trainer.update_weights(synchronous_loop=not self.overlap)
             return
         with timer("sync_weights"):
             version = self.trainer.update_weights(synchronous_loop=not self.overlap)

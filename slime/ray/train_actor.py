@@ -80,7 +80,14 @@ class TrainRayActor:
                 self._updater = create_updater(self.args, self.trainer, synchronous_loop=synchronous_loop)
             self._updater.connect(engines)
             with self.trainer.weights_present():  # a trainer that sleeps keeps its weights elsewhere
-                return self._updater.update()
+                version = self._updater.update()
+        self.weights_synced(synchronous_loop)
+        return version
+
+    @reports_errors
+    def weights_synced(self, synchronous_loop: bool) -> None:
+        """Note that the engines have the weights of now; without engines, that they would."""
+        self.trainer.weights_synced(synchronous_loop=synchronous_loop)
 
     @reports_errors
     def disconnect(self) -> None:

@@ -127,6 +127,8 @@ class RayTrainGroup:
         Engines that were lost and started again meanwhile get the weights too, and requests after that. A push that
         fails because an engine has ended or does not answer any more is made again without it.
         """
+        if self.args.debug_train_only and getattr(self.args, "keep_old_actor", False):
+            self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
             return None
         for attempt in range(1, PUSH_ATTEMPTS + 1):

@@ -98,6 +98,7 @@ def loop_args(**changes):
         "save_interval": None,
         "update_weights_interval": 1,
         "debug_train_only": False,
+        "keep_old_actor": False,
         "offload_train": False,
         "offload_rollout": False,
         "check_weight_update_equal": False,
@@ -260,6 +261,13 @@ def test_generation_alone():
 def test_training_alone_has_no_engines_to_sync():
     calls = run(debug_train_only=True, offload_train=True, offload_rollout=True, num_rollout=1)
     assert calls == ["trainer off", "start 0", "wait 0", "trainer on", "train 0", "trainer off", "finish"]
+
+
+def test_training_alone_still_counts_syncs_for_the_old_actor():
+    calls = run(debug_train_only=True, keep_old_actor=True, overlap=True, update_weights_interval=2)
+    assert [call for call in calls if call.startswith(("train", "sync"))] == [
+        "train 0", "train 1", "sync (requests survive)",
+    ]  # fmt: skip
 
 
 def test_proof_of_the_first_sync():

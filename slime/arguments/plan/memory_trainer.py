@@ -106,7 +106,10 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     parameters = element * (rank.dense_buffer + rank.expert_buffer)
     optimizer = int(state_bytes(args) * _shard(args, rank, parallel))
     with_reference = (getattr(args, "kl_coef", 0) or 0) != 0 or getattr(args, "use_kl_loss", False)
-    copies = 2 * with_reference + bool(getattr(args, "keep_old_actor", False))
+    with_teacher = bool(getattr(args, "use_opd", False)) and args.opd_type == "megatron"
+    old = (2 if getattr(args, "update_weights_interval", 1) == 1 else 1) * bool(getattr(args, "keep_old_actor", False))
+    others = with_reference + with_teacher + old
+    copies = others + bool(others)  # the actor's own, while another plays
     sleeps = bool(getattr(args, "offload_train", False))
     offloaded = int(_shard(args, rank, parallel) * _state_size(args) * _offloaded(args))
     return TrainerMemory(

@@ -71,6 +71,7 @@ RULES = (
     megatron.derive,
     optimizer.check,
     hf_config.check_consistency,
+    distillation.check_architecture,
 )
 
 

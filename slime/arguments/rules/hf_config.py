@@ -26,20 +26,23 @@ _LEFT_OUT: dict[str, Any] = {
 }
 
 
-def read_config(hf_checkpoint: str) -> dict[str, Any]:
-    """``config.json`` of a checkpoint directory; of a vision-language model its text part. Raises ``ArgumentError``."""
+def read_config(hf_checkpoint: str, option: str = "--hf-checkpoint") -> dict[str, Any]:
+    """``config.json`` of the checkpoint directory that ``option`` names; of a vision-language model its text part.
+
+    Raises ``ArgumentError``.
+    """
     path = Path(hf_checkpoint) / "config.json"
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ArgumentError(
-            f"--hf-checkpoint {hf_checkpoint}: there is no {path}; give a local Hugging Face checkpoint directory "
+            f"{option} {hf_checkpoint}: there is no {path}; give a local Hugging Face checkpoint directory "
             "(`hf download NAME --local-dir DIRECTORY` fetches one)"
         ) from error
     except (OSError, json.JSONDecodeError) as error:
-        raise ArgumentError(f"--hf-checkpoint {hf_checkpoint}: cannot read {path}: {error}") from error
+        raise ArgumentError(f"{option} {hf_checkpoint}: cannot read {path}: {error}") from error
     if not isinstance(config, dict):
-        raise ArgumentError(f"--hf-checkpoint {hf_checkpoint}: {path} holds no JSON object")
+        raise ArgumentError(f"{option} {hf_checkpoint}: {path} holds no JSON object")
     return hf_fields.text_part(config)
 
 
@@ -74,6 +77,11 @@ def check_consistency(args: Namespace) -> None:
     if not _is_own_model(args, description):
         for note in description.notes:
             unchecked.warn(args, f"{name}: {note}")
+
+
+def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
+    """What the model flags say otherwise than ``config``, one phrase each."""
+    return _differences(args, describe(config), config.get("model_type"))
 
 
 def suggested_flags(hf_checkpoint: str) -> str:

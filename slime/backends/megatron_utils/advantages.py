@@ -20,6 +20,7 @@ from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.rewards import leave_one_out
 from slime.algorithms.whitening import masked_whiten
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
+from slime.backends.megatron_utils.distillation import add_distillation
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.parallel import data_parallel, is_last_stage
 
@@ -30,7 +31,8 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
     """Set ``kl``, ``advantages`` and ``returns`` in ``rollout_data``: lists of local tensors [n_local], one per sample.
 
     ``kl`` is that of the policy to the reference (zeros with ``kl_coef`` 0). ``--custom-advantage-function-path``
-    replaces the estimator; whitening (``normalize_advantages``, over DP x CP, returns untouched) applies to it too.
+    replaces the estimator; distillation (``use_opd``) and then whitening (``normalize_advantages``, over DP x CP,
+    returns untouched) apply to it too.
     No-op but on the last pipeline stage. Raises ValueError for an unknown estimator and for missing columns.
     """
     if not is_last_stage():
@@ -47,6 +49,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
     else:
         advantages, returns = _estimate(args, rollout_data)
         rollout_data["advantages"], rollout_data["returns"] = advantages, returns
+    add_distillation(args, rollout_data)
     if getattr(args, "normalize_advantages", False):
         rollout_data["advantages"] = _whiten(rollout_data)
 

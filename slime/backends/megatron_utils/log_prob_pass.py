@@ -13,7 +13,10 @@ from torch import Tensor
 from slime.backends.megatron_utils.data import RolloutData, num_samples, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.parallel import is_last_stage
+from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.schedule_call import run_schedule
+
+_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 
 
 @torch.no_grad()
@@ -25,11 +28,13 @@ def forward_only(
     hooks: TrainerHooks,
     *,
     store_prefix: str = "",
+    routing: RoutingReplay | None = None,
 ) -> dict[str, list[Tensor]]:
     """Run ``model`` over all samples of this rank and return what ``collect`` makes of the logits.
 
     ``collect`` has the signature of ``loss.get_log_probs_and_entropy``. The result maps ``store_prefix + name`` to one
     tensor per sample in the CP-local layout, in the order of ``data``; it is empty except on the last pipeline stage.
+    ``routing`` records or replays in the stage it is in.
     """
     for chunk in model:
         chunk.eval()
@@ -47,7 +52,7 @@ def forward_only(
 
     # The passes have no optimiser step between them: all steps' micro-batches make one long pipeline.
     micro_batches = [indices for step in steps_of(data) for indices in step]
-    results = run_schedule(args, model, data, micro_batches, collecting, forward_only=True)
+    results = run_schedule(args, model, data, micro_batches, collecting, forward_only=True, routing=routing)
     for chunk in model:
         chunk.train()
     if not is_last_stage():
@@ -65,26 +70,21 @@ def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
     """Return whether the separate old log-prob pass can be left out because its result is known.
 
     With one optimiser step per rollout the policy that is differentiated *is* the old policy, so its detached
-    log-probs are the old ones (ratio 1). That needs a policy loss and nothing that reads the old log-probs, or
-    anything else from that pass, before the step: KL in the reward, engine log-probs as old policy, mismatch metrics,
-    a critic, an old actor, distillation, recorded routing, GSPO's sequence ratio, a custom advantage function, the
-    entropy of the pass, or dropout (which is off in the pass and on in the step).
+    log-probs are the old ones, to the bit (ratio 1). That must not hold, or the numbers be wanted before the step, for:
+    KL in the reward, distillation, old weights, routing that the pass records, the user's loss, advantages or data
+    post-processing, the entropy of the pass, and what is random in the step and off in the pass.
     """
     replays_engine_routing = getattr(args, "use_rollout_routing_replay", False)
     return len(data["num_microbatches"]) == 1 and not any(
         [
-            args.loss_type != "policy_loss",
+            args.loss_type == "custom_loss",
             getattr(args, "kl_coef", 0) != 0,
-            getattr(args, "use_rollout_logprobs", False),
-            getattr(args, "get_mismatch_metrics", False),
-            getattr(args, "use_critic", False),
-            getattr(args, "keep_old_actor", False),
             getattr(args, "use_opd", False),
+            getattr(args, "keep_old_actor", False),
             getattr(args, "use_routing_replay", False) and not replays_engine_routing,
-            args.advantage_estimator == "gspo",
             getattr(args, "custom_advantage_function_path", None) is not None,
+            getattr(args, "rollout_data_postprocess_path", None) is not None,
             getattr(args, "use_rollout_entropy", False),
-            getattr(args, "attention_dropout", 0) != 0,
-            getattr(args, "hidden_dropout", 0) != 0,
+            *(getattr(args, name, None) for name in _RANDOM_IN_TRAINING),
         ]
     )

@@ -1,10 +1,10 @@
-"""The forward passes before the steps of a rollout: what reference and old policy say of its tokens."""
+"""The forward passes before the steps of a rollout: what reference, teacher and old policy say of its tokens."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from slime.backends.megatron_utils.data import RolloutData
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.log_prob_pass import forward_only, old_log_probs_equal_current
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.old_actor import OLD_ACTOR
+from slime.backends.megatron_utils.routing_replay import RoutingReplay
+from slime.backends.megatron_utils.teacher import TEACHER, has_teacher
 from slime.backends.megatron_utils.weight_backup import WeightBackup
 from slime.observability.timer import timer
 
@@ -33,35 +36,49 @@ class LogProbPasses:
         hooks: TrainerHooks,
         *,
         with_ref: bool,
+        routing: RoutingReplay,
     ) -> None:
-        self.args, self.model, self.hooks, self.with_ref = args, model, hooks, with_ref
+        self.args, self.model, self.hooks, self._routing = args, model, hooks, routing
         self._backup = backup
+        self._others = {REFERENCE: "ref_"} if with_ref else {}
+        if has_teacher(args):
+            self._others[TEACHER] = "teacher_"
+        self._old_policy = OLD_ACTOR if getattr(args, "keep_old_actor", False) else ACTOR
 
     def add_to(self, data: RolloutData) -> None:
-        """Add ``ref_log_probs`` and ``log_probs`` (and ``entropy`` when asked for) as far as they are needed."""
-        if self.with_ref:
-            with timer("ref_log_probs"), self._weights_of(REFERENCE):
-                data.update(self._forward_only(data, prefix="ref_"))
-        mismatch = getattr(self.args, "get_mismatch_metrics", False)
-        engine_policy = getattr(self.args, "use_rollout_logprobs", False) and not mismatch
-        for_entropy = getattr(self.args, "use_rollout_entropy", False)
-        if for_entropy or not (engine_policy or old_log_probs_equal_current(self.args, data)):
-            with timer("log_probs"):
-                data.update(self._forward_only(data, prefix=""))
+        """Add ``ref_log_probs``, ``teacher_log_probs`` and ``log_probs`` (and entropies when asked for) as needed.
+
+        The weights of the actor are in the model again afterwards, unchanged to the bit, also after an error.
+        """
+        passes = dict(self._others)
+        if self._needs_old_policy(data):
+            passes[self._old_policy] = ""
+        if any(tag != ACTOR for tag in passes):
+            self._backup.save(ACTOR)
+        try:
+            for tag, prefix in passes.items():
+                with timer(f"{prefix}log_probs"):
+                    self._backup.activate(tag)
+                    with self._routing.old_policy() if tag == self._old_policy else nullcontext():
+                        data.update(self._forward_only(data, prefix))
+        finally:
+            self._backup.activate(ACTOR)
+
+    def _needs_old_policy(self, data: RolloutData) -> bool:
+        args = self.args
+        records_routing = getattr(args, "use_routing_replay", False) and not args.use_rollout_routing_replay
+        if getattr(args, "use_rollout_entropy", False) or records_routing:
+            return True
+        mismatch = getattr(args, "get_mismatch_metrics", False)
+        if getattr(args, "use_rollout_logprobs", False) and not mismatch:
+            return False  # the engines' log-probs are the old ones
+        return not old_log_probs_equal_current(args, data)
 
     def _forward_only(self, data: RolloutData, prefix: str) -> dict[str, list[torch.Tensor]]:
         def collect(*inputs: Any, **keywords: Any) -> Any:
             with_entropy = bool(getattr(self.args, "use_rollout_entropy", False))
             return get_log_probs_and_entropy(*inputs, with_entropy=with_entropy, **keywords)
 
-        return forward_only(self.args, self.model, data, collect, self.hooks, store_prefix=prefix)
-
-    @contextmanager
-    def _weights_of(self, tag: str) -> Iterator[None]:
-        """Swap the weights ``tag`` into the model for the body, then the actor's back, unchanged to the bit."""
-        self._backup.save(ACTOR)
-        self._backup.activate(tag)
-        try:
-            yield
-        finally:
-            self._backup.activate(ACTOR)
+        return forward_only(
+            self.args, self.model, data, collect, self.hooks, store_prefix=prefix, routing=self._routing
+        )

@@ -44,7 +44,7 @@ def policy_loss_function(
     ``loss = pg_loss - entropy_coef * entropy + kl_loss_coef * KL(policy, reference)``, where pg_loss is that of
     ``args.advantage_estimator``, with sequences masked by ``use_opsm`` and corrected by ``use_tis``. Metrics:
     ``loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl`` and, where they apply, ``train_rollout_logprob_abs_diff,
-    kl_loss, ois, tis, tis_clipfrac, tis_abs, opsm_clipfrac`` and those of a custom correction.
+    kl_loss, opd_reverse_kl, ois, tis, tis_clipfrac, tis_abs, opsm_clipfrac`` and those of a custom correction.
     """
     _, result = get_log_probs_and_entropy(
         logits,
@@ -87,6 +87,8 @@ def policy_loss_function(
         kl = reduce(_kl_to_reference(args, batch, log_probs))
         loss = loss + args.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()
+    if batch.get("opd_reverse_kl") is not None:
+        metrics["opd_reverse_kl"] = reduce(torch.cat(batch["opd_reverse_kl"]))
     if log_probs.rollout is not None:
         difference = (torch.cat(log_probs.trainer) - torch.cat(log_probs.rollout)).abs()
         metrics["train_rollout_logprob_abs_diff"] = reduce(difference).detach()

@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.offload import Sleeper
+from slime.backends.megatron_utils.old_actor import OldActor
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler, reset_optimizer_states
 from slime.backends.megatron_utils.parallel import (
     context_parallel,
@@ -30,6 +31,8 @@ from slime.backends.megatron_utils.parallel import (
 )
 from slime.backends.megatron_utils.passes import ACTOR, REFERENCE, LogProbPasses
 from slime.backends.megatron_utils.reference import refreshed_reference
+from slime.backends.megatron_utils.routing_replay import RoutingReplay, build_routing_replay
+from slime.backends.megatron_utils.teacher import has_teacher, load_teacher
 from slime.backends.megatron_utils.train_dump import save_train_dump
 from slime.backends.megatron_utils.train_metrics import log_perf, log_rollout_metrics, log_train_metrics
 from slime.backends.megatron_utils.train_step import StepContext, configure_schedules, train_rollout
@@ -86,20 +89,35 @@ class MegatronTrainer:
         self.device = next(self.model[0].parameters()).device
         self.optimizer = build_optimizer(self.args, self.model)
         self.scheduler = build_scheduler(self.args, self.optimizer)
-        self._context = StepContext(self.args, self.model, self.optimizer, self.scheduler, self.hooks, self.device)
+        self._routing = (
+            build_routing_replay(self.args, self.model) if self.role == ACTOR else RoutingReplay(Namespace())
+        )
+        self._context = StepContext(
+            self.args, self.model, self.optimizer, self.scheduler, self.hooks, self.device, self._routing
+        )
         configure_schedules(self._context)
         self._state = TrainerState(self.model, self.optimizer, self.scheduler)
 
         self._backup = WeightBackup(self.model, active=ACTOR)
         if self._with_ref:
             self._load_reference()
+        if has_teacher(self.args):
+            load_teacher(self.args, self.model, self._backup)
         start_rollout_id = self._load()
-        self._passes = LogProbPasses(self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref)
+        self._old_actor = self._keep_old_actor()
+        self._passes = LogProbPasses(
+            self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref, routing=self._routing
+        )
         self._saver = CheckpointSaver(self.args)
         copies = not getattr(self.args, "disable_param_buffers_cpu_backup", True)
         self._sleeper = Sleeper(self.model, self.optimizer, copy_rebuildable=copies)
         self._waiting_since = time.monotonic()
         return start_rollout_id
+
+    def _keep_old_actor(self) -> OldActor | None:
+        if not getattr(self.args, "keep_old_actor", False) or self.role != ACTOR:
+            return None
+        return OldActor(self._backup, getattr(self.args, "update_weights_interval", 1))
 
     def _build_model(self) -> list[torch.nn.Module]:
         from slime.backends.megatron_utils.model_provider import get_model
@@ -208,6 +226,9 @@ class MegatronTrainer:
 
     def _after_steps(self, rollout_id: int, data: RolloutData) -> None:
         save_train_dump(self.args, rollout_id, data)
+        self._routing.clear()
+        if self._old_actor is not None:
+            self._old_actor.trained()
         self._refresh_reference(rollout_id)
 
     def _report(
@@ -270,6 +291,12 @@ class MegatronTrainer:
         """Within the body ``model`` holds its weights even if the trainer sleeps (weight sync reads them so)."""
         with self._sleeper.weights_present():
             yield
+
+    def weights_synced(self, *, synchronous_loop: bool) -> None:
+        """Note that the engines have the weights of now, or would have them in a run without engines."""
+        if self._old_actor is not None:
+            with self.weights_present():
+                self._old_actor.synced(synchronous_loop=synchronous_loop)
 
     def clear_memory(self) -> None:
         """Return cached blocks to the device."""

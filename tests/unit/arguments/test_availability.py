@@ -57,8 +57,8 @@ def test_the_default_of_an_unavailable_flag_may_be_spelled_out(flags):
 
 
 def test_one_line_of_the_table_makes_a_flag_available(monkeypatch, flags):
-    monkeypatch.delitem(NOT_YET, "use_opd")
-    assert unavailable_messages({"use_opd": True}, flags) == []
+    monkeypatch.delitem(NOT_YET, "use_distributed_post")
+    assert unavailable_messages({"use_distributed_post": True}, flags) == []
 
 
 def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
@@ -79,10 +79,13 @@ def test_the_way_out_lists_the_other_choices():
 
 
 def test_a_run_is_refused_and_a_dry_run_lists():
-    with pytest.raises(ArgumentError, match="--use-opd is not available yet"):
-        parse("--use-opd", "--opd-type", "sglang")
-    args = dry("--use-opd", "--opd-type", "sglang")
-    assert [message.split()[0] for message in args.not_available] == ["--use-opd", "--opd-type"]
+    with pytest.raises(ArgumentError, match="--use-distributed-post is not available yet"):
+        parse("--use-distributed-post", "--freeze-indexer")
+    args = dry("--use-distributed-post", "--freeze-indexer")
+    assert sorted(message.split()[0] for message in args.not_available) == [
+        "--freeze-indexer",
+        "--use-distributed-post",
+    ]
 
 
 def test_flags_without_effect_warn(capsys):

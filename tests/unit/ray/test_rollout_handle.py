@@ -323,6 +323,13 @@ def test_without_the_flag_nobody_waits_for_a_need(clock: FakeRay) -> None:
     assert "wait_for_need_of_weights" not in manager.names
 
 
+def test_without_engines_the_ranks_still_hear_of_a_sync(clock: FakeRay) -> None:
+    ranks = [Remote(), Remote()]
+    group = make_group(ranks, Remote(), debug_train_only=True, keep_old_actor=True)
+    assert group.update_weights(synchronous_loop=False) is None
+    assert [rank.calls for rank in ranks] == [[("weights_synced", False)]] * 2
+
+
 @pytest.mark.parametrize("flags", [{"debug_train_only": True}, {"debug_rollout_only": True}, {}])
 def test_without_engines_no_weights_are_pushed(clock: FakeRay, flags: dict[str, bool]) -> None:
     ranks = [Remote()]

@@ -128,3 +128,38 @@ def test_the_engines_log_probs_are_the_policy_when_they_are_the_old_policy() -> 
     data = make_data(ref_log_probs=reference, rollout_log_probs=[values + 0.4 for values in reference])
     compute_advantages_and_returns(make_args(kl_coef=0.1, use_rollout_logprobs=True), data)
     torch.testing.assert_close(torch.cat(data["kl"]), torch.full((6,), 0.4))
+
+
+def test_distillation_is_taken_off_before_whitening_and_leaves_returns() -> None:
+    student = [torch.linspace(-3, -1, r) for r in RESPONSES]
+    teacher = [values - 0.25 * (i + 1) for i, values in enumerate(student)]
+    args = make_args(use_opd=True, opd_type="sglang", opd_kl_coef=2.0)
+    data = make_data(log_probs=student, teacher_log_probs=teacher)
+    compute_advantages_and_returns(args, data)
+    for i, (n, reward) in enumerate(zip(RESPONSES, REWARDS, strict=True)):
+        torch.testing.assert_close(data["opd_reverse_kl"][i], torch.full((n,), 0.25 * (i + 1)))
+        torch.testing.assert_close(data["advantages"][i], torch.full((n,), reward - 0.5 * (i + 1)))
+        torch.testing.assert_close(data["returns"][i], torch.full((n,), reward))
+    whitened = make_data(log_probs=student, teacher_log_probs=teacher)
+    compute_advantages_and_returns(make_args(**{**vars(args), "normalize_advantages": True}), whitened)
+    trained = torch.cat([a[m.bool()] for a, m in zip(data["advantages"], MASKS, strict=True)])
+    expected = (torch.cat(data["advantages"]) - trained.mean()) / (trained.var() + 1e-8).sqrt()
+    torch.testing.assert_close(torch.cat(whitened["advantages"]), expected)
+
+
+def test_the_engines_log_probs_are_the_student_when_they_are_the_old_policy() -> None:
+    rollout = [torch.full((r,), -2.0) for r in RESPONSES]
+    teacher = [torch.full((r,), -3.0) for r in RESPONSES]
+    data = make_data(rollout_log_probs=rollout, teacher_log_probs=teacher)
+    compute_advantages_and_returns(
+        make_args(use_opd=True, opd_type="sglang", opd_kl_coef=1.0, use_rollout_logprobs=True), data
+    )
+    assert torch.cat(data["opd_reverse_kl"]).tolist() == [1.0] * sum(RESPONSES)
+
+
+def test_distillation_says_what_is_missing() -> None:
+    args = make_args(use_opd=True, opd_type="sglang", opd_kl_coef=1.0)
+    with pytest.raises(ValueError, match=r"no teacher_log_probs\. slime\.rollout\.on_policy_distillation sets them"):
+        compute_advantages_and_returns(args, make_data(log_probs=[torch.zeros(r) for r in RESPONSES]))
+    with pytest.raises(ValueError, match="needs the student's log_probs"):
+        compute_advantages_and_returns(args, make_data(teacher_log_probs=[torch.zeros(r) for r in RESPONSES]))

@@ -24,6 +24,8 @@ def skips(steps: int = 1, **overrides: Any) -> bool:
 def test_the_pass_is_skipped_for_one_on_policy_step() -> None:
     assert skips()
     assert skips(use_tis=True, use_kl_loss=True, entropy_coef=0.1)
+    assert skips(advantage_estimator="gspo", get_mismatch_metrics=True)
+    assert skips(advantage_estimator="ppo", use_critic=True)
 
 
 @pytest.mark.parametrize(
@@ -32,16 +34,15 @@ def test_the_pass_is_skipped_for_one_on_policy_step() -> None:
         {"steps": 2},
         {"loss_type": "custom_loss"},
         {"kl_coef": 0.1},
-        {"use_rollout_logprobs": True},
-        {"get_mismatch_metrics": True},
-        {"use_critic": True},
         {"keep_old_actor": True},
         {"use_opd": True},
         {"use_routing_replay": True},
-        {"advantage_estimator": "gspo"},
         {"custom_advantage_function_path": "a.b"},
+        {"rollout_data_postprocess_path": "a.b"},
         {"use_rollout_entropy": True},
         {"hidden_dropout": 0.1},
+        {"attention_dropout": 0.1},
+        {"moe_input_jitter_eps": 0.01},
     ],
 )
 def test_the_pass_is_not_skipped_when_something_reads_it(reason: dict[str, Any]) -> None:
