@@ -37,7 +37,7 @@ def constant_length(loss_masks: Sequence[Tensor], length: float) -> Reducer:
     """
     if not length > 0:
         raise ValueError(f"--pg-loss-length must be positive, got {length}")
-    return _weighted_sum(torch.cat(list(loss_masks)), torch.tensor(float(length), device=loss_masks[0].device))
+    return _weighted_sum(torch.cat(list(loss_masks)), float(length))
 
 
 def token_sum(loss_masks: Sequence[Tensor]) -> Reducer:
@@ -67,7 +67,7 @@ def num_trained_tokens(loss_masks: Sequence[Tensor]) -> Tensor:
     return torch.stack([mask.sum().clamp_min(1) for mask in loss_masks]).sum().long()
 
 
-def _weighted_sum(mask: Tensor, denominators: Tensor | None) -> Reducer:
+def _weighted_sum(mask: Tensor, denominators: Tensor | float | None) -> Reducer:
     def reduce(values: Tensor) -> Tensor:
         if values.shape != mask.shape:
             raise ValueError(f"expected one value per token {tuple(mask.shape)}, got {tuple(values.shape)}")

@@ -82,3 +82,87 @@ def mis(args: Any, data: dict[str, Any]) -> tuple[list[list[float]], list[list[i
         all_weights.append(weights)
         all_masks.append(kept if getattr(args, "use_rs", False) else m)
     return all_weights, all_masks
+
+
+def grpo(rewards: list[float], groups: list[int], std: bool) -> list[float]:
+    """Rewards minus the mean of their group, over its unbiased standard deviation + 1e-6 on demand."""
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        peers = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        mean = sum(peers) / len(peers)
+        deviation = math.sqrt(sum((p - mean) ** 2 for p in peers) / (len(peers) - 1)) if len(peers) > 1 else 0.0
+        centred = reward - mean if deviation else 0.0
+        result.append(centred / (deviation + 1e-6) if std else centred)
+    return result
+
+
+def rloo(rewards: list[float], groups: list[int], executions: list[int | None]) -> list[float]:
+    """Rewards minus the mean over the group's other executions of the mean reward of each."""
+    result = []
+    for i, (reward, group, execution) in enumerate(zip(rewards, groups, executions, strict=True)):
+        others: dict[Any, list[float]] = {}
+        for j, other in enumerate(rewards):
+            same = j == i or (execution is not None and executions[j] == execution)
+            if groups[j] == group and not same:
+                others.setdefault(("alone", j) if executions[j] is None else executions[j], []).append(other)
+        means = [sum(values) / len(values) for values in others.values()]
+        result.append(reward - sum(means) / len(means) if means else 0.0)
+    return result
+
+
+def reinforce_plus_plus(reward: float, kls: list[float], mask: list[int], coef: float, gamma: float) -> list[float]:
+    """Discounted sums of -coef * kl at trained tokens, with the reward at the last of them."""
+    rewards = [-coef * k * m for k, m in zip(kls, mask, strict=True)]
+    rewards[max(t for t, m in enumerate(mask) if m)] += reward
+    return discounted(rewards, gamma)
+
+
+def whiten(values: list[float], mask: list[int], shift: bool) -> list[float]:
+    kept = [v for v, m in zip(values, mask, strict=True) if m]
+    mean = sum(kept) / len(kept)
+    variance = sum((v - mean) ** 2 for v in kept) / max(len(kept) - 1, 1)
+    return [(v - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift else mean) for v in values]
+
+
+def cispo(kl_: float, log_prob: float, advantage: float, low: float, high: float) -> tuple[float, float]:
+    ratio = math.exp(-kl_)
+    weight = clip(ratio, 1 - low, 1 + high)
+    return -weight * advantage * log_prob, float(weight != ratio)
+
+
+def opsm(samples: list[list[tuple[float, float, int, float]]], delta: float) -> tuple[list[float], float]:
+    """Keep flags and the metric, of (new, old, mask, advantage) per token."""
+    keep, metric = [], 0.0
+    for sample in samples:
+        mean = masked_mean([old - new for new, old, _, _ in sample], [mask for _, _, mask, _ in sample])
+        dropped = [advantage < 0 and mean > delta for _, _, _, advantage in sample]
+        keep += [0.0 if drop else 1.0 for drop in dropped]
+        metric += sum(dropped) / max(sum(mask for _, _, mask, _ in sample), 1)
+    return keep, metric
+
+
+def value(v: float, old: float, target: float, bound: float) -> tuple[float, float]:
+    clipped = clip(v, old - bound, old + bound)
+    return max((clipped - target) ** 2, (v - target) ** 2), float(abs(v - old) > bound)
+
+
+def bounded_ratio(train: float, rollout: float, low: float, high: float, masks: bool) -> float:
+    """TIS, or with ``masks`` IcePop."""
+    ratio = math.exp(train - rollout)
+    return (ratio if low <= ratio <= high else 0.0) if masks else clip(ratio, low, high)
+
+
+def log_prob_and_entropy(logits: list[float], target: int, temperature: float) -> tuple[float, float]:
+    scaled = [z / temperature for z in logits]
+    peak = max(scaled)
+    total = math.fsum(math.exp(z - peak) for z in scaled)
+    log_p = [z - peak - math.log(total) for z in scaled]
+    return log_p[target], -math.fsum(math.exp(p) * p for p in log_p)
+
+
+def reduced(values: list[list[float]], masks: list[list[int]], divisors: list[float]) -> float:
+    """Sum over samples of the masked sum over tokens, over the sample's divisor."""
+    return sum(
+        sum(v * m for v, m in zip(row, mask, strict=True)) / divisor
+        for row, mask, divisor in zip(values, masks, divisors, strict=True)
+    )
