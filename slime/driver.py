@@ -15,7 +15,8 @@ from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.steps import rollout_step
 from slime.observability.timer import get_timers, timer
-from slime.ray import cluster
+from slime.ray import cluster, critic_turn
+from slime.ray.critic_turn import CriticTurn
 from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
 from slime.ray.program import handle_sigterm, run_as_program
 from slime.ray.rollout_handle import RolloutHandle
@@ -57,7 +58,7 @@ class Loop:
     """The steps of a run, and the two orders in which they are taken.
 
     ``trainer`` is None under ``--debug-rollout-only``. ``rollouts_per_epoch`` places saves and evaluations at epoch
-    ends.
+    ends. With a ``critic``, asleep at first, it and the trainer are awake in turns.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class Loop:
         rollouts_per_epoch: int | None,
         *,
         overlap: bool,
+        critic: critic_turn.Group | None = None,
     ) -> None:
         self.args, self.rollout, self.trainer = args, rollout, trainer
+        self.critic = None if critic is None else CriticTurn(args, critic, rollout.save)
+        self._trainer_sleeps = False
         self.rollouts_per_epoch = rollouts_per_epoch
         self.overlap = overlap
         self.mixes_versions = generates_always(args)
@@ -91,6 +95,8 @@ class Loop:
             )
         schedule = self._one_step_ahead if self.overlap else self._one_after_the_other
         schedule(range(args.start_rollout_id, args.num_rollout))
+        if self.critic is not None:
+            self.critic.critic.finish()
         if self.trainer is not None:
             self.trainer.finish()
 
@@ -121,6 +127,8 @@ class Loop:
             if self.trainer is not None:
                 self.train(rollout_id, data)
                 self.save(rollout_id)
+                if self.critic is not None:
+                    self._offload_trainer()
                 if (rollout_id + 1) % self.args.update_weights_interval == 0:
                     if upcoming is not None and not self.mixes_versions:
                         self.wait_generate(started, upcoming)
@@ -140,17 +148,27 @@ class Loop:
             return self.rollout.wait_generate(started, rollout_id)
 
     def train(self, rollout_id: int, data: Any) -> None:
-        """Train every rank on its share of the rollout."""
+        """Train every rank on its share of the rollout: the critic first, whose values the actor needs."""
         assert self.trainer is not None
         with timer("train"):
-            ranks = self.trainer.wait(self.trainer.async_train(rollout_id, data), f"training on rollout {rollout_id}")
-        self._trained = headline(ranks)
+            values, ranks = None, []
+            if self.critic is not None:
+                due = self._due(rollout_id, self.args.save_interval, at_the_end=True)
+                values = self.critic.take(rollout_id, data, save=due)
+            if self._trains_actor(rollout_id):
+                self._onload_trainer()
+                refs = self.trainer.async_train(rollout_id, data, values)
+                ranks = self.trainer.wait(refs, f"training on rollout {rollout_id}")
+        self._trained = headline(ranks) | (self.critic.headline() if self.critic is not None else {})
         self._trained_step = rollout_id + 1
+
+    def _trains_actor(self, rollout_id: int) -> bool:
+        return self.critic is None or not self.critic.is_all(rollout_id)
 
     def save(self, rollout_id: int) -> None:
         """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count."""
         assert self.trainer is not None
-        if not self._due(rollout_id, self.args.save_interval, at_the_end=True):
+        if not self._due(rollout_id, self.args.save_interval, at_the_end=True) or not self._trains_actor(rollout_id):
             return
         with timer("save"):
             self.rollout.save(rollout_id)
@@ -161,7 +179,7 @@ class Loop:
         if self.trainer is None:
             return
         if self.args.offload_train:
-            self.trainer.offload()
+            self._offload_trainer()
         if self.args.debug_train_only:
             return
         if self.args.offload_rollout:
@@ -202,22 +220,32 @@ class Loop:
         if self.args.offload_rollout and not self.args.debug_train_only:
             with timer("offload_rollout"):
                 self.rollout.offload()
-        if self.args.offload_train:
-            with timer("onload_train"):
-                self.trainer.onload()
+        if self.critic is None:
+            self._onload_trainer()
 
     def give_devices_to_engines(self) -> None:
         """Where they take turns: trainer off, and the engines' memory for weights on."""
         assert self.trainer is not None
         if self.args.offload_train:
-            with timer("offload_train"):
-                self.trainer.offload()
+            self._offload_trainer()
         elif self.args.device_type != "cpu":
             with timer("clear_memory"):
                 self.trainer.clear_memory()
         if self.args.offload_rollout and not self.args.debug_train_only:
             with timer("onload_rollout"):
                 self.rollout.onload_weights()
+
+    def _offload_trainer(self) -> None:
+        if self.trainer is not None and not self._trainer_sleeps:
+            with timer("offload_train"):
+                self.trainer.offload()
+            self._trainer_sleeps = True
+
+    def _onload_trainer(self) -> None:
+        if self.trainer is not None and self._trainer_sleeps:
+            with timer("onload_train"):
+                self.trainer.onload()
+            self._trainer_sleeps = False
 
     def evaluate_periodically(self, rollout_id: int) -> None:
         """Evaluate after a rollout where ``--eval-interval`` or the end of an epoch says so."""
@@ -262,9 +290,11 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         rollout = RolloutHandle(args, manager)
         if args.offload_rollout or args.check_weight_update_equal:
             rollout.prepare_engines()
-        trainer, _ = create_training_models(args, groups, manager)
+        trainer, critic = create_training_models(args, groups, manager)
+        if trainer is not None and critic is not None:
+            rollout.lives = [trainer.lives(), critic.lives()]
         rollout.wait_ready()
-        loop = Loop(args, rollout, trainer, per_epoch, overlap=overlap)
+        loop = Loop(args, rollout, trainer, per_epoch, overlap=overlap, critic=critic)
         rollout.supply_weights = loop.supply_weights
         loop.run()
         finished = True

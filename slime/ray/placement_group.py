@@ -14,7 +14,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from slime.arguments.plan.nodes import torn_engines
 from slime.arguments.plan.placement import EnginePlan, Layout, engines_of, layout_of
-from slime.ray import cluster
+from slime.arguments.roles import actor_args, critic_args
+from slime.ray import cluster, role_resume
 from slime.ray.devices import own_gpu_index
 from slime.ray.node_order import node_sort_key
 from slime.ray.rollout_manager import RolloutManager
@@ -91,16 +92,23 @@ def create_rollout_manager(args: Namespace, pg: Slots) -> tuple[Any, int | None]
 
 def create_training_models(
     args: Namespace, pgs: dict[str, Slots], rollout_manager: Any
-) -> tuple[RayTrainGroup | None, None]:
+) -> tuple[RayTrainGroup | None, RayTrainGroup | None]:
     """Start the trainers, load their weights, and return the actor's group (None without training) and the critic's.
 
-    Sets ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was then.
+    The critic's is None but with ``--advantage-estimator ppo``; it sleeps when this returns: it shares the actor's
+    slots. Sets ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was
+    then.
     """
     actor: RayTrainGroup | None = None
+    critic: RayTrainGroup | None = None
     start = 0
-    if not args.debug_rollout_only:
+    if not args.debug_rollout_only and args.use_critic and args.num_rollout != 0:
+        actor, critic, start = _create_actor_and_critic(args, pgs, rollout_manager)
+        if "start_rollout_id" not in args.explicit_flags:
+            args.start_rollout_id = start
+    elif not args.debug_rollout_only:
         nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
-        actor = RayTrainGroup(args, nodes, gpus, pgs["actor"], with_ref=_with_ref(args))
+        actor = RayTrainGroup(actor_args(args), nodes, gpus, pgs["actor"], with_ref=_with_ref(args))
         start = actor.create(rollout_manager)
     if args.start_rollout_id is None:
         args.start_rollout_id = start
@@ -110,7 +118,25 @@ def create_training_models(
         f"loading the state of the prompts after rollout {args.start_rollout_id - 1}",
         MANAGER_START_DEADLINE_S,
     )
-    return actor, None
+    return actor, critic
+
+
+def _create_actor_and_critic(
+    args: Namespace, pgs: dict[str, Slots], rollout_manager: Any
+) -> tuple[RayTrainGroup, RayTrainGroup, int]:
+    """Return actor (awake) and critic (asleep), both loaded, and the rollout after which both were saved, plus one."""
+    of_actor, of_critic = actor_args(args), critic_args(args)
+    role_resume.agree(of_actor, of_critic)
+    nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
+    critic = RayTrainGroup(of_critic, nodes, gpus, pgs["critic"], role="critic")
+    actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
+    actor.launch()  # its processes start while the critic is loaded
+    critic_start = critic.create(rollout_manager)
+    critic.offload()
+    actor.others = [critic.lives()]
+    start = role_resume.check_starts(args, actor.create(rollout_manager), critic_start)
+    critic.others = [actor.lives()]
+    return actor, critic, start
 
 
 def create_actor_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> RayTrainGroup:

@@ -12,6 +12,7 @@ import ray
 
 from slime.observability import tracking
 from slime.ray.errors import EnginesNeedWeights
+from slime.ray.lives import Lives
 from slime.ray.waiting import DAY_S, Peer, wait_one
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class RolloutHandle:
         self._need_of_weights: Any = None
         self._peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
         self._watch = [manager.wait_for_failure.remote()]
+        self.lives: list[Lives] = []
+        """Of trainers whose end ends every wait here."""
 
     def start_generate(self, rollout_id: int) -> Any:
         """Start a rollout and return at once what ``wait_generate`` waits for."""
@@ -113,7 +116,7 @@ class RolloutHandle:
                     self.supply_weights()
 
     def _wait(self, ref: Any, what: str, deadline_s: float, watch: Sequence[Any] = ()) -> Any:
-        result = wait_one(ref, self._peer, what, deadline_s, [*watch, *self._watch])
+        result = wait_one(ref, self._peer, what, deadline_s, [*watch, *self._watch], self.lives)
         tracking.ingest(
             wait_one(self.manager.drain_records.remote(), self._peer, "collecting metrics", SAVE_DEADLINE_S)
         )

@@ -6,7 +6,7 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -17,6 +17,9 @@ from slime.ray.devices import own_gpu_index
 from slime.ray.errors import reports_errors
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip, get_free_port
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.trainer import MegatronTrainer
 
 FIRST_MASTER_PORT = 20000
 
@@ -51,9 +54,7 @@ class TrainRayActor:
         if self.args.device_type == "cpu" and master[0] == "127.0.0.1":
             # Otherwise gloo resolves the host's name, which may lead to an interface that is down, or nowhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
-        from slime.backends.megatron_utils.trainer import MegatronTrainer
-
-        self.trainer = MegatronTrainer(self.args, role=self.role, with_ref=with_ref)
+        self.trainer = trainer_class(self.role)(self.args, role=self.role, with_ref=with_ref)
         start = self.trainer.initialize()
         return start, dict(self.trainer.parallel_config)
 
@@ -112,9 +113,23 @@ class TrainRayActor:
         """Complete what runs in the background (checkpoints being written)."""
         self.trainer.finish_saving()
 
+    def ping(self) -> None:
+        """Answer, when nothing else is to be done."""
+
     def drain_records(self) -> list[Any]:
         """Return the metrics logged here since the last call."""
         return tracking.drain()
+
+
+def trainer_class(role: str) -> type[MegatronTrainer]:
+    """Return the trainer that plays ``role``. Imports torch and Megatron's neighbourhood."""
+    if role == "critic":
+        from slime.backends.megatron_utils.critic import CriticTrainer
+
+        return CriticTrainer
+    from slime.backends.megatron_utils.trainer import MegatronTrainer
+
+    return MegatronTrainer
 
 
 def _loopback_interface() -> str:

@@ -14,6 +14,7 @@ import ray
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.errors import RemoteFailure
+from slime.ray.lives import Lives
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.waiting import DAY_S, Peer, wait_all, wait_one
 
@@ -52,6 +53,9 @@ class RayTrainGroup:
         self._actors: list[Any] = []
         self._rollout_manager: Any = None
         self._watch: list[Any] = []
+        self._measured: dict[str, float] = {}
+        self.others: list[Lives] = []
+        """Trainers of other roles, whose end ends every wait here."""
 
     # Life of the ranks
 
@@ -98,6 +102,10 @@ class RayTrainGroup:
         self._rollout_manager = rollout_manager
         self._watch = [rollout_manager.wait_for_failure.remote()]
 
+    def lives(self) -> Lives:
+        """Return what notices the end of a rank while nobody waits for it."""
+        return Lives(self._actors, self._peers())
+
     # Work
 
     def async_train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> list[Any]:
@@ -113,7 +121,7 @@ class RayTrainGroup:
 
     def wait(self, refs: Sequence[Any], what: str) -> list[Any]:
         """Wait for references of ``async_train``; metrics of the ranks are written afterwards."""
-        results = wait_all(refs, self._peers(), what, DAY_S, self._watch)
+        results = wait_all(refs, self._peers(), what, DAY_S, self._watch, self.others)
         self._collect()
         return results
 
@@ -175,7 +183,7 @@ class RayTrainGroup:
 
     def _all(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]:
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
-        return wait_all(refs, self._peers(), what, deadline_s, self._watch)
+        return wait_all(refs, self._peers(), what, deadline_s, self._watch, self.others)
 
     def _ask(self, method: str, what: str) -> Any:
         return self._wait([getattr(self._rollout_manager, method).remote()], what)[0]
@@ -189,6 +197,11 @@ class RayTrainGroup:
         refs = [actor.drain_records.remote() for actor in self._actors]
         for records in wait_all(refs, self._peers(), "collecting metrics", DRAIN_DEADLINE_S, self._watch):
             tracking.ingest(records)
+            self._measured.update({record["name"]: record["value"] for record in records})
+
+    def measured(self, name: str) -> float | None:
+        """Return the last value of a metric that the ranks have logged, None before the first."""
+        return self._measured.get(name)
 
     def _environment(self) -> dict[str, str]:
         env = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -30,12 +30,24 @@ class Peer:
     log: Path | None = None
 
 
+class Watched(Protocol):
+    """Processes that nobody waits for (``slime.ray.lives.Lives``)."""
+
+    def check(self, what: str) -> None: ...
+
+
 def wait_all(
-    refs: Sequence[Any], peers: Sequence[Peer], what: str, deadline_s: float, watch: Sequence[Any] = ()
+    refs: Sequence[Any],
+    peers: Sequence[Peer],
+    what: str,
+    deadline_s: float,
+    watch: Sequence[Any] = (),
+    lives: Sequence[Watched] = (),
 ) -> list[Any]:
     """Return the results of ``refs`` in order; raise as soon as any of them fails.
 
     ``watch`` are references that only ever resolve to an error (an engine died): then that error is raised at once.
+    ``lives`` are asked every second, and raise, whether other processes of the run are there.
     Raises RemoteFailure with the original message first, TimeoutError naming who did not answer within ``deadline_s``.
     """
     started = time.monotonic()
@@ -54,6 +66,8 @@ def wait_all(
             except ray.exceptions.RayError as e:
                 raise _cause(e, ref, refs, peers, what, watched) from None
             pending.remove(ref)
+        for others in lives if pending else ():
+            others.check(what)
         waited = time.monotonic() - started
         if pending and waited > deadline_s:
             raise TimeoutError(f"{what}: no answer from {_names(pending, refs, peers)} within {deadline_s:.0f} s")
@@ -63,9 +77,11 @@ def wait_all(
     return [ray.get(ref) for ref in refs]
 
 
-def wait_one(ref: Any, peer: Peer, what: str, deadline_s: float, watch: Sequence[Any] = ()) -> Any:
+def wait_one(
+    ref: Any, peer: Peer, what: str, deadline_s: float, watch: Sequence[Any] = (), lives: Sequence[Watched] = ()
+) -> Any:
     """Return the result of one remote call; see ``wait_all``."""
-    return wait_all([ref], [peer], what, deadline_s, watch)[0]
+    return wait_all([ref], [peer], what, deadline_s, watch, lives)[0]
 
 
 def _names(pending: Sequence[Any], refs: Sequence[Any], peers: Sequence[Peer]) -> str:

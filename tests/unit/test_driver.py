@@ -104,6 +104,7 @@ def loop_args(**changes):
         "check_weight_update_equal": False,
         "rollout_global_dataset": True,
         "device_type": "cpu",
+        "use_critic": False,
         "wandb_always_use_train_step": False,
     }
     return SimpleNamespace(**{**base, **changes})
@@ -414,6 +415,7 @@ def train_args(**changes):
         "colocate": False,
         "offload_train": False,
         "offload_rollout": False,
+        "use_critic": False,
         "check_weight_update_equal": False,
         "update_weights_interval": 1,
         "max_staleness": None,

@@ -74,6 +74,11 @@ def read_roles(path: str, more_roles: Iterable[str] = ()) -> dict[str, dict[str,
     return dict(zip(roles, overrides, strict=True))
 
 
+def overrides_of(path: str | None, role: str) -> dict[str, Any]:
+    """Attribute -> value that the YAML file ``path`` has for ``role``; none without a file or an entry."""
+    return {} if path is None else read_roles(path, (role,)).get(role, {})
+
+
 def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) -> Namespace:
     """A copy of ``base_args`` with the overrides that the YAML file ``path`` has for ``role``.
 
@@ -81,7 +86,7 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
     copy unless overridden. Raises ``ArgumentError``.
     """
     args = copy.deepcopy(base_args)
-    overrides = read_roles(path, (role,)).get(role, {}) if path is not None else {}
+    overrides = overrides_of(path, role)
     for name, value in overrides.items():
         if name in PLACEMENT_KEYS:
             logger.warning("%s: %s of role %s is ignored; roles share the actor's placement", path, name, role)

@@ -79,7 +79,8 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
                 "does not; use train_async.py"
             )
         return
-    names = ("colocate", "offload_train", "offload_rollout")
+    # With a critic --offload-train is on: actor and critic take turns on slots that engines have no part in.
+    names = ("colocate", "offload_rollout") if args.use_critic else ("colocate", "offload_train", "offload_rollout")
     asked = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
     if asked:
         raise ArgumentError(
@@ -157,7 +158,9 @@ def _taking_turns(args: Namespace) -> str:
     parts = []
     if args.release_train:
         parts.append("the trainers end while engines generate and start again from their checkpoint (--release-train)")
-    if args.offload_train:
+    if args.use_critic:
+        parts.append("critic and actor take turns on the device memory of their slots")
+    if args.offload_train and (args.colocate or not args.use_critic):
         parts.append("the trainer leaves the device memory while engines generate (--offload-train)")
     if args.offload_rollout:
         parts.append("engines leave it while the trainer trains (--offload-rollout)")

@@ -70,6 +70,7 @@ RULES = (
     quantization.check,
     megatron.derive,
     optimizer.check,
+    roles.check_together,
     hf_config.check_consistency,
     distillation.check_architecture,
 )

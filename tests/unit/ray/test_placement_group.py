@@ -78,6 +78,8 @@ def run_args(**changes: Any) -> Any:
         "debug_rollout_only": False,
         "rollout_external": False,
         "placement_timeout": 50.0,
+        "use_critic": False,
+        "megatron_config_path": None,
     }
     return SimpleNamespace(**{**base, **changes})
 

@@ -1,0 +1,76 @@
+"""Where actor and critic go on from: the last rollout that both have a checkpoint of.
+
+The critic is saved first, after its part of a rollout, and the actor after its own: a run that is killed in between has
+the critic ahead. While only the critic is trained the actor is not saved, and starts from the weights it started from.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+
+from slime.arguments.errors import ArgumentError
+from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_megatron_checkpoint, iteration_dir
+
+logger = logging.getLogger(__name__)
+
+
+def agree(actor: Namespace, critic: Namespace) -> None:
+    """Set ``ckpt_step`` (or take ``load`` away from the critic) so that both go on after the same rollout.
+
+    Both are arguments of roles. Raises ArgumentError where there is no such rollout. What was asked for by
+    ``--ckpt-step`` is left as it is.
+    """
+    actor_last, critic_last = _last(actor), _last(critic)
+    if getattr(actor, "ckpt_step", None) is not None or actor_last == critic_last:
+        return
+    if critic_last is None:
+        raise ArgumentError(
+            f"the actor would go on after rollout {actor_last} of --load {actor.load}, but its critic has no checkpoint"
+            f"{f' in {critic.save}' if critic.save else ''}. Take the actor's weights for a fresh start with "
+            "--finetune, or give the critic's checkpoint as load of role critic in --megatron-config-path"
+        )
+    common = _common(actor, critic, actor_last, critic_last)
+    if common is None and actor_last is not None:
+        raise ArgumentError(
+            f"--load {actor.load} ends after rollout {actor_last} and the critic's {critic.load} after rollout "
+            f"{critic_last}, and there is no rollout that both have a checkpoint of; are they of one run?"
+        )
+    if common is None:
+        logger.warning("no checkpoint of the actor was completed: the critic starts afresh too")
+        critic.load = actor.load
+        critic.no_load_optim = critic.no_load_rng = critic.finetune = True
+        return
+    if common != critic_last:
+        logger.warning("the run ended between the checkpoints of critic and actor: both go on after rollout %d", common)
+    critic.ckpt_step = common
+    if actor_last is not None:
+        actor.ckpt_step = common
+
+
+def check_starts(args: Namespace, actor_start: int, critic_start: int) -> int:
+    """Return the first rollout of the run from those that actor and critic loaded; RuntimeError where they disagree."""
+    trained_alone = actor_start == 0 and critic_start <= args.num_critic_only_steps
+    if actor_start != critic_start and not trained_alone:
+        raise RuntimeError(
+            f"the actor's next rollout is {actor_start} and the critic's is {critic_start}; look at load and ckpt_step "
+            "of both roles"
+        )
+    return critic_start
+
+
+def _last(args: Namespace) -> int | None:
+    """The iteration that a role would go on from, None where it starts with rollout 0."""
+    if not is_megatron_checkpoint(args.load) or args.finetune:
+        return None
+    return find_checkpoint(args.load, getattr(args, "ckpt_step", None))[1]
+
+
+def _common(actor: Namespace, critic: Namespace, actor_last: int | None, critic_last: int) -> int | None:
+    """The last rollout both can go on from; ``actor_last`` None: the actor was never trained."""
+    if actor_last is None:
+        candidates = range(min(critic_last, actor.num_critic_only_steps - 1), -1, -1)
+        return next((i for i in candidates if iteration_dir(critic.load, i).is_dir()), None)
+    candidates = range(min(actor_last, critic_last), -1, -1)
+    has_both = (i for i in candidates if all(iteration_dir(role.load, i).is_dir() for role in (actor, critic)))
+    return next(has_both, None)

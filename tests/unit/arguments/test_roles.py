@@ -1,0 +1,107 @@
+"""What actor and critic get of the command line and of the file of roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.errors import ArgumentError
+from slime.arguments.roles import actor_args, critic_args
+from tests.support.arguments import dry
+
+PPO = ("--advantage-estimator", "ppo", "--num-rollout", 9)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    """``write(text)`` makes a file of ``text`` and returns its path."""
+
+    def write_file(text: str) -> str:
+        path = tmp_path / "roles.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write_file
+
+
+def megatron_checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    return folder
+
+
+def test_without_a_file_the_critic_is_like_the_actor():
+    args = dry(*PPO, "--lr", 3e-6, "--kl-coef", 0.1, "--normalize-advantages", "--save", "out", "--save-interval", 1)
+    assert actor_args(args) is args
+    critic = critic_args(args)
+    assert (critic.lr, critic.loss_type, critic.kl_coef) == (3e-6, "value_loss", 0)
+    assert (critic.save, critic.load, critic.save_hf) == ("out/critic", args.load, None)
+    assert critic.untie_embeddings_and_output_weights
+    assert not critic.normalize_advantages
+    assert critic.finetune
+    assert (args.loss_type, args.kl_coef) == ("policy_loss", 0.1)
+
+
+def test_roles_have_flags_of_their_own(write):
+    text = """megatron:
+    - {role: actor, overrides: {lr: 1e-6, clip_grad: 0.5}}
+    - {role: critic, overrides: {lr: '1e-5', save: /c, init_method_std: 0.1}}"""
+    args = dry(*PPO, "--lr", 3e-6, "--save", "out", "--save-interval", 1, "--megatron-config-path", write(text))
+    actor, critic = actor_args(args), critic_args(args)
+    assert (actor.lr, actor.clip_grad, actor.save) == (1e-6, 0.5, "out")
+    assert (critic.lr, critic.clip_grad, critic.save, critic.init_method_std) == (1e-5, args.clip_grad, "/c", 0.1)
+
+
+def test_both_go_on_from_their_checkpoints(tmp_path):
+    save = tmp_path / "out"
+    flags = [*PPO, "--save", save, "--load", save, "--save-interval", 1]
+    assert critic_args(dry(*flags)).finetune
+    megatron_checkpoint(save / "critic")  # only the critic has been trained so far
+    args = dry(*flags)
+    critic = critic_args(args)
+    assert (args.finetune, critic.finetune, critic.load) == (True, False, str(save / "critic"))
+    assert not critic.no_load_optim
+    (save / "latest_checkpointed_iteration.txt").write_text("3")
+    args = dry(*flags)
+    assert (args.load, critic_args(args).load) == (str(save), str(save / "critic"))
+    assert critic_args(dry(*flags, "--no-load-optim")).no_load_optim
+
+
+def test_a_load_of_the_file_counts_when_it_is_a_checkpoint(tmp_path, write):
+    there = megatron_checkpoint(tmp_path / "there")
+    for load, finetune in ((there, False), (tmp_path / "nowhere", True)):
+        path = write(f"megatron: [{{role: critic, overrides: {{load: {load}}}}}]")
+        args = dry(*PPO, "--megatron-config-path", path)
+        critic = critic_args(args)
+        assert critic.finetune is finetune
+        assert critic.load == (args.load if finetune else str(load))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        ("{tensor_model_parallel_size: 2}", "tensor_model_parallel_size is 1 for the actor and 2 for the critic"),
+        ("{virtual_pipeline_model_parallel_size: 2}", "micro-batches are counted for the actor's stages"),
+        ("{global_batch_size: 3}", "role critic: global_batch_size is 3 and"),
+        ("{save: out}", "both write their checkpoints to --save out"),
+    ],
+)
+def test_what_actor_and_critic_must_share(write, overrides, error):
+    path = write(f"megatron: [{{role: critic, overrides: {overrides}}}]")
+    with pytest.raises(ArgumentError, match=error):
+        dry(*PPO, "--save", "out", "--save-interval", 1, "--megatron-config-path", path)
+
+
+def test_flags_of_the_whole_run_have_no_effect_in_a_role(write):
+    path = write("megatron: [{role: actor, overrides: {rollout_num_gpus: 3, hf_checkpoint: /m, lr: 1}}]")
+    args = dry("--megatron-config-path", path)
+    [warning] = [w for w in args.warnings if "concerns the whole run" in w]
+    assert "role actor: rollout_num_gpus: what" in warning
+
+
+@pytest.mark.parametrize("flag", ["--disable-compute-advantages-and-returns", "--loss-type sft_loss"])
+def test_a_critic_without_use_is_refused(flag):
+    with pytest.raises(ArgumentError, match=f"does not use.*|{flag} does not use"):
+        dry(*PPO, *flag.split())

@@ -1,0 +1,87 @@
+"""Where actor and critic go on from when a run is killed between their checkpoints."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.errors import ArgumentError
+from slime.ray.role_resume import agree, check_starts
+
+
+def role(root: Path, name: str, saved: list[int], *, only: int = 0) -> Namespace:
+    """Arguments of a role whose ``load`` has the checkpoints ``saved``."""
+    folder = root / name
+    for iteration in saved:
+        directory = folder / f"iter_{iteration:07d}"
+        directory.mkdir(parents=True)
+        for file in ("metadata.json", ".metadata", "common.pt"):
+            (directory / file).touch()
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return Namespace(
+        load=str(folder) if saved else "/hf",
+        save=str(folder),
+        ckpt_step=None,
+        finetune=not saved,
+        no_load_optim=not saved,
+        no_load_rng=not saved,
+        num_critic_only_steps=only,
+    )
+
+
+def agreed(root: Path, actor_saved: list[int], critic_saved: list[int], only: int = 0) -> tuple[int, int]:
+    """Return the first rollouts that actor and critic would load."""
+    actor, critic = role(root, "actor", actor_saved, only=only), role(root, "critic", critic_saved, only=only)
+    agree(actor, critic)
+    starts = []
+    for args, saved in ((actor, actor_saved), (critic, critic_saved)):
+        last = saved[-1] if args.ckpt_step is None and saved else args.ckpt_step
+        starts.append(0 if args.finetune or last is None else last + 1)
+    assert check_starts(actor, *starts) == starts[1]
+    return starts[0], starts[1]
+
+
+@pytest.mark.parametrize(
+    ("actor_saved", "critic_saved", "only", "starts"),
+    [
+        ([], [], 0, (0, 0)),
+        ([3, 7], [3, 7], 0, (8, 8)),
+        ([3], [3, 7], 0, (4, 4)),  # killed while the actor was trained or saved
+        ([], [3], 0, (0, 0)),  # ... before its first checkpoint
+        ([], [0, 1], 5, (0, 2)),  # only the critic is trained so far
+        ([], [0, 1, 2], 2, (0, 2)),  # killed in the actor's first step
+        ([], [2], 2, (0, 0)),
+        ([2], [0, 1, 2, 3], 2, (3, 3)),
+        ([1, 3], [1, 2, 3, 4], 1, (4, 4)),
+    ],
+)
+def test_both_go_on_after_the_last_rollout_that_both_have(tmp_path, actor_saved, critic_saved, only, starts):
+    assert agreed(tmp_path, actor_saved, critic_saved, only) == starts
+
+
+def test_an_actor_without_a_critic_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match=r"after rollout 3 .* its critic has no checkpoint in .*critic"):
+        agreed(tmp_path, [3], [])
+
+
+def test_checkpoints_of_different_runs_are_refused(tmp_path):
+    with pytest.raises(ArgumentError, match=r"ends after rollout 2 .* after rollout 3, and there is no rollout"):
+        agreed(tmp_path, [2], [3])
+
+
+def test_a_step_that_was_asked_for_is_kept(tmp_path):
+    actor, critic = role(tmp_path, "actor", [1, 2]), role(tmp_path, "critic", [1, 2, 3])
+    actor.ckpt_step = critic.ckpt_step = 1
+    agree(actor, critic)
+    assert (actor.ckpt_step, critic.ckpt_step) == (1, 1)
+
+
+def test_what_was_loaded_must_agree():
+    args = Namespace(num_critic_only_steps=2)
+    assert check_starts(args, 5, 5) == 5
+    assert check_starts(args, 0, 2) == 2
+    for actor, critic in ((0, 3), (4, 3), (1, 2)):
+        with pytest.raises(RuntimeError, match=f"next rollout is {actor} and the critic's is {critic}"):
+            check_starts(args, actor, critic)
