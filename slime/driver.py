@@ -11,6 +11,7 @@ from argparse import Namespace
 from typing import Any, Protocol
 
 from slime.arguments.plan.loop import generates_always, refuse_impossible_loop
+from slime.arguments.roles import CRITIC, critic_args
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.steps import rollout_step
@@ -285,7 +286,7 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     try:
         groups = create_placement_groups(args)
         handle_sigterm()  # Ray has put its own handler there
-        init_tracking(args, primary=True)
+        init_tracking(_with_roles(args), primary=True)
         manager, per_epoch = create_rollout_manager(args, groups["rollout"])
         rollout = RolloutHandle(args, manager)
         if args.offload_rollout or args.check_weight_update_equal:
@@ -300,6 +301,13 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         finished = True
     finally:
         _end(rollout, gently=finished)
+
+
+def _with_roles(args: Namespace) -> Namespace:
+    """Return what trackers show as the configuration: the critic's arguments too, under ``role_args``."""
+    if args.debug_rollout_only or not args.use_critic:
+        return args
+    return Namespace(**vars(args), role_args={CRITIC: critic_args(args)})
 
 
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:

@@ -134,7 +134,7 @@ class WandbWriter:
 
 def wandb_config(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the W&B page shows as the configuration: all arguments (no secrets), the Slurm job, the critic's."""
-    config: dict[str, Any] = without_secrets(vars(args))
+    config: dict[str, Any] = without_secrets({k: v for k, v in vars(args).items() if k != "role_args"})
     config["env_vars"] = {"SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID")}
     for role, role_args in (getattr(args, "role_args", None) or {}).items():
         config.update({f"{role}/{k}": v for k, v in without_secrets(vars(role_args)).items()})
