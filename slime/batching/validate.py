@@ -15,6 +15,9 @@ REQUIRED_KEYS = ("tokens", "response_lengths", "rewards", "loss_masks")
 RESERVED_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes", "local_raw_reward")
 """Columns that ranks are given besides the samples' own."""
 
+LARGEST_LOG_PROB = 1e-3
+"""A log-prob is at most 0, but for the rounding of whoever computed it."""
+
 Namer = Callable[[int], str]
 
 
@@ -95,8 +98,10 @@ def columns(ragged: Mapping[str, Ragged], numbers: Mapping[str, np.ndarray], nam
     for key in ("rollout_log_probs", "teacher_log_probs"):
         if key in ragged:
             _finite(key, ragged[key], name_of)
+            _no_positive_log_prob(key, ragged[key], name_of)
     _no_negative("tokens", ragged["tokens"], name_of)
     _no_negative("loss_masks", ragged["loss_masks"], name_of)
+    _zero_or_one(ragged["loss_masks"], name_of)
 
 
 def _lengths(key: str, seen: np.ndarray, expected: np.ndarray, response: np.ndarray, name_of: Namer) -> None:
@@ -126,6 +131,26 @@ def _finite(key: str, column: Ragged, name_of: Namer) -> None:
         raise TrainDataError(
             f"{name_of(row)}: {key}[{place}] is {column.values[bad[0]]}, expected a finite log-prob "
             f"({bad.size} such values in the batch)"
+        )
+
+
+def _no_positive_log_prob(key: str, column: Ragged, name_of: Namer) -> None:
+    bad = np.flatnonzero(column.values > LARGEST_LOG_PROB)
+    if bad.size:
+        row, place = _row_of(column, int(bad[0]))
+        raise TrainDataError(
+            f"{name_of(row)}: {key}[{place}] is {column.values[bad[0]]}, expected a log-prob, which is at most 0 "
+            f"({bad.size} such values in the batch); are these probabilities, or log-probs with another sign?"
+        )
+
+
+def _zero_or_one(masks: Ragged, name_of: Namer) -> None:
+    bad = np.flatnonzero(masks.values > 1)
+    if bad.size:
+        row, place = _row_of(masks, int(bad[0]))
+        raise TrainDataError(
+            f"{name_of(row)}: loss_masks[{place}] is {masks.values[bad[0]]}, expected 1 for a token to train on and 0 "
+            "for any other"
         )
 
 

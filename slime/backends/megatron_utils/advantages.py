@@ -21,6 +21,7 @@ from slime.algorithms.rewards import leave_one_out
 from slime.algorithms.whitening import masked_whiten
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
 from slime.backends.megatron_utils.distillation import add_distillation
+from slime.backends.megatron_utils.hook_results import check_token_columns
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.parallel import data_parallel, is_last_stage
 
@@ -43,9 +44,8 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
         custom(args, rollout_data)
         missing = [key for key in ("advantages", "returns") if key not in rollout_data]
         if missing:
-            raise ValueError(
-                f"--custom-advantage-function-path {args.custom_advantage_function_path} did not set {missing}"
-            )
+            raise ValueError(f"{custom} did not set {missing}: lists with one tensor per sample")
+        check_token_columns(custom, rollout_data, ["advantages", "returns"])
     else:
         advantages, returns = _estimate(args, rollout_data)
         rollout_data["advantages"], rollout_data["returns"] = advantages, returns

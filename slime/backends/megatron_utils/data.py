@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.parallel import context_parallel, tensor_para
 from slime.batching.columns import RolloutShard
 from slime.batching.packing import pack
 from slime.batching.ragged import Ragged
+from slime.batching.validate import LARGEST_LOG_PROB
 
 RolloutData = dict[str, Any]
 
@@ -84,6 +85,15 @@ def check_shard(args: Namespace, shard: RolloutShard) -> None:
             fail(lengths != response, lambda i: f"has {lengths[i]} {key} for {response[i]} response tokens")  # noqa: B023
             bad = _rows_with(ragged[key], ~np.isfinite(ragged[key].values))
             fail(bad, lambda i: f"has {key} that are not finite")  # noqa: B023
+    for key in _TOKEN_COLUMNS_TO_SLICE:
+        if key in ragged:
+            bad = _rows_with(ragged[key], ragged[key].values > LARGEST_LOG_PROB)
+            fail(bad, lambda i: f"has {key} up to {ragged[key][i].max()}; a log-prob is at most 0")  # noqa: B023
+    masks = ragged["loss_masks"]
+    fail(
+        _rows_with(masks, (masks.values < 0) | (masks.values > 1)),
+        lambda i: f"has a loss mask with values from {masks[i].min()} to {masks[i].max()}; expected 0 and 1",
+    )
     if vocab_size := getattr(args, "vocab_size", None):
         fail(
             _rows_with(tokens, (tokens.values < 0) | (tokens.values >= vocab_size)),
@@ -92,9 +102,17 @@ def check_shard(args: Namespace, shard: RolloutShard) -> None:
                 "is the rollout's tokenizer the model's?"
             ),
         )
-    if "rewards" in numbers:
-        rewards = numbers["rewards"]
-        fail(~np.isfinite(rewards), lambda i: f"has reward {rewards[i]} after post-processing")
+    for key, what in (("rewards", "reward {} after post-processing"), ("rollout_mask_sums", "rollout_mask_sums {}")):
+        if key in numbers:
+            column = numbers[key]
+            bad = ~np.isfinite(column) | ((column < 0) if key == "rollout_mask_sums" else False)
+            fail(bad, lambda i: f"has {what.format(column[i])}")  # noqa: B023
+    positions = sorted(position for indices in shard.micro_batch_indices for position in indices)
+    if positions != list(range(len(shard))):
+        raise ValueError(
+            f"the shard of data-parallel rank {shard.dp_rank} has {len(shard)} samples, but its micro-batches do not "
+            "hold every one of them once"
+        )
 
 
 def _rows_with(column: Ragged, flags: np.ndarray) -> np.ndarray:

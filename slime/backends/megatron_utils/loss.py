@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from slime.algorithms.reducers import num_trained_tokens
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import Reducer, get_sum_of_sample_mean
+from slime.backends.megatron_utils.hook_results import checked_loss
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import icepop_function, mis_function, vanilla_tis_function
 from slime.backends.megatron_utils.mismatch import note_mismatch
@@ -73,7 +74,7 @@ def _loss_by_type(args: Namespace) -> LossFunction:
         custom = optional_function(args, "custom_loss_function_path")
         if custom is None:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
-        return custom
+        return lambda *inputs: checked_loss(custom, custom(*inputs))
     if args.loss_type == "value_loss":  # of a critic's arguments, see slime.arguments.roles
         return value_loss_function
     raise ValueError(f"--loss-type {args.loss_type}: expected policy_loss, sft_loss or custom_loss")

@@ -55,7 +55,11 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
     for vp_stage in range(virtual) if virtual else [None]:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         pre_process, post_process = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
-        models.append(provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage))
+        model = provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        if not isinstance(model, torch.nn.Module):
+            flag = "--custom-model-provider-path" if getattr(args, "custom_model_provider_path", None) else "--spec"
+            raise TypeError(f"{flag}: the provider returned {type(model).__name__}; expected a torch.nn.Module")
+        models.append(model)
         if with_value_head and post_process:
             put_value_head(args, config, models[-1])
     freeze_parameters(args, models)

@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.cp_utils import (
     get_sum_of_sample_mean,
     slice_log_prob_with_cp,
 )
+from slime.backends.megatron_utils.hook_results import checked_correction, checked_reducer
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples
@@ -153,8 +154,8 @@ def _correct_importance(
             "--use-tis / --get-mismatch-metrics: the samples have no rollout_log_probs; the generate function must set "
             "them"
         )
-    function = optional_function(args, "custom_tis_function_path") or vanilla_tis_function
-    return function(
+    custom = optional_function(args, "custom_tis_function_path")
+    result = (custom or vanilla_tis_function)(
         args=args,
         pg_loss=pg_loss,
         train_log_probs=log_probs.trainer,
@@ -163,6 +164,7 @@ def _correct_importance(
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
     )
+    return result if custom is None else checked_correction(custom, result, pg_loss, batch["loss_masks"])
 
 
 def _reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor]) -> Reducer:
@@ -186,7 +188,7 @@ def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor], def
     if custom is None:
         return default
     per_token = bool(getattr(args, "calculate_per_token_loss", False))
-    return custom(batch["total_lengths"], batch["response_lengths"], masks, per_token)
+    return checked_reducer(custom, custom(batch["total_lengths"], batch["response_lengths"], masks, per_token))
 
 
 def _local_masks(batch: dict[str, Any], masks: list[Tensor]) -> Column:

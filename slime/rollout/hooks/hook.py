@@ -141,14 +141,15 @@ def make_hook(path: str, name: str, flag: str | None = None, load: Callable[[str
     going to be called.
     """
     if load is None or load is load_function:
-        return _checked_hook(path, name, flag or CONTRACTS[name].flag)
+        return checked_hook(path, CONTRACTS[name], flag or CONTRACTS[name].flag)
     return Hook(flag or CONTRACTS[name].flag, path, load(path))
 
 
 @functools.cache
-def _checked_hook(path: str, name: str, flag: str) -> Hook:
+def checked_hook(path: str, contract: Contract, flag: str) -> Hook:
+    """Return the hook at a dotted path, which can be called as ``contract`` says. Raises as ``make_hook`` does."""
     hook = Hook(flag, path, load_function(path, flag))
-    _check_call(hook, CONTRACTS[name])
+    _check_call(hook, contract)
     return hook
 
 

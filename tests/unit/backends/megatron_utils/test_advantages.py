@@ -118,7 +118,7 @@ def forgetful(args: Any, rollout_data: dict[str, Any]) -> None:
 
 def test_custom_function_must_set_both_columns() -> None:
     path = f"{__name__}.forgetful"
-    with pytest.raises(ValueError, match=r"forgetful did not set \['returns'\]"):
+    with pytest.raises(ValueError, match=r"forgetful' .*did not set \['returns'\]"):
         compute_advantages_and_returns(make_args(custom_advantage_function_path=path), make_data())
 
 

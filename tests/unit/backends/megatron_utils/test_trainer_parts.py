@@ -71,6 +71,16 @@ def test_ci_assertions() -> None:
     ci_checks.check_steps(SimpleNamespace(ci_test=False), 0, [{**good, "ppo_kl": 1.0}])
 
 
+def test_ci_assertions_where_policies_differ_on_purpose() -> None:
+    off = {"grad_norm": 1.0, "ppo_kl": 1e-3, "pg_clipfrac": 0.0}
+    for flag in ("use_rollout_logprobs", "keep_old_actor"):
+        ci_checks.check_steps(SimpleNamespace(ci_test=True, **{flag: True}), 0, [off])
+    replayed = SimpleNamespace(ci_test=True, use_rollout_routing_replay=True)
+    ci_checks.check_steps(replayed, 0, [{**off, "ppo_kl": 0.0, "kl_loss": 1e-3}])  # the reference routes for itself
+    with pytest.raises(AssertionError, match="ppo_kl"):
+        ci_checks.check_steps(replayed, 0, [off])
+
+
 def test_ci_rollout_assertions() -> None:
     args = SimpleNamespace(ci_test=True)
     ci_checks.check_rollout(args, 0, {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5})

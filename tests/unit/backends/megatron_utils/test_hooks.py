@@ -1,0 +1,200 @@
+"""The trainer's plugin functions: called as documented, and what is said of those that return something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.hooks import CONTRACTS, load_trainer_hooks
+from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
+from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch
+
+HERE = f"{__name__}."
+RETURNS: dict[str, Any] = {}
+"""What the functions below return or do in the test that is running."""
+
+
+def whatever(*args: Any, **kwargs: Any) -> Any:
+    return RETURNS["value"](*args, **kwargs)
+
+
+def two(first: Any, second: Any) -> Any:
+    return RETURNS["value"]
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_function_with_other_parameters_is_refused_at_start(name: str) -> None:
+    right = load_trainer_hooks(SimpleNamespace(**{name: HERE + "whatever"}))
+    assert right is not None
+    if name == "custom_advantage_function_path":
+        return
+    with pytest.raises(TypeError, match=rf"--{name.replace('_', '-')} .*two.* cannot be called as the flag's function"):
+        load_trainer_hooks(SimpleNamespace(**{name: HERE + "two"}))
+
+
+def test_contracts_name_their_flags() -> None:
+    for name, contract in CONTRACTS.items():
+        assert contract.flag == f"--{name.replace('_', '-')}"
+
+
+def test_what_a_hook_raises_says_where_it_comes_from() -> None:
+    RETURNS["value"] = lambda args: 1 / 0
+    hooks = load_trainer_hooks(SimpleNamespace(custom_megatron_init_path=HERE + "whatever"))
+    with pytest.raises(ZeroDivisionError) as error:
+        hooks.after_megatron_init(None)
+    assert any("in --custom-megatron-init-path" in note for note in error.value.__notes__)
+
+
+def test_the_passing_hooks_are_called_with_what_the_contract_says() -> None:
+    seen = []
+    RETURNS["value"] = lambda *args, **kwargs: seen.append((args, kwargs))
+    hooks = load_trainer_hooks(SimpleNamespace(**dict.fromkeys(CONTRACTS, HERE + "whatever")))
+    hooks.after_megatron_init("args")
+    hooks.before_log_prob("args", "model", "ref_")
+    hooks.before_train_step("args", 1, 2, "model", "optimizer", "scheduler")
+    assert [len(args) for args, _ in seen] == [1, 3, 6]
+
+
+def custom_loss(value: Any) -> Any:
+    RETURNS["value"] = value if callable(value) else lambda *_: value
+    args = make_args(loss_type="custom_loss", custom_loss_function_path=HERE + "whatever")
+    batch, logits = make_batch()
+    return loss_function(args, batch, 1, logits)
+
+
+def test_custom_loss() -> None:
+    loss, report = custom_loss(sft_loss_function)
+    batch, logits = make_batch()
+    expected, _ = loss_function(make_args(loss_type="sft_loss"), batch, 1, logits)
+    assert loss == expected
+    assert report["keys"] == ["loss"]
+    assert report["mismatch"].shape == (3, 5)  # the columns are there, so they are compared
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, r"returned None; expected \(loss, metrics\)"),
+        ((torch.ones(3), {}), r"a tensor of shape \(3,\); expected a loss that is a tensor with one number"),
+        ((torch.ones(()), {}), "expected a loss that depends on the logits; was it detached"),
+        ((torch.ones((), requires_grad=True), []), "expected metrics that are a dict"),
+        ((torch.ones((), requires_grad=True), {"x": torch.ones(2)}), "metric 'x': a tensor of shape .*one number per"),
+    ],
+)
+def test_custom_loss_that_returns_something_else(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"--custom-loss-function-path .*whatever.*{message}"):
+        custom_loss(value)
+
+
+def policy_loss(**flags: Any) -> Any:
+    batch, logits = make_batch()
+    return loss_function(make_args(**flags), batch, 1, logits)
+
+
+def tis(value: Any) -> Any:
+    RETURNS["value"] = value if callable(value) else lambda **_: value
+    return policy_loss(use_tis=True, custom_tis_function_path=HERE + "whatever")
+
+
+def test_custom_tis() -> None:
+    assert tis(vanilla_tis_function)[0] == policy_loss(use_tis=True)[0]
+
+
+TOKENS = torch.ones(8)
+MASKS = [torch.ones(3), torch.ones(4), torch.ones(1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (TOKENS, r"returned a tensor of shape \(8,\); expected \(pg_loss, loss_masks, metrics\)"),
+        ((TOKENS.sum(), MASKS, {}), r"a tensor of shape \(\); expected a pg_loss of shape \(8,\)"),
+        ((TOKENS, MASKS[:2], {}), r"loss_masks \[\(3,\), \(4,\)\]; expected .*\(1,\)\]: one per sample"),
+        ((TOKENS, None, {}), "loss_masks None; expected"),
+        ((TOKENS, MASKS, {"x": TOKENS.mean()}), "metric 'x': .*; expected one value per local token"),
+        ((TOKENS, MASKS, None), "returned None; expected metrics that are a dict"),
+    ],
+)
+def test_custom_tis_that_returns_something_else(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"--custom-tis-function-path .*whatever.*{message}"):
+        tis(value)
+
+
+def reducer(value: Any) -> Any:
+    RETURNS["value"] = lambda *_: value
+    return policy_loss(custom_pg_loss_reducer_function_path=HERE + "whatever")
+
+
+def test_custom_reducer() -> None:
+    _, report = reducer(lambda values: values.sum() * 0 + 3)
+    assert dict(zip(report["keys"], report["values"][1:], strict=True))["pg_loss"] == 3
+    with pytest.raises(TypeError, match=r"--custom-pg-loss-reducer.* returned None; expected a function: per-token"):
+        reducer(None)
+    with pytest.raises(TypeError, match=r"a function that returns a tensor of shape \(8,\); expected .* one number"):
+        reducer(lambda values: values)
+
+
+def rollout_data() -> dict[str, Any]:
+    return {
+        "tokens": [torch.zeros(5), torch.zeros(3)], "total_lengths": [5, 3], "response_lengths": [3, 1],
+        "loss_masks": [torch.ones(3), torch.ones(1)], "rewards": [1.0, 2.0], "sample_indices": [70, 71],
+    }  # fmt: skip
+
+
+def setting(name: str, column: Any) -> Any:
+    def change(*args: Any) -> None:
+        data = args[-1]
+        data.update({key: [torch.ones(3), torch.ones(1)] for key in ("advantages", "returns")})
+        data[name] = column
+
+    return change
+
+
+BAD_COLUMNS = [
+    ("advantages", torch.ones(4), r"set advantages to a tensor of shape \(4,\); expected a list of 2 tensors"),
+    ("returns", [torch.ones(3)], "set returns to a list of 1; expected a list of 2"),
+    ("advantages", [torch.ones(3), torch.ones(2)], r"advantages of sample index 71 to .* \(2,\); expected 1 floating"),
+    ("advantages", [torch.ones(3).long(), torch.ones(1)], "of sample index 70 to .*; expected 3 floating-point"),
+]
+
+
+@pytest.mark.parametrize(("name", "column", "message"), BAD_COLUMNS)
+def test_columns_that_hooks_set_are_checked(name: str, column: Any, message: str) -> None:
+    RETURNS["value"] = setting(name, column)
+    path = HERE + "whatever"
+    args = SimpleNamespace(kl_coef=0, custom_advantage_function_path=path)
+    with pytest.raises(ValueError, match=f"--custom-advantage-function-path .*{message}"):
+        compute_advantages_and_returns(args, rollout_data())
+    hooks = load_trainer_hooks(SimpleNamespace(rollout_data_postprocess_path=path))
+    with pytest.raises(ValueError, match=f"--rollout-data-postprocess-path .*{message}"):
+        hooks.postprocess_rollout_data(args, 0, rollout_data())
+
+
+def test_postprocessing_works_in_place_and_keeps_every_sample() -> None:
+    hooks = load_trainer_hooks(SimpleNamespace(rollout_data_postprocess_path=HERE + "whatever"))
+    RETURNS["value"] = setting("mine", [1, 2])
+    data = rollout_data()
+    hooks.postprocess_rollout_data(None, 0, data)
+    assert data["mine"] == [1, 2]
+    RETURNS["value"] = lambda *args: args[-1]
+    with pytest.raises(TypeError, match="expected None: it changes rollout_data in place"):
+        hooks.postprocess_rollout_data(None, 0, rollout_data())
+    RETURNS["value"] = lambda *args: args[-1].update(tokens=args[-1]["tokens"][:1])
+    with pytest.raises(ValueError, match=r"left 1 of 2 samples.* set their loss_masks to 0"):
+        hooks.postprocess_rollout_data(None, 0, rollout_data())
+
+
+def test_hooks_and_losses_import_without_megatron_or_an_engine() -> None:
+    code = (
+        "import sys, slime.backends.megatron_utils.hooks, slime.backends.megatron_utils.loss, slime.algorithms.mis\n"
+        "import examples.train_infer_mismatch_helper.mis\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'ray', 'sglang', 'transformers'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == "[]"
