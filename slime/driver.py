@@ -160,7 +160,7 @@ class Loop:
                 self._onload_trainer()
                 refs = self.trainer.async_train(rollout_id, data, values)
                 ranks = self.trainer.wait(refs, f"training on rollout {rollout_id}")
-        self._trained = headline(ranks) | (self.critic.headline() if self.critic is not None else {})
+        self._trained = headline(ranks) | (self.critic.headline(rollout_id) if self.critic is not None else {})
         self._trained_step = rollout_id + 1
 
     def _trains_actor(self, rollout_id: int) -> bool:

@@ -36,17 +36,11 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "sglang_config": ANY,
     "multimodal_keys": ANY,
     # algorithm
-    "advantage_estimator": ("ppo",),
-    "value_clip": ANY,
-    "num_critic_only_steps": ANY,
-    "lambd": ANY,
     "use_routing_replay": ANY,
     "use_rollout_routing_replay": ANY,
     "mtp_num_layers": ANY,
     "mtp_loss_scaling_factor": ANY,
     "enable_mtp_training": ANY,
-    # checkpoints
-    "megatron_config_path": ANY,
     # weight synchronisation
     "update_weight_mode": ("delta",),
     "update_weight_transport": ("disk",),

@@ -53,7 +53,10 @@ class CriticTurn:
             self.critic.finish()  # its checkpoint must not become whole after the actor's
         return values
 
-    def headline(self) -> dict[str, float]:
-        """Return the few numbers worth a line per rollout."""
+    def headline(self, rollout_id: int) -> dict[str, float]:
+        """Return the few numbers worth a line per rollout, with those of the rollout where only the critic has them."""
         found = {"value loss": self.critic.measured("train/critic-value_loss")}
+        if self.is_all(rollout_id):
+            found["reward"] = self.critic.measured("rollout/raw_reward")
+            found["response length"] = self.critic.measured("rollout/response_lengths")
         return {name: value for name, value in found.items() if value is not None}

@@ -73,9 +73,10 @@ def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
 
 
 def test_the_way_out_lists_the_other_choices():
-    flag = Flag("advantage_estimator", ("--advantage-estimator",), "grpo", choices=("grpo", "gspo", "ppo"))
-    (message,) = unavailable_messages({"advantage_estimator": "ppo"}, [flag])
-    assert message == ("--advantage-estimator ppo is not available yet in this version; use grpo or gspo")
+    name, option = "rollout_data_transport", "--rollout-data-transport"
+    flag = Flag(name, (option,), "object-store", choices=("object-store", "file", "nixl"))
+    (message,) = unavailable_messages({name: "nixl"}, [flag])
+    assert message == f"{option} nixl is not available yet in this version; use object-store or file"
 
 
 def test_a_run_is_refused_and_a_dry_run_lists():

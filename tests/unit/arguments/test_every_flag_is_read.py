@@ -41,6 +41,7 @@ CONSUMED_WHILE_PARSING = {
     "recompute_activations": "rules/megatron.py",  # decides recompute_granularity
     "num_layers_per_virtual_pipeline_stage": "rules/pipeline.py",  # these two: virtual_pipeline_model_parallel_size
     "num_virtual_stages_per_pipeline_rank": "rules/pipeline.py",
+    "megatron_config_path": "roles.py",  # values of single roles
 }  # fmt: skip
 
 # Attributes read under a name that is put together, or passed on, at run time -> where.
