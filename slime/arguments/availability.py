@@ -51,7 +51,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "update_weight_delta_checksum": ANY,
     "custom_update_weight_post_write_path": ANY,
     # logging, profiling
-    "log_correct_samples": ANY,
     "profile_target": ANY,
     "memory_snapshot_dir": ANY,
     "memory_snapshot_num_steps": ANY,

@@ -38,7 +38,9 @@ class Logging(ArgumentGroup):
         False, "log turns, and response lengths with and without the tokens that an environment wrote"
     )
     log_passrate: bool = flag(False, "log pass@k: how often one of k responses to a prompt has the reward 1")
-    log_correct_samples: bool = flag(False, "log the metrics of correct samples apart")
+    log_correct_samples: bool = flag(
+        False, "log length and certainty of the samples whose raw reward is 1 as rollout/correct_*"
+    )
     log_reward_category: str | None = flag(None, "key of reward objects; samples are counted by its values")
     use_tensorboard: bool = flag(False, "log to TensorBoard; needs --tb-project-name or $TENSORBOARD_DIR")
     tb_project_name: str | None = flag(

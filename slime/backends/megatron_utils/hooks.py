@@ -73,11 +73,12 @@ def optional_function(args: Namespace, name: str) -> Hook | None:
 
 def load_trainer_hooks(args: Namespace) -> TrainerHooks:
     """Look up every hook of the trainer, also those that only loss and advantages call. Raises as above."""
-    found = {name: optional_function(args, name) for name in CONTRACTS}
-    postprocess = found["rollout_data_postprocess_path"]
+    for name in CONTRACTS:
+        optional_function(args, name)
+    postprocess = optional_function(args, "rollout_data_postprocess_path")
     return TrainerHooks(
-        after_megatron_init=found["custom_megatron_init_path"],
-        before_log_prob=found["custom_megatron_before_log_prob_hook_path"],
-        before_train_step=found["custom_megatron_before_train_step_hook_path"],
+        after_megatron_init=optional_function(args, "custom_megatron_init_path"),
+        before_log_prob=optional_function(args, "custom_megatron_before_log_prob_hook_path"),
+        before_train_step=optional_function(args, "custom_megatron_before_train_step_hook_path"),
         postprocess_rollout_data=check_postprocessed(postprocess) if postprocess is not None else None,
     )

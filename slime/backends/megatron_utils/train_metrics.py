@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.backends.megatron_utils.correct_samples import correct_sample_means
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, is_main_rank
@@ -85,7 +86,8 @@ def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> 
     """
     if not is_last_stage():
         return {}
-    metrics = {f"rollout/{name}": value for name, value in rollout_means(args, data).items()}
+    means = {**rollout_means(args, data), **correct_sample_means(args, data, _all_gather)}
+    metrics = {f"rollout/{name}": value for name, value in means.items()}
     if is_main_rank():
         log(args, {**metrics, "rollout/step": rollout_step(args, rollout_id)}, "rollout/step")
     return metrics

@@ -81,11 +81,11 @@ def test_what_a_real_run_would_do(tmp_path: Any) -> None:
 
 
 def test_reasons_that_differ_in_the_flag_alone_are_one() -> None:
-    assert run("--log-correct-samples", "--use-distributed-post", "--update-weights-interval", "2").splitlines()[
+    assert run("--freeze-indexer", "--use-distributed-post", "--update-weights-interval", "2").splitlines()[
         -4:
     ] == [
         "A real run would be refused:",
-        "  - not available yet in this version; leave it out: --use-distributed-post, --log-correct-samples",
+        "  - not available yet in this version; leave it out: --use-distributed-post, --freeze-indexer",
         "  - --update-weights-interval 2 has no effect in train.py, which takes the weights to the engines after",
         "    every rollout; use train_async.py or leave it out",
     ]
