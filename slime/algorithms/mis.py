@@ -3,13 +3,13 @@
 With d_t = log p_train(t) - log p_rollout(t) over the trained tokens of a sample, the ratio of its token t is
 
     token      exp(d_t)
-    sequence   exp(sum d)    what policy-gradient theory asks for, of the largest variance (arXiv:1602.03609)
-    geometric  exp(mean d)   the sequence's ratio per token, as in GSPO (arXiv:2507.18071)
+    sequence   exp(sum d)    the ratio of the whole response: unbiased, of the largest variance
+    geometric  exp(mean d)   the same per token, as in GSPO (arXiv:2507.18071)
 
 ``use_tis`` multiplies the loss by a function of the ratio at ``tis_level``, with L = ``tis_lower_bound`` (default 1/U)
 and U = ``tis_upper_bound``; no gradient flows through it:
 
-    truncate   min(ratio, U)                       (TIS, arXiv:2505.24298; V-trace, arXiv:1802.01561)
+    truncate   min(ratio, U)                       (TIS, Yao et al. 2025; as in V-trace, arXiv:1802.01561)
     clip       min(max(ratio, L), U)
     mask       ratio if L <= ratio <= U else 0     (IcePop, arXiv:2510.18855; MIS)
 
