@@ -36,8 +36,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "sglang_config": ANY,
     "multimodal_keys": ANY,
     # algorithm
-    "use_routing_replay": ANY,
-    "use_rollout_routing_replay": ANY,
     "mtp_num_layers": ANY,
     "mtp_loss_scaling_factor": ANY,
     "enable_mtp_training": ANY,

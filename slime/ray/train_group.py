@@ -190,7 +190,12 @@ class RayTrainGroup:
 
     def _wait(self, refs: list[Any], what: str) -> list[Any]:
         return wait_all(
-            refs, [Peer("the rollout manager")] * len(refs), what, self.args.engine_ready_timeout * 3, self._watch
+            refs,
+            [Peer("the rollout manager")] * len(refs),
+            what,
+            self.args.engine_ready_timeout * 3,
+            self._watch,
+            self.others,
         )
 
     def _collect(self) -> None:
@@ -208,4 +213,6 @@ class RayTrainGroup:
             "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"),
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1"),
         }
+        if getattr(self.args, "use_routing_replay", False):
+            env["ENABLE_ROUTING_REPLAY"] = "1"
         return env | {key: str(value) for key, value in (self.args.train_env_vars or {}).items()}

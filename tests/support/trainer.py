@@ -145,6 +145,7 @@ OPTIONAL = {
     "overlap_param_gather", "recompute_granularity", "recompute_loss_function", "recompute_method",
     "recompute_modules", "recompute_num_layers", "ref_update_interval", "reset_optimizer_states",
     "rollout_data_postprocess_path", "save_debug_train_data", "save_hf", "use_rollout_entropy", "opsm_delta",
+    "use_routing_replay", "use_rollout_routing_replay",
     "disable_param_buffers_cpu_backup", "use_stateless_adam",
 }  # fmt: skip
 

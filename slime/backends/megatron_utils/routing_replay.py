@@ -222,7 +222,7 @@ def build_routing_replay(args: Namespace, model: Sequence[torch.nn.Module]) -> R
     choice for them. Collective. Raises ValueError for a model without a router that asks us.
     """
     if not getattr(args, "use_routing_replay", False):
-        return RoutingReplay(args)
+        return RoutingReplay(Namespace())
     from megatron.core.transformer.moe.router import TopKRouter
 
     routers = [

@@ -375,3 +375,5 @@ def test_trainers_get_the_users_variables(monkeypatch: pytest.MonkeyPatch) -> No
     }
     group.args.train_env_vars = None
     assert group._environment()["NCCL_CUMEM_ENABLE"] == "1"
+    group.args.use_routing_replay = True
+    assert group._environment()["ENABLE_ROUTING_REPLAY"] == "1"
