@@ -102,18 +102,20 @@ def create_training_models(
     actor: RayTrainGroup | None = None
     critic: RayTrainGroup | None = None
     start = 0
+    state: list[str] = []
     if not args.debug_rollout_only and args.use_critic and args.num_rollout != 0:
         actor, critic, start = _create_actor_and_critic(args, pgs, rollout_manager)
-        if "start_rollout_id" not in args.explicit_flags:
-            args.start_rollout_id = start
+        if args.continues_own_checkpoints:
+            state = [args.save]  # while only the critic is trained, --load has become where the actor's weights are
     elif not args.debug_rollout_only:
         nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
         actor = RayTrainGroup(actor_args(args), nodes, gpus, pgs["actor"], with_ref=_with_ref(args))
         start = actor.create(rollout_manager)
-    if args.start_rollout_id is None:
+    of_roles = critic is not None or (actor is not None and actor_args(args) is not args)
+    if args.start_rollout_id is None or (of_roles and "start_rollout_id" not in args.explicit_flags):
         args.start_rollout_id = start
     wait_one(
-        rollout_manager.load.remote(args.start_rollout_id - 1),
+        rollout_manager.load.remote(args.start_rollout_id - 1, *state),
         Peer("the rollout manager"),
         f"loading the state of the prompts after rollout {args.start_rollout_id - 1}",
         MANAGER_START_DEADLINE_S,

@@ -128,8 +128,10 @@ class RolloutManager(EngineControl):
         write_carried_over(carried_over_path(self.args.save, rollout_id), carried)
 
     @reports_errors
-    def load(self, rollout_id: int | None = None) -> None:
-        """Restore what ``save(rollout_id)`` saved under ``--load``; nothing happens for a run that starts at 0."""
+    def load(self, rollout_id: int | None = None, root: str | None = None) -> None:
+        """Restore what ``save(rollout_id)`` saved under ``root`` (``--load``); a run that starts at 0 has nothing."""
+        if root is not None:
+            self.args.load = root
         if self.args.rollout_global_dataset:
             self.data_source.load(rollout_id)
         if self.args.load and rollout_id is not None and rollout_id >= 0:
