@@ -163,12 +163,28 @@ def _raw_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any
 
 
 def _top_p(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    ids = [_present(sample, "rollout_top_p_token_ids") for sample in samples]
-    offsets = [_present(sample, "rollout_top_p_token_offsets") for sample in samples]
-    for sample, kept, bounds in zip(samples, ids, offsets, strict=True):
-        if len(bounds) != sample.response_length + 1 or int(bounds[0]) != 0 or int(bounds[-1]) != len(kept):
-            raise TrainDataError(
-                f"{describe(sample)}: top-p offsets must be {sample.response_length + 1} entries from 0 to {len(kept)},"
-                f" got {len(bounds)} entries from {bounds[0]} to {bounds[-1]}"
-            )
-    return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}
+    nuclei = [_nuclei(sample) for sample in samples]
+    return {
+        "rollout_top_p_token_ids": [ids for ids, _ in nuclei],
+        "rollout_top_p_token_offsets": [offsets for _, offsets in nuclei],
+    }
+
+
+def _nuclei(sample: Sample) -> tuple[Any, Any]:
+    """Return (token ids, offsets) that say what each response token was sampled among; none where none is trained."""
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if ids is None or offsets is None:
+        if not any(_loss_mask(sample)):
+            return [], [0] * (sample.response_length + 1)
+        raise TrainDataError(
+            f"{describe(sample)} has no rollout_top_p_token_ids and _offsets: with --rollout-top-p training must know "
+            "which tokens each one was sampled among. slime.rollout.sglang_rollout records them; a generate function "
+            'of yours must ask engines with "return_sampling_mask": true and pass meta_info to '
+            "Sample.append_response_tokens"
+        )
+    if len(offsets) != sample.response_length + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != len(ids):
+        raise TrainDataError(
+            f"{describe(sample)}: top-p offsets must be {sample.response_length + 1} entries from 0 to {len(ids)},"
+            f" got {len(offsets)} entries from {offsets[0]} to {offsets[-1]}"
+        )
+    return ids, offsets

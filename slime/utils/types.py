@@ -282,6 +282,8 @@ class Sample:
     def _append_top_p(self, added: int, trainable: bool, meta_info: Mapping[str, Any]) -> None:
         raw_ids = first_present(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
         raw_offsets = first_present(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
+        if raw_ids is None and raw_offsets is None and meta_info.get("output_token_sampling_mask") is not None:
+            raw_ids, raw_offsets = _flattened(meta_info["output_token_sampling_mask"])
         if (raw_ids is None) != (raw_offsets is None):
             raise ValueError(f"{self._name()}: the engine sent only one of top-p token ids and offsets")
         if raw_ids is None:
@@ -393,6 +395,16 @@ class MultimodalTypes:
     def get(cls, name: str) -> MultimodalType | None:
         """Return the type called ``name``, or None."""
         return next((kind for kind in cls.all() if kind.name == name), None)
+
+
+def _flattened(rows: Iterable[Iterable[int] | None]) -> tuple[list[int], list[int]]:
+    """Return (all entries, where each row begins and the last ends)."""
+    flat: list[int] = []
+    offsets = [0]
+    for row in rows:
+        flat.extend(row or ())
+        offsets.append(len(flat))
+    return flat, offsets
 
 
 def _as_list(values: Any) -> list[Any]:

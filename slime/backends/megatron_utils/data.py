@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+from slime.backends.megatron_utils.nuclei import check_shard_nuclei
 from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
 from slime.batching.columns import RolloutShard
 from slime.batching.packing import pack
@@ -36,6 +37,7 @@ def prepare_rollout_data(args: Namespace, shard: RolloutShard, device: torch.dev
     Raises ValueError, naming the sample index, for anything that cannot be right.
     """
     check_shard(args, shard)
+    check_shard_nuclei(args, shard)
     data = shard.to_rollout_data(device)
     for key in _TOKEN_COLUMNS_TO_SLICE:
         if data.get(key) is not None:

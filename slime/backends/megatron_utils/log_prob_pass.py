@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,14 @@ def forward_only(
     *,
     store_prefix: str = "",
     routing: RoutingReplay | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> dict[str, list[Tensor]]:
     """Run ``model`` over all samples of this rank and return what ``collect`` makes of the logits.
 
     ``collect`` has the signature of ``loss.get_log_probs_and_entropy``. The result maps ``store_prefix + name`` to one
     tensor per sample in the CP-local layout, in the order of ``data``; it is empty except on the last pipeline stage.
-    ``routing`` records or replays in the stage it is in.
+    ``routing`` records or replays in the stage it is in. ``columns``: further columns that ``collect`` takes, where
+    they exist, and under which keyword.
     """
     for chunk in model:
         chunk.eval()
@@ -48,6 +50,7 @@ def forward_only(
             unconcat_tokens=batch["unconcat_tokens"],
             total_lengths=batch["total_lengths"],
             response_lengths=batch["response_lengths"],
+            **{keyword: batch[name] for name, keyword in (columns or {}).items() if batch.get(name) is not None},
         )
 
     # The passes have no optimiser step between them: all steps' micro-batches make one long pipeline.

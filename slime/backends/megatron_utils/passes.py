@@ -13,6 +13,7 @@ from slime.backends.megatron_utils.data import RolloutData
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.log_prob_pass import forward_only, old_log_probs_equal_current
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.nuclei import NUCLEUS_COLUMNS
 from slime.backends.megatron_utils.old_actor import OLD_ACTOR
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.teacher import TEACHER, has_teacher
@@ -80,5 +81,12 @@ class LogProbPasses:
             return get_log_probs_and_entropy(*inputs, with_entropy=with_entropy, **keywords)
 
         return forward_only(
-            self.args, self.model, data, collect, self.hooks, store_prefix=prefix, routing=self._routing
+            self.args,
+            self.model,
+            data,
+            collect,
+            self.hooks,
+            store_prefix=prefix,
+            routing=self._routing,
+            columns=NUCLEUS_COLUMNS,
         )

@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.cp_utils import (
 from slime.backends.megatron_utils.hook_results import checked_correction, checked_reducer
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
+from slime.backends.megatron_utils.nuclei import nucleus_keywords
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples
 
 Column = list[Tensor]
@@ -54,6 +55,7 @@ def policy_loss_function(
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
         with_entropy=True,
+        **nucleus_keywords(batch),
     )
     log_probs = _log_probs(args, batch, result["log_probs"])
     note_finite_samples(batch, log_probs.current, log_probs.old, batch["advantages"])

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.log_probs import log_probs_and_entropy
+from slime.algorithms.nucleus import nucleus_log_probs
 from slime.backends.megatron_utils.cp_utils import response_rows_and_targets
+from slime.backends.megatron_utils.nuclei import local_nuclei
 from slime.backends.megatron_utils.parallel import tensor_parallel
 
 
@@ -42,27 +44,44 @@ def get_log_probs_and_entropy(
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     non_loss_data: bool = True,
+    top_p_token_ids: Sequence[Tensor] | None = None,
+    top_p_token_offsets: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Return (empty tensor, {"log_probs": [...], "entropy": [...]}), one float32 tensor [n_local] per sample.
 
     ``logits`` [1, T_local, V_local] are divided by ``args.rollout_temperature``; the vocabulary may be split over the
     tensor-parallel group; padding columns past ``args.vocab_size`` have probability 0. The entropy carries a gradient
-    only when ``args.entropy_coef`` is not 0. The pair has the form of Megatron's loss functions, so this can be passed
+    only when ``args.entropy_coef`` is not 0. With the nuclei that the response tokens were sampled among (per sample
+    ids [k] and offsets [response_length + 1]) log-probs are those among them; the entropy is of all. The pair has the form of Megatron's loss functions, so this can be passed
     to its schedules; ``non_loss_data`` is what they pass and has no effect.
     """
     del non_loss_data
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    log_probs, entropy = log_probs_and_entropy(
-        logits.squeeze(0),
-        targets,
-        rows=rows,
-        tp_group=tensor_parallel().group,
-        vocab_size=getattr(args, "vocab_size", None),
-        chunk_size=getattr(args, "log_probs_chunk_size", -1),
-        temperature=getattr(args, "rollout_temperature", 1.0),
-        with_entropy=with_entropy,
-        entropy_grad=getattr(args, "entropy_coef", 0.0) != 0,
-    )
+    temperature = getattr(args, "rollout_temperature", 1.0)
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    if top_p_token_ids is not None and top_p_token_offsets is not None:
+        log_probs = nucleus_log_probs(
+            logits.squeeze(0),
+            targets,
+            local_nuclei(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths),
+            rows=rows,
+            tp_group=tensor_parallel().group,
+            temperature=temperature,
+        )
+    if log_probs is None or with_entropy:
+        whole, entropy = log_probs_and_entropy(
+            logits.squeeze(0),
+            targets,
+            rows=rows,
+            tp_group=tensor_parallel().group,
+            vocab_size=getattr(args, "vocab_size", None),
+            chunk_size=getattr(args, "log_probs_chunk_size", -1),
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_grad=getattr(args, "entropy_coef", 0.0) != 0,
+        )
+        log_probs = whole if log_probs is None else log_probs
     result = {"log_probs": list(log_probs.split(sizes))}
     if entropy is not None:
         result["entropy"] = list(entropy.split(sizes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.rollout.requests.nuclei import replays_nuclei
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
@@ -30,6 +31,8 @@ def generate_payload(
         payload["input_ids"] = sample.tokens
     if getattr(args, "use_rollout_routing_replay", False):
         payload["return_routed_experts"] = True
+    if replays_nuclei(args) and not evaluation:
+        payload["return_sampling_mask"] = True
     return payload
 
 
@@ -41,13 +44,17 @@ def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
 
 
 def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
-    """Append the tokens of an engine's reply to ``sample``."""
+    """Append the tokens of an engine's reply to ``sample``.
+
+    Where the engine tells the nuclei that it sampled from, log-probs are those among them: what was sampled from.
+    """
     meta_info = output["meta_info"]
-    log_probs = meta_info.get("output_token_logprobs") or []
+    told = meta_info.get("output_token_logprobs") or []
+    among_nuclei = meta_info.get("output_token_sampling_logprobs")
     sample.append_response_tokens(
         args,
-        tokens=[item[1] for item in log_probs],
-        log_probs=[item[0] for item in log_probs],
+        tokens=[item[1] for item in told],
+        log_probs=[item[0] for item in told] if among_nuclei is None else among_nuclei,
         meta_info=meta_info,
         text=output["text"],
     )

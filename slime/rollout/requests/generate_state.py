@@ -13,6 +13,7 @@ from typing import Any
 from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_group
 from slime.rollout.requests.cancelling import cancel_all
+from slime.rollout.requests.nuclei import replays_nuclei, top_k
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
 
@@ -24,7 +25,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
     params: dict[str, Any] = {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
+        "top_k": top_k(args),
         "max_new_tokens": args.rollout_max_response_len,
         "stop": args.rollout_stop,
         "stop_token_ids": args.rollout_stop_token_ids,
@@ -32,8 +33,8 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
-    if args.rollout_top_p != 1.0:
-        params["custom_params"] = {"return_top_p_token_ids": True}
+    if replays_nuclei(args):
+        params["custom_params"] = {"return_top_p_token_ids": True}  # for engines that are patched to know it
     return params
 
 

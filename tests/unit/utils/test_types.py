@@ -192,6 +192,18 @@ def test_nuclei_are_merged(names, encode):
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 1, 3, 3, 4]
 
 
+def test_nuclei_come_as_engines_tell_them():
+    sample = Sample(tokens=[0])
+    meta = {"output_token_sampling_mask": [[7], [8, 9], []]}
+    sample.append_response_tokens(tokens=[7, 9, 1], log_probs=[-1, -1, -1], meta_info=meta)
+    assert sample.rollout_top_p_token_ids.tolist() == [7, 8, 9]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 1, 3, 3]
+    with pytest.raises(ValueError, match=r"top-p offsets must have 2 entries from 0 to 3, got 3 entries"):
+        sample.append_response_tokens(
+            tokens=[1], log_probs=[-1], meta_info={"output_token_sampling_mask": [[1, 2], [3]]}
+        )
+
+
 def test_tool_text_before_the_first_nucleus_is_empty_but_sampled_tokens_must_have_one():
     sample = Sample(tokens=[0])
     sample.append_response_tokens(tokens=[1, 2], trainable=False)

@@ -37,3 +37,29 @@ def test_unknown_tag_names_the_known_ones() -> None:
     backup.save("ref")
     with pytest.raises(KeyError, match=r"'teacher'.*ref"):
         backup.activate("teacher")
+
+
+@pytest.mark.gpu
+def test_copies_are_pinned_and_made_once_on_a_device() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512)).cuda().bfloat16()
+    first = {name: t.clone() for name, t in model.state_dict().items()}
+    backup = WeightBackup([model], active="actor")
+    backup.save("ref")
+    copies = backup._copies["ref"]
+    assert all(tensor.is_pinned() and not tensor.is_cuda for tensor in copies.values())
+    places = {name: tensor.data_ptr() for name, tensor in copies.items()}
+    device_memory = torch.cuda.memory_allocated()
+    for _ in range(3):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+        now = {name: t.clone() for name, t in model.state_dict().items()}
+        backup.save("actor")
+        backup.activate("ref")
+        assert all(torch.equal(t, first[name]) for name, t in model.state_dict().items())
+        backup.activate("actor")
+        assert all(torch.equal(t, now[name]) for name, t in model.state_dict().items())
+        del now
+    backup.copy("actor", "ref")
+    assert {name: tensor.data_ptr() for name, tensor in backup._copies["ref"].items()} == places
+    assert torch.cuda.memory_allocated() == device_memory
