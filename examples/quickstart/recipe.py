@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tools.tiny_model import megatron_flags
 
@@ -13,6 +14,8 @@ SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 """One pass over the demonstrations: batches of 1280, ten optimiser steps each; the same budget for every seed."""
 
 GRPO_ROLLOUTS = 100
+PPO_ROLES = "examples/quickstart/ppo_roles.yaml"
+Algorithm = Literal["grpo", "ppo"]
 DATASET = "addition"
 
 
@@ -45,6 +48,11 @@ class Paths:
     def grpo(self, shuffled: bool) -> Path:
         """The run directory of GRPO, or of its control."""
         return self.root / ("grpo_shuffled" if shuffled else "grpo")
+
+    @property
+    def ppo(self) -> Path:
+        """The run directory of PPO."""
+        return self.root / "ppo"
 
 
 def make_model(paths: Paths, seed: int) -> list[str]:
@@ -103,4 +111,18 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
         "--seed", str(1234 + seed),
         "--run-dir", str(paths.grpo(shuffled)),
+    ]  # fmt: skip
+
+
+def ppo(paths: Paths, seed: int, *, rollouts: int) -> list[str]:
+    """Return the arguments of ``train.py`` for PPO: the same as GRPO's, with a critic in the place of groups.
+
+    It learns alone for five rollouts, so that its values say something when the actor starts to follow them.
+    """
+    words = grpo(paths, seed, rollouts=rollouts, shuffled=False)
+    words[words.index("--advantage-estimator") + 1] = "ppo"
+    words[words.index("--run-dir") + 1] = str(paths.ppo)
+    return [
+        *words, "--num-critic-only-steps", "5", "--normalize-advantages", "--gamma", "1", "--lambd", "1",
+        "--value-clip", "0.2", "--megatron-config-path", PPO_ROLES,
     ]  # fmt: skip

@@ -25,7 +25,7 @@ told only whether an answer was right (GRPO). The loop is slime's real one: a Me
 behind a router, on Ray. On 2 CPU cores this takes about five minutes; everything goes to
 {root}"""
 
-DEADLINES = {"model": 120.0, "data": 60.0, "sft": 600.0, "grpo": 1200.0}
+DEADLINES = {"model": 120.0, "data": 60.0, "sft": 600.0, "grpo": 1200.0, "ppo": 2400.0}
 
 
 def accuracy(run_dir: Path) -> list[tuple[int, float]]:
@@ -53,7 +53,9 @@ def describe_grpo(row: dict[str, Any]) -> str | None:
     return None
 
 
-def quickstart(paths: Paths, seed: int, rollouts: int, shuffled: bool) -> dict[str, Any]:
+def quickstart(
+    paths: Paths, seed: int, rollouts: int, shuffled: bool, algorithm: recipe.Algorithm = "grpo"
+) -> dict[str, Any]:
     """Run the stages that have not been run yet in ``paths`` and return the result."""
     seconds: dict[str, float] = {}
     logs = paths.root / "logs"
@@ -67,12 +69,15 @@ def quickstart(paths: Paths, seed: int, rollouts: int, shuffled: bool) -> dict[s
             "SFT", ["python", "train.py", *recipe.sft(paths, seed)], logs / "sft.log",
             deadline_s=DEADLINES["sft"], metrics=paths.sft / "metrics.jsonl", describe=describe_sft,
         )  # fmt: skip
-    run_dir = paths.grpo(shuffled)
-    print(f"\n== 3. GRPO: learn from {'shuffled rewards (a control)' if shuffled else 'being right or wrong'}")
-    seconds["grpo"] = run_stage(
-        "GRPO", ["python", "train.py", *recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)],
-        logs / f"{run_dir.name}.log", deadline_s=DEADLINES["grpo"], metrics=run_dir / "metrics.jsonl",
-        describe=describe_grpo,
+    name = algorithm.upper()
+    print(f"\n== 3. {name}: learn from {'shuffled rewards (a control)' if shuffled else 'being right or wrong'}")
+    if algorithm == "ppo":
+        run_dir, flags = paths.ppo, recipe.ppo(paths, seed, rollouts=rollouts)
+    else:
+        run_dir, flags = paths.grpo(shuffled), recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)
+    seconds[algorithm] = run_stage(
+        name, ["python", "train.py", *flags], logs / f"{run_dir.name}.log", deadline_s=DEADLINES[algorithm],
+        metrics=run_dir / "metrics.jsonl", describe=describe_grpo,
     )  # fmt: skip
     evaluations = accuracy(run_dir)
     if len(evaluations) < 2:
@@ -80,7 +85,7 @@ def quickstart(paths: Paths, seed: int, rollouts: int, shuffled: bool) -> dict[s
     from slime.report import write_report
 
     result = {
-        "seed": seed, "shuffled": shuffled, "before": evaluations[0][1], "after": evaluations[-1][1],
+        "seed": seed, "shuffled": shuffled, "algorithm": name, "before": evaluations[0][1], "after": evaluations[-1][1],
         "evaluations": evaluations, "seconds": {k: round(v, 1) for k, v in seconds.items()},
         "report": str(write_report(run_dir)),
     }  # fmt: skip
@@ -91,11 +96,12 @@ def quickstart(paths: Paths, seed: int, rollouts: int, shuffled: bool) -> dict[s
 def conclude(paths: Paths, result: dict[str, Any]) -> None:
     """Print what has happened, where to look and what to try."""
     during = " ".join(f"{value:.1%}" for _, value in result["evaluations"])
+    accuracies = f"{result['before']:.1%} after SFT -> {result['after']:.1%} after {result['algorithm']}"
     took = ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items())
     print(f"""
 == Done ({took})
 
-Held-out accuracy, sampled at temperature 1: {result["before"]:.1%} after SFT -> {result["after"]:.1%} after GRPO
+Held-out accuracy, sampled at temperature 1: {accuracies}
 (every ten rollouts: {during}).
 
 Curves, time per stage and samples, to open in a browser:
@@ -114,17 +120,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling (default: 0)")
     parser.add_argument(
-        "--rollouts", type=int, default=recipe.GRPO_ROLLOUTS, help="rollouts of GRPO (default: %(default)s)"
+        "--rollouts", type=int, default=recipe.GRPO_ROLLOUTS, help="rollouts of GRPO or PPO (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--algorithm", choices=("grpo", "ppo"), default="grpo", help="what the third stage learns with (default: grpo)"
     )
     parser.add_argument("--shuffled-rewards", action="store_true", help="the control: rewards dealt out at random")
-    parser.add_argument("--dir", type=Path, help="directory; where it holds an SFT model, only GRPO is run")
+    parser.add_argument("--dir", type=Path, help="directory; where it holds an SFT model, only the third stage is run")
     options = parser.parse_args()
+    if options.shuffled_rewards and options.algorithm != "grpo":
+        parser.error("--shuffled-rewards is a control of --algorithm grpo, whose rewards are those of groups")
     root = options.dir or Path("runs") / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
     paths = Paths(Path(os.path.relpath(root, ROOT)) if root.absolute().is_relative_to(ROOT) else root.absolute())
     os.chdir(ROOT)
     print(INTRODUCTION.format(root=os.path.relpath(paths.root)), flush=True)
     try:
-        conclude(paths, quickstart(paths, options.seed, options.rollouts, options.shuffled_rewards))
+        shuffled, algorithm = options.shuffled_rewards, options.algorithm
+        conclude(paths, quickstart(paths, options.seed, options.rollouts, shuffled, algorithm))
     except StageError as error:
         print(f"\nquickstart: {error}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ from examples.quickstart import recipe
 from tests.support.quickstart import check_run, metric, run_quickstart
 
 ROLLOUTS = recipe.GRPO_ROLLOUTS
+PPO_ROLLOUTS = 60
 BUDGET_S = 20 * 60
 """Time of a whole quickstart, its installation included, on an idle machine with two cores."""
 
@@ -39,6 +40,21 @@ def test_shuffled_rewards_teach_nothing(tmp_path, capsys):
         print(f"\nshuffled rewards: {result['before']:.1%} -> {result['after']:.1%}")
     check_run(result, ROLLOUTS)
     assert abs(result["after"] - result["before"]) <= 0.05
+
+
+@pytest.mark.timeout(3000)
+def test_ppo_adds_fifteen_points(tmp_path, capsys):
+    result = run_quickstart(tmp_path, "--algorithm", "ppo", "--rollouts", str(PPO_ROLLOUTS), timeout_s=2900)
+    losses = metric(result["run_dir"], "train/critic-value_loss")
+    with capsys.disabled():
+        print(
+            f"\nPPO: {result['before']:.1%} -> {result['after']:.1%} {result['seconds']}, accuracy by rollout "
+            f"{result['evaluations']}, value loss {losses[0]:.3f} -> {losses[max(losses)]:.3f}"
+        )
+    check_run(result, PPO_ROLLOUTS)
+    assert result["after"] >= result["before"] + 0.15
+    # Two steps per rollout; the actor is not trained on the first five.
+    assert sorted(metric(result["run_dir"], "train/loss")) == list(range(10, 2 * PPO_ROLLOUTS))
 
 
 def median_stages(run_dir):

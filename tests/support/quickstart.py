@@ -19,7 +19,7 @@ def run_quickstart(directory: Path, *flags: str, timeout_s: float) -> dict[str, 
     )  # fmt: skip
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
-    run_dir = directory / ("grpo_shuffled" if "--shuffled-rewards" in flags else "grpo")
+    run_dir = directory / ("grpo_shuffled" if "--shuffled-rewards" in flags else "ppo" if "ppo" in flags else "grpo")
     return {**json.loads((run_dir / "result.json").read_text()), "output": output, "run_dir": run_dir}
 
 
@@ -44,4 +44,4 @@ def check_run(result: dict[str, Any], rollouts: int) -> None:
     report = Path(result["report"]).read_text()
     assert "eval/addition" in report
     assert "python train.py" in result["output"] or "train.py --hf-checkpoint" in result["output"]
-    assert f"{result['before']:.1%} after SFT -> {result['after']:.1%} after GRPO" in result["output"]
+    assert f"{result['before']:.1%} after SFT -> {result['after']:.1%} after {result['algorithm']}" in result["output"]

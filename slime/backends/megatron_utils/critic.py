@@ -48,7 +48,7 @@ class CriticTrainer(MegatronTrainer):
         directory, _ = find_checkpoint(root, step)
         if value_head.checkpoint_has_value_head(directory, self.args.hidden_size):
             return super()._load_megatron(root, step)
-        logger.warning("%s has no value head of this size: the critic's weights are read, its head starts", directory)
+        logger.warning("%s has no value head of this size: it starts afresh, the other weights are read", directory)
         state = TrainerState(self.model)
         load_checkpoint(self.args, root, state, step=step, weights_only=True, without=value_head.NAME)
         self.optimizer.reload_model_params()
