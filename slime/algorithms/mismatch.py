@@ -18,7 +18,8 @@ def mismatch_sums(train_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask:
     response gives zeros, NaN stays NaN.
     """
     trained = loss_mask > 0
-    d = (train_log_probs.detach().double() - rollout_log_probs.detach().double())[trained]
+    # selected by where, not by indexing, for which a GPU would have to tell how many there are
+    d = torch.where(trained, train_log_probs.detach().double() - rollout_log_probs.detach().double(), 0.0)
     bounded = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     largest = d.abs().amax() if d.numel() else d.new_zeros(())
     return torch.stack(

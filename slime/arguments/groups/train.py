@@ -29,7 +29,7 @@ class Train(ArgumentGroup):
         False, "recompute the loss in the backward pass instead of keeping its activations"
     )
     log_probs_chunk_size: int = flag(
-        -1, "tokens per chunk when log-probs are computed from logits, which bounds their memory; -1: all at once"
+        -1, "largest number of tokens per chunk when log-probs are computed from logits; -1: what fits 256 MiB (CPU: 4)"
     )
     only_train_params_name_list: list[Pattern] | None = flag(
         None,

@@ -14,7 +14,7 @@ GIB = 2**30
 CONTEXT = 2 * GIB
 """CUDA context, loaded kernels, cuBLAS workspaces and NCCL's channels of one process; it stays while it sleeps."""
 
-LOG_PROB_CHUNK = 2**26  # elements, what slime.algorithms.log_probs takes on a GPU without --log-probs-chunk-size
+LOG_PROB_CHUNK = 2**26  # elements, the most that slime.algorithms.log_probs takes at a time on a GPU
 LOG_PROB_BUFFERS = 3  # of a chunk at a time: the scaled logits, the selected rows, their probabilities
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "uint8": 1}
 
@@ -250,7 +250,7 @@ def _logits(args: Namespace, size: ModelSize, tokens: int) -> int:
     """
     columns = size.shape.vocab // size.parallel.tp
     rows = int(getattr(args, "log_probs_chunk_size", None) or -1)
-    chunk = min(tokens, rows if rows > 0 else max(1, LOG_PROB_CHUNK // columns))
+    chunk = min(tokens, rows if rows > 0 else tokens, max(1, LOG_PROB_CHUNK // columns))
     return 4 * columns * ((2 + size.shape.mtp) * tokens + LOG_PROB_BUFFERS * chunk)
 
 

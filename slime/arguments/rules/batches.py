@@ -64,7 +64,7 @@ def check_micro_batches(args: Namespace) -> None:
         )
     if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size <= 0:
         raise ArgumentError(
-            f"--log-probs-chunk-size {args.log_probs_chunk_size}: give tokens per chunk, or -1 for no chunks"
+            f"--log-probs-chunk-size {args.log_probs_chunk_size}: give the largest number of tokens per chunk, or -1"
         )
     _warn_of_long_samples(args)
 
