@@ -37,6 +37,8 @@ class CriticTurn:
 
     def take(self, rollout_id: int, data: Any, *, save: bool) -> list[Any]:
         """Train on the rollout; return the values for the actor, a reference per rank. The critic sleeps afterwards."""
+        if getattr(self.args, "async_save", False):
+            self.critic.finish()  # the actor publishes its last checkpoint when it trains: not before the critic's
         with timer("onload_critic"):
             self.critic.onload()
         with timer("train_critic"):
@@ -49,8 +51,6 @@ class CriticTurn:
                 self.critic.save_model(rollout_id, force_sync=rollout_id == self.args.num_rollout - 1)
         with timer("offload_critic"):
             self.critic.offload()
-        if getattr(self.args, "async_save", False):
-            self.critic.finish()  # its checkpoint must not become whole after the actor's
         return values
 
     def headline(self, rollout_id: int) -> dict[str, float]:

@@ -106,8 +106,10 @@ def test_the_checkpoint_that_counts_comes_last():
 
 
 def test_a_checkpoint_in_the_background_is_whole_before_the_actors():
-    calls = run(num_rollout=1, save_interval=1, async_save=True)
-    assert calls.index("critic finish") < calls.index("train 0")
+    calls = run(num_rollout=3, save_interval=1, async_save=True)
+    for rollout in range(2):  # the actor publishes a checkpoint when it trains on the next rollout
+        last_finish = calls.index("critic finish", calls.index(f"save model {rollout}"))
+        assert calls.index(f"critic save model {rollout}") < last_finish < calls.index(f"train {rollout + 1}")
 
 
 def test_in_the_overlapped_loop_the_actor_sleeps_while_the_critic_trains():
