@@ -108,7 +108,8 @@ def megatron_flags(checkpoint: str | Path) -> list[str]:
     config = json.loads((Path(checkpoint) / "config.json").read_text())
     words = flags_of(config)
     if "--max-position-embeddings" not in words:
-        words += ["--max-position-embeddings", str(config["max_position_embeddings"])]
+        length = config.get("text_config", config)["max_position_embeddings"]
+        words += ["--max-position-embeddings", str(length)]
     return [*words, "--attention-dropout", "0", "--hidden-dropout", "0"]
 
 

@@ -68,7 +68,8 @@ def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], exp
     from slime.backends.megatron_utils.model_provider import get_model
     from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
 
-    layers = json.loads((Path(checkpoint) / "config.json").read_text())["num_hidden_layers"]
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    layers = config.get("text_config", config)["num_hidden_layers"]
     uneven = ("--decoder-first-pipeline-num-layers", 1) if "pp2" in layout and layers % 2 else ()
     args = model_args(checkpoint, *flags, *uneven)
     args.use_distributed_optimizer = False  # so that every rank has all gradients

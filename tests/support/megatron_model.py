@@ -23,7 +23,8 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
         *("--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1, "--rollout-num-gpus", 1),
         *("--actor-num-gpus-per-node", os.environ["WORLD_SIZE"]),
     )
-    rope = json.loads((Path(checkpoint) / "config.json").read_text())["rope_parameters"]
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    rope = config.get("text_config", config)["rope_parameters"]
     scaling = ["--use-rope-scaling", "--rope-scaling-factor", rope["factor"]] if rope["rope_type"] == "llama3" else []
     args = parse_args([str(x) for x in (*required, *megatron_flags(checkpoint), *scaling, *flags)])
     finalize_for_device(args, "cpu")

@@ -12,7 +12,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime.backends.megatron_utils.core_attention import TorchCoreAttention
 from slime.backends.megatron_utils.experts import GroupedExperts
+from slime.backends.megatron_utils.latent_attention import with_right_gradients
 from slime.backends.megatron_utils.norms import TorchRMSNorm
+from slime.backends.megatron_utils.post_norms import with_post_norms
 from slime.utils import accelerator
 
 
@@ -36,7 +38,8 @@ def decoder_block_spec(args: Namespace, config: Any, vp_stage: int | None = None
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    return block if with_te else _with_torch_modules(block)
+    block = block if with_te else _with_torch_modules(block)
+    return with_post_norms(args, with_right_gradients(block, duplicate=not with_te))
 
 
 def _with_torch_modules(block: Any) -> Any:

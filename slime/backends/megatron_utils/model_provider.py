@@ -141,7 +141,9 @@ def gpt_model(
 def _position_embedding_type(args: Namespace) -> str:
     if getattr(args, "use_rotary_position_embeddings", False):
         return "rope"
-    return getattr(args, "position_embedding_type", None) or "learned_absolute"
+    kind = getattr(args, "position_embedding_type", None) or "learned_absolute"
+    without = kind == "learned_absolute" and not getattr(args, "add_position_embedding", True)
+    return "none" if without else kind
 
 
 def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> None:

@@ -39,6 +39,7 @@ CONSUMED_WHILE_PARSING = {
         "files/eval_config.py",  # values of the data sets
     ),
     "recompute_activations": "rules/megatron.py",  # decides recompute_granularity
+    "use_gated_attention": "rules/megatron_defaults.py",  # decides attention_output_gate
     "num_layers_per_virtual_pipeline_stage": "rules/pipeline.py",  # these two: virtual_pipeline_model_parallel_size
     "num_virtual_stages_per_pipeline_rank": "rules/pipeline.py",
     "megatron_config_path": "roles.py",  # values of single roles
@@ -53,6 +54,7 @@ READ_INDIRECTLY = {
         ("squared_relu", "init_method_xavier_uniform", "bias_gelu_fusion", "bias_swiglu_fusion"),
         "backends/megatron_utils/model_config.py",
     ),
+    **dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), "backends/megatron_utils/post_norms.py"),
 }
 
 

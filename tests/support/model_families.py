@@ -1,0 +1,215 @@
+"""A tiny random checkpoint of every model family, what transformers computes from it, and what the ranks do with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.support.megatron_checks import logits_and_weights
+from tests.support.megatron_model import model_args, output_gradient, sequences, switch_layout
+from tests.support.megatron_references import Reference
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 1024,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+YARN = {  # the longest sequence is longer than what the positions were made for
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4, "head_dim": 8, "attention_bias": False,
+}  # fmt: skip
+SIGMOID = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+HYBRID = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "full_attention_interval": 2, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+SHARED_EXPERT = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+class Tiny(NamedTuple):
+    """``model_type`` of transformers with ``fields`` over SIZES.
+
+    ``config`` is written over ``config.json`` afterwards; ``carried`` are tensors of parts that are not built;
+    ``whole``: the language model of a vision-language checkpoint of this ``model_type``.
+    """
+
+    model_type: str
+    fields: dict[str, Any]
+    config: dict[str, Any] = {}  # noqa: RUF012  read only
+    carried: tuple[str, ...] = ()
+    whole: str = ""
+
+
+FAMILIES: dict[str, Tiny] = {
+    "glm4": Tiny("glm4", {"attention_bias": True, "rope_parameters": PARTIAL_ROPE}),
+    "glm4-32B": Tiny("glm4", {"attention_bias": False, "rope_parameters": PARTIAL_ROPE, "tie_word_embeddings": True}),
+    "mimo": Tiny("qwen2", {}, {"model_type": "mimo"}, ("model.mtp_layers.0.input_proj.weight",)),
+    "deepseek_v3": Tiny(
+        "deepseek_v3",
+        {**LATENT, **SIGMOID, "rope_parameters": YARN, "n_group": 2, "n_routed_experts": 8},
+        {"num_nextn_predict_layers": 1},
+        ("model.layers.2.eh_proj.weight",),
+    ),
+    "deepseek_v3-dense": Tiny(  # without experts tensor parallelism goes without sequence parallelism
+        "deepseek_v3",
+        {**LATENT, **SIGMOID, "rope_parameters": YARN, "first_k_dense_replace": 2},
+        {"n_routed_experts": 0, "n_shared_experts": 0},
+    ),
+    "moonlight": Tiny("deepseek_v3", {**LATENT, **SIGMOID, "q_lora_rank": None, "n_shared_experts": 2}),
+    "kimi_k2": Tiny(
+        "deepseek_v3",
+        {**LATENT, **SIGMOID, "rope_parameters": {**YARN, "beta_fast": 1.0}},
+        {"model_type": "kimi_k2"},
+    ),
+    "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENT, **SIGMOID}),
+    "glm4_moe": Tiny(
+        "glm4_moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True, "rope_parameters": PARTIAL_ROPE}
+    ),
+    "minimax_m2": Tiny(
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "rope_parameters": PARTIAL_ROPE},
+    ),
+    "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, {}, ("mtp.fc.weight",)),
+    "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}),
+    "qwen3_5_moe": Tiny("qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}),
+    "qwen3_5-whole": Tiny("qwen3_5_text", HYBRID, {}, ("model.visual.norm.weight",), "qwen3_5"),
+    "qwen3_5_moe-whole": Tiny(
+        "qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, {}, ("model.visual.norm.weight",), "qwen3_5_moe"
+    ),
+}
+DENSE = ("glm4", "glm4-32B", "mimo", "deepseek_v3-dense", "qwen3_5", "qwen3_5-whole")
+TP2, SP = ("--tensor-model-parallel-size", 2), ("--sequence-parallel",)
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "dp2": (),
+    "tp2": TP2,
+    "tp2-sp": (*TP2, *SP),
+    "pp2": ("--pipeline-model-parallel-size", 2),
+    "cp2": ("--context-parallel-size", 2),
+    "ep2": ("--expert-model-parallel-size", 2),
+}
+
+
+def families_of(layout: str) -> list[str]:
+    """Return the families that are run under ``layout``: experts need sequence parallelism, and ep2 needs experts."""
+    if layout == "tp2":
+        return list(DENSE)
+    return [name for name in FAMILIES if layout != "ep2" or name not in DENSE]
+
+
+CASES = [(name, layout) for layout in LAYOUTS for name in families_of(layout)]
+
+
+def make_checkpoint(folder: Path, name: str) -> str:
+    """Write the tiny checkpoint ``name`` below ``folder``, every tensor with values of its own; return its path."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tiny, path = FAMILIES[name], folder / name
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[tiny.model_type](**{**SIZES, **tiny.fields})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    written = {**json.loads((path / "config.json").read_text()), **tiny.config}
+    if tiny.whole:
+        written = {
+            "model_type": tiny.whole,
+            "tie_word_embeddings": written["tie_word_embeddings"],
+            "text_config": written,
+        }
+    (path / "config.json").write_text(json.dumps(written))
+    _rewrite_tensors(path / "model.safetensors", tiny)
+    return str(path)
+
+
+def _rewrite_tensors(path: Path, tiny: Tiny) -> None:
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(11)
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = 1 + 0.3 * noise if "norm" in name else 0.3 * noise if "bias" in name else 0.15 * noise
+    if tiny.whole:
+        tensors = _as_in_a_whole_model(tensors)
+    tensors.update({name: torch.randn(3, 2, generator=generator) for name in tiny.carried})
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _as_in_a_whole_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the language model's tensors under a vision-language model's names, experts of a layer in one tensor."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        experts = [[tensors[f"{prefix}.experts.{i}.{x}_proj.weight"] for x in ("gate", "up", "down")] for i in range(4)]
+        found[f"{prefix}.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+        found[f"{prefix}.experts.down_proj"] = torch.stack([down for _, _, down in experts])
+    return {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in found.items()}
+
+
+def reference(checkpoint: str, name: str) -> Reference:
+    """Return logits and gradients by transformers and autograd, one sequence after the other, without padding."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tiny = FAMILIES[name]
+    config = CONFIG_MAPPING[tiny.whole or tiny.model_type].from_pretrained(checkpoint)
+    config.model_type = tiny.whole or tiny.model_type  # by which transformers finds how experts are stored
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    vocab_size = model.config.get_text_config().vocab_size
+    logits = torch.cat([model(s[None]).logits[0] for s in sequences(vocab_size)])
+    (logits * output_gradient(vocab_size)).sum().backward()
+    weights = load_file(Path(checkpoint) / "model.safetensors")
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if tiny.whole:
+        gradients = {n.replace("model.", "model.language_model.", 1): g for n, g in gradients.items()}
+    else:
+        gradients = _per_expert(gradients, tiny.model_type)
+    return Reference(logits.detach(), weights, gradients)
+
+
+def _per_expert(gradients: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """Take the experts apart that transformers stacks when it loads them."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    if model_type == "minimax_m2":
+        names = ("w1", "w3", "w2")
+        gradients = {name.replace(".mlp.", ".block_sparse_moe."): gradient for name, gradient in gradients.items()}
+    found = {}
+    for name, gradient in gradients.items():
+        prefix, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for i, expert in enumerate(gradient):
+                halves = zip(names[:2], expert.chunk(2), strict=True)
+                found.update({f"{prefix}.{i}.{half}.weight": part for half, part in halves})
+        elif kind == "down_proj":
+            found.update({f"{prefix}.{i}.{names[2]}.weight": expert for i, expert in enumerate(gradient)})
+        else:
+            found[name] = gradient
+    return found
+
+
+def all_families(checkpoints: dict[str, str], scratch: str) -> dict[str, Any]:
+    """Return what every layout makes of every family on this rank; exports are written under tp2-sp and pp2."""
+    results = {}
+    for layout, flags in LAYOUTS.items():
+        switch_layout(model_args(checkpoints["deepseek_v3" if layout == "ep2" else "glm4"], *flags))
+        for name in families_of(layout):
+            exported = {"tp2-sp": "tp2"}.get(layout, layout)  # the names under which the check exports
+            folder = Path(scratch) / f"{name}-{layout}"
+            results[f"{layout}/{name}"] = logits_and_weights(checkpoints[name], exported, flags, folder)
+    return results
