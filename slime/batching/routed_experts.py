@@ -50,6 +50,13 @@ def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
                 )
 
 
+def compact_experts(experts: Any, num_experts: int | None) -> Any:
+    """Return expert ids in the smallest type that holds them: they are the bulk of a rollout's bytes."""
+    if num_experts is None:
+        return experts
+    return np.asarray(experts).astype(np.uint8 if num_experts <= 256 else np.int16)
+
+
 def rows_of_samples(total_lengths: Sequence[int], row_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
     """Return which token every place of a packed row (zig-zag layout) holds: int64 [row_length].
 

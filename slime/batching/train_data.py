@@ -10,7 +10,7 @@ import numpy as np
 
 from slime.batching.errors import TrainDataError
 from slime.batching.rollout_ids import fill_rollout_ids, mask_sums_by_rollout
-from slime.batching.routed_experts import validate_routed_experts
+from slime.batching.routed_experts import compact_experts, validate_routed_experts
 from slime.utils.types import Sample
 
 
@@ -58,7 +58,8 @@ def build_train_data(
     if any(sample.rollout_routed_experts is not None for sample in samples):
         if getattr(args, "use_rollout_routing_replay", False):
             validate_routed_experts(args, samples)
-        data["rollout_routed_experts"] = [_present(sample, "rollout_routed_experts") for sample in samples]
+        experts = [_present(sample, "rollout_routed_experts") for sample in samples]
+        data["rollout_routed_experts"] = [compact_experts(ids, getattr(args, "num_experts", None)) for ids in experts]
     if getattr(args, "advantage_estimator", None) == "rloo" and args.kl_coef != 0:
         data["group_indices"] = [sample.group_index for sample in samples]
     data.update(_optional(samples))

@@ -149,10 +149,10 @@ class RoutingReplay:
             self._chosen[key] = [None] * len(self._routers)
 
     def _choose(self, router: _Router, own_choice: Callable[[], tuple[Tensor, Tensor]], scores: Tensor) -> Any:
-        if self._stage == FALLTHROUGH:
+        recomputing = self._stage == REPLAY_BACKWARD
+        if self._current is None and not recomputing:  # no pass, or a forward of somebody else's within one
             return own_choice()
         place = router.place
-        recomputing = self._stage == REPLAY_BACKWARD
         key = router.to_recompute.popleft() if recomputing else self._current
         if self._stage == RECORD:
             values, indices = own_choice()

@@ -117,6 +117,10 @@ def test_routed_experts_are_checked() -> None:
     experts = torch.ones(4, 3, 2, dtype=torch.int32)
     data = build([make_sample(rollout_routed_experts=experts)], r3_args())
     assert np.array_equal(data["rollout_routed_experts"][0], experts)
+    for count, dtype in ((256, np.uint8), (257, np.int16)):
+        data = build([make_sample(rollout_routed_experts=experts * 255)], r3_args(num_experts=count))
+        assert data["rollout_routed_experts"][0].dtype == dtype
+        assert (data["rollout_routed_experts"][0] == 255).all()
     with pytest.raises(TrainDataError, match=r"^Invalid rollout routed-experts shape \(4, 2, 2\) of sample index=0"):
         build([make_sample(rollout_routed_experts=experts[:, :2])], r3_args())
     silent = experts.clone()

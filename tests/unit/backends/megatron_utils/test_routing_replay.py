@@ -97,13 +97,16 @@ def test_training_repeats_what_the_log_prob_pass_chose_in_forward_and_recomputat
     assert all(router.weight.grad is not None and router.weight.grad.abs().sum() > 0 for router in routers)
 
 
-def test_without_a_stage_routers_choose_themselves() -> None:
+def test_without_a_stage_or_a_micro_batch_routers_choose_themselves() -> None:
     router = Router(1)
     replay = new_replay([router])
     x = torch.randn(5, 4)
-    with replay.forward(batch_of([0])):
+    router(x)
+    with replay.forward(batch_of([0])):  # of the reference model, say
         router(x)
-    assert router.seen[0] == (x @ router.weight).topk(TOPK).indices.tolist()
+    with replay.old_policy():
+        router(x)  # a hook that uses the model
+    assert router.seen == [(x @ router.weight).topk(TOPK).indices.tolist()] * 3
 
 
 def test_engines_choices_are_replayed_in_the_log_prob_pass_too() -> None:
