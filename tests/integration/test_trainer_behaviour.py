@@ -111,6 +111,18 @@ def test_custom_reducer_reduces_the_policy_loss_alone(ranks: Any) -> None:
     assert step["entropy_loss"] == pytest.approx(ranks[0]["skipped"]["steps"][0]["entropy_loss"], rel=1e-6)
 
 
+def test_rloo_compares_kl_within_groups_whatever_rank_has_the_samples(ranks: Any, folder: Path) -> None:
+    del ranks
+    first, second = (torch.load(folder / f"rloo_{i}.pt", weights_only=False)["samples"] for i in range(2))
+    assert all(float(sample["kl"].abs().max()) < 1e-6 for sample in first)
+    sums = [float((sample["kl"] * sample["loss_masks"]).sum()) for sample in second]
+    assert max(map(abs, sums)) > 1e-2
+    for i, sample in enumerate(second):
+        expected = sample["rewards"] - 0.1 * (sums[i] - sums[i ^ 1])  # pairs: the other one is the baseline
+        torch.testing.assert_close(sample["advantages"], torch.full_like(sample["advantages"], expected))
+    assert {s["data_parallel_rank"] for s in second[:4]} == {0, 1}
+
+
 def test_infinity_stops_all_ranks_and_names_the_sample(ranks: Any) -> None:
     messages = {found["not finite"]["result"] for found in ranks}
     assert len(messages) == 1

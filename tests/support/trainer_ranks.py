@@ -345,6 +345,17 @@ def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     trainer, _ = new_trainer(checkpoint, custom_pg_loss_reducer_function_path=here + "plain_sum_reducer")
     found["own reducer"] = train_once(trainer, 0, data)["steps"][0]
 
+    trainer, _ = new_trainer(
+        checkpoint,
+        with_ref=True,
+        ref_load=checkpoint,
+        advantage_estimator="rloo",
+        kl_coef=0.1,
+        save_debug_train_data=folder + "/rloo_{rollout_id}.pt",
+    )
+    for rollout_id in range(2):
+        train_once(trainer, rollout_id, {**data, "group_indices": [i // 2 for i in range(8)]})
+
     limits = {"mismatch_alarm_threshold": 0.0, "mismatch_stop_threshold": 1e-3}
     trainer, _ = new_trainer(checkpoint, **limits)
     before = parameters(trainer)
