@@ -87,7 +87,9 @@ FAMILIES: dict[str, Tiny] = {
     "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, {}, ("mtp.fc.weight",)),
     "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}),
     "qwen3_5_moe": Tiny("qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}),
-    "qwen3_5-whole": Tiny("qwen3_5_text", HYBRID, {}, ("model.visual.norm.weight",), "qwen3_5"),
+    "qwen3_5-whole": Tiny(
+        "qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, {}, ("model.visual.norm.weight",), "qwen3_5"
+    ),
     "qwen3_5_moe-whole": Tiny(
         "qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, {}, ("model.visual.norm.weight",), "qwen3_5_moe"
     ),

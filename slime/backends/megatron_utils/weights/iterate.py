@@ -11,7 +11,6 @@ import torch.distributed as dist
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.parallel import Ranks, expert_parallel
 from slime.backends.megatron_utils.weights.layouts import Dims
-from slime.backends.megatron_utils.weights.maps.dense import EMBEDDING
 from slime.backends.megatron_utils.weights.naming import Weight, model_dims, model_family, unwrap, weights_of
 from slime.utils import accelerator
 
@@ -81,10 +80,11 @@ def _units(model_chunks: Sequence[torch.nn.Module], args: Namespace) -> list[lis
 
     This stage's weights without the copy of the embedding that a tied last stage holds.
     """
-    weights = weights_of(model_chunks, args, model_family(args))
+    family = model_family(args)
+    weights = weights_of(model_chunks, args, family)
     units: dict[object, list[Weight]] = {}
     for weight in sorted(weights, key=lambda weight: weight.rule.is_expert):
-        if not (weight.name == "output_layer.weight" and EMBEDDING in weight.hf_names):
+        if not (weight.name == "output_layer.weight" and family.embedding in weight.hf_names):
             key = (weight.rule.hf, weight.layer) if weight.rule.is_stacked else weight.name
             units.setdefault(key, []).append(weight)
     return list(units.values())

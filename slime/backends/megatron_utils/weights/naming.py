@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.value_head import is_value_head
 from slime.backends.megatron_utils.weights.hf_checkpoint import read_config
 from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
-from slime.backends.megatron_utils.weights.maps.dense import EMBEDDING, LM_HEAD
+from slime.backends.megatron_utils.weights.maps.dense import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
 
 
@@ -127,6 +127,6 @@ def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family:
         rule, place = family.find(name)
         hf_names = tuple(rule.hf_names(place.layer, place.expert))
         if tied(args):
-            hf_names = tuple(EMBEDDING if name == LM_HEAD else name for name in hf_names)
+            hf_names = tuple(family.embedding if name == LM_HEAD else name for name in hf_names)
         weights.append(Weight(name, parameter, rule, place.layer, place.expert, hf_names))
     return weights

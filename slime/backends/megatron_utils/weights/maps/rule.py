@@ -68,6 +68,11 @@ class Family:
     def _hf_templates(self) -> frozenset[str]:
         return frozenset(name for rule in self.rules for name in rule.hf)
 
+    @cached_property
+    def embedding(self) -> str:
+        """Return the Hugging Face name of the token embedding, which is the output layer too where they are tied."""
+        return self.find("embedding.word_embeddings.weight")[0].hf[0]
+
     def find(self, megatron_name: str) -> tuple[Rule, Place]:
         """Return the rule for a global Megatron name, and the layer and expert that the name is about.
 
