@@ -23,6 +23,7 @@ from typing import Any
 
 TOKENS = 4096
 PROMPT = 32
+FIRST_PLAIN_TOKEN = 512  # past the special ones: transformers leaves the padding token's embedding without a gradient
 SIZES: dict[str, dict[str, int]] = {
     "5M": {
         "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -52,7 +53,7 @@ def batches(vocab_size: int) -> list[Batch]:
         length = min(max(PROMPT + 8, int(rng.lognormvariate(5.3, 0.8))), 1024)
         lengths.append(length if left - length >= PROMPT + 8 else left)
     return [
-        Batch(name, [[rng.randrange(vocab_size) for _ in range(length)] for length in sizes])
+        Batch(name, [[rng.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(length)] for length in sizes])
         for name, sizes in {"8 x 512 tokens": [512] * 8, f"{len(lengths)} mixed lengths": lengths}.items()
     ]
 
@@ -177,7 +178,7 @@ def compare(size: str, repeats: int) -> None:
             way.prepare(batch)
         # Two steps of warming up, which also show that both do the same: the second loss is that of updated weights.
         losses = [[way.step(), way.step()] for way in ways.values()]
-        assert all(abs(a - b) < 1e-3 for a, b in zip(*losses, strict=True)), losses
+        assert all(abs(a - b) < 1e-4 for a, b in zip(*losses, strict=True)), losses
         times: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(repeats):
             for name in list(ways)[:: 1 if turn % 2 else -1]:

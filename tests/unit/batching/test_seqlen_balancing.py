@@ -111,6 +111,7 @@ def test_equal_size_refuses_a_remainder() -> None:
         karmarkar_karp([1] * 5, 2, True)
 
 
+@pytest.mark.soak
 def test_large_inputs_are_divided_quickly() -> None:
     sizes = [(i * 7919) % 4096 + 1 for i in range(4096)]
     start = time.process_time()
