@@ -82,7 +82,10 @@ def test_the_language_model_of_a_vision_language_checkpoint() -> None:
     assert rule.is_stacked
     assert rule.hf_names(3, 7) == ["model.language_model.layers.3.mlp.experts.gate_up_proj"]
     assert whole.find("output_layer.weight")[0].hf == ("lm_head.weight",)
-    assert (text.embedding, whole.embedding) == ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+    assert (text.embedding, whole.embedding) == (
+        "model.embed_tokens.weight",
+        "model.language_model.embed_tokens.weight",
+    )
 
 
 def _checkpoint(folder: Path, names: list[str], **config: object) -> Path:
