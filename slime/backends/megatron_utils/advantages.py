@@ -80,16 +80,7 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
         returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
         return list(returns), returns
     if estimator == "reinforce_plus_plus":
-        whole = get_reinforce_plus_plus_returns(
-            rewards,
-            _whole(data, kl),
-            data["loss_masks"],
-            data["response_lengths"],
-            data["total_lengths"],
-            args.kl_coef,
-            args.gamma,
-        )
-        returns = _local(data, whole)
+        returns = _local(data, _discounted_returns(args, data, _whole(data, kl)))
         return list(returns), returns
     if estimator == "ppo":
         if "values" not in data:
@@ -106,6 +97,19 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
         )
         return _local(data, advantages), _local(data, returns)
     raise ValueError(f"--advantage-estimator {estimator} is unknown")
+
+
+def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
+    """REINFORCE++ over whole responses; zeros for a sample without a trained token, say one whose reward failed."""
+    returns = [torch.zeros_like(values) for values in kl]
+    trained = [i for i, mask in enumerate(data["loss_masks"]) if bool((mask != 0).any())]
+    columns = (data["rewards"], kl, data["loss_masks"], data["response_lengths"], data["total_lengths"])
+    found = get_reinforce_plus_plus_returns(
+        *([column[i] for i in trained] for column in columns), args.kl_coef, args.gamma
+    )
+    for i, values in zip(trained, found, strict=True):
+        returns[i] = values
+    return returns
 
 
 def _penalties_against_their_groups(data: dict, kl: Column) -> list[float]:

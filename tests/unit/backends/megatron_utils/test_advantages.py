@@ -76,6 +76,18 @@ def test_reinforce_plus_plus_by_hand() -> None:
     torch.testing.assert_close(data["returns"][1], torch.tensor([-0.05 + 0.5 * -2.05, -2.05]))
 
 
+def test_reinforce_plus_plus_goes_on_without_the_samples_that_train_nothing() -> None:
+    """A failed reward masks its sample; the others have the returns that they have without it."""
+    alone = with_kl()
+    args = make_args(advantage_estimator="reinforce_plus_plus", kl_coef=0.5)
+    compute_advantages_and_returns(args, alone)
+    data = with_kl()
+    data["loss_masks"] = [torch.zeros(4, dtype=torch.int64), MASKS[1]]
+    compute_advantages_and_returns(args, data)
+    assert data["returns"][0].tolist() == [0.0] * 4
+    torch.testing.assert_close(data["returns"][1], alone["returns"][1])
+
+
 def test_ppo_by_recursion() -> None:
     values = [torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1.0, -1.0])]
     data = make_data(values=values)
