@@ -55,11 +55,7 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
     for vp_stage in range(virtual) if virtual else [None]:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         pre_process, post_process = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
-        model = provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
-        if not isinstance(model, torch.nn.Module):
-            flag = "--custom-model-provider-path" if getattr(args, "custom_model_provider_path", None) else "--spec"
-            raise TypeError(f"{flag}: the provider returned {type(model).__name__}; expected a torch.nn.Module")
-        models.append(model)
+        models.append(provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage))
         if with_value_head and post_process:
             put_value_head(args, config, models[-1])
     freeze_parameters(args, models)
@@ -87,12 +83,14 @@ def model_provider(args: Namespace, config: Any) -> Provider:
     """
     custom = getattr(args, "custom_model_provider_path", None)
     if custom:
-        return _calling_with_known(load_function(custom, "--custom-model-provider-path"))
+        return _calling_with_known(
+            load_function(custom, "--custom-model-provider-path"), "--custom-model-provider-path"
+        )
     spec = getattr(args, "spec", None)
     if spec:
         function = load_function(".".join(spec), "--spec")
         if "pre_process" in inspect.signature(function).parameters:
-            return _calling_with_known(function)
+            return _calling_with_known(function, "--spec")
         layer_spec = function
     else:
         from slime.backends.megatron_utils.layer_specs import decoder_block_spec as layer_spec
@@ -104,11 +102,19 @@ def model_provider(args: Namespace, config: Any) -> Provider:
     return build
 
 
-def _calling_with_known(function: Provider) -> Provider:
-    """Return ``function`` called by keyword, with ``vp_stage`` only if it takes it."""
-    if "vp_stage" in inspect.signature(function).parameters:
-        return function
-    return lambda vp_stage=None, **stage: function(**stage)
+def _calling_with_known(function: Provider, flag: str) -> Provider:
+    """Return ``function`` called by keyword, with ``vp_stage`` only if it takes it. Raises TypeError for no module."""
+    takes_stage = "vp_stage" in inspect.signature(function).parameters
+
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
+        stage = {"vp_stage": vp_stage} if takes_stage else {}
+        model = function(pre_process=pre_process, post_process=post_process, **stage)
+        if not isinstance(model, torch.nn.Module):
+            name = f"{flag} {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+            raise TypeError(f"{name} returned {type(model).__name__}; expected a torch.nn.Module")
+        return model
+
+    return build
 
 
 def gpt_model(

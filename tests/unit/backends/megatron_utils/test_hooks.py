@@ -13,6 +13,7 @@ import torch
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.hooks import CONTRACTS, load_trainer_hooks
 from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
+from slime.backends.megatron_utils.model_provider import model_provider
 from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch
 
 HERE = f"{__name__}."
@@ -188,6 +189,29 @@ def test_postprocessing_works_in_place_and_keeps_every_sample() -> None:
     RETURNS["value"] = lambda *args: args[-1].update(tokens=args[-1]["tokens"][:1])
     with pytest.raises(ValueError, match=r"left 1 of 2 samples.* set their loss_masks to 0"):
         hooks.postprocess_rollout_data(None, 0, rollout_data())
+
+
+def staged(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+    return RETURNS["value"](pre_process, post_process, vp_stage)
+
+
+def unstaged(*, pre_process: bool, post_process: bool) -> Any:
+    return RETURNS["value"](pre_process, post_process)
+
+
+@pytest.mark.parametrize("by", ["custom_model_provider_path", "spec"])
+@pytest.mark.parametrize(("name", "expected"), [("staged", (True, False, 1)), ("unstaged", (True, False))])
+def test_model_providers_are_called_by_keyword_and_return_a_module(by: str, name: str, expected: tuple) -> None:
+    value = HERE + name if by == "custom_model_provider_path" else [__name__, name]
+    provider = model_provider(SimpleNamespace(**{by: value}), None)
+    seen: list[Any] = []
+    RETURNS["value"] = lambda *stage: seen.append(stage) or torch.nn.Identity()
+    assert isinstance(provider(pre_process=True, post_process=False, vp_stage=1), torch.nn.Identity)
+    assert seen == [expected]
+    RETURNS["value"] = lambda *stage: None
+    flag = "--" + by.replace("_", "-")
+    with pytest.raises(TypeError, match=rf"{flag} .*{name} returned NoneType; expected a torch.nn.Module"):
+        provider(pre_process=True, post_process=False, vp_stage=None)
 
 
 def test_hooks_and_losses_import_without_megatron_or_an_engine() -> None:

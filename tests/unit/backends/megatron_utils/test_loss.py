@@ -223,6 +223,13 @@ def test_constant_length_divides_every_token_alike() -> None:
     assert metrics["pg_loss"].item() == pytest.approx(expected, rel=1e-5)
     assert metrics["entropy_loss"] == usual["entropy_loss"]
     assert loss.item() == pytest.approx(expected - 0.1 * usual["entropy_loss"].item(), rel=1e-5)
+    plain = torch.zeros(())
+    for i, (new, entropy) in enumerate(dense(batch, logits)):
+        mask, share = batch["loss_masks"][i], batch["rollout_mask_sums"][i]
+        ratio = (new - new.detach()).exp()
+        plain = plain - (ratio * batch["rewards"][i] * mask).sum() / 50 - 0.1 * (entropy * mask).sum() / share
+    found, wanted = (torch.autograd.grad(value, logits)[0] for value in (loss, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("skipped_pass", [False, True])
