@@ -66,6 +66,8 @@ def test_ci_assertions() -> None:
         with pytest.raises(AssertionError):
             ci_checks.check_steps(args, 0, [{**good, name: value}])
     ci_checks.check_steps(args, 3, [{**good, "kl_loss": 0.2}])  # training has moved the policy by then
+    old = SimpleNamespace(**vars(args), keep_old_actor=True)
+    ci_checks.check_steps(old, 3, [{**good, "ppo_kl": 1e-3}])  # the old policy is that of the engines
     args.ci_disable_kl_checker = True
     ci_checks.check_steps(args, 0, [{**good, "ppo_kl": 1e-3, "kl_loss": 1e-3}])
     ci_checks.check_steps(SimpleNamespace(ci_test=False), 0, [{**good, "ppo_kl": 1.0}])
