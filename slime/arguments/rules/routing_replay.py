@@ -16,12 +16,6 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             f"{flag} replays the choice of experts, of which the model has none; give --num-experts, or leave it out"
         )
-    kinds = args.moe_router_load_balancing_type
-    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
-        raise ArgumentError(
-            f"{flag} cannot tell a router with --moe-router-load-balancing-type sinkhorn which experts to take; use "
-            "another type, or leave it out"
-        )
     if args.moe_router_fusion:
         raise ArgumentError(
             f"{flag} cannot tell the kernel of --moe-router-fusion which experts to take; leave one of them out"
