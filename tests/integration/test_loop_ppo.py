@@ -27,7 +27,7 @@ def ppo_flags(root: Path, more: str = "") -> list[str]:
     flags = rl_flags(make_tiny_checkpoint(root / "model"), sums_file(root / "sums.jsonl"))
     extra = f"""--advantage-estimator ppo --num-critic-only-steps 1 --kl-coef 0.05 --gamma 0.99 --lambd 0.95
         --normalize-advantages --megatron-config-path {root / "roles.yaml"} --check-weight-update-equal
-        --save {root / "save"} --load {root / "save"} --save-interval 1
+        --save {root / "save"} --load {root / "save"} --save-interval 1 --override-opt_param-scheduler
         --custom-rm-path tests.support.rollout_hooks.parity_reward {more}"""
     return [*flags, *extra.split()]
 
