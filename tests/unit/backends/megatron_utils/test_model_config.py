@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from slime.backends.megatron_utils import model_config
 from slime.backends.megatron_utils.model_config import params_dtype, squared_relu, transformer_config_from_args
-from slime.backends.megatron_utils.model_provider import model_provider, padded_vocab_size
+from slime.backends.megatron_utils.model_provider import padded_vocab_size
 from slime.backends.megatron_utils.optimizer import optimizer_config_from_args
 from slime.utils import accelerator
 
@@ -141,25 +141,6 @@ def test_padded_vocabulary(vocab: int, tp: int, options: dict[str, int], expecte
 def test_padded_vocabulary_must_split_evenly() -> None:
     with pytest.raises(ValueError, match="--padded-vocab-size 301"):
         padded_vocab_size(_args(vocab_size=300, tensor_model_parallel_size=2, padded_vocab_size=301))
-
-
-def plain_provider(pre_process: bool, post_process: bool) -> tuple[Any, ...]:
-    return pre_process, post_process
-
-
-def staged_provider(pre_process: bool, post_process: bool, vp_stage: int | None = 7) -> tuple[Any, ...]:
-    return pre_process, post_process, vp_stage
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("plain_provider", (True, False)), ("staged_provider", (True, False, None))]
-)
-def test_custom_providers_are_called_by_keyword(name: str, expected: tuple[Any, ...]) -> None:
-    stage = {"pre_process": True, "post_process": False, "vp_stage": None}
-    custom = model_provider(_args(custom_model_provider_path=f"{__name__}.{name}"), None)
-    assert custom(**stage) == expected
-    spec = model_provider(_args(spec=[__name__, name]), None)
-    assert spec(**stage) == expected
 
 
 def test_fused_gradient_accumulation_needs_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
