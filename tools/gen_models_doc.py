@@ -52,21 +52,64 @@ fp32 (`tests/integration/test_model_families.py`, `test_megatron_layouts.py`): t
 and the norm of them all (relative difference at most 1e-5), and every tensor of the export, bit for bit. The last
 column is the largest difference of a logit that was measured in any of the layouts named; logits have a standard
 deviation of 1.2 to 2.5.
-
-| Family | `model_type` | Beside Megatron's plain layer | Layouts | Largest difference |
-| --- | --- | --- | --- | --- |
-| Llama | `llama` | Llama 3's rotary scaling | DP TP SP PP CP | 6e-6 |
-| Qwen2, Qwen2.5 | `qwen2` | biases on q, k, v | DP TP SP PP CP | 4e-6 |
-| Qwen3 | `qwen3` | norms on q and k | DP TP SP PP VPP CP | 5e-6 |
-| Qwen2 MoE, Qwen3 MoE | `qwen2_moe`, `qwen3_moe` | experts; in Qwen2 a shared one behind a gate | DP TP+SP PP CP EP ETP | 5e-6 |
-| MiMo | `mimo` | Qwen2's layers; those that predict further tokens are carried over | DP TP SP PP CP | 3e-6 |
-| GLM-4 | `glm4` | norms on the outputs of attention and MLP, interleaved partial rotary embedding | DP TP SP PP CP | 5e-6 |
-| GLM-4.5, 4.6, 4.7 | `glm4_moe` | partial rotary embedding, sigmoid router with bias, shared experts | DP TP+SP PP CP EP | 3e-6 |
-| DeepSeek-V3, Moonlight, Kimi K2, GLM-4.7-Flash | `deepseek_v3`, `kimi_k2`, `glm4_moe_lite` | latent attention with and without a latent for queries, YaRN, groups of experts | DP TP SP PP CP EP | 5e-6 |
-| MiniMax-M2 | `minimax_m2` | norms on q and k over all heads, sigmoid router with bias | DP TP+SP PP CP EP | 5e-6 |
-| Qwen3-Next | `qwen3_next` | gated delta nets, gated attention, norms around zero, gated shared expert | DP TP+SP PP CP EP | 1.2e-5 |
-| Qwen3.5 | `qwen3_5`, `qwen3_5_text`, `qwen3_5_moe`, `qwen3_5_moe_text` | the same, dense or with experts | DP TP SP PP CP EP | 1.4e-5 |
-
+"""
+FAMILIES = [
+    ["Family", "`model_type`", "Beside Megatron's plain layer", "Layouts", "Largest difference"],
+    ["Llama", "`llama`", "Llama 3's rotary scaling", "DP TP SP PP CP", "6e-6"],
+    ["Qwen2, Qwen2.5", "`qwen2`", "biases on q, k, v", "DP TP SP PP CP", "4e-6"],
+    ["Qwen3", "`qwen3`", "norms on q and k", "DP TP SP PP VPP CP", "5e-6"],
+    [
+        "Qwen2 MoE, Qwen3 MoE",
+        "`qwen2_moe`, `qwen3_moe`",
+        "experts; in Qwen2 a shared one behind a gate",
+        "DP TP+SP PP CP EP ETP",
+        "5e-6",
+    ],
+    ["MiMo", "`mimo`", "Qwen2's layers; those that predict further tokens are carried over", "DP TP SP PP CP", "3e-6"],
+    [
+        "GLM-4",
+        "`glm4`",
+        "norms on the outputs of attention and MLP, interleaved partial rotary embedding",
+        "DP TP SP PP CP",
+        "5e-6",
+    ],
+    [
+        "GLM-4.5, 4.6, 4.7",
+        "`glm4_moe`",
+        "partial rotary embedding, sigmoid router with bias, shared experts",
+        "DP TP+SP PP CP EP",
+        "3e-6",
+    ],
+    [
+        "DeepSeek-V3, Moonlight, Kimi K2, GLM-4.7-Flash",
+        "`deepseek_v3`, `kimi_k2`, `glm4_moe_lite`",
+        "latent attention with and without a latent for queries, YaRN, groups of experts",
+        "DP TP SP PP CP EP",
+        "5e-6",
+    ],
+    [
+        "MiniMax-M2",
+        "`minimax_m2`",
+        "norms on q and k over all heads, sigmoid router with bias",
+        "DP TP+SP PP CP EP",
+        "5e-6",
+    ],
+    [
+        "Qwen3-Next",
+        "`qwen3_next`",
+        "gated delta nets, gated attention, norms around zero, gated shared expert",
+        "DP TP+SP PP CP EP",
+        "1.2e-5",
+    ],
+    [
+        "Qwen3.5",
+        "`qwen3_5`, `qwen3_5_text`, `qwen3_5_moe`, `qwen3_5_moe_text`",
+        "the same, dense or with experts",
+        "DP TP SP PP CP EP",
+        "1.4e-5",
+    ],
+]
+ABOUT_FAMILIES = """
 * Gated delta nets are the modules of transformers, computed along each sample on its own. Every tensor- and
   context-parallel rank holds and computes them whole (see
   [attention of your own](../get_started/customization.md#model)).
@@ -78,12 +121,18 @@ deviation of 1.2 to 2.5.
 * Published FP8 and INT4 weights are converted to bf16 first.
 
 These cannot be expressed, and loading one says why:
-
-| Family | `model_type` | Why |
-| --- | --- | --- |
-| GLM-5, DeepSeek-V3.2 | `glm_moe_dsa`, `deepseek_v32` | an indexer chooses the tokens a query sees; megatron-core has this for one sequence per row only, and slime packs several |
-| Qwen3-VL, and Qwen3.5 with images | `qwen3_vl`, `qwen3_vl_moe` | megatron-core has no such vision towers |
-
+"""
+NOT_EXPRESSIBLE = [
+    ["Family", "`model_type`", "Why"],
+    [
+        "GLM-5, DeepSeek-V3.2",
+        "`glm_moe_dsa`, `deepseek_v32`",
+        "an indexer chooses the tokens a query sees; megatron-core has this for one sequence per row only, and slime "
+        "packs several",
+    ],
+    ["Qwen3-VL, and Qwen3.5 with images", "`qwen3_vl`, `qwen3_vl_moe`", "megatron-core has no such vision towers"],
+]
+SCRIPTS_OPENING = """
 Megatron's own linear attention (`--experimental-attention-variant gated_delta_net`) takes no packed sequences either.
 
 ## Scripts
@@ -122,6 +171,12 @@ def render() -> str:
     return "".join(
         [
             OPENING,
+            "\n",
+            _table(FAMILIES[0], FAMILIES[1:]),
+            ABOUT_FAMILIES,
+            "\n",
+            _table(NOT_EXPRESSIBLE[0], NOT_EXPRESSIBLE[1:]),
+            SCRIPTS_OPENING,
             "\n",
             _table(head, rows),
             VARIANTS,
