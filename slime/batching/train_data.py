@@ -180,7 +180,7 @@ def _nuclei(sample: Sample) -> tuple[Any, Any]:
         raise TrainDataError(
             f"{describe(sample)} has no rollout_top_p_token_ids and _offsets: with --rollout-top-p training must know "
             "which tokens each one was sampled among. slime.rollout.sglang_rollout records them; a generate function "
-            'of yours must ask engines with "return_sampling_mask": true and pass meta_info to '
+            'of yours must send "custom_labels": {"slime_return_sampling_mask": "true"} and pass meta_info to '
             "Sample.append_response_tokens"
         )
     if len(offsets) != sample.response_length + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != len(ids):

@@ -14,8 +14,12 @@ from slime.backends.sglang_utils import router as router_module
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.ports import reserve_ports
 from slime.backends.sglang_utils.router import RouterProcess
+from slime.rollout.requests.generate_request import generate_payload
+from slime.rollout.requests.generate_state import train_sampling_params
 from slime.servers.types import EngineInfo
+from slime.utils.types import Sample
 from tests.support.engines import engine_args
+from tests.support.rollout_args import rollout_args
 
 pytestmark = pytest.mark.integration
 
@@ -75,3 +79,22 @@ def test_requests_with_one_routing_key_go_to_one_engine(tmp_path: Path, policy: 
 
 def _routing_key(headers: dict[str, str]) -> str:
     return {name.lower(): value for name, value in headers.items()}["x-smg-routing-key"]
+
+
+def test_what_engines_are_asked_for_gets_through(tmp_path: Path) -> None:
+    """Labels do; fields that this router does not know are dropped, which is why the engine plugin reads labels."""
+    router = RouterProcess(engine_args("none"), "127.0.0.1", log_path=tmp_path / "router.log")
+    args = rollout_args(rollout_top_p=0.9, use_rollout_routing_replay=True)
+    payload = generate_payload(args, Sample(tokens=[1, 2]), train_sampling_params(args), evaluation=False)
+    assert payload is not None
+    with StandInCluster(1) as cluster, requests.Session() as client:
+        try:
+            router.start()
+            router.wait_ready(60)
+            router.add_engine(EngineInfo(cluster.engines[0].url))
+            client.post(f"{router.url}/generate", json=payload, timeout=60).raise_for_status()
+        finally:
+            router.stop()
+        asked = cluster.requests[-1]
+    assert asked["custom_labels"] == payload["custom_labels"]
+    assert not {"return_sampling_mask", "return_routed_experts"} & asked.keys()

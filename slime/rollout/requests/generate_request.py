@@ -29,10 +29,14 @@ def generate_payload(
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     else:
         payload["input_ids"] = sample.tokens
+    asked = []
     if getattr(args, "use_rollout_routing_replay", False):
-        payload["return_routed_experts"] = True
+        asked.append("return_routed_experts")
     if replays_nuclei(args) and not evaluation:
-        payload["return_sampling_mask"] = True
+        asked.append("return_sampling_mask")
+    payload.update(dict.fromkeys(asked, True))
+    if asked:  # routers drop fields that they do not know, and pass these on; the engine plugin reads them
+        payload["custom_labels"] = {f"slime_{field}": "true" for field in asked}
     return payload
 
 

@@ -34,7 +34,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
         "spaces_between_special_tokens": False,
     }
     if replays_nuclei(args):
-        params["custom_params"] = {"return_top_p_token_ids": True}  # for engines that are patched to know it
+        params["custom_params"] = {"return_top_p_token_ids": True}
     return params
 
 

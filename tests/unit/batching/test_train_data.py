@@ -101,7 +101,7 @@ def test_top_p_nuclei_are_checked() -> None:
     data = build([good], args)
     assert data["rollout_top_p_token_offsets"] == [[0, 1, 3]]
     assert "rollout_top_p_token_ids" not in build([good])
-    with pytest.raises(TrainDataError, match=r"index=1 .* no rollout_top_p_token_ids.*return_sampling_mask"):
+    with pytest.raises(TrainDataError, match=r"index=1 .* no rollout_top_p_token_ids.*slime_return_sampling_mask"):
         build([good, make_sample(1)], args)
     good.rollout_top_p_token_offsets = [0, 1, 2]
     with pytest.raises(TrainDataError, match=r"index=0 .* 3 entries from 0 to 3"):

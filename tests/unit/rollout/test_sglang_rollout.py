@@ -82,6 +82,7 @@ def test_top_p_asks_for_the_nucleus_and_deterministic_mode_for_seeds(cluster, ma
     assert seeds == {42: 4, 43: 4, 44: 4}
     assert all(r["sampling_params"]["custom_params"] == {"return_top_p_token_ids": True} for r in cluster.requests)
     assert all(r["return_sampling_mask"] is True for r in cluster.requests)
+    assert all(r["custom_labels"] == {"slime_return_sampling_mask": "true"} for r in cluster.requests)
     # engines tell nuclei under a finite top-k only; half of the most that they tell leaves room for ties
     assert {r["sampling_params"]["top_k"] for r in cluster.requests} == {2048}
 

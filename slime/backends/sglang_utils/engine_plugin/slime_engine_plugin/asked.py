@@ -1,0 +1,48 @@
+"""Let requests ask for what a router does not pass on.
+
+sglang-router 0.3.2 passes on the fields of ``/generate`` that it knows. It drops ``return_sampling_mask``,
+``return_routed_experts`` and ``sampling_params.custom_params``, and a request is answered without the nuclei or experts
+that it asked for; nothing says so. It does pass on ``custom_labels``, which SGLang itself reads for metrics only, and
+only where it is told which: an entry ``slime_<field>`` there sets the field. Engines that are asked directly also heed
+``custom_params``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+LABELS = {f"slime_{field}": field for field in ("return_sampling_mask", "return_routed_experts")}
+"""Entries of ``custom_labels`` -> fields of the request that they set."""
+CUSTOM_PARAMS = {"return_top_p_token_ids": "return_sampling_mask"}
+"""Entries of ``custom_params`` -> fields of the request that they set."""
+
+
+def read_what_is_asked(normalize: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``GenerateReqInput.normalize_batch_and_arguments``: take the entries out and set the fields."""
+    if isinstance(request.custom_labels, dict):
+        _move(request.custom_labels, LABELS, request)
+        request.custom_labels = request.custom_labels or None
+    params = request.sampling_params
+    if isinstance(params, dict) and isinstance(params.get("custom_params"), dict):
+        _move(params["custom_params"], CUSTOM_PARAMS, request)
+        if not params["custom_params"]:
+            del params["custom_params"]
+    return normalize(request, *args, **kwargs)
+
+
+def _move(entries: dict[str, Any], fields: dict[str, str], request: Any) -> None:
+    for name, field in fields.items():
+        if entries.pop(name, False):
+            setattr(request, field, True)
+
+
+def register() -> None:
+    """Register the hook."""
+    HookRegistry.register(
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        read_what_is_asked,
+        HookType.AROUND,
+    )

@@ -1,0 +1,79 @@
+"""What a router would drop is asked for in labels, and engines make fields of them."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from slime.rollout.requests.generate_request import generate_payload
+from slime.rollout.requests.generate_state import train_sampling_params
+from slime.utils.types import Sample
+from tests.support.rollout_args import rollout_args
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hook's module, with a stand-in for SGLang's registry: the real one imports SGLang."""
+    registry = ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry = registry.HookType = SimpleNamespace()  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
+    ours = ("slime_engine_plugin", "slime_engine_plugin.asked")
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    from slime_engine_plugin import asked
+
+    yield asked
+    for name in ours:
+        sys.modules.pop(name, None)
+
+
+def normalized(plugin: Any, payload: dict[str, Any]) -> SimpleNamespace:
+    request = SimpleNamespace(
+        sampling_params=payload.get("sampling_params"),
+        custom_labels=payload.get("custom_labels"),
+        return_sampling_mask=None,
+        return_routed_experts=False,
+    )
+    assert plugin.read_what_is_asked(lambda r, more: (r, more), request, 7) == (request, 7)
+    return request
+
+
+def payload(*, evaluation: bool = False, **flags: Any) -> dict[str, Any]:
+    args = rollout_args(**flags)
+    asked = generate_payload(args, Sample(tokens=[1]), train_sampling_params(args), evaluation)
+    assert asked is not None
+    return asked
+
+
+@pytest.mark.parametrize("flags", [{"rollout_top_p": 0.9}, {"use_rollout_routing_replay": True}])
+def test_what_gets_through_a_router_becomes_fields(plugin: Any, flags: dict[str, Any]) -> None:
+    whole = payload(**flags)
+    routed = {key: whole[key] for key in ("input_ids", "custom_labels")}  # sglang-router 0.3.2
+    request = normalized(plugin, routed)
+    assert request.return_sampling_mask is (True if "rollout_top_p" in flags else None)
+    assert request.return_routed_experts is ("use_rollout_routing_replay" in flags)
+    assert request.custom_labels is None
+
+
+def test_engines_that_are_asked_directly_heed_custom_params(plugin: Any) -> None:
+    request = normalized(plugin, {"sampling_params": {"custom_params": {"mine": 1, "return_top_p_token_ids": True}}})
+    assert request.return_sampling_mask is True
+    assert request.sampling_params == {"custom_params": {"mine": 1}}
+    alone = normalized(plugin, {"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}})
+    assert alone.sampling_params == {}
+
+
+def test_nothing_is_asked_for_unasked(plugin: Any) -> None:
+    assert "custom_labels" not in payload()
+    assert "return_sampling_mask" not in payload(evaluation=True, rollout_top_p=0.9)
+    for labels in (None, {"team": "a"}, [{"slime_return_sampling_mask": "true"}]):
+        request = normalized(plugin, {"custom_labels": labels})
+        assert (request.return_sampling_mask, request.return_routed_experts) == (None, False)
+        assert request.custom_labels == labels
