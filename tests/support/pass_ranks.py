@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.support.trainer import make_train_data, trainer_args
 from tests.support.trainer_ranks import parameters, train_once
 
 HERE = "tests.support.pass_ranks."
+NUCLEUS_LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP2": {},
+    "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "CP2": {"context_parallel_size": 2, "micro_batch_size": 2},
+}
 SEEN: dict[str, Any] = {}
 
 
@@ -71,7 +77,36 @@ def pass_scenarios(
             checkpoint, opd_teacher_load=f"{folder}/save", opd_teacher_ckpt_step=7
         ),
         "skips": _skips(checkpoint, skips),
+        "nuclei": [_with_nuclei(checkpoint, layout) for layout in NUCLEUS_LAYOUTS.values()],
     }
+
+
+def nucleus_data() -> dict[str, list[Any]]:
+    """Return a rollout whose tokens were sampled among 1 to 40 others; masked ones have no nucleus."""
+    data = make_train_data(seed=5)
+    rng = np.random.default_rng(5)
+    data["rollout_top_p_token_ids"], data["rollout_top_p_token_offsets"] = [], []
+    for tokens, response, mask in zip(data["tokens"], data["response_lengths"], data["loss_masks"], strict=True):
+        nuclei = [
+            sorted({*rng.choice(256, rng.integers(0, 40), replace=False).tolist(), token}) if trained else []
+            for token, trained in zip(tokens[-response:], mask, strict=True)
+        ]
+        data["rollout_top_p_token_ids"].append([token for nucleus in nuclei for token in nucleus])
+        data["rollout_top_p_token_offsets"].append([0, *np.cumsum([len(nucleus) for nucleus in nuclei]).tolist()])
+    return data
+
+
+def _with_nuclei(checkpoint: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Train two steps on nuclei; return the report, the old log-probs and what the door says without them."""
+    settings = {"rollout_top_p": 0.9, "global_batch_size": 4, "lr": 1e-2, "entropy_coef": 0.01, "use_kl_loss": True}
+    hook = {"rollout_data_postprocess_path": HERE + "note_columns"}
+    trainer, _ = make_trainer(checkpoint, with_ref=True, load=checkpoint, **settings, **hook, **layout)
+    found = {"report": train_once(trainer, 0, nucleus_data()), **SEEN["columns"]}
+    try:
+        train_once(trainer, 1, make_train_data(seed=5))
+    except ValueError as error:
+        found["without"] = str(error)
+    return found
 
 
 def _roles(checkpoint: str, folder: str, reference: str, teacher: str) -> dict[str, Any]:
