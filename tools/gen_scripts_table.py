@@ -19,20 +19,14 @@ HEAD = (
     "|---|---|---|---|---|---|---|"
 )
 _TABLE = re.compile(r"(<!-- table: begin -->\n).*?(<!-- table: end -->)", re.DOTALL)
-_ONE = re.compile(r"(--[\w-]+)(?: \S+)? is not available yet in this version")
+_ONE = re.compile(r"(--[\w-]+)(?: \S+){0,2} is not available yet in this version")
 _QUANTISED = re.compile(r"--hf-checkpoint \S+ is quantised \((\w+)\)")
 _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 
 # What the refused flags stand for, by the names of flags.
 FEATURES: dict[str, tuple[str, ...]] = {
-    "experts": ("--num-experts", "--moe-*", "--expert-*"),
-    "latent attention": (
-        "--multi-latent-attention", "--*-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim",
-        "--rotary-scaling-factor", "--mscale*", "--beta-*", "--no-position-embedding",
-    ),
-    "sparse attention": ("--enable-experimental", "--allgather-cp", "--dsa-*"),
-    "gated and linear attention": ("--use-gated-attention", "--attention-output-gate", "--linear-*"),
-    "norms after layers": ("--post-*-layernorm",),
+    "DeepEP": ("--moe-enable-deepep", "--moe-token-dispatcher-type"),
+    "sparse attention": ("--enable-experimental", "--allgather-cp", "--dsa-*", "--spec"),
     "MTP training": ("--mtp-*", "--enable-mtp-training"),
     "prefill and decode engines": ("--prefill-num-servers", "--sglang-config"),
     "routing replay": ("--use-*routing-replay",),

@@ -178,11 +178,12 @@ NOT_YET = "not available yet in this version; leave it out"
     ("sentences", "features"),
     [
         ([], []),
-        ([f"--num-experts is {NOT_YET}"], ["experts"]),
+        ([f"--allgather-cp is {NOT_YET}"], ["sparse attention"]),
+        ([f"--spec slime_plugins.models.glm5.glm5 get_glm5_spec is {NOT_YET}"], ["sparse attention"]),
         ([f"{NOT_YET}: --fp8-recipe, --mtp-num-layers, --fp8-format"], ["FP8 training", "MTP training"]),
         (
-            [f"{NOT_YET}: --new-flag, --moe-router-topk", f"--moe-ffn-hidden-size is {NOT_YET}"],
-            ["`--new-flag`", "experts"],
+            [f"{NOT_YET}: --new-flag, --moe-enable-deepep", f"--moe-token-dispatcher-type flex is {NOT_YET}"],
+            ["`--new-flag`", "DeepEP"],
         ),
         (["--loss-mask-type new is not available yet in this version; use qwen"], ["`--loss-mask-type`"]),
         (["engines and trainer would never meet"], ["engines and trainer would never meet"]),
