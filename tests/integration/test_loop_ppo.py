@@ -91,7 +91,12 @@ def test_other_loops(tmp_path: Path, way: str):
     run = run_train(ppo_flags(tmp_path, f"{ranks} {colocate} {dumps}"), tmp_path / "run", script=script)
     assert sorted(run.metric("train/critic-value_loss")) == [0, 1, 2]
     assert sorted(run.metric("train/loss")) == [1, 2]
-    assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    difference = run.metric("train/train_rollout_logprob_abs_diff")
+    assert difference[1] <= 1e-5  # rollout 0 trained only the critic
+    if way == "one step ahead":
+        assert run.metric("rollout/weight_version/max")[2] == 2  # the weights of before rollout 1
+    else:
+        assert difference[2] <= 1e-5
     if way == "replayed":
         (tmp_path / "again").mkdir()
         replay = f"{ranks} --load-debug-rollout-data {tmp_path}/dump_{{rollout_id}}.pt"
