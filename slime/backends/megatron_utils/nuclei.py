@@ -42,7 +42,7 @@ def local_nuclei(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> Nuclei:
-    """Return the nuclei of the local response tokens, sample after sample in the order of ``response_rows_and_targets``.
+    """Return the nuclei of the local response tokens, in the order of ``response_rows_and_targets``.
 
     ``token_ids`` [k_i] and ``token_offsets`` [response_length_i + 1] are of whole responses.
     """

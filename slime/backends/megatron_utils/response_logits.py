@@ -52,8 +52,9 @@ def get_log_probs_and_entropy(
     ``logits`` [1, T_local, V_local] are divided by ``args.rollout_temperature``; the vocabulary may be split over the
     tensor-parallel group; padding columns past ``args.vocab_size`` have probability 0. The entropy carries a gradient
     only when ``args.entropy_coef`` is not 0. With the nuclei that the response tokens were sampled among (per sample
-    ids [k] and offsets [response_length + 1]) log-probs are those among them; the entropy is of all. The pair has the form of Megatron's loss functions, so this can be passed
-    to its schedules; ``non_loss_data`` is what they pass and has no effect.
+    ids [k] and offsets [response_length + 1]) log-probs are those among them; the entropy is of all. The pair has the
+    form of Megatron's loss functions, so this can be passed to its schedules; ``non_loss_data`` is what they pass and
+    has no effect.
     """
     del non_loss_data
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)

@@ -81,9 +81,7 @@ def test_what_a_real_run_would_do(tmp_path: Any) -> None:
 
 
 def test_reasons_that_differ_in_the_flag_alone_are_one() -> None:
-    assert run("--freeze-indexer", "--use-distributed-post", "--update-weights-interval", "2").splitlines()[
-        -4:
-    ] == [
+    assert run("--freeze-indexer", "--use-distributed-post", "--update-weights-interval", "2").splitlines()[-4:] == [
         "A real run would be refused:",
         "  - not available yet in this version; leave it out: --use-distributed-post, --freeze-indexer",
         "  - --update-weights-interval 2 has no effect in train.py, which takes the weights to the engines after",
