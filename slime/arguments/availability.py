@@ -66,7 +66,8 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     # Megatron: families and formats that have no weight map or kernel yet
     "fp8": ANY,
     "fp4": ANY,
-    "num_experts": ANY,
+    "moe_token_dispatcher_type": ("flex",),
+    "moe_token_drop_policy": ("position",),
     "experimental_attention_variant": ANY,
     "enable_experimental": ANY,
     "position_embedding_type": ("mrope", "yarn", "relative"),
@@ -79,10 +80,27 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
 # Megatron's flags by name or pattern: details of families that are refused above, and features whose other half is
 # a training script's (it builds their process groups, wrappers or graphs), which slime does not have.
 NOT_YET_MEGATRON: tuple[str, ...] = (
-    # mixture of experts
-    "moe_*",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+    # mixture of experts: what drops or disturbs tokens routes otherwise in training than in passes before it
+    "moe_enable_routing_replay",
+    "moe_router_topk_limited_devices",
+    "moe_router_padding_for_*",
+    "moe_router_force_load_balancing",
+    "moe_input_jitter_eps",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_per_layer_logging",
+    "moe_token_dropping",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_use_legacy_grouped_gemm",
+    "moe_enable_deepep",
+    "moe_flex_dispatcher_backend",
+    "moe_deepep_num_sms",
+    "moe_hybridep_num_sms",
+    "moe_latent_size",
+    "moe_extended_tp",
+    "moe_use_upcycling",
+    "moe_upcycling_granularity",
     "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
     "ep_overlap_early_attn_memory_release",

@@ -88,8 +88,7 @@ def test_rope_scaling_matters(checkpoints: dict[str, str], references: Any) -> N
     assert (logits - references["llama3-rope"].logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] in ("tp2", "pp2", "ep2")])
 def test_export_is_a_checkpoint(
     name: str, layout: str, ranks: Any, references: Any, scratch: Path, checkpoints: dict[str, str]
 ) -> None:

@@ -13,10 +13,12 @@ import torch
 
 from tests.support.dense_attention import zigzag
 from tests.support.megatron_model import hf_gradients, model_args, run_pack, switch_layout
+from tests.support.megatron_references import MODELS, WITH_EXPERTS
 
 PP2 = ("--pipeline-model-parallel-size", 2)
 TP2 = ("--tensor-model-parallel-size", 2)
 CP2 = ("--context-parallel-size", 2)
+EP2 = ("--expert-model-parallel-size", 2)
 VPP2 = ("--num-layers-per-virtual-pipeline-stage", 1)
 LAYOUTS: dict[str, tuple[Any, ...]] = {
     "dp2": (),
@@ -25,6 +27,9 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
     "pp2": PP2,
     "pp2-vpp2": (*PP2, *VPP2),
     "cp2": CP2,
+    "ep2": EP2,
+    "tp2-sp-ep2": (*TP2, "--sequence-parallel", *EP2, "--expert-tensor-parallel-size", 1),
+    "tp2-sp-etp1": (*TP2, "--sequence-parallel", "--expert-tensor-parallel-size", 1),
 }
 FOUR_RANK_LAYOUTS: dict[str, tuple[Any, ...]] = {
     "tp4-sp": ("--tensor-model-parallel-size", 4, "--sequence-parallel"),
@@ -32,11 +37,17 @@ FOUR_RANK_LAYOUTS: dict[str, tuple[Any, ...]] = {
     "tp2-sp-cp2": (*TP2, "--sequence-parallel", *CP2),
     "cp2-pp2-vpp2": (*CP2, *PP2, *VPP2),
     "cp2-dp2": CP2,
+    "tp2-sp-ep2-etp2": (*TP2, "--sequence-parallel", *EP2),
+    "ep2-pp2": (*EP2, *PP2),
+    "ep2-dp2": EP2,
 }
-MODELS_OF = {
+# The layouts that only some checkpoints have the layers or the experts for.
+MODELS_OF: dict[str, tuple[str, ...]] = {
+    "tp2": tuple(name for name in MODELS if name not in WITH_EXPERTS),  # experts need sequence parallelism as well
     "pp2-vpp2": ("qwen3",),
     "cp2-pp2-vpp2": ("qwen3",),
-}  # the layouts that only some checkpoints have the layers for
+    **dict.fromkeys(("ep2", "tp2-sp-ep2", "tp2-sp-etp1", "tp2-sp-ep2-etp2", "ep2-pp2", "ep2-dp2"), WITH_EXPERTS),
+}
 ATTENTION_LENGTHS = [8, 12, 4]
 
 
@@ -48,8 +59,9 @@ def all_layouts(checkpoints: dict[str, str], scratch: str, layouts: dict[str, tu
     results: dict[str, Any] = {}
     for layout, flags in layouts.items():
         first = checkpoints["qwen3"]
-        switch_layout(model_args(first, *flags))
-        for name in MODELS_OF.get(layout, checkpoints):
+        names = MODELS_OF.get(layout, tuple(checkpoints))
+        switch_layout(model_args(checkpoints[names[0]], *flags))
+        for name in names:
             checkpoint = checkpoints[name]
             export_dir = Path(scratch) / f"{name}-{layout}"
             results[f"{layout}/{name}"] = logits_and_weights(checkpoint, layout, flags, export_dir)
@@ -75,7 +87,7 @@ def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], exp
     args.use_distributed_optimizer = False  # so that every rank has all gradients
     model = get_model(args)
     load_hf(model, checkpoint, args)
-    if layout in ("tp2", "pp2"):
+    if layout in ("tp2", "pp2", "ep2"):
         export_hf(model, args, export_dir)  # one shard, to be replaced whole by the second export
         export_hf(model, args, export_dir, max_shard_bytes=60_000)
     own = [(name, tuple(tensor.shape)) for name, tensor in iter_hf_weights(model, args)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "max_position_embeddings": 16384},
     ),
+    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": False}),
+    # A dense layer between two with experts, which also have an expert that every token passes.
+    "qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
 }
+WITH_EXPERTS = ("qwen3_moe", "qwen2_moe")
 
 
 class Reference(NamedTuple):
@@ -61,12 +64,25 @@ def _randomize(checkpoint: Path) -> None:
 
 def reference(checkpoint: str) -> Reference:
     """Return logits and gradients by transformers and autograd, one sequence after the other, without padding."""
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     logits = torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
     (logits * output_gradient(model.config.vocab_size)).sum().backward()
-    tied = json.loads((Path(checkpoint) / "config.json").read_text())["tie_word_embeddings"]
-    weights = {n: p for n, p in model.state_dict().items() if not (n == "lm_head.weight" and tied)}
-    gradients = {n: p.grad for n, p in model.named_parameters()}
-    return Reference(logits.detach(), weights, gradients)
+    weights = load_file(Path(checkpoint) / "model.safetensors")
+    gradients = [pair for n, p in model.named_parameters() for pair in as_stored(n, p.grad)]
+    return Reference(logits.detach(), weights, dict(gradients))
+
+
+def as_stored(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return a tensor under the names of the checkpoint: in memory, transformers stacks the experts of a layer."""
+    prefix, experts, kind = name.partition(".experts.")
+    if not experts:
+        return [(name, tensor)]
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    return [
+        (f"{prefix}.experts.{expert}.{k}.weight", part)
+        for expert, whole in enumerate(tensor)
+        for k, part in zip(kinds, whole.chunk(len(kinds)), strict=True)
+    ]

@@ -129,6 +129,7 @@ def _expert_args(config: dict[str, Any]) -> dict[str, Any]:
         "moe_grouped_gemm": True,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
+        "moe_layer_freq": [int(i not in config["mlp_only_layers"]) for i in range(config["num_hidden_layers"])],
     }
 
 

@@ -104,6 +104,7 @@ def _check_experts(args: Namespace) -> None:
         raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
     _check_parallel_sizes(args)
     _check_router(args)
+    _check_balancing(args)
     _check_layers(args)
 
 
@@ -151,6 +152,20 @@ def _check_router(args: Namespace) -> None:
         raise ArgumentError(
             f"--moe-router-topk {topk} is more than the {experts // groups * group_topk} experts in "
             f"--moe-router-group-topk {group_topk} groups of {experts // groups} each; lower it or raise that"
+        )
+
+
+def _check_balancing(args: Namespace) -> None:
+    if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
+        raise ArgumentError(
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not "
+            f"{args.moe_router_score_function}"
+        )
+    kinds = args.moe_router_load_balancing_type
+    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ArgumentError(
+            "--moe-router-load-balancing-type sinkhorn sends tokens to other experts in training steps than in the "
+            "pass that computes their log-probs; use aux_loss or none"
         )
 
 

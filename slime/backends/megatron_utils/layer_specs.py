@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from slime.backends.megatron_utils.latent_attention import with_right_gradients
 from slime.backends.megatron_utils.norms import TorchRMSNorm
 from slime.backends.megatron_utils.post_norms import with_post_norms
 from slime.utils import accelerator
+
+logger = logging.getLogger(__name__)
 
 
 def use_transformer_engine(args: Namespace) -> bool:
@@ -56,4 +59,5 @@ def _with_torch_modules(block: Any) -> Any:
         experts = getattr(parts.mlp, "submodules", None)
         if isinstance(experts, MoESubmodules):
             experts.experts = ModuleSpec(module=GroupedExperts)
+            logger.info("routed experts: a matrix product each, for want of TransformerEngine's grouped kernels")
     return block
