@@ -47,11 +47,13 @@ class Trainer(Protocol):
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
     def wait(self, refs: list[Any], what: str) -> list[Any]: ...
-    def save_model(self, rollout_id: int, force_sync: bool = False) -> None: ...
+    def save_model(self, rollout_id: int, force_sync: bool = False, keep: bool = True) -> None: ...
     def update_weights(self, synchronous_loop: bool = True) -> int | None: ...
     def offload(self) -> None: ...
     def onload(self) -> None: ...
     def clear_memory(self) -> None: ...
+    def release(self) -> None: ...
+    def come_back(self, rollout_id: int) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -130,7 +132,7 @@ class Loop:
                 self.save(rollout_id)
                 if self.critic is not None:
                     self._offload_trainer()
-                if (rollout_id + 1) % self.args.update_weights_interval == 0:
+                if self._syncs_after(rollout_id):
                     if upcoming is not None and not self.mixes_versions:
                         self.wait_generate(started, upcoming)
                     self.sync_weights(rollout_id + 1)
@@ -149,8 +151,14 @@ class Loop:
             return self.rollout.wait_generate(started, rollout_id)
 
     def train(self, rollout_id: int, data: Any) -> None:
-        """Train every rank on its share of the rollout: the critic first, whose values the actor needs."""
+        """Train every rank on its share of the rollout: the critic first, whose values the actor needs.
+
+        With ``--release-train`` the trainer is started for it.
+        """
         assert self.trainer is not None
+        if self.args.release_train:
+            with timer("start_train"):
+                self.trainer.come_back(rollout_id)
         with timer("train"):
             values, ranks = None, []
             if self.critic is not None:
@@ -167,13 +175,23 @@ class Loop:
         return self.critic is None or not self.critic.is_all(rollout_id)
 
     def save(self, rollout_id: int) -> None:
-        """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count."""
+        """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count.
+
+        Trainers that are released after it come back from it, so that it is due then in any case; one that
+        ``--save-interval`` does not ask for is removed once there is a later one.
+        """
         assert self.trainer is not None
-        if not self._due(rollout_id, self.args.save_interval, at_the_end=True) or not self._trains_actor(rollout_id):
+        due = self._due(rollout_id, self.args.save_interval, at_the_end=True) and self._trains_actor(rollout_id)
+        parts = self.args.release_train and self._syncs_after(rollout_id)
+        if not due and not parts:
             return
         with timer("save"):
             self.rollout.save(rollout_id)
-            self.trainer.save_model(rollout_id, force_sync=rollout_id == self.args.num_rollout - 1)
+            whole = parts or rollout_id == self.args.num_rollout - 1
+            self.trainer.save_model(rollout_id, force_sync=whole, **({} if due else {"keep": False}))
+
+    def _syncs_after(self, rollout_id: int) -> bool:
+        return not self.overlap or (rollout_id + 1) % self.args.update_weights_interval == 0
 
     def first_sync(self) -> None:
         """Take the trainer's weights, loaded or resumed, to the engines before anything is generated."""
@@ -183,7 +201,7 @@ class Loop:
             self._offload_trainer()
         if self.args.debug_train_only:
             return
-        if self.args.offload_rollout:
+        if self.args.offload_rollout and not self.args.release_train:
             self.rollout.onload_weights()
         self.sync_weights(self.args.start_rollout_id)
         if self.args.check_weight_update_equal and self.args.start_rollout_id == 0:
@@ -193,12 +211,15 @@ class Loop:
     def sync_weights(self, step: int) -> None:
         """Push the trainer's weights, those after rollout ``step - 1``, to the engines.
 
-        With ``--check-weight-update-equal`` all must hold the same afterwards.
+        With ``--check-weight-update-equal`` all must hold the same afterwards. With ``--release-train`` the trainers
+        end in between: when they have written the weights, and before engines take memory.
         """
         assert self.trainer is not None
         if self.args.debug_train_only:
             if getattr(self.args, "keep_old_actor", False):  # no weights go anywhere, but they count as synced
                 self.trainer.update_weights(synchronous_loop=not self.overlap)
+            if self.args.release_train:
+                self.trainer.release()
             return
         with timer("sync_weights"):
             version = self.trainer.update_weights(synchronous_loop=not self.overlap)
@@ -232,7 +253,7 @@ class Loop:
         elif self.args.device_type != "cpu":
             with timer("clear_memory"):
                 self.trainer.clear_memory()
-        if self.args.offload_rollout and not self.args.debug_train_only:
+        if self.args.offload_rollout and not self.args.debug_train_only and not self.args.release_train:
             with timer("onload_rollout"):
                 self.rollout.onload_weights()
 

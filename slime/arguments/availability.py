@@ -18,7 +18,6 @@ ANY = "any value"
 
 NOT_YET: dict[str, str | tuple[Any, ...]] = {
     # cluster
-    "release_train": ANY,
     "use_distributed_post": ANY,
     "rollout_external_engine_addrs": ANY,
     # training process
@@ -41,13 +40,8 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "enable_mtp_training": ANY,
     # weight synchronisation
     "update_weight_mode": ("delta",),
-    "update_weight_transport": ("disk",),
-    "update_weight_disk_dir": ANY,
-    "update_weight_disk_keep_files": ANY,
-    "update_weight_local_checkpoint_dir": ANY,
     "update_weight_delta_encoding": ANY,
     "update_weight_delta_checksum": ANY,
-    "custom_update_weight_post_write_path": ANY,
     # logging, profiling
     "profile_target": ANY,
     "memory_snapshot_dir": ANY,

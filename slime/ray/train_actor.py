@@ -91,6 +91,14 @@ class TrainRayActor:
         self.trainer.weights_synced(synchronous_loop=synchronous_loop)
 
     @reports_errors
+    def publish_weights(self, version: int, engines: list[EngineInfo]) -> str:
+        """Write the weights as ``version`` for ``--update-weight-transport disk``; return its directory."""
+        from slime.weight_sync.disk import publish
+
+        with timer("update_weights"), self.trainer.weights_present():
+            return str(publish(self.args, self.trainer, version, engines))
+
+    @reports_errors
     def disconnect(self) -> None:
         """Close the channels to the engines."""
         if self._updater is not None:
@@ -115,6 +123,14 @@ class TrainRayActor:
 
     def ping(self) -> None:
         """Answer, when nothing else is to be done."""
+
+    def whereabouts(self) -> tuple[str, int]:
+        """Return the node and the process id of this rank."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def quit(self) -> None:
+        """End this process. The call itself fails with Ray's error of an actor that has ended."""
+        ray.actor.exit_actor()
 
     def drain_records(self) -> list[Any]:
         """Return the metrics logged here since the last call."""

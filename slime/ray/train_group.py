@@ -15,8 +15,11 @@ from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.errors import RemoteFailure
 from slime.ray.lives import Lives
+from slime.ray.release import PassingCheckpoints, arguments_to_go_on, end_actors
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.waiting import DAY_S, Peer, wait_all, wait_one
+from slime.ray.weight_files import WeightFiles
+from slime.servers.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,9 @@ class RayTrainGroup:
         self._measured: dict[str, float] = {}
         self.others: list[Lives] = []
         """Trainers of other roles, whose end ends every wait here."""
+        self._files = WeightFiles(args, self._publish, self._load)
+        self._saved: int | None = None
+        self._passing = PassingCheckpoints(args)
 
     # Life of the ranks
 
@@ -72,7 +78,7 @@ class RayTrainGroup:
                 runtime_env=here.environment(self._environment()),
                 **here.share_of_slot(SHARE),
             )
-            .remote(self.args, self.role, rank, self.world_size)
+            .remote(arguments_to_go_on(self.args, self._saved), self.role, rank, self.world_size)
             for rank in range(self.world_size)
         ]
 
@@ -106,6 +112,28 @@ class RayTrainGroup:
         """Return what notices the end of a rank while nobody waits for it."""
         return Lives(self._actors, self._peers())
 
+    def release(self) -> None:
+        """End the ranks; what they know is in their checkpoint. Their processes and device memory are gone then.
+
+        ``come_back`` starts them again (``--release-train``).
+        """
+        if self._actors:
+            self._complete()
+            actors, self._actors = self._actors, []
+            end_actors(actors)
+            logger.info("the %s has been released", self.role)
+
+    def come_back(self, rollout_id: int) -> None:
+        """Start released ranks again for training on ``rollout_id``; nothing happens when they are there."""
+        if self._actors:
+            return
+        start = self.create()
+        if self._saved is not None and start != rollout_id:
+            raise RuntimeError(
+                f"the {self.role} came back from checkpoint {start - 1} of --save {self.args.save} to train on rollout "
+                f"{rollout_id}: does somebody else write there?"
+            )
+
     # Work
 
     def async_train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> list[Any]:
@@ -125,9 +153,12 @@ class RayTrainGroup:
         self._collect()
         return results
 
-    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Save a checkpoint of iteration ``rollout_id``."""
+    def save_model(self, rollout_id: int, force_sync: bool = False, keep: bool = True) -> None:
+        """Save a checkpoint of iteration ``rollout_id``; without ``keep`` it is removed once there is a later one."""
         self._all("save", f"saving the {self.role} after rollout {rollout_id}", SAVE_DEADLINE_S, rollout_id, force_sync)
+        self._saved = rollout_id
+        if force_sync:
+            self._passing.saved(rollout_id, due=keep)
 
     def update_weights(self, synchronous_loop: bool = True) -> int | None:
         """Push the weights to the engines; return their new version, None when the run has no engines.
@@ -139,14 +170,15 @@ class RayTrainGroup:
             self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
             return None
+        if self._actors:
+            self._files.begin()
         for attempt in range(1, PUSH_ATTEMPTS + 1):
             self._ask("recover_updatable_engines", "waiting for lost engines")
             engines = self._ask("get_updatable_engines", "asking for the engines")
             if not engines:
                 return None
             try:
-                deadline = 4 * self.args.weight_sync_timeout
-                versions = self._all("update_weights", "pushing weights", deadline, engines, synchronous_loop)
+                version = self._push(engines, synchronous_loop)
                 break
             except RemoteFailure as e:
                 self._ask("lose_unreachable_engines", "looking for the engine that failed")
@@ -156,7 +188,30 @@ class RayTrainGroup:
                     raise
                 logger.warning("the weights are pushed again, without %s: %s", ", ".join(lost), e)
         self._ask("clear_updatable_num_new_engines", "sending requests to new engines")
-        return int(versions[0])
+        return version
+
+    def _push(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
+        if self.args.update_weight_transport == "disk":
+            version = self._files.push(engines, synchronous_loop)
+            self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
+            return version
+        deadline = 4 * self.args.weight_sync_timeout
+        return int(self._all("update_weights", "pushing weights", deadline, engines, synchronous_loop)[0])
+
+    def _publish(self, version: int, engines: Sequence[EngineInfo]) -> str:
+        """Let the trainers write the weights; with ``--release-train`` they make room for the engines then."""
+        what = f"writing weight version {version}"
+        directory = self._all("publish_weights", what, SAVE_DEADLINE_S, version, list(engines))[0]
+        if self.args.release_train:
+            self.release()
+            if self.args.offload_rollout:
+                self._ask("onload_weights", "onloading the engines' weights")
+        return str(directory)
+
+    def _load(self, directory: str, version: int, synchronous_loop: bool) -> None:
+        loading = self._rollout_manager.load_weights.remote(directory, version, synchronous_loop)
+        deadline = 6 * self.args.weight_sync_timeout
+        wait_one(loading, Peer("the rollout manager"), "loading weights from files", deadline, self._watch)
 
     def offload(self) -> None:
         """Move the trainers' state off their devices."""
@@ -172,6 +227,10 @@ class RayTrainGroup:
 
     def finish(self) -> None:
         """Complete checkpoints that are still being written, and take in the last metrics."""
+        self._complete()
+        self._files.clear()
+
+    def _complete(self) -> None:
         self._all("finish", f"completing the {self.role}'s checkpoints", SAVE_DEADLINE_S)
         self._collect()
 

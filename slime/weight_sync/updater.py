@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -10,12 +9,9 @@ import torch.distributed as dist
 
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
+from slime.weight_sync import steps
 from slime.weight_sync.fanout import FanOut, WeightSyncError, attempt
 from slime.weight_sync.transport import Transport, WeightSource
-
-logger = logging.getLogger(__name__)
-
-GREETING_DEADLINE_S = 30.0
 
 
 class WeightUpdater:
@@ -88,32 +84,12 @@ class WeightUpdater:
 
     def _greet(self) -> None:
         if self._control is not None:
-            timeout = min(GREETING_DEADLINE_S, self.args.weight_sync_timeout)
-            self._control.call("reach the server", lambda c: c.health(timeout), timeout)
+            steps.greet(self._control, self.args.weight_sync_timeout)
 
     def _pause_and_flush(self) -> None:
-        if self._control is None:
-            return
-        timeout = self.args.weight_sync_timeout
-        self._control.call(f"pause ({self.pause_mode})", lambda c: c.pause(self.pause_mode), timeout)
-        # The prefix cache was computed with the old weights. In-place pauses keep it for the requests they hold.
-        if self.pause_mode != "in_place":
-            self._control.call("flush the prefix cache", lambda c: c.flush_cache(timeout), timeout)
+        if self._control is not None:
+            steps.pause_and_flush(self._control, self.pause_mode, self.args.weight_sync_timeout)
 
     def _verify_and_continue(self, version: int) -> None:
-        if self._control is None:
-            return
-        timeout = self.args.weight_sync_timeout
-        seen = self._control.call("read the weight version", lambda c: c.weight_version(), timeout)
-        wrong = [
-            f"{client.url} reports {got!r}"
-            for client, got in zip(self._control.clients, seen, strict=True)
-            if got != str(version)
-        ]
-        if wrong:
-            raise WeightSyncError(
-                f"After pushing weight version {version}: {'; '.join(wrong)}. The push did not arrive whole; "
-                "the engines stay paused. See the engines' logs under the run directory."
-            )
-        self._control.call("continue", lambda c: c.resume(), timeout)
-        logger.info("Weight version %d is on %d engines.", version, len(seen))
+        if self._control is not None:
+            steps.verify_and_continue(self._control, version, self.args.weight_sync_timeout)

@@ -55,3 +55,11 @@ def note_trained(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> No
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def note_weight_files(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    """``--custom-update-weight-post-write-path`` that appends what it was told to the file ``SLIME_TEST_HOOKED``."""
+    complete = os.path.isfile(os.path.join(version_dir, "model.safetensors.index.json"))
+    line = {"directory": version_dir, "engines": len(rollout_engines), "complete": complete}
+    with open(os.environ["SLIME_TEST_HOOKED"], "a") as file:
+        file.write(json.dumps(line) + "\n")

@@ -69,8 +69,8 @@ class TrainerRecorder(Recorder):
         self._call(f"train {refs[0]}")
         return [{"steps": [{"loss": 0.0}], "rollout": {"rollout/raw_reward": 1.0}}]
 
-    def save_model(self, rollout_id, force_sync=False):
-        self._call(f"save model {rollout_id}" + (" to the end" if force_sync else ""))
+    def save_model(self, rollout_id, force_sync=False, keep=True):
+        self._call(f"save model {rollout_id}" + (" to the end" if force_sync else "") + ("" if keep else " (passing)"))
 
     def update_weights(self, synchronous_loop=True):
         self._call("sync" if synchronous_loop else "sync (requests survive)")
@@ -83,6 +83,12 @@ class TrainerRecorder(Recorder):
 
     def clear_memory(self):
         self._call("clear")
+
+    def release(self):
+        self._call("release")
+
+    def come_back(self, rollout_id):
+        self._call(f"come back for {rollout_id}")
 
     def finish(self):
         self._call("finish")
@@ -101,6 +107,7 @@ def loop_args(**changes):
         "keep_old_actor": False,
         "offload_train": False,
         "offload_rollout": False,
+        "release_train": False,
         "check_weight_update_equal": False,
         "rollout_global_dataset": True,
         "device_type": "cpu",
@@ -137,6 +144,39 @@ def test_one_step_ahead():
         + ["wait 1", "start 2", "train 1", "wait 2", "sync (requests survive)"]
         + ["wait 2", "train 2", "sync (requests survive)", "finish"]
     )
+
+
+def test_released_trainers_are_saved_come_back_and_hand_over_the_engines_memory_themselves():
+    calls = run(release_train=True, offload_rollout=True, save_interval=100)
+    assert calls == (
+        ["sync", "engine caches on"]
+        + ["start 0", "wait 0", "engines off", "come back for 0", "train 0"]
+        + ["save prompts 0", "save model 0 to the end (passing)", "sync", "engine caches on"]
+        + ["start 1", "wait 1", "engines off", "come back for 1", "train 1"]
+        + ["save prompts 1", "save model 1 to the end", "sync", "engine caches on", "finish"]
+    )
+
+
+def test_released_trainers_stay_between_two_weight_syncs():
+    calls = run(overlap=True, num_rollout=4, release_train=True, update_weights_interval=2, save_interval=3)
+    saves_and_syncs = [call for call in calls if call.split()[0] in ("save", "sync", "train") and "prompts" not in call]
+    assert saves_and_syncs == (
+        ["sync (requests survive)", "train 0", "train 1", "save model 1 to the end (passing)"]
+        + ["sync (requests survive)", "train 2", "save model 2", "train 3", "save model 3 to the end"]
+        + ["sync (requests survive)"]
+    )
+
+
+def test_without_engines_released_trainers_end_after_every_save():
+    calls = run(release_train=True, debug_train_only=True, num_rollout=1, save_interval=1)
+    assert calls[-6:] == [
+        "come back for 0",
+        "train 0",
+        "save prompts 0",
+        "save model 0 to the end",
+        "release",
+        "finish",
+    ]
 
 
 def test_a_rollout_that_always_generates_is_not_waited_for():

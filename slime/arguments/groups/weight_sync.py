@@ -28,7 +28,9 @@ class WeightSync(ArgumentGroup):
     )
     update_weight_disk_keep_files: bool = flag(False, "keep the files of that directory after engines have read them")
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, "directory on each engine host for a checkpoint that follows the changes, with --update-weight-mode delta"
+        None,
+        "directory on each engine host to which weights are copied, and verified, before engines load them, with "
+        "--update-weight-transport disk",
     )
     update_weight_delta_encoding: Literal["xor", "overwrite"] = flag(
         "xor", "encoding of changed bytes, with --update-weight-mode delta"
@@ -37,7 +39,9 @@ class WeightSync(ArgumentGroup):
         "xxh3-128", "checksum per tensor, with --update-weight-mode delta"
     )
     custom_update_weight_post_write_path: DottedPath | None = flag(
-        None, "dotted path of a hook called after files are written, with --update-weight-transport disk"
+        None,
+        "dotted path of a hook that every trainer rank calls after files are written, with --update-weight-transport "
+        "disk",
     )
     check_weight_update_equal: bool = flag(False, "prove every sync: snapshot, reset, sync, compare and checksums")
     weight_sync_timeout: float = flag(600.0, "seconds one weight sync may take", gt=0)

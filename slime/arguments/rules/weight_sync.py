@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 
 from slime.arguments import unchecked
@@ -14,6 +15,7 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             "--update-weight-transport disk needs --update-weight-disk-dir, a directory that trainers and engines share"
         )
+    _check_directories(args)
     if args.release_train:
         _check_release(args)
     if args.update_weight_mode == "delta":
@@ -30,6 +32,18 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights; add "
             "--sglang-disable-radix-cache, or use retract"
+        )
+
+
+def _check_directories(args: Namespace) -> None:
+    """Versions of weights are removed again: nothing else may live among them."""
+    shared, local = args.update_weight_disk_dir, args.update_weight_local_checkpoint_dir
+    if args.update_weight_transport != "disk":
+        return
+    if local is not None and os.path.abspath(local) == os.path.abspath(shared):
+        raise ArgumentError(
+            f"--update-weight-local-checkpoint-dir and --update-weight-disk-dir are both {shared}; the local one is a "
+            "directory of each engine host itself, give it another name"
         )
 
 
@@ -50,6 +64,17 @@ def _check_release(args: Namespace) -> None:
         raise ArgumentError(
             f"--release-train needs --update-weight-mode full and --update-weight-transport disk, not "
             f"{args.update_weight_mode} and {args.update_weight_transport}: weights must outlive the trainers"
+        )
+    if args.offload_train:
+        raise ArgumentError(
+            "--release-train ends the trainers while engines generate, so that --offload-train has nothing to offload; "
+            "leave one of them out"
+        )
+    if args.no_save_optim and not (args.use_stateless_adam and args.fp32):
+        raise ArgumentError(
+            "--release-train restarts the trainers from their checkpoint after every step, and --no-save-optim leaves "
+            "Adam's state and the fp32 weights out of it; leave one of them out"
+            + (" (--use-stateless-adam goes with --fp32)" if args.use_stateless_adam else "")
         )
     if args.save_interval is None:
         args.save_interval = 1

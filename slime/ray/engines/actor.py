@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.backends.sglang_utils import version_files
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.ports import reserve_ports
 from slime.ray import worker
@@ -50,6 +51,11 @@ class EngineActor:
         if self.node_rank == 0:
             process.wait_ready()
         return process.info
+
+    @reports_errors
+    def pull_weights(self, directory: str) -> str:
+        """Copy a version of the weights to ``--update-weight-local-checkpoint-dir`` of this host; return the copy."""
+        return str(version_files.pull(directory, self.args.update_weight_local_checkpoint_dir))
 
     def poll(self) -> str | None:
         """Return None while the engine runs, else what ended it with its last log lines."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from slime.ray.engines.disk_load import load_weights
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.members import State
 from slime.ray.errors import EngineDied, EnginesNeedWeights, reports_errors
@@ -94,6 +95,12 @@ class EngineControl:
             return 0
         self._wait_for_engines()
         return self.fleet.recover()
+
+    @reports_errors
+    def load_weights(self, directory: str, version: int, synchronous_loop: bool) -> None:
+        """Let the engines last offered take ``version`` of the weights from its directory: see ``disk_load``."""
+        if self.fleet is not None:
+            load_weights(self.args, self.fleet.offered, directory, version, synchronous_loop=synchronous_loop)
 
     @reports_errors
     def clear_updatable_num_new_engines(self) -> None:

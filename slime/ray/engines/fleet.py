@@ -188,6 +188,11 @@ class EngineFleet:
         self._offered = self.members.of(*LIVING)
         return [member.known_info for member in self._offered]
 
+    @property
+    def offered(self) -> list[Member]:
+        """The engines that ``offer`` told of last."""
+        return list(self._offered)
+
     def admit(self) -> None:
         """After a push to the engines last offered: send requests to those that waited for it, and check again.
 

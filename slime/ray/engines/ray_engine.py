@@ -64,6 +64,12 @@ class RayEngine:
         info: EngineInfo = wait_all(ready, peers, f"starting {self}", deadline + STOP_DEADLINE_S)[0]
         return info
 
+    def pull_weights(self, directory: str, deadline_s: float) -> str:
+        """Copy a version of the weights to every host of the engine; return the path of the copies."""
+        peers = [Peer(self._name(node_rank)) for node_rank in range(len(self._actors))]
+        copies = [actor.pull_weights.remote(directory) for actor in self._actors]
+        return str(wait_all(copies, peers, f"copying {directory} to the host of {self}", deadline_s)[0])
+
     def poll(self) -> str | None:
         """Return None while the engine runs, else what ended it, with its last log lines.
 

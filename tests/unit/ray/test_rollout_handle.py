@@ -58,6 +58,7 @@ def run_args(**changes: Any) -> Any:
         "check_weight_update_equal": False,
         "offload_rollout": False,
         "debug_train_only": False,
+        "update_weight_transport": "nccl",
         "debug_rollout_only": False,
     }
     return SimpleNamespace(**{**base, **changes})

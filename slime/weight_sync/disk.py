@@ -1,0 +1,71 @@
+"""Weights through files: the trainers' half. What engines do with the files: ``slime.ray.engines.disk_load``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.weights import export_hf
+from slime.backends.sglang_utils import version_files
+from slime.servers.types import EngineInfo
+from slime.utils.misc import load_function
+from slime.weight_sync.fanout import WeightSyncError, attempt
+from slime.weight_sync.transport import WeightSource
+
+
+def publish(args: Namespace, source: WeightSource, version: int, engines: Sequence[EngineInfo]) -> Path:
+    """Write the weights as version ``version`` below ``--update-weight-disk-dir``; return its directory.
+
+    Collective over the trainer. The directory appears when it is complete; versions of earlier runs, or of earlier
+    pushes that engines have read, are removed before, unless ``--update-weight-disk-keep-files``. Then every rank
+    calls the hook ``--custom-update-weight-post-write-path`` with ``(args, directory, engines)``. Raises
+    WeightSyncError or RuntimeError on every rank when one of them fails.
+    """
+    final = version_files.version_dir(args.update_weight_disk_dir, version)
+    staging = version_files.staging_dir(final)
+    attempt(partial(_on_first_rank, _clear, args, staging))
+    export_hf(source.model, source.args, staging)
+    if args.update_weight_local_checkpoint_dir is not None:
+        _write_checksums(staging)
+    attempt(partial(_on_first_rank, version_files.replace, staging, final))
+    if args.custom_update_weight_post_write_path is not None:
+        attempt(partial(_call_hook, args, final, engines))
+    return final
+
+
+def _on_first_rank(action: object, *arguments: object) -> None:
+    if dist.get_rank() == 0:
+        action(*arguments)  # type: ignore[operator]
+
+
+def _clear(args: Namespace, staging: Path) -> None:
+    root = Path(args.update_weight_disk_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    if not args.update_weight_disk_keep_files:
+        version_files.clear(root)
+
+
+def _write_checksums(directory: Path) -> None:
+    """Each rank reads its share of the files back; rank 0 writes the sums of all."""
+    digests: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+
+    def read() -> None:
+        mine = sorted(directory.iterdir())[dist.get_rank() :: dist.get_world_size()]
+        digests[dist.get_rank()] = {path.name: version_files.digest(path) for path in mine}
+
+    attempt(read)
+    dist.all_gather_object(digests, digests[dist.get_rank()])
+    everything = {name: value for part in digests for name, value in part.items()}
+    attempt(partial(_on_first_rank, version_files.write_checksums, directory, everything))
+
+
+def _call_hook(args: Namespace, directory: Path, engines: Sequence[EngineInfo]) -> None:
+    flag, path = "--custom-update-weight-post-write-path", args.custom_update_weight_post_write_path
+    try:
+        load_function(path, flag)(args, str(directory), list(engines))
+    except Exception as e:
+        raise WeightSyncError(f"{flag} {path}: {type(e).__name__}: {e}") from e

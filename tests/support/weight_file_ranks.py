@@ -1,0 +1,55 @@
+"""What a trainer rank does in the tests of weights through files: build a model, write versions of its weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.megatron_model import model_args, switch_layout
+
+HOOK = "tests.support.weight_file_ranks.note_hook"
+CALLS: list[tuple[int, str, list[str], bool]] = []
+
+
+def note_hook(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    """Hook: note the rank, what it was told, and whether the version is complete."""
+    complete = (Path(version_dir) / "model.safetensors.index.json").is_file()
+    CALLS.append((int(os.environ["RANK"]), version_dir, [engine.url for engine in rollout_engines], complete))
+
+
+def fail_on_rank_1(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
+    """Hook: fail on one of the ranks."""
+    if os.environ["RANK"] == "1":
+        raise OSError("the bucket is gone")
+
+
+def publish(checkpoint: str, folder: str, flags: list[str]) -> dict[str, Any]:
+    """Write two versions of the weights of ``checkpoint``, and a third whose hook fails on one rank."""
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import load_hf
+    from slime.servers.types import EngineInfo
+    from slime.weight_sync import WeightSyncError
+    from slime.weight_sync.disk import publish
+
+    args = model_args(checkpoint, *flags)
+    args.update_weight_disk_dir, args.update_weight_disk_keep_files = folder, False
+    args.update_weight_local_checkpoint_dir = "/local"  # not used here: it asks for checksums
+    args.custom_update_weight_post_write_path = HOOK
+    switch_layout(args)
+    model = get_model(args, wrap_with_ddp=False)
+    load_hf(model, checkpoint, args)
+    source = SimpleNamespace(model=model, args=args)
+    engines = [EngineInfo("http://engine:1")]
+    for version in (1, 2):
+        found = str(publish(args, source, version, engines))
+    listed = sorted(os.listdir(folder))
+    args.custom_update_weight_post_write_path = "tests.support.weight_file_ranks.fail_on_rank_1"
+    args.update_weight_disk_keep_files = True
+    told = ""
+    try:
+        publish(args, source, 3, engines)
+    except WeightSyncError as e:
+        told = str(e)
+    return {"directory": found, "listed": listed, "calls": list(CALLS), "told": told}
