@@ -42,12 +42,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "update_weight_mode": ("delta",),
     "update_weight_delta_encoding": ANY,
     "update_weight_delta_checksum": ANY,
-    # logging, profiling
-    "profile_target": ANY,
-    "memory_snapshot_dir": ANY,
-    "memory_snapshot_num_steps": ANY,
-    "memory_recorder": ANY,
-    "record_memory_history": ANY,
     # teacher server
     "teacher_port": ANY,
     "teacher_warmup_port": ANY,

@@ -82,6 +82,11 @@ def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:
         if name in given and getattr(args, name) in refused:
             option = "--" + name.replace("_", "-")
             raise ArgumentError(f"{option} {getattr(args, name)} needs a GPU and there is none; leave it out")
+    if args.record_memory_history and args.memory_recorder == "torch":
+        raise ArgumentError(
+            "--record-memory-history: torch records the memory of a GPU, and there is none; use --memory-recorder "
+            "memray, which records the host's"
+        )
     args.transformer_impl = "local"
     for name, value in CPU_ENGINE.items():
         if name not in given and hasattr(args, name):

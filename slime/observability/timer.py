@@ -6,7 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+
+
+class Watcher(Protocol):
+    """Is told, in the thread that is timed, when a timer of ``measure`` begins and ends."""
+
+    def began(self, name: str) -> None: ...
+    def ended(self, name: str) -> None: ...
 
 
 class Timers:
@@ -16,6 +23,11 @@ class Timers:
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._started: dict[str, float] = {}
+        self._watchers: dict[str, Watcher] = {}
+
+    def watch(self, kind: str, watcher: Watcher) -> None:
+        """Tell ``watcher`` of every phase that ``measure`` times, instead of an earlier one of its ``kind``."""
+        self._watchers[kind] = watcher
 
     def start(self, name: str) -> None:
         """Start ``name``; raises RuntimeError when it runs already."""
@@ -41,11 +53,16 @@ class Timers:
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Time the body, also when it raises."""
+        watchers = list(self._watchers.values())
+        for watcher in watchers:
+            watcher.began(name)
         begin = time.monotonic()
         try:
             yield
         finally:
             self.add(name, time.monotonic() - begin)
+            for watcher in reversed(watchers):
+                watcher.ended(name)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by name since the last :meth:`drain`."""

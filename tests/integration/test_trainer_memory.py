@@ -1,9 +1,11 @@
-"""An optimiser without moments, and sleep without copies of the weights: two data-parallel ranks, each of which has
-half of the optimiser.
+"""An optimiser without moments, sleep without copies of the weights, and what is measured of memory: two
+data-parallel ranks, each of which has half of the optimiser.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,24 @@ from tests.support.trainer import tiny_checkpoint
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("memory")
     arguments = {"checkpoint": tiny_checkpoint(folder / "model", seed=0), "folder": str(folder)}
-    return run_distributed("tests.support.trainer_memory_ranks:memory_scenarios", 2, arguments, timeout=300)
+    found = run_distributed("tests.support.trainer_memory_ranks:memory_scenarios", 2, arguments, timeout=300)
+    return [{**one, "profiles": sorted((folder / "profile").iterdir())} for one in found]
+
+
+def test_memory_is_that_of_the_rank_with_most(ranks: Any) -> None:
+    first, second = (found["memory"] for found in ranks)
+    assert first == second
+    assert first["perf/memory/copied"] == 2 / 2**30
+    assert 0.01 < first["perf/memory/rss"] < 100
+
+
+def test_profiles_are_of_the_ranks_rollouts_and_targets_asked_for(ranks: Any) -> None:
+    names = [path.name for path in ranks[0]["profiles"]]
+    assert names == [f"train_{what}_rollout1_actor_rank1.pt.trace.json.gz" for what in ("actor", "log_probs")]
+    for path in ranks[0]["profiles"]:
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+        assert any(event.get("name") == "aten::mm" for event in events)
 
 
 def test_the_first_step_is_adams_and_nothing_is_kept(ranks: Any) -> None:

@@ -147,7 +147,8 @@ OPTIONAL = {
     "recompute_modules", "recompute_num_layers", "ref_update_interval", "reset_optimizer_states",
     "rollout_data_postprocess_path", "save_debug_train_data", "save_hf", "use_rollout_entropy", "opsm_delta",
     "use_routing_replay", "use_rollout_routing_replay",
-    "disable_param_buffers_cpu_backup", "use_stateless_adam",
+    "disable_param_buffers_cpu_backup", "use_stateless_adam", "use_pytorch_profiler", "profile_step_start",
+    "profile_step_end", "profile_ranks", "profile_target", "tensorboard_dir",
 }  # fmt: skip
 
 

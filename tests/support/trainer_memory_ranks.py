@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.memory import log_memory
 from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import (
     hf_weights,
@@ -21,7 +22,22 @@ STATELESS = {"use_stateless_adam": True, "no_save_optim": True, "adam_eps": 1e-3
 
 def memory_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     """Return what the test module describes, from every rank."""
-    return {"stateless": _stateless(checkpoint, f"{folder}/stateless"), "bf16": _bf16_sleep(checkpoint)}
+    profile = {"use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2, "profile_ranks": [1]}
+    trainer, _ = new_trainer(
+        checkpoint,
+        use_rollout_entropy=True,
+        profile_target=["train_actor", "train_log_probs"],
+        tensorboard_dir=f"{folder}/profile",
+        **profile,
+    )
+    for rollout_id in range(3):
+        train_once(trainer, rollout_id, make_train_data(seed=0))
+    memory = log_memory(trainer.args, 3, trainer._memory, copied=1 + torch.distributed.get_rank())
+    return {
+        "memory": memory,
+        "stateless": _stateless(checkpoint, f"{folder}/stateless"),
+        "bf16": _bf16_sleep(checkpoint),
+    }
 
 
 def _stateless(checkpoint: str, save: str) -> dict[str, Any]:

@@ -41,10 +41,18 @@ class Profiling(ArgumentGroup):
 
     title = "profiling"
 
+    use_pytorch_profiler: bool = flag(False, "trace training with torch's profiler")
+    profile_step_start: int = flag(10, "first rollout that is profiled, with --use-pytorch-profiler", ge=0)
+    profile_step_end: int = flag(12, "first rollout after it that is not", ge=1)
+    profile_ranks: list[int] = flag([0], "ranks that are profiled")
+    tensorboard_dir: str | None = flag(
+        None, "directory of the traces of --use-pytorch-profiler; default: profile, below the run directory"
+    )
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
         ["train_overall"], "parts of training to profile"
     )
     memory_snapshot_dir: str = flag(".", "directory of memory snapshots, with --record-memory-history")
+    memory_snapshot_path: str = flag("snapshot.pickle", "end of the names of memory snapshots")
     memory_snapshot_num_steps: int | None = flag(
         None, "stop recording memory after this many rollouts; default: at the end", ge=1
     )

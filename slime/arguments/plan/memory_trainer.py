@@ -111,6 +111,9 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     others = with_reference + with_teacher + old
     copies = others + bool(others)  # the actor's own, while another plays
     sleeps = bool(getattr(args, "offload_train", False))
+    # 16-bit parameters are written anew from the optimiser's fp32 copy, unless it is the precision-aware optimiser's.
+    rebuilt = element < 4 and not getattr(args, "use_precision_aware_optimizer", False)
+    asleep = optimizer + (0 if rebuilt else parameters)
     offloaded = int(_shard(args, rank, parallel) * _state_size(args) * _offloaded(args))
     return TrainerMemory(
         stage=rank.stage,
@@ -123,7 +126,7 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
         logits=_logits(args, size, tokens) if any(chunk.output for chunk in rank.chunks) else 0,
         recomputed=recomputed,
         transfer=_transfer(args, size, element),
-        host=element * rank.total * copies + offloaded + (parameters + optimizer if sleeps else 0),
+        host=element * rank.total * copies + offloaded + (asleep if sleeps else 0),
         sleeps=sleeps,
     )
 

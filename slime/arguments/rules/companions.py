@@ -53,7 +53,10 @@ COMPANIONS: tuple[Companion, ...] = (
         "update_weight_delta_encoding", "update_weight_delta_checksum",
     )),
     Companion("--record-memory-history", lambda args: args.record_memory_history, (
-        "memory_snapshot_dir", "memory_snapshot_num_steps", "memory_recorder",
+        "memory_snapshot_dir", "memory_snapshot_num_steps", "memory_recorder", "memory_snapshot_path",
+    )),
+    Companion("--use-pytorch-profiler", lambda args: args.use_pytorch_profiler, (
+        "profile_step_start", "profile_step_end", "profile_ranks", "profile_target", "tensorboard_dir",
     )),
     Companion("--ci-test", lambda args: args.ci_test, (
         "ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold",

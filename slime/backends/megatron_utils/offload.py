@@ -55,9 +55,9 @@ class Sleeper:
         weights = _without(_distinct(_weight_tensors(self._model)), rebuilt)
         state = _without(_distinct(_optimizer_tensors(self._optimizer)), rebuilt, weights)
         gradients = _without(_distinct(_gradient_tensors(self._model, self._optimizer)), rebuilt, weights, state)
-        self._kept = [_Kept(storage, _to_host(storage), gives_weights=True) for storage in weights.values()]
+        self._kept = [_Kept(storage, _to_host(storage), is_weight=True) for storage in weights.values()]
         self._kept += [
-            _Kept(storage, _to_host(storage), gives_weights=pointer in masters) for pointer, storage in state.items()
+            _Kept(storage, _to_host(storage), is_master=pointer in masters) for pointer, storage in state.items()
         ]
         self._emptied = [_Emptied(storage, storage.nbytes()) for storage in gradients.values()]
         self._rebuilt = [_Emptied(storage, storage.nbytes()) for storage in rebuilt.values()]
@@ -86,6 +86,9 @@ class Sleeper:
             return
         sources = [kept for kept in self._kept if kept.gives_weights]
         self._bring_back(sources)
+        for kept in sources:
+            if not kept.is_weight:  # it has done its part
+                kept.storage.resize_(0)
         try:
             yield
         finally:
@@ -106,11 +109,16 @@ class Sleeper:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A freed storage and its content in host memory (uint8). ``gives_weights``: weights, or what they come from."""
+    """A freed storage and its content in host memory (uint8): weights, what they come from, or neither."""
 
     storage: torch.UntypedStorage
     host: Tensor
-    gives_weights: bool
+    is_weight: bool = False
+    is_master: bool = False
+
+    @property
+    def gives_weights(self) -> bool:
+        return self.is_weight or self.is_master
 
     def restore(self) -> None:
         self.storage.resize_(self.host.numel())

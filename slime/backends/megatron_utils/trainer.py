@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.ci_checks import check_rollout, check_steps
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from slime.backends.megatron_utils.memory import log_memory, watch_memory
 from slime.backends.megatron_utils.offload import Sleeper
 from slime.backends.megatron_utils.old_actor import OldActor
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler, reset_optimizer_states
@@ -39,6 +40,7 @@ from slime.backends.megatron_utils.train_step import StepContext, configure_sche
 from slime.backends.megatron_utils.values import add_external_columns
 from slime.backends.megatron_utils.weight_backup import WeightBackup
 from slime.batching.columns import RolloutShard
+from slime.observability.profiling import Profiling
 from slime.observability.timer import get_timers, timer
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class MegatronTrainer:
         self.args = args
         self._with_ref = with_ref
         self._waiting_since: float | None = None
+        self._asleep_on_host = 0
 
     def initialize(self) -> int:
         """Build process groups, model, optimiser and schedule, load weights and state; return the first rollout id."""
@@ -111,6 +114,8 @@ class MegatronTrainer:
         self._saver = CheckpointSaver(self.args)
         copies = not getattr(self.args, "disable_param_buffers_cpu_backup", True)
         self._sleeper = Sleeper(self.model, self.optimizer, copy_rebuildable=copies)
+        self._memory = watch_memory(self.device)
+        self._profiling = Profiling(self.args, rank=torch.distributed.get_rank(), role=self.role)
         self._waiting_since = time.monotonic()
         return start_rollout_id
 
@@ -196,6 +201,7 @@ class MegatronTrainer:
                 f"{self.parallel_config['dp_rank']}"
             )
         self._record_wait()
+        self._profiling.begin(rollout_id)
         with timer("train"):
             self._saver.poll()
             with timer("data_preprocess"):
@@ -209,6 +215,12 @@ class MegatronTrainer:
             self._after_steps(rollout_id, data)
         log_train_metrics(self.args, rollout_id, steps, prefix=self.metric_prefix)
         log_perf(self.args, rollout_id, data["total_lengths"], prefix=self.metric_prefix)
+        self._profiling.trained()
+        copies = self._backup.host_bytes
+        asleep, self._asleep_on_host = self._asleep_on_host, 0
+        log_memory(
+            self.args, rollout_id, self._memory, prefix=self.metric_prefix, weight_copies=copies, asleep_on_host=asleep
+        )
         self._waiting_since = time.monotonic()
         return self._report(data, steps, rollout_metrics)
 
@@ -263,8 +275,9 @@ class MegatronTrainer:
                 self.export_hf(template.format(rollout_id=rollout_id))
 
     def finish_saving(self) -> None:
-        """Wait for a background save and publish it."""
+        """Wait for a background save and publish it; write profiles that are being recorded."""
         self._saver.finish()
+        self._profiling.end()
 
     def export_hf(self, path: str | Path) -> None:
         """Write the weights as a Hugging Face checkpoint to ``path``; works while asleep too."""
@@ -276,9 +289,10 @@ class MegatronTrainer:
     def sleep(self) -> None:
         """Move parameters and optimiser state to host memory and free the device's (gradients are dropped)."""
         with timer("sleep"):
+            self._backup.forget_active()  # one copy of the weights on the host is enough
             freed = self._sleeper.sleep()
             self.clear_memory()
-        kept = self._sleeper.host_bytes
+        self._asleep_on_host = kept = self._sleeper.host_bytes
         logger.info("trainer sleeps: %.2f GiB freed, %.2f GiB of it copied to the host", freed / 2**30, kept / 2**30)
 
     def wake_up(self) -> None:

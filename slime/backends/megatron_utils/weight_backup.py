@@ -33,6 +33,15 @@ class WeightBackup:
         """The tags that have a copy."""
         return list(self._copies)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(tensor.nbytes for copies in self._copies.values() for tensor in copies.values())
+
+    def forget_active(self) -> None:
+        """Give back the copy of the weights that are in the model, if there is one. ``save`` makes it again."""
+        self._copies.pop(self.active, None)
+
     @torch.no_grad()
     def save(self, tag: str) -> None:
         """Copy the weights that are in the model now to host memory as ``tag`` (overwrites an earlier copy)."""

@@ -89,3 +89,25 @@ def test_order_of_calls_is_checked() -> None:
     sleeper.sleep()
     with pytest.raises(RuntimeError, match="already asleep"):
         sleeper.sleep()
+
+
+@pytest.mark.gpu
+def test_the_device_has_its_memory_back_while_the_trainer_sleeps() -> None:
+    before = torch.cuda.memory_allocated()
+    model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+    optimizer = Chained(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 1024, device="cuda")).sum().backward()
+    optimizer.optimizer.step()
+    weights = model.weight.detach().cpu()
+    awake = torch.cuda.memory_allocated()
+    four_matrices = 4 * 1024 * 1024 * 4  # weights, gradients and two moments
+    assert awake - before >= four_matrices
+    sleeper = Sleeper([model], optimizer)
+    assert sleeper.sleep() >= four_matrices
+    assert torch.cuda.memory_allocated() - before <= (1 << 20)
+    with sleeper.weights_present():
+        assert torch.equal(model.weight.cpu(), weights)
+    assert torch.cuda.memory_allocated() - before <= (1 << 20)
+    sleeper.wake_up()
+    assert torch.cuda.memory_allocated() == awake
+    assert torch.equal(model.weight.cpu(), weights)

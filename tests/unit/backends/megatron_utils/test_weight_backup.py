@@ -39,6 +39,26 @@ def test_unknown_tag_names_the_known_ones() -> None:
         backup.activate("teacher")
 
 
+def test_the_copy_of_what_is_in_the_model_can_be_given_back() -> None:
+    model = torch.nn.Linear(3, 2)  # 8 numbers
+    backup = WeightBackup([model], active="actor")
+    backup.forget_active()  # there is none
+    backup.save("ref")
+    backup.save("actor")
+    assert backup.host_bytes == 2 * 8 * 4
+    backup.forget_active()
+    assert backup.tags == ["ref"]
+    assert backup.host_bytes == 8 * 4
+    weights = model.weight.detach().clone()
+    backup.save("actor")  # as every pass does before it swaps
+    with torch.no_grad():
+        model.weight.zero_()
+    backup.save("ref")
+    backup.activate("ref")
+    backup.activate("actor")
+    assert torch.equal(model.weight, weights)
+
+
 @pytest.mark.gpu
 def test_copies_are_pinned_and_made_once_on_a_device() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512)).cuda().bfloat16()
