@@ -204,8 +204,8 @@ def make_shards(args: argparse.Namespace, data: dict[str, list[Any]], parallel_c
 
 def tiny_checkpoint(
     out: str | Path, *, seed: int, num_hidden_layers: int = 2, family: str = "qwen3", **fields: Any
+) -> str:
     """Write a tiny model whose norms differ from one and whose predictions differ from uniform; return its path."""
-    """Write a tiny ``family`` model whose norms differ from one and whose predictions differ from uniform; return its path."""
     import torch
     from safetensors.torch import load_file, save_file
 
