@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.unit.scripts.conftest import Repository
+from tests.support.script_repository import Repository
 
 ONE_NODE, TWO_NODES = ["--actor-num-nodes", "1"], ["--actor-num-nodes", "2"]
 CLUSTER = {"RAY_ADDRESS": "10.0.0.1:6379"}

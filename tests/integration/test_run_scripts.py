@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scripts.conftest import Repository, files_below
+from tests.support.script_repository import Repository, files_below, make_dry_repository
 from tools import gen_scripts_table
 from tools.script_runs import CONFIG_FOLDER, SCRIPTS, DryRun, dry_run, dry_runs, script_names
 
@@ -48,6 +48,11 @@ PUBLISHED: dict[str, tuple[int, int | None, int, int, int, int | None]] = {
     "low_precision/qwen3-30b-a3b-fp8": (1, 4, 1, 1, 8, 8),
     "low_precision/qwen3-4b-fp8": (1, 2, 1, 1, 1, 2),
 }
+
+
+@pytest.fixture(scope="module")
+def dry_repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
+    return make_dry_repository(tmp_path_factory.mktemp("dry"))
 
 
 @pytest.fixture(scope="module")
