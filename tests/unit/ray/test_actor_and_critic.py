@@ -92,7 +92,7 @@ def test_roles_that_disagree_are_refused(monkeypatch, tmp_path):
 
 def test_evaluation_alone_needs_no_critic(monkeypatch, tmp_path):
     world = World(monkeypatch, actor=0, critic=0)
-    flags = ("--advantage-estimator", "ppo", "--num-rollout", 0, "--eval-interval", 1, "--eval-prompt-data", "a", "/b")
-    args = dry(*flags)
+    evaluation = ("--eval-interval", 1, "--eval-prompt-data", "a", "/b.jsonl")
+    args = dry("--advantage-estimator", "ppo", "--num-rollout", 0, *evaluation)
     assert world.create(args)[1] is None
     assert world.calls == ["create actor"]
