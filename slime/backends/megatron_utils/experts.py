@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_paral
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import divide, make_tp_sharded_tensor_for_checkpoint
 from torch.nn import functional as F
 
@@ -149,6 +150,20 @@ def mark_routed_experts(model: torch.nn.Module) -> None:
         return
     for parameter in _routed(model.named_parameters()):
         parameter.allreduce = False  # megatron's name for "an ordinary parameter"
+
+
+def router_buffers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """Return ``(router, name, buffer)`` of every router: biases of experts and counts of tokens, which are fp32.
+
+    ``Float16Module`` rounds them with the weights. Megatron makes the biases fp32 again in the first forward, when the
+    checkpoint's have been rounded already, and host copies of the weights go on rounding them.
+    """
+    return [
+        (module, name, buffer)
+        for module in model.modules()
+        if isinstance(module, TopKRouter)
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
 
 
 def _routed(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Any]:

@@ -67,13 +67,19 @@ def _on_device(config: Any, model: torch.nn.Module) -> torch.nn.Module:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.module import Float16Module
 
-    from slime.backends.megatron_utils.experts import mark_routed_experts
+    from slime.backends.megatron_utils.experts import mark_routed_experts, router_buffers
 
     mark_routed_experts(model)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     model.to(accelerator.current_device())
-    return Float16Module(config, model) if config.fp16 or config.bf16 else model
+    if not (config.fp16 or config.bf16):
+        return model
+    exact = router_buffers(model)
+    half = Float16Module(config, model)
+    for router, name, buffer in exact:
+        setattr(router, name, buffer)
+    return half
 
 
 def model_provider(args: Namespace, config: Any) -> Provider:

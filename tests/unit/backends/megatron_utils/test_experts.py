@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import import_megatron, model_provider
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_biases_of_experts_and_counts_of_tokens_stay_fp32(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_megatron()
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from slime.backends.megatron_utils import experts
+
+    monkeypatch.setattr(experts, "mark_routed_experts", lambda model: None)  # it asks for parallel groups
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=8,
+        moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid",
+        moe_router_load_balancing_type="none",
+        add_bias_linear=False,
+        bf16=half == "bf16",
+        fp16=half == "fp16",
+        params_dtype=dtype,
+    )
+    router = TopKRouter(config, pg_collection=mock.MagicMock())
+    bias = torch.tensor([14.9731, 14.9702, 14.9689, 14.9755])
+    router.expert_bias.copy_(bias)
+    model = model_provider._on_device(config, torch.nn.Sequential(router))
+
+    assert router.weight.dtype == dtype
+    assert torch.equal(router.expert_bias, bias)
+    assert router.local_tokens_per_expert.dtype == torch.float32
+    assert [name for name in model.state_dict() if "expert" in name] == ["0.expert_bias"]
