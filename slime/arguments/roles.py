@@ -43,8 +43,8 @@ def actor_args(args: Namespace) -> Namespace:
 def critic_args(args: Namespace) -> Namespace:
     """Return what the critic's ranks get.
 
-    Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save``; without one it
-    starts from the weights that the actor starts from.
+    Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save`` (a run that goes
+    on from what it saves reads the ``save`` too); without one it starts from the weights that the actor starts from.
     """
     actor, overrides = actor_args(args), overrides_of(args.megatron_config_path, CRITIC)
     role = _role(args, CRITIC)
@@ -52,7 +52,10 @@ def critic_args(args: Namespace) -> Namespace:
         setattr(role, name, value)
     if "save" not in overrides and actor.save is not None:
         role.save = f"{actor.save}/{CRITIC_DIRECTORY}"
-    load = overrides.get("load", f"{_given_load(args)}/{CRITIC_DIRECTORY}")
+    own = f"{_given_load(args)}/{CRITIC_DIRECTORY}"
+    if "save" in overrides and getattr(args, "continues_own_checkpoints", False):
+        own = role.save
+    load = overrides.get("load", own)
     _start_from(role, args, overrides, str(load), else_weights_of=actor.load)
     return role
 
@@ -78,6 +81,8 @@ def _start_from(
     """Continue the Megatron checkpoint ``load`` when it is one, otherwise take weights alone."""
     if is_megatron_checkpoint(load):
         role.load = load
+        if "ckpt_step" not in overrides and "ckpt_step" not in args.explicit_flags:
+            role.ckpt_step = None  # args may have the step of --ref-load, where first weights come from
         for name in _WEIGHTS_ALONE:
             if name not in overrides:
                 setattr(role, name, name in args.explicit_flags and getattr(args, name))

@@ -22,7 +22,7 @@ def agree(actor: Namespace, critic: Namespace) -> None:
     ``--ckpt-step`` is left as it is.
     """
     actor_last, critic_last = _last(actor), _last(critic)
-    if getattr(actor, "ckpt_step", None) is not None or actor_last == critic_last:
+    if actor_last == critic_last or _asks_for_step(actor) or _asks_for_step(critic):
         return
     if critic_last is None:
         raise ArgumentError(
@@ -38,7 +38,7 @@ def agree(actor: Namespace, critic: Namespace) -> None:
         )
     if common is None:
         logger.warning("no checkpoint of the actor was completed: the critic starts afresh too")
-        critic.load = actor.load
+        critic.load, critic.ckpt_step = actor.load, actor.ckpt_step
         critic.no_load_optim = critic.no_load_rng = critic.finetune = True
         return
     if common != critic_last:
@@ -57,6 +57,11 @@ def check_starts(args: Namespace, actor_start: int, critic_start: int) -> int:
             "of both roles"
         )
     return critic_start
+
+
+def _asks_for_step(role: Namespace) -> bool:
+    """Whether ``--ckpt-step`` says where a role goes on; in a fresh start it is where its first weights come from."""
+    return getattr(role, "ckpt_step", None) is not None and not role.finetune
 
 
 def _last(args: Namespace) -> int | None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from slime.utils.atomic_file import name_failure
 
 CHECKSUMS = "checksums.json"
-_NAME = re.compile(r"weight_v\d{6,}")
+# A version, the directory that it is written to first, and what the export makes beside that.
+_NAME = re.compile(r"weight_v\d{6,}|\.{1,2}weight_v\d{6,}\.staging(\.partial|\.old)?")
 _CHUNK = 8 << 20
 
 
@@ -39,7 +40,7 @@ def staging_dir(directory: Path) -> Path:
 def clear(root: str | Path, *, but: Path | None = None) -> None:
     """Remove every version below ``root``, and those that were never completed, except ``but``."""
     for path in Path(root).glob("*"):
-        if path != but and _NAME.search(path.name) and path.is_dir() and not path.is_symlink():
+        if path != but and _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
 

@@ -69,6 +69,26 @@ def test_both_go_on_from_their_checkpoints(tmp_path):
     assert critic_args(dry(*flags, "--no-load-optim")).no_load_optim
 
 
+def test_a_run_goes_on_from_the_critic_that_it_saved_elsewhere(tmp_path, write):
+    path = write(f"megatron: [{{role: critic, overrides: {{save: {megatron_checkpoint(tmp_path / 'there')}}}}}]")
+    flags = [*PPO, "--save", tmp_path / "out", "--save-interval", 1, "--megatron-config-path", path]
+    assert critic_args(dry(*flags)).finetune
+    critic = critic_args(dry(*flags, "--load", tmp_path / "out"))
+    assert (critic.load, critic.finetune) == (str(tmp_path / "there"), False)
+
+
+def test_the_step_of_the_reference_is_none_of_the_critic(tmp_path):
+    save, ref = tmp_path / "out", megatron_checkpoint(tmp_path / "ref")
+    flags = [*PPO, "--save", save, "--load", save, "--save-interval", 1, "--ref-load", ref, "--ref-ckpt-step", 3]
+    critic = critic_args(dry(*flags))
+    assert (critic.load, critic.ckpt_step) == (str(ref), 3)
+    megatron_checkpoint(save / "critic")  # only the critic has been trained so far
+    args = dry(*flags)
+    critic = critic_args(args)
+    assert (args.load, args.ckpt_step) == (str(ref), 3)
+    assert (critic.load, critic.ckpt_step) == (str(save / "critic"), None)
+
+
 def test_a_load_of_the_file_counts_when_it_is_a_checkpoint(tmp_path, write):
     there = megatron_checkpoint(tmp_path / "there")
     for load, finetune in ((there, False), (tmp_path / "nowhere", True)):

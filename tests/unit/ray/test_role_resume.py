@@ -78,6 +78,15 @@ def test_a_step_that_was_asked_for_is_kept(tmp_path):
     assert (actor.ckpt_step, critic.ckpt_step) == (1, 1)
 
 
+@pytest.mark.parametrize(("saved", "only", "step"), [([0, 1, 2], 2, 1), ([2], 2, 100)])
+def test_the_step_of_the_actors_first_weights_is_not_asked_of_the_critic(tmp_path, saved, only, step):
+    actor, critic = role(tmp_path, "actor", [], only=only), role(tmp_path, "critic", saved, only=only)
+    actor.ckpt_step = 100  # of --ref-load
+    agree(actor, critic)
+    assert (actor.ckpt_step, critic.ckpt_step) == (100, step)
+    assert critic.finetune == (critic.load == actor.load)
+
+
 def test_what_was_loaded_must_agree():
     args = Namespace(num_critic_only_steps=2)
     assert check_starts(args, 5, 5) == 5

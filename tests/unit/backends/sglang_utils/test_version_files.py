@@ -76,9 +76,10 @@ def test_a_host_that_does_not_see_the_directory_says_so(tmp_path: Path) -> None:
 
 def test_clearing_leaves_what_is_no_version(tmp_path: Path) -> None:
     kept = written(tmp_path, 3)
-    for name in ("weight_v000001", ".weight_v000002.staging", "..weight_v000002.staging.partial", "mine", "weight_vX"):
+    mine = ["best_weight_v000001", "mine", "weight_v000001.backup", "weight_vX"]
+    for name in ("weight_v000001", ".weight_v000002.staging", "..weight_v000002.staging.partial", *mine):
         (tmp_path / name).mkdir()
     version_files.clear(tmp_path, but=kept)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "weight_v000003", "weight_vX"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*mine, "weight_v000003"])
     version_files.clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "weight_vX"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == mine
