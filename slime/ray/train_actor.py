@@ -65,8 +65,8 @@ class TrainRayActor:
         return self.trainer.train(rollout_id, shard, external_data=external_data)
 
     @reports_errors
-    def save(self, rollout_id: int, force_sync: bool) -> None:
-        self.trainer.save(rollout_id, force_sync=force_sync)
+    def save(self, rollout_id: int, force_sync: bool, export: bool) -> None:
+        self.trainer.save(rollout_id, force_sync=force_sync, export=export)
 
     @reports_errors
     def update_weights(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
@@ -117,9 +117,14 @@ class TrainRayActor:
         self.trainer.clear_memory()
 
     @reports_errors
-    def finish(self) -> None:
-        """Complete what runs in the background (checkpoints being written)."""
+    def finish_saving(self) -> None:
+        """Complete a checkpoint that is being written."""
         self.trainer.finish_saving()
+
+    @reports_errors
+    def finish(self) -> None:
+        """Complete what runs in the background (checkpoints being written, records of memory)."""
+        self.trainer.finish()
 
     def ping(self) -> None:
         """Answer, when nothing else is to be done."""

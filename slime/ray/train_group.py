@@ -154,8 +154,12 @@ class RayTrainGroup:
         return results
 
     def save_model(self, rollout_id: int, force_sync: bool = False, keep: bool = True) -> None:
-        """Save a checkpoint of iteration ``rollout_id``; without ``keep`` it is removed once there is a later one."""
-        self._all("save", f"saving the {self.role} after rollout {rollout_id}", SAVE_DEADLINE_S, rollout_id, force_sync)
+        """Save a checkpoint of iteration ``rollout_id``.
+
+        Without ``keep`` it is not exported to ``--save-hf``, and is removed once there is a later one.
+        """
+        what = f"saving the {self.role} after rollout {rollout_id}"
+        self._all("save", what, SAVE_DEADLINE_S, rollout_id, force_sync, keep)
         self._saved = rollout_id
         if force_sync:
             self._passing.saved(rollout_id, due=keep)
@@ -224,6 +228,10 @@ class RayTrainGroup:
     def clear_memory(self) -> None:
         """Give cached device memory back."""
         self._all("clear_memory", f"clearing memory of the {self.role}", OFFLOAD_DEADLINE_S)
+
+    def finish_saving(self) -> None:
+        """Complete a checkpoint that is being written (``--async-save``)."""
+        self._all("finish_saving", f"completing the {self.role}'s checkpoint", SAVE_DEADLINE_S)
 
     def finish(self) -> None:
         """Complete checkpoints that are still being written, and take in the last metrics."""

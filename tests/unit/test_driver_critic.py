@@ -19,6 +19,9 @@ class CriticRecorder(TrainerRecorder):
     def _call(self, text):
         self.calls.append(f"critic {text}".replace("critic trainer", "critic"))
 
+    def finish_saving(self):
+        self._call("finish saving")
+
     def measured(self, name):
         return {"train/critic-value_loss": 0.5}.get(name)
 
@@ -108,8 +111,9 @@ def test_the_checkpoint_that_counts_comes_last():
 def test_a_checkpoint_in_the_background_is_whole_before_the_actors():
     calls = run(num_rollout=3, save_interval=1, async_save=True)
     for rollout in range(2):  # the actor publishes a checkpoint when it trains on the next rollout
-        last_finish = calls.index("critic finish", calls.index(f"save model {rollout}"))
-        assert calls.index(f"critic save model {rollout}") < last_finish < calls.index(f"train {rollout + 1}")
+        finish = calls.index("critic finish saving", calls.index(f"save model {rollout}"))
+        assert calls.index(f"critic save model {rollout}") < finish < calls.index(f"train {rollout + 1}")
+    assert calls.count("critic finish") == 1  # profiles and records of memory end there
 
 
 def test_in_the_overlapped_loop_the_actor_sleeps_while_the_critic_trains():

@@ -261,8 +261,8 @@ class MegatronTrainer:
             get_timers().add("train_wait", time.monotonic() - self._waiting_since)
             self._waiting_since = None
 
-    def save(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Save under ``--save`` as iteration ``rollout_id``, and export to ``--save-hf`` when given.
+    def save(self, rollout_id: int, force_sync: bool = False, export: bool = True) -> None:
+        """Save under ``--save`` as iteration ``rollout_id``; with ``export`` also to ``--save-hf`` when given.
 
         A save in the background (``--async-save``) is published by a later call, at the latest by one with
         ``force_sync``.
@@ -271,12 +271,16 @@ class MegatronTrainer:
             raise RuntimeError("save() on a sleeping trainer, whose optimizer state is away: wake_up() must come first")
         with timer("save_model"):
             self._saver.save(rollout_id, self._state, force_sync=force_sync)
-            if template := getattr(self.args, "save_hf", None):
+            if export and (template := getattr(self.args, "save_hf", None)):
                 self.export_hf(template.format(rollout_id=rollout_id))
 
     def finish_saving(self) -> None:
-        """Wait for a background save and publish it; write profiles that are being recorded."""
+        """Wait for a background save and publish it."""
         self._saver.finish()
+
+    def finish(self) -> None:
+        """Complete what runs in the background: a save, and records of memory, which are written."""
+        self.finish_saving()
         self._profiling.end()
 
     def export_hf(self, path: str | Path) -> None:

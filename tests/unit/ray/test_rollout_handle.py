@@ -350,13 +350,15 @@ def test_saving_and_memory_reach_every_rank(clock: FakeRay) -> None:
     ranks = [Remote(), Remote()]
     group = make_group(ranks)
     group.save_model(5, force_sync=True)
+    group.save_model(6, force_sync=True, keep=False)
+    group.finish_saving()
     group.offload()
     group.onload()
     group.clear_memory()
     group.finish()
     for rank in ranks:
-        assert ("save", 5, True) in rank.calls
-        assert rank.names == ["save", "sleep", "wake_up", "clear_memory", "finish"]
+        assert rank.calls[:2] == [("save", 5, True, True), ("save", 6, True, False)]
+        assert rank.names[2:] == ["finish_saving", "sleep", "wake_up", "clear_memory", "finish"]
 
 
 def test_too_few_slots_are_noticed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

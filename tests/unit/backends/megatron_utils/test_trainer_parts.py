@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
 from slime.backends.megatron_utils.log_prob_pass import old_log_probs_equal_current
 from slime.backends.megatron_utils.train_metrics import train_step
+from slime.backends.megatron_utils.trainer import MegatronTrainer
 
 
 def skips(steps: int = 1, **overrides: Any) -> bool:
@@ -126,3 +127,21 @@ def test_no_place_on_the_step_axis_is_used_twice(samples: int) -> None:
     assert places == sorted(set(places))
     if samples % 4 == 0:
         assert places == list(range(len(places)))  # without anything carried over the axis has no gaps
+
+
+def test_checkpoints_for_the_way_back_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    trainer = MegatronTrainer(SimpleNamespace(save_hf="exports/{rollout_id}"))  # type: ignore[arg-type]
+    trainer._sleeper = SimpleNamespace(asleep=False)  # type: ignore[assignment]
+    trainer._saver = SimpleNamespace(  # type: ignore[assignment]
+        save=lambda rollout_id, state, force_sync: done.append((rollout_id, force_sync)),
+        finish=lambda: done.append("published"),
+    )
+    trainer._state = None  # type: ignore[assignment]
+    trainer._profiling = SimpleNamespace(end=lambda: done.append("recorded"))  # type: ignore[assignment]
+    monkeypatch.setattr(trainer, "export_hf", done.append)
+    trainer.save(3)
+    trainer.save(4, force_sync=True, export=False)
+    trainer.finish_saving()
+    trainer.finish()
+    assert done == [(3, False), "exports/3", (4, True), "published", "published", "recorded"]
