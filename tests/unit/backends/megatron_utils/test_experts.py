@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -41,3 +44,18 @@ def test_biases_of_experts_and_counts_of_tokens_stay_fp32(half: str, monkeypatch
     assert torch.equal(router.expert_bias, bias)
     assert router.local_tokens_per_expert.dtype == torch.float32
     assert [name for name in model.state_dict() if "expert" in name] == ["0.expert_bias"]
+
+
+# What Megatron saves of one optimiser, and of a chain: of experts that are divided over ranks, and of the rest.
+ONE = {"optimizer": {}, "param_state_sharding_type": "fully_reshardable"}
+CHAIN = {0: ONE, 1: ONE}
+
+
+@pytest.mark.parametrize(("saved", "held", "own"), [(ONE, 1, 2), (CHAIN, 2, 1)])
+def test_a_resume_that_divides_experts_otherwise_is_refused(saved: dict[Any, Any], held: int, own: int) -> None:
+    import_megatron()
+    from slime.backends.megatron_utils.checkpoint import _check_optimizers
+
+    _check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * held), Path("iter_1"))
+    with pytest.raises(ValueError, match=rf"state of {held} optimizers, this run has {own}: .*--no-load-optim"):
+        _check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * own), Path("iter_1"))
