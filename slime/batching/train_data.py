@@ -118,7 +118,7 @@ def _per_response_token(sample: Sample, field: str) -> Any:
     values = getattr(sample, field)
     if values is None:
         # a sample that trains nothing needs no log-probs; zeros keep the columns rectangular
-        if sample.response_length == 0 or sample.remove_sample or (sample.loss_mask and not any(sample.loss_mask)):
+        if not any(_loss_mask(sample)):
             return [0.0] * sample.response_length
         raise TrainDataError(
             f"{describe(sample)} has no {field} while other samples of the rollout have them; set them for all samples "

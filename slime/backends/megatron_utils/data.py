@@ -57,8 +57,14 @@ def num_samples(data: RolloutData) -> int:
 
 def sample_name(data: RolloutData, position: int) -> str:
     """Return how messages call the sample at local ``position``: its sample index when known."""
+    index = sample_index(data, position)
+    return f"sample at local position {position}" if index is None else f"sample index {index}"
+
+
+def sample_index(data: RolloutData, position: int) -> int | None:
+    """Return the index of the sample at local ``position``; None where the rollout function did not set one."""
     indices = data.get("sample_indices")
-    return f"sample index {int(indices[position])}" if indices is not None else f"sample at local position {position}"
+    return None if indices is None or indices[position] is None else int(indices[position])
 
 
 def check_shard(args: Namespace, shard: RolloutShard) -> None:
@@ -129,7 +135,10 @@ def per_sample_columns(data: RolloutData) -> dict[str, Any]:
         key: column
         for key, column in data.items()
         if key not in _NOT_PER_SAMPLE
-        and ((isinstance(column, list) and len(column) == n) or (torch.is_tensor(column) and column.shape[:1] == (n,)))
+        and (
+            (isinstance(column, (list, tuple)) and len(column) == n)
+            or (torch.is_tensor(column) and column.shape[:1] == (n,))
+        )
     }
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import Reducer
+from slime.backends.megatron_utils.data import sample_name
 from slime.backends.megatron_utils.parallel import context_parallel
 from slime.batching.context_parallel import response_ranges
 from slime.rollout.hooks.hook import Hook
+
+logger = logging.getLogger(__name__)
 
 
 def checked_loss(hook: Hook, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -27,7 +32,7 @@ def checked_loss(hook: Hook, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     if not isinstance(metrics, Mapping):
         raise _wrong(hook, _brief(metrics), "metrics that are a dict of names and scalar tensors")
     for name, value in metrics.items():
-        number = isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
+        number = isinstance(value, Real) or (torch.is_tensor(value) and value.numel() == 1)
         if not isinstance(name, str) or not number:
             raise _wrong(hook, f"metric {name!r}: {_brief(value)}", "one number per metric, and names that are str")
     return loss, dict(metrics)
@@ -79,14 +84,15 @@ def check_postprocessed(hook: Hook) -> Callable[[Namespace, int, dict[str, Any]]
     def postprocess(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
         before = len(data["tokens"])
         result = hook(args, rollout_id, data)
-        if result is not None:
-            raise _wrong(hook, _brief(result), "None: it changes rollout_data in place")
+        if result is not None and result is not data:
+            logger.warning("%s returned %s, which is not used: it changes rollout_data in place", hook, _brief(result))
         if len(data["tokens"]) != before:
             raise ValueError(
                 f"{hook} left {len(data['tokens'])} of {before} samples, but the schedule is made for all of them; set "
                 "their loss_masks to 0 instead"
             )
-        check_token_columns(hook, data, [name for name in ("advantages", "returns") if name in data])
+        if getattr(args, "loss_type", None) != "custom_loss":  # the user's loss may want them in a form of its own
+            check_token_columns(hook, data, [name for name in ("advantages", "returns") if name in data])
 
     return postprocess
 
@@ -109,14 +115,9 @@ def check_token_columns(hook: Hook, data: dict[str, Any], names: Sequence[str]) 
         for position, (values, count) in enumerate(zip(column, expected, strict=True)):
             if _shape(values) != (count,) or not values.is_floating_point():
                 raise ValueError(
-                    f"{hook} set {name} of {_name(data, position)} to {_brief(values)}; expected {count} "
+                    f"{hook} set {name} of {sample_name(data, position)} to {_brief(values)}; expected {count} "
                     "floating-point numbers, one per response token of this rank"
                 )
-
-
-def _name(data: dict[str, Any], position: int) -> str:
-    indices = data.get("sample_indices")
-    return f"sample index {int(indices[position])}" if indices is not None else f"the sample at position {position}"
 
 
 def _shape(values: Any) -> tuple[int, ...] | None:

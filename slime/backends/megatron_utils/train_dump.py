@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
-from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns
+from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns, sample_index
 from slime.backends.megatron_utils.parallel import (
     context_parallel,
     data_parallel,
@@ -74,12 +74,11 @@ def _full_length(data: RolloutData, name: str, column: Any) -> list[Any]:
 
 def _local_part(data: RolloutData, columns: dict[str, list[Any]], dp_rank: int) -> tuple[list[dict], dict[str, Any]]:
     partition = data.get("partition")
-    indices = data.get("sample_indices")
     samples = []
     for i in range(num_samples(data)):
         sample: dict[str, Any] = {
             "data_parallel_rank": dp_rank,
-            "sample_index": None if indices is None else int(indices[i]),
+            "sample_index": sample_index(data, i),
             "rollout_position": None if partition is None else int(partition[i]),
         }
         sample.update({name: column[i] for name, column in columns.items() if name != "sample_indices"})

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.correct_samples import correct_sample_means
-from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, slice_log_prob_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, is_main_rank
 from slime.batching.flops import forward_flops
@@ -33,7 +33,8 @@ FORWARD_PASSES = {
 def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
     """Return the mean of every numeric per-sample column over all DP x CP ranks (collective on the last stage).
 
-    Columns with a value per response token use the masked rollout mean of the loss; scalars a plain mean.
+    Columns with a value per response token use the masked rollout mean of the loss; scalars, and tensors of any other
+    length (columns of the user's own), a plain mean.
     """
     num_rollouts = sum(int(size) for size in data["global_batch_sizes"])
     reduce_tokens = get_sum_of_sample_mean(
@@ -42,32 +43,35 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
         data["loss_masks"],
         rollout_mask_sums=data.get("rollout_mask_sums"),
     )
-    local: dict[str, tuple[float, float]] = {}
+    sizes = [
+        slice_log_prob_with_cp(mask, total, response).shape
+        for mask, total, response in zip(
+            data["loss_masks"], data["total_lengths"], data["response_lengths"], strict=True
+        )
+    ]
+    device = data["loss_masks"][0].device
+    local: dict[str, tuple[float | None, float, int]] = {}  # reduced as in the loss, or None; plain sum; how many
     first_of_cp = context_parallel().rank == 0
     for name, column in per_sample_columns(data).items():
         if name in _NOT_METRICS or column is None or not len(column):
             continue
-        first = column[0]
-        if torch.is_tensor(first) and first.dim() == 1:
-            if first.is_floating_point():
-                local[name] = (float(reduce_tokens(torch.cat(list(column)))), num_rollouts)
-        elif isinstance(first, int | float) or (torch.is_tensor(first) and first.dim() == 0):
+        if all(torch.is_tensor(value) and value.dim() == 1 and value.is_floating_point() for value in column):
+            values = torch.cat([value.to(device) for value in column])
+            reduced = float(reduce_tokens(values)) if [value.shape for value in column] == sizes else None
+            local[name] = (reduced, float(values.sum()), values.numel())
+        elif all(isinstance(v, int | float) or (torch.is_tensor(v) and v.dim() == 0) for v in column):
             total = math.fsum(float(value) for value in column)
-            local[name.removeprefix("local_")] = (total, num_samples(data)) if first_of_cp else (0.0, 0)
+            local[name.removeprefix("local_")] = (None, total, num_samples(data)) if first_of_cp else (None, 0.0, 0)
     gathered = _all_gather(local)
     means = {}
     for name in sorted({name for part in gathered for name in part}):
         parts = [part[name] for part in gathered if name in part]
-        count = (
-            num_rollouts if parts[0][1] == num_rollouts and _is_token_column(data, name) else sum(c for _, c in parts)
-        )
-        means[name] = math.fsum(value for value, _ in parts) / max(count, 1)
+        reduced = [part[0] for part in parts if part[0] is not None]
+        if len(reduced) == len(parts):
+            means[name] = math.fsum(reduced) / max(num_rollouts, 1)
+        else:
+            means[name] = math.fsum(part[1] for part in parts) / max(sum(part[2] for part in parts), 1)
     return means
-
-
-def _is_token_column(data: RolloutData, name: str) -> bool:
-    column = data.get(name)
-    return isinstance(column, list) and bool(column) and torch.is_tensor(column[0]) and column[0].dim() == 1
 
 
 def _all_gather(value: Any) -> list[Any]:

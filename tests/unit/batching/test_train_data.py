@@ -91,8 +91,9 @@ def test_log_probs_may_be_missing_where_nothing_is_trained() -> None:
         make_sample(1, remove_sample=True),
         make_sample(2, loss_mask=[0, 0, 0]),
         make_sample(3, response=0),
+        make_sample(4, loss_mask=torch.zeros(3, dtype=torch.int32)),
     ]
-    assert build(samples)["rollout_log_probs"] == [[-1.0] * 3, [0.0] * 3, [0.0] * 3, []]
+    assert build(samples)["rollout_log_probs"] == [[-1.0] * 3, [0.0] * 3, [0.0] * 3, [], [0.0] * 3]
 
 
 def test_top_p_nuclei_are_checked() -> None:

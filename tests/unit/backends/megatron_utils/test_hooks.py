@@ -7,11 +7,14 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.hooks import CONTRACTS, load_trainer_hooks
+from slime.backends.megatron_utils.data import per_sample_columns
+from slime.backends.megatron_utils.hook_results import checked_loss
+from slime.backends.megatron_utils.hooks import CONTRACTS, load_trainer_hooks, optional_function
 from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
 from slime.backends.megatron_utils.model_provider import model_provider
 from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch
@@ -177,18 +180,47 @@ def test_columns_that_hooks_set_are_checked(name: str, column: Any, message: str
         hooks.postprocess_rollout_data(args, 0, rollout_data())
 
 
-def test_postprocessing_works_in_place_and_keeps_every_sample() -> None:
+def test_postprocessing_works_in_place_and_keeps_every_sample(caplog: pytest.LogCaptureFixture) -> None:
     hooks = load_trainer_hooks(SimpleNamespace(rollout_data_postprocess_path=HERE + "whatever"))
     RETURNS["value"] = setting("mine", [1, 2])
     data = rollout_data()
     hooks.postprocess_rollout_data(None, 0, data)
     assert data["mine"] == [1, 2]
     RETURNS["value"] = lambda *args: args[-1]
-    with pytest.raises(TypeError, match="expected None: it changes rollout_data in place"):
-        hooks.postprocess_rollout_data(None, 0, rollout_data())
+    hooks.postprocess_rollout_data(None, 0, rollout_data())
+    assert not caplog.records
+    RETURNS["value"] = lambda *args: dict(args[-1])
+    hooks.postprocess_rollout_data(None, 0, rollout_data())
+    assert "returned a dict of 6, which is not used: it changes rollout_data in place" in caplog.text
     RETURNS["value"] = lambda *args: args[-1].update(tokens=args[-1]["tokens"][:1])
     with pytest.raises(ValueError, match=r"left 1 of 2 samples.* set their loss_masks to 0"):
         hooks.postprocess_rollout_data(None, 0, rollout_data())
+
+
+def test_a_custom_loss_may_have_advantages_of_its_own_form() -> None:
+    RETURNS["value"] = setting("advantages", [1.0, 2.0])
+    hooks = load_trainer_hooks(SimpleNamespace(rollout_data_postprocess_path=HERE + "whatever"))
+    hooks.postprocess_rollout_data(SimpleNamespace(loss_type="custom_loss"), 0, rollout_data())
+    with pytest.raises(ValueError, match=r"set advantages of sample index 70 to float 1\.0"):
+        hooks.postprocess_rollout_data(SimpleNamespace(loss_type="policy_loss"), 0, rollout_data())
+
+
+def test_advantages_from_torch_split_reach_the_loss() -> None:
+    split = torch.arange(4.0).split([3, 1])
+    assert isinstance(split, tuple)
+    RETURNS["value"] = setting("advantages", split)
+    data = rollout_data()
+    args = SimpleNamespace(kl_coef=0, custom_advantage_function_path=HERE + "whatever")
+    compute_advantages_and_returns(args, data)
+    assert per_sample_columns(data)["advantages"] is split
+
+
+@pytest.mark.parametrize("number", [1.5, 2, np.float32(1.5), torch.tensor([1.5])])
+def test_metrics_of_a_custom_loss_are_numbers_of_any_kind(number: Any) -> None:
+    hook = optional_function(SimpleNamespace(custom_loss_function_path=HERE + "whatever"), "custom_loss_function_path")
+    assert hook is not None
+    _, metrics = checked_loss(hook, (torch.ones((), requires_grad=True), {"mine": number}))
+    assert metrics == {"mine": number}
 
 
 def staged(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:

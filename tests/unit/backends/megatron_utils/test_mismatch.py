@@ -55,6 +55,15 @@ def test_one_warning_per_rollout_names_the_worst_sample(caplog: pytest.LogCaptur
         assert part in record.message
 
 
+def test_the_warning_does_without_sample_indices(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DATA, "sample_indices", [None, None, None])
+    with caplog.at_level(logging.WARNING):
+        measure()
+    assert "Worst is sample at local position 2: 1 on average" in caplog.text
+
+
 @pytest.mark.parametrize("limit", [0.0, 0.8])
 def test_quiet_below_the_threshold_and_with_zero(limit: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,59 @@
+"""Means over the columns of a rollout, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.data import sample_index
+from slime.backends.megatron_utils.train_metrics import rollout_means
+
+
+def data(**columns: Any) -> dict[str, Any]:
+    """Two samples of one step: 3 response tokens, the last one masked, and 2."""
+    return {
+        "tokens": [torch.arange(5), torch.arange(6)],
+        "total_lengths": [5, 6],
+        "response_lengths": [3, 2],
+        "loss_masks": [torch.tensor([1, 1, 0]), torch.tensor([1, 1])],
+        "rollout_mask_sums": torch.tensor([2.0, 2.0]),
+        "global_batch_sizes": [2],
+        **columns,
+    }
+
+
+def means(**columns: Any) -> dict[str, float]:
+    found = rollout_means(SimpleNamespace(), data(**columns))
+    assert (found.pop("response_lengths"), found.pop("total_lengths")) == (2.5, 5.5)
+    return found
+
+
+def test_tokens_weigh_as_in_the_loss_and_scalars_alike() -> None:
+    found = means(log_probs=[torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([-1.0, -2.0])], local_raw_reward=[1, 0])
+    assert found == {"log_probs": pytest.approx(-1.75), "raw_reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("column", "mean"),
+    [
+        ([torch.tensor([0.5]), torch.tensor([0.1, 0.3])], 0.3),  # one value per turn, say
+        ([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])], 3.0),  # as many in all as there are tokens
+        ((torch.tensor(1.0), 2), 1.5),
+        ([torch.zeros(0), torch.zeros(0)], 0.0),
+    ],
+)
+def test_columns_of_the_users_own_have_a_plain_mean(column: Any, mean: float) -> None:
+    assert means(mine=column) == {"mine": pytest.approx(mean)}
+
+
+@pytest.mark.parametrize("column", [[1.0, None], [None, 1.0], ["a", "b"], [torch.zeros(2, 2)] * 2, [[1.0], [2.0]]])
+def test_what_has_no_mean_is_left_out(column: Any) -> None:
+    assert means(mine=column) == {}
+
+
+def test_samples_may_have_no_index() -> None:
+    assert sample_index(data(), 0) is None
+    assert [sample_index(data(sample_indices=[None, 7]), i) for i in (0, 1)] == [None, 7]
