@@ -13,7 +13,7 @@ import torch
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.model_config import ddp_config_from_args, transformer_config_from_args
 from slime.backends.megatron_utils.rope import rope_settings
-from slime.backends.megatron_utils.value_head import put_value_head
+from slime.backends.megatron_utils.value_head import is_value_head, put_value_head
 from slime.utils import accelerator
 from slime.utils.misc import load_function
 
@@ -161,7 +161,8 @@ def _position_embedding_type(args: Namespace) -> str:
 def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
     """Apply ``--only-train-params-name-list`` and ``--freeze-params-name-list``: regular expressions on local names.
 
-    Raises ValueError for both together, and for an expression that matches no parameter on any rank.
+    A critic's value head is trained whatever they say: it has no weights to keep. Raises ValueError for both
+    together, and for an expression that matches no parameter on any rank.
     """
     only = getattr(args, "only_train_params_name_list", None) or []
     freeze = getattr(args, "freeze_params_name_list", None) or []
@@ -177,7 +178,7 @@ def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> Non
         raise ValueError(f"{flag}: {unmatched} match no parameter; names look like {names[:3]}")
     for name, parameter in parameters:
         hit = any(re.search(pattern, name) for pattern in only or freeze)
-        if hit == bool(freeze):
+        if hit == bool(freeze) and not is_value_head(parameter):
             parameter.requires_grad_(False)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.loss import get_values, loss_function, value_loss_function
+from slime.backends.megatron_utils.model_provider import freeze_parameters
 from slime.backends.megatron_utils.value_head import ValueHead, put_value_head
 from slime.backends.megatron_utils.values import add_external_columns
 
@@ -150,3 +151,15 @@ def test_values_reach_the_actor_on_its_device() -> None:
 def test_values_that_cannot_be_right_are_refused(values: list[torch.Tensor], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         add_external_columns(some_data(), {"values": values}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"freeze_params_name_list": ["output_layer"]}, {"only_train_params_name_list": ["0.weight"]}]
+)
+def test_a_fresh_head_is_trained_whatever_is_frozen(flags: dict[str, list[str]]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.output_layer = ValueHead(config(), std=0.1, seed=1)
+    freeze_parameters(SimpleNamespace(**flags), [model])  # type: ignore[arg-type]
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained >= {"output_layer.weight", "output_layer.bias"}
+    assert ("0.bias" in trained) == ("freeze_params_name_list" in flags)
