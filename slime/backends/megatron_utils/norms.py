@@ -36,5 +36,6 @@ class TorchRMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` (``[..., hidden_size]``) normalised, in its own dtype."""
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        return F.rms_norm(x, self.shape, weight.to(x.dtype), self.eps)
+        if self.zero_centered:  # as everybody computes it: 1 + weight has few digits left of the weight in bf16
+            return F.rms_norm(x.float(), self.shape, self.weight.float() + 1, self.eps).to(x.dtype)
+        return F.rms_norm(x, self.shape, self.weight.to(x.dtype), self.eps)

@@ -42,6 +42,16 @@ def test_dtype_is_kept() -> None:
     assert norm(torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+def test_weights_around_zero_keep_their_digits_in_bf16() -> None:
+    norm = TorchRMSNorm(_config(params_dtype=torch.bfloat16, layernorm_zero_centered_gamma=True), 64, eps=1e-6)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(64, generator=generator) * 0.1)
+    x = torch.randn(100, 64, generator=generator).bfloat16()
+    in_fp32 = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * (1 + norm.weight.float())
+    assert (norm(x) != in_fp32.bfloat16()).float().mean() < 0.01  # 0.3 with 1 + weight in bf16
+
+
 def test_layer_norm_is_refused() -> None:
     with pytest.raises(ValueError, match="--normalization LayerNorm needs TransformerEngine"):
         TorchRMSNorm(_config(normalization="LayerNorm"), 4)
