@@ -91,8 +91,8 @@ def loss_function(
     ``calculate_per_token_loss`` it is ``sum(S) / tokens``: three values, of which the schedule leaves the loss alone,
     and Megatron divides gradients by the token count that it sums over DP x CP, where each CP rank reports all tokens.
 
-    The last value is the report {"keys", "values" float32 [1 + keys] (token count first), "finite_samples",
-    "mismatch"}; the last two have a row per sample, or are None.
+    The last value is the report {"keys", "values" float32 [1 + keys] (token count first), "finite" (bool: the loss is),
+    "finite_samples", "mismatch"}; the last two have a row per sample, or are None.
     """
     per_token = bool(getattr(args, "calculate_per_token_loss", False))
     masks = batch["loss_masks"]
@@ -115,6 +115,7 @@ def loss_function(
     report = {
         "keys": list(metrics),
         "values": torch.stack([torch.as_tensor(v, device=logits.device).detach().float().reshape(()) for v in values]),
+        "finite": torch.isfinite(loss.detach()).all(),  # metrics need not be: a mean over nothing, say
         "finite_samples": batch.pop("finite_samples", None),
         "mismatch": mismatch,
     }

@@ -165,7 +165,7 @@ def _update(
     if optimizer.prepare_grads():  # fp16: the loss scale was too large; the scaler has lowered it
         return True, math.nan
     grad_norm = float(optimizer.get_grad_norm())
-    finite = math.isfinite(grad_norm) and all(bool(torch.isfinite(report["values"]).all()) for report in reports)
+    finite = math.isfinite(grad_norm) and all(bool(report["finite"]) for report in reports)
     if not _everywhere(finite, context.device):
         if getattr(args, "check_for_nan_in_loss_and_grad", True):
             raise _non_finite_error(rollout_id, step_id, grad_norm, data, micro_batches, reports)
@@ -201,12 +201,14 @@ def _non_finite_error(
     samples: list[str] = []
     names: set[str] = set()
     for indices, report in zip(micro_batches, reports, strict=False):
+        if report["finite"]:
+            continue
         bad = ~torch.isfinite(report["values"])
+        names.add("loss")
         names.update(name for name, is_bad in zip(["num_tokens", *report["keys"]], bad.tolist(), strict=True) if is_bad)
         flags = report["finite_samples"]
         culprits = [] if flags is None else [i for i, finite in zip(indices, flags.tolist(), strict=True) if not finite]
-        if bad.any():
-            samples += [sample_name(data, i) for i in culprits or indices]
+        samples += [sample_name(data, i) for i in culprits or indices]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (samples, sorted(names)))
     all_samples = sorted({sample for part, _ in gathered for sample in part})

@@ -215,6 +215,15 @@ def test_advantages_from_torch_split_reach_the_loss() -> None:
     assert per_sample_columns(data)["advantages"] is split
 
 
+def test_a_metric_without_a_value_does_not_spoil_the_step() -> None:
+    """Say a mean over tokens of which this micro-batch has none."""
+    nothing = torch.zeros(0).mean()
+    loss, report = custom_loss(lambda *inputs: (sft_loss_function(*inputs)[0], {"mine": nothing}))
+    assert torch.isfinite(loss)
+    assert report["values"][1].isnan()
+    assert report["finite"]
+
+
 @pytest.mark.parametrize("number", [1.5, 2, np.float32(1.5), torch.tensor([1.5])])
 def test_metrics_of_a_custom_loss_are_numbers_of_any_kind(number: Any) -> None:
     hook = optional_function(SimpleNamespace(custom_loss_function_path=HERE + "whatever"), "custom_loss_function_path")

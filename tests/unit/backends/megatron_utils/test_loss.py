@@ -291,6 +291,7 @@ def test_samples_that_are_not_finite_are_told_apart() -> None:
     batch["advantages"][1][2] = math.inf
     _, report = loss_function(args, batch, 1, logits)  # type: ignore[misc]
     assert report["finite_samples"].tolist() == [True, False, True]
+    assert not report["finite"]
 
 
 def test_recomputed_loss_is_the_loss() -> None:
