@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -62,11 +63,23 @@ class TrainRayActor:
     def train(self, rollout_id: int, shards: Sequence[Any], external_data: Any = None) -> dict[str, Any] | None:
         """Train on this rank's shard (``shards`` are boxed references, one per data-parallel rank)."""
         shard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)
-        return self.trainer.train(rollout_id, shard, external_data=external_data)
+        with self._awake():
+            return self.trainer.train(rollout_id, shard, external_data=external_data)
 
     @reports_errors
     def save(self, rollout_id: int, force_sync: bool, export: bool) -> None:
-        self.trainer.save(rollout_id, force_sync=force_sync, export=export)
+        with self._awake():
+            self.trainer.save(rollout_id, force_sync=force_sync, export=export)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Wake a sleeping trainer for the body alone: drivers of users need not know who sleeps."""
+        asleep = self.trainer.asleep
+        if asleep:
+            self.trainer.wake_up()
+        yield
+        if asleep:
+            self.trainer.sleep()
 
     @reports_errors
     def update_weights(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:

@@ -316,6 +316,11 @@ class MegatronTrainer:
             with self.weights_present():
                 self._old_actor.synced(synchronous_loop=synchronous_loop)
 
+    @property
+    def asleep(self) -> bool:
+        """Whether ``sleep`` has been called, and ``wake_up`` has not since."""
+        return self._sleeper.asleep
+
     def clear_memory(self) -> None:
         """Return cached blocks to the device."""
         gc.collect()
