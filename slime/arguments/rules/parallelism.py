@@ -55,6 +55,11 @@ def _check_heads(args: Namespace, tp: int) -> None:
             f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
             "use another parallel size"
         )
+    if groups < tp and (args.attention_output_gate or args.use_gated_attention):
+        raise ArgumentError(
+            f"--num-query-groups {groups} is below --tensor-model-parallel-size {tp}, and megatron-core cannot divide "
+            f"the gates of gated attention within a group; use a parallel size of at most {groups}"
+        )
 
 
 def _check_allgather(args: Namespace, cp: int) -> None:
