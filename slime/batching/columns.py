@@ -6,6 +6,7 @@ Per-token fields are one contiguous array each plus offsets, numbers per sample 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +40,13 @@ NUMBER_FIELDS: dict[str, str] = {
 }
 """Fields with one number per sample."""
 
+OBJECT_FIELDS = ("multimodal_train_inputs", "metadata", "round_number", "source_names", "prompt", "group_indices")
+"""Fields with any one object per sample."""
+
 WHOLE_FIELDS = ("raw_reward", "total_lengths")
 """Fields every rank gets for the whole batch."""
 
+logger = logging.getLogger(__name__)
 _TENSOR_DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32}
 
 
@@ -78,7 +83,7 @@ class RolloutBatch:
         Required: ``tokens``, ``response_lengths``, ``rewards``, ``loss_masks``. ``rollout_ids`` may be absent or hold
         None (every such sample is a rollout of its own). Without ``rollout_mask_sums`` every sample weighs by its own
         mask, also among samples that share a rollout id. Keys this package does not know are carried along when they
-        hold one entry per sample.
+        hold one entry per sample, and left out with a warning when they do not.
 
         Raises TrainDataError, naming the sample, for lengths that disagree, values that are not finite and ids that do
         not fit.
@@ -87,6 +92,10 @@ class RolloutBatch:
         count = len(data["tokens"])
         name_of = validate.sample_namer(data.get("sample_indices"))
         fields = {key: value for key, value in data.items() if key not in WHOLE_FIELDS and value is not None}
+        for key in fields.keys() - {*RAGGED_FIELDS, *NUMBER_FIELDS, *OBJECT_FIELDS}:
+            if not validate.has_entries(fields[key], count):
+                logger.warning("train data field %r is left out: it does not hold one entry per sample", key)
+                del fields[key]
         validate.one_entry_per_sample(fields, count)
 
         ragged = {

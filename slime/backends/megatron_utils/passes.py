@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,6 +22,17 @@ from slime.backends.megatron_utils.weight_backup import WeightBackup
 from slime.observability.timer import timer
 
 ACTOR, REFERENCE = "actor", "ref"
+logger = logging.getLogger(__name__)
+
+
+def leave_out_given(data: RolloutData) -> None:
+    """Remove columns that came with the samples under the names of the passes' own.
+
+    Where the pass for ``log_probs`` is left out, such a column would be taken for the old policy.
+    """
+    names = ("log_probs", "entropy", "ref_log_probs", "ref_entropy")
+    if given := [name for name in names if data.pop(name, None) is not None]:
+        logger.warning("left out of the train data: %s; the trainer computes what has these names", ", ".join(given))
 
 
 class LogProbPasses:
@@ -51,6 +63,7 @@ class LogProbPasses:
 
         The weights of the actor are in the model again afterwards, unchanged to the bit, also after an error.
         """
+        leave_out_given(data)
         passes = dict(self._others)
         if self._needs_old_policy(data):
             passes[self._old_policy] = ""

@@ -197,6 +197,16 @@ def test_unknown_fields_travel_and_routed_experts_keep_shape_and_dtype() -> None
     assert result["rollout_routed_experts"][0].dtype == torch.uint8
 
 
+@pytest.mark.parametrize("value", [3, [1], "ab", {"a": 1, "b": 2}, np.float32(1)])
+def test_fields_of_the_users_own_that_are_not_per_sample_are_left_out(
+    value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a dictionary from a converter of slime <= 0.3.1 may have them."""
+    batch = RolloutBatch.from_train_data({**make_data([(4, 2), (5, 3)]), "mine": value})
+    assert "mine" not in batch.objects
+    assert "'mine' is left out" in caplog.text
+
+
 def change(key: str, value: Any, at: int | None = 1):
     def apply(data: dict[str, Any]) -> None:
         if at is None:
@@ -230,7 +240,6 @@ def change(key: str, value: Any, at: int | None = 1):
         (change("loss_masks", None, None), "train data lacks loss_masks"),
         (change("tokens", [], None), "no sample"),
         (change("partition", [0, 1], None), r"train data has the key partition, with which .* schedule"),
-        (change("my_scalar", 3, None), r"'my_scalar' must hold one entry per sample \(2\), got 3"),
     ],
 )
 def test_errors_name_the_sample_and_the_field(apply, match: str) -> None:
