@@ -108,6 +108,7 @@ def loop_args(**changes):
         "offload_train": False,
         "offload_rollout": False,
         "release_train": False,
+        "ref_update_interval": None,
         "check_weight_update_equal": False,
         "rollout_global_dataset": True,
         "device_type": "cpu",
@@ -459,6 +460,8 @@ def train_args(**changes):
         "check_weight_update_equal": False,
         "update_weights_interval": 1,
         "max_staleness": None,
+        "release_train": False,
+        "ref_update_interval": None,
         "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         "debug_rollout_only": False,
     }

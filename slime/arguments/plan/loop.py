@@ -88,6 +88,13 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
             "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
     limit, interval = args.max_staleness, args.update_weights_interval
+    refresh = args.ref_update_interval
+    if args.release_train and refresh is not None and refresh % interval and refresh % (args.save_interval or 1):
+        raise ArgumentError(
+            f"--release-train: the reference of --ref-update-interval {refresh} comes back from a checkpoint, and "
+            f"there is none after every {refresh} rollouts; use a multiple of --update-weights-interval {interval} or "
+            f"of --save-interval {args.save_interval}"
+        )
     if limit is not None and limit < interval and not generates_always(args):
         raise ArgumentError(
             f"--max-staleness {limit}: train_async.py ends every rollout before the weight sync that precedes its "

@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
+from slime.arguments.rules.checkpoints import is_megatron_checkpoint
 
 
 def check(args: Namespace) -> None:
@@ -75,6 +76,13 @@ def _check_release(args: Namespace) -> None:
             "--release-train restarts the trainers from their checkpoint after every step, and --no-save-optim leaves "
             "Adam's state and the fp32 weights out of it; leave one of them out"
             + (" (--use-stateless-adam goes with --fp32)" if args.use_stateless_adam else "")
+        )
+    elsewhere = is_megatron_checkpoint(args.load) and not args.finetune and not args.continues_own_checkpoints
+    if args.ref_update_interval is not None and elsewhere:
+        raise ArgumentError(
+            f"--release-train looks below --save {args.save} for the reference of --ref-update-interval "
+            f"{args.ref_update_interval}, and the one that --load {args.load} goes on with is not there; let --save be "
+            "--load, or take its weights as a fresh start with --finetune"
         )
     if args.save_interval is None:
         args.save_interval = 1

@@ -57,6 +57,16 @@ def test_the_bound_on_staleness_of_loops_that_wait_for_rollouts() -> None:
             refuse_impossible_loop(dry(*shlex.split(flags)), overlap=True)
 
 
+def test_a_refreshed_reference_must_be_in_a_checkpoint_that_trainers_come_back_from() -> None:
+    flags = "--release-train --save c --update-weight-transport disk --update-weight-disk-dir d --use-kl-loss"
+    flags += " --ref-update-interval 2 --save-interval"
+    refuse_impossible_loop(dry(*shlex.split(f"{flags} 10")), overlap=False)
+    refuse_impossible_loop(dry(*shlex.split(f"{flags} 10 --update-weights-interval 2")), overlap=True)
+    refuse_impossible_loop(dry(*shlex.split(f"{flags} 1 --update-weights-interval 3")), overlap=True)
+    with pytest.raises(ArgumentError, match=r"none after every 2 rollouts; use a multiple of --update-weights-int"):
+        refuse_impossible_loop(dry(*shlex.split(f"{flags} 10 --update-weights-interval 3")), overlap=True)
+
+
 def test_weights_take_other_ways() -> None:
     assert "through shared memory" in rows("--colocate")["weight sync"]
     disk = rows("--update-weight-transport disk --update-weight-disk-dir /shared/weights")
