@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -172,12 +173,17 @@ def _copy_other_files(source: Path, target: Path) -> None:
 
 
 def _write_dtype(partial: Path, plans: list[Any]) -> None:
-    """Let ``config.json`` name the dtype that was written, which need not be the source's."""
-    dtypes = {dtype for plan in plans if plan is not None for shard in plan[1] for _, _, dtype in shard}
+    """Let ``config.json`` name the dtype that was written, which need not be the source's: that of most numbers.
+
+    The biases of experts are fp32 whatever the weights are.
+    """
+    numbers: Counter[torch.dtype] = Counter()
+    for _, shape, dtype in (tensor for plan in plans if plan is not None for shard in plan[1] for tensor in shard):
+        numbers[dtype] += torch.Size(shape).numel()
     path = partial / "config.json"
     config = json.loads(path.read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if len(dtypes) == 1:
-        written = str(dtypes.pop()).removeprefix("torch.")
+    if numbers:
+        written = str(numbers.most_common(1)[0][0]).removeprefix("torch.")
         if config.get(key) != written:
             path.write_text(json.dumps({**config, key: written}, indent=2) + "\n")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,3 +60,12 @@ def test_a_resume_that_divides_experts_otherwise_is_refused(saved: dict[Any, Any
     _check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * held), Path("iter_1"))
     with pytest.raises(ValueError, match=rf"state of {held} optimizers, this run has {own}: .*--no-load-optim"):
         _check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * own), Path("iter_1"))
+
+
+def test_an_export_is_called_what_its_weights_are_and_not_what_the_biases_of_experts_are(tmp_path: Path) -> None:
+    from slime.backends.megatron_utils.weights.export import _write_dtype
+
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    bias, weight = ("bias", (8,), torch.float32), ("weight", (8, 4), torch.bfloat16)
+    _write_dtype(tmp_path, [(0, [[bias], [weight]]), None, (1, [[bias]])])
+    assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "bfloat16"}
