@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils import cp_utils, train_metrics
 from slime.backends.megatron_utils.data import sample_index
+from slime.backends.megatron_utils.parallel import Ranks
 from slime.backends.megatron_utils.train_metrics import rollout_means
 
 
@@ -57,3 +59,20 @@ def test_what_has_no_mean_is_left_out(column: Any) -> None:
 def test_samples_may_have_no_index() -> None:
     assert sample_index(data(), 0) is None
     assert [sample_index(data(sample_indices=[None, 7]), i) for i in (0, 1)] == [None, 7]
+
+
+def test_context_parallel_ranks_together_have_the_same_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    column, turns = [torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([-1.0, -2.0])], [torch.ones(1), torch.zeros(2)]
+    whole = means(log_probs=column, turns=turns, local_raw_reward=[1, 0])
+    parts: list[Any] = []
+    for rank in range(4):
+        ranks = Ranks(rank, 4)
+        for module in (cp_utils, train_metrics):
+            monkeypatch.setattr(module, "context_parallel", lambda ranks=ranks: ranks)
+        lengths = zip(column, (5, 6), (3, 2), strict=True)
+        local = [cp_utils.slice_log_prob_with_cp(*row) for row in lengths]
+        monkeypatch.setattr(train_metrics, "_all_gather", lambda part: parts.append(part) or parts)
+        found = rollout_means(SimpleNamespace(), data(log_probs=local, turns=turns, local_raw_reward=[1, 0]))
+    assert len(parts) == 4
+    for name, mean in whole.items():
+        assert found[name] == pytest.approx(mean), name
