@@ -66,8 +66,10 @@ class MismatchMeter:
             sums = [row for report in reports if report["mismatch"] is not None for row in report["mismatch"]]
             metrics = self._over_ranks(sums)
             mean = metrics.get("mismatch/mean", 0.0)
-            stops = self._stop is not None and mean > self._stop
-            warns = 0 < self._alarm < mean and not self._warned
+            # Without log-probs of before the first step, later steps see what the ones before them have learnt.
+            same_weights = step_id == 0 or self._data.get("log_probs") is not None
+            stops = same_weights and self._stop is not None and mean > self._stop
+            warns = same_weights and 0 < self._alarm < mean and not self._warned
             if stops or warns:
                 self._warned = True
                 flag, limit = ("stop", self._stop) if stops else ("alarm", self._alarm)

@@ -55,6 +55,19 @@ def test_one_warning_per_rollout_names_the_worst_sample(caplog: pytest.LogCaptur
         assert part in record.message
 
 
+@pytest.mark.parametrize(("step", "known", "alarms"), [(0, False, True), (1, False, False), (1, True, True)])
+def test_what_earlier_steps_have_learnt_is_no_alarm(
+    step: int, known: bool, alarms: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``--use-rollout-logprobs``: no pass before the steps, so a step's log-probs are those of its own weights."""
+    args = SimpleNamespace(mismatch_alarm_threshold=0.1, mismatch_stop_threshold=None)
+    data = {**DATA, "log_probs": TRAIN} if known else DATA
+    meter = MismatchMeter(args, 4, data, torch.device("cpu"))
+    metrics = meter.measure(step, MICRO_BATCHES, [{"mismatch": note_mismatch(batch(i))} for i in MICRO_BATCHES])
+    assert metrics["mismatch/mean"] == pytest.approx(0.7)
+    assert bool(caplog.records) is alarms
+
+
 def test_the_warning_does_without_sample_indices(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
