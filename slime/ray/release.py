@@ -22,9 +22,11 @@ ELSEWHERE_GRACE_S = 5.0
 """Whether processes of other hosts are gone cannot be seen from here: they get this long."""
 
 
-def end_actors(actors: Sequence[Any]) -> None:
-    """End actors and return when their processes, and with them their device memory, are gone."""
-    where = ray.get([actor.whereabouts.remote() for actor in actors], timeout=QUIT_DEADLINE_S)
+def end_actors(actors: Sequence[Any], where: Sequence[tuple[str, int]]) -> None:
+    """End actors and return when their processes, and with them their device memory, are gone.
+
+    ``where``: the node and the process of each.
+    """
     ray.wait([actor.quit.remote() for actor in actors], num_returns=len(actors), timeout=QUIT_DEADLINE_S)
     for actor in actors:
         with contextlib.suppress(ray.exceptions.RayError):

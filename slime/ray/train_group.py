@@ -15,7 +15,7 @@ from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.errors import RemoteFailure
 from slime.ray.lives import Lives
-from slime.ray.release import PassingCheckpoints, arguments_to_go_on, end_actors
+from slime.ray.release import QUIT_DEADLINE_S, PassingCheckpoints, arguments_to_go_on, end_actors
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.waiting import DAY_S, Peer, wait_all, wait_one
 from slime.ray.weight_files import WeightFiles
@@ -119,8 +119,9 @@ class RayTrainGroup:
         """
         if self._actors:
             self._complete()
+            where = self._all("whereabouts", f"releasing the {self.role}", QUIT_DEADLINE_S)
             actors, self._actors = self._actors, []
-            end_actors(actors)
+            end_actors(actors, where)
             logger.info("the %s has been released", self.role)
 
     def come_back(self, rollout_id: int) -> None:

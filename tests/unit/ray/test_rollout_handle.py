@@ -380,3 +380,16 @@ def test_trainers_get_the_users_variables(monkeypatch: pytest.MonkeyPatch) -> No
     assert group._environment()["NCCL_CUMEM_ENABLE"] == "1"
     group.args.use_routing_replay = True
     assert group._environment()["ENABLE_ROUTING_REPLAY"] == "1"
+
+
+def test_a_rank_that_is_gone_when_it_is_released_is_named(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(train_group, "end_actors", lambda actors, where: ended.append((actors, where)))
+    ranks = [Remote(whereabouts=("node", 1)), Remote(whereabouts=Ref(RemoteFailure("OSError: gone"), at=1))]
+    with pytest.raises(RemoteFailure, match=r"(?s)OSError: gone.*actor rank 1, during releasing the actor"):
+        make_group(ranks).release()
+    ranks[1].answers["whereabouts"] = ("node", 2)
+    group = make_group(ranks)
+    group.release()
+    group.release()  # nothing is left to end
+    assert ended == [(ranks, [("node", 1), ("node", 2)])]
