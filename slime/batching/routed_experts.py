@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +16,20 @@ from slime.batching.errors import TrainDataError
 from slime.batching.flops import moe_layer_pattern
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 
 def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
     """Check every sample's experts: integers [len(tokens) - 1, num_layers, topk] of MoE layers that really routed.
 
     With topk > 1 distinct experts are chosen per token, so a MoE layer (by ``args.moe_layer_freq``) of zeros only was
-    never filled in by the engine. Expert ids lie in [0, ``args.num_experts``). Raises TrainDataError naming the sample.
+    never filled in by the engine; single tokens of zeros are warned of. Expert ids lie in [0, ``args.num_experts``).
+    Raises TrainDataError naming the sample.
     """
     layers, topk = args.num_layers, args.moe_router_topk
     is_moe = np.array(moe_layer_pattern(getattr(args, "moe_layer_freq", 1), layers), dtype=bool)
+    tokens = unrecorded = 0
+    first = ""
     for sample in samples:
         name = f"sample index={sample.index} rollout_id={sample.rollout_id}"
         experts = sample.rollout_routed_experts
@@ -42,12 +48,24 @@ def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
                 "(--num-experts): the engine serves another model, or with redundant experts"
             )
         if topk > 1:
-            silent = is_moe & ~ids.astype(bool).any(axis=(0, 2))
+            zeros = is_moe & ~ids.astype(bool).any(axis=2)  # [tokens, layers]
+            silent = zeros.all(axis=0)
             if silent.any():
                 raise TrainDataError(
                     f"routed experts of {name} are all zero in MoE layers {np.flatnonzero(silent).tolist()}: the "
                     "engine did not record them"
                 )
+            missing = int(zeros.any(axis=1).sum())
+            tokens, unrecorded = tokens + len(ids), unrecorded + missing
+            first = first or name * bool(missing)
+    if unrecorded:
+        logger.warning(
+            "%d of %d tokens (the first in %s) have zeros for routed experts: the engine did not record them, and "
+            "replay sends them to expert 0 alone, with a part of its weight",
+            unrecorded,
+            tokens,
+            first,
+        )
 
 
 def compact_experts(experts: Any, num_experts: int | None) -> Any:

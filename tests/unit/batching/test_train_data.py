@@ -136,6 +136,17 @@ def test_routed_experts_are_checked() -> None:
         build([make_sample(rollout_routed_experts=experts), make_sample(1)], r3_args())
 
 
+def test_tokens_whose_experts_were_not_recorded_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    experts = torch.ones(4, 3, 2, dtype=torch.int32)
+    some = experts.clone()
+    some[1:3, 2] = 0
+    build([make_sample(rollout_routed_experts=experts)], r3_args())
+    build([make_sample(rollout_routed_experts=some)], r3_args(moe_layer_freq=[1, 1, 0]))  # layer 2 is dense
+    assert not caplog.records
+    build([make_sample(rollout_routed_experts=experts), make_sample(1, rollout_routed_experts=some)], r3_args())
+    assert "2 of 8 tokens (the first in sample index=1" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("fields", "reward", "match"),
     [
