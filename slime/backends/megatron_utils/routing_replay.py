@@ -139,7 +139,8 @@ class RoutingReplay:
                 raise ValueError(
                     "--use-rollout-routing-replay: the rollout data has no rollout_routed_experts. The engines report "
                     "them in meta_info.routed_experts; a rollout function of one's own must ask for them "
-                    "(return_routed_experts) and keep them (Sample.append_response_tokens)"
+                    "(return_routed_experts, and with a router the label slime_return_routed_experts) and keep them "
+                    "(Sample.append_response_tokens)"
                 )
             experts = rows_of_experts(
                 batch["rollout_routed_experts"], rows, self._layers, num_experts=self._args.num_experts
