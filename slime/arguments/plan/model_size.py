@@ -65,7 +65,6 @@ def model_size(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
     Raises ValueError when the model is not described or its layers do not fit the pipeline.
     """
     shape, parallel = shape_of(args, hf_config), parallel_of(args)
-    local_impl = getattr(args, "transformer_impl", None) == "local"
     chunks = pipeline_chunks(args, shape.layers, shape.mtp, parallel)
     whole = Chunk(range(shape.layers), embedding=True, output=True, mtp=shape.mtp)
     weights = chunk_weights(shape, whole, vocab=shape.vocab_unpadded)
@@ -74,7 +73,7 @@ def model_size(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
         _rank_size(
             stage,
             held,
-            [chunk_weights(shape, chunk, vocab=shape.vocab, local_impl=local_impl) for chunk in held],
+            [chunk_weights(shape, chunk, vocab=shape.vocab) for chunk in held],
             parallel,
         )
         for stage, held in enumerate(chunks)

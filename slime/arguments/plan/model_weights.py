@@ -39,31 +39,27 @@ Weights = list[tuple[Weight, int]]
 """Weights, and how many layers have them."""
 
 
-def layer_weights(shape: ModelShape, kind: LayerKind, *, local_impl: bool = False) -> list[Weight]:
-    """Return the weights of one decoder layer.
-
-    ``local_impl``: megatron's own linear layers split the down-projections of latent attention, TransformerEngine's
-    repeat them on every tensor-parallel rank.
-    """
+def layer_weights(shape: ModelShape, kind: LayerKind) -> list[Weight]:
+    """Return the weights of one decoder layer."""
     norms = 2 + shape.post_attention_norm + shape.post_mlp_norm
     weights = [*_norm(shape, shape.hidden, norms)]
     if kind.linear:
         weights += _linear_attention(shape)
     elif shape.latent is not None:
-        weights += _latent_attention(shape, "tensor" if local_impl else "none")
+        weights += _latent_attention(shape)
     else:
         weights += _attention(shape)
     return weights + (_experts(shape) if kind.moe else _mlp(shape, "dense MLP", shape.ffn))
 
 
-def chunk_weights(shape: ModelShape, chunk: Chunk, *, vocab: int, local_impl: bool = False) -> Weights:
+def chunk_weights(shape: ModelShape, chunk: Chunk, *, vocab: int) -> Weights:
     """Return the weights of a pipeline chunk. Tied embeddings are there once where both ends meet, else at both."""
     found: Weights = []
     kinds: dict[LayerKind, int] = {}
     for layer in chunk.layers:
         kinds[shape.kinds[layer]] = kinds.get(shape.kinds[layer], 0) + 1
     for kind, layers in kinds.items():
-        found += [(weight, layers) for weight in layer_weights(shape, kind, local_impl=local_impl)]
+        found += [(weight, layers) for weight in layer_weights(shape, kind)]
     several = not (chunk.embedding and chunk.output)
     if chunk.embedding or chunk.mtp:
         tied = several and (shape.mtp > 0 or not shape.untied)
@@ -71,7 +67,7 @@ def chunk_weights(shape: ModelShape, chunk: Chunk, *, vocab: int, local_impl: bo
         if shape.positions:
             found.append((Weight("embedding", shape.positions * shape.hidden, "none"), 1))
     if chunk.mtp:
-        found += [(weight, chunk.mtp) for weight in _mtp(shape, local_impl)]
+        found += [(weight, chunk.mtp) for weight in _mtp(shape)]
     if chunk.output:
         found += [(weight, 1) for weight in _norm(shape, shape.hidden)]
         if shape.untied or not (chunk.embedding or chunk.mtp):
@@ -105,18 +101,19 @@ def _attention(shape: ModelShape) -> list[Weight]:
     return weights
 
 
-def _latent_attention(shape: ModelShape, down: Literal["none", "tensor"]) -> list[Weight]:
+def _latent_attention(shape: ModelShape) -> list[Weight]:
+    """The down-projections are whole on every tensor-parallel rank."""
     latent, hidden, heads = shape.latent, shape.hidden, shape.heads
     assert latent is not None
     weights = [
-        Weight("attention", hidden * (latent.kv_rank + latent.rope_dim), down),
+        Weight("attention", hidden * (latent.kv_rank + latent.rope_dim), "none"),
         Weight("attention", latent.kv_rank * heads * (latent.qk_dim + latent.v_dim)),
         Weight("attention", heads * latent.v_dim * hidden),
     ]
     if latent.q_rank is None:
         weights.append(Weight("attention", hidden * heads * latent.query_dim))
     else:
-        weights.append(Weight("attention", hidden * latent.q_rank, down))
+        weights.append(Weight("attention", hidden * latent.q_rank, "none"))
         weights.append(Weight("attention", latent.q_rank * heads * latent.query_dim))
     if shape.linear_bias:
         weights.append(Weight("attention", hidden, "none"))
@@ -180,10 +177,10 @@ def _experts(shape: ModelShape) -> list[Weight]:
     return weights
 
 
-def _mtp(shape: ModelShape, local_impl: bool) -> list[Weight]:
+def _mtp(shape: ModelShape) -> list[Weight]:
     """The layer that predicts one token further (DeepSeek-V3): two norms, a projection, a layer, a norm."""
     return [
         *_norm(shape, shape.hidden, 3),
         Weight("attention", 2 * shape.hidden * shape.hidden),
-        *layer_weights(shape, shape.kinds[-1], local_impl=local_impl),
+        *layer_weights(shape, shape.kinds[-1]),
     ]
