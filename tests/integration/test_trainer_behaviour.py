@@ -113,7 +113,7 @@ def test_custom_reducer_reduces_the_policy_loss_alone(ranks: Any) -> None:
 
 def test_rloo_compares_kl_within_groups_whatever_rank_has_the_samples(ranks: Any, folder: Path) -> None:
     del ranks
-    first, second = (torch.load(folder / f"rloo_{i}.pt", weights_only=False)["samples"] for i in range(2))
+    first, second = (torch.load(folder / f"rloo_{i}.pt", weights_only=True)["samples"] for i in range(2))
     assert all(float(sample["kl"].abs().max()) < 1e-6 for sample in first)
     sums = [float((sample["kl"] * sample["loss_masks"]).sum()) for sample in second]
     assert max(map(abs, sums)) > 1e-2

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.trainer import make_train_data, trainer_args
-from tests.support.trainer_ranks import parameters, train_once
+from tests.support.trainer import make_train_data
+from tests.support.trainer_ranks import make_trainer, parameters, train_once
 
 HERE = "tests.support.pass_ranks."
 NUCLEUS_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -48,22 +48,6 @@ def exp_of_them(args: Any, rollout_id: int, data: dict[str, Any]) -> None:
 def old_log_probs_loss(args: Any, batch: dict[str, Any], logits: torch.Tensor, reduce: Any) -> Any:
     """A ``--custom-loss-function-path`` that reads the old log-probs."""
     return logits.sum() * 0 + reduce(torch.cat(batch["log_probs"])), {}
-
-
-def make_trainer(checkpoint: str, *, with_ref: bool = False, **settings: Any) -> tuple[Any, int]:
-    """Return (trainer, first rollout id) with any attributes, after taking down the layout of an earlier one."""
-    from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.trainer import MegatronTrainer
-
-    import_megatron()
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    args = trainer_args(checkpoint)
-    vars(args).update(settings)
-    trainer = MegatronTrainer(args, with_ref=with_ref)
-    return trainer, trainer.initialize()
 
 
 def pass_scenarios(

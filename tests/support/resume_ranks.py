@@ -6,23 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.support.trainer import make_train_data, trainer_args
-from tests.support.trainer_ranks import parameters, train_once
-
-
-def _trainer(checkpoint: str, *, with_ref: bool = False, **settings: Any) -> tuple[Any, int]:
-    from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.trainer import MegatronTrainer
-
-    import_megatron()
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    args = trainer_args(checkpoint)
-    vars(args).update(settings)
-    trainer = MegatronTrainer(args, with_ref=with_ref)
-    return trainer, trainer.initialize()
+from tests.support.trainer import make_train_data
+from tests.support.trainer_ranks import make_trainer, parameters, train_once
 
 
 def _reference(trainer: Any) -> dict[str, torch.Tensor]:
@@ -33,18 +18,20 @@ def _reference(trainer: Any) -> dict[str, torch.Tensor]:
 
 def resume_options(checkpoint: str, save: str) -> dict[str, Any]:
     """Train two rollouts, saving each without random states, and resume with and without a refreshed reference."""
-    trainer, _ = _trainer(checkpoint, save=save, no_save_rng=True)
+    trainer, _ = make_trainer(checkpoint, save=save, no_save_rng=True)
     found: dict[str, Any] = {"initial": parameters(trainer)}
     for rollout_id in range(2):
         train_once(trainer, rollout_id, make_train_data(seed=rollout_id))
         trainer.save(rollout_id)
         found[f"after {rollout_id}"] = parameters(trainer)
-    trainer, found["start"] = _trainer(checkpoint, load=save)
+    trainer, found["start"] = make_trainer(checkpoint, load=save)
     found["resumed"] = parameters(trainer)
     for interval in (1, 2, 3):
-        trainer, _ = _trainer(checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=interval)
+        trainer, _ = make_trainer(checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=interval)
         found[f"actor, interval {interval}"] = parameters(trainer)
         found[f"reference, interval {interval}"] = _reference(trainer)
-    trainer, _ = _trainer(checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=1, ckpt_step=0)
+    trainer, _ = make_trainer(
+        checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=1, ckpt_step=0
+    )
     found["reference of step 0"] = _reference(trainer)
     return found

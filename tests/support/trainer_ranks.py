@@ -27,6 +27,22 @@ def new_trainer(checkpoint: str | Path, *, with_ref: bool = False, **overrides: 
     return trainer, trainer.initialize()
 
 
+def make_trainer(checkpoint: str, *, with_ref: bool = False, **settings: Any) -> tuple[Any, int]:
+    """Return (trainer, first rollout id) with any attributes, after taking down the layout of an earlier one."""
+    from slime.backends.megatron_utils import import_megatron
+    from slime.backends.megatron_utils.trainer import MegatronTrainer
+
+    import_megatron()
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    args = trainer_args(checkpoint)
+    vars(args).update(settings)
+    trainer = MegatronTrainer(args, with_ref=with_ref)
+    return trainer, trainer.initialize()
+
+
 def train_once(trainer: Any, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
     """Train on ``data`` and return what this rank reports."""
     shards = make_shards(trainer.args, data, trainer.parallel_config)
