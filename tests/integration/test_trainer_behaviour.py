@@ -95,6 +95,20 @@ def test_sft_loss_is_the_mean_negative_log_likelihood(ranks: Any, checkpoint: st
     assert ranks[0]["custom loss"]["grad_norm"] == pytest.approx(2 * ranks[0]["sft"]["grad_norm"], rel=1e-5)
 
 
+def test_metrics_of_a_custom_loss_may_differ_between_micro_batches(ranks: Any) -> None:
+    """Of 8 samples the first is by itself on one of the ranks: each name has the sum over its own, divided by 8."""
+    lengths = make_train_data(seed=0)["response_lengths"]
+    short = [length for length in lengths[1:] if length <= 12]
+    assert 0 < len(short) < 7
+    for found in ranks:
+        step = found["names that differ"]
+        assert step["loss"] == pytest.approx(ranks[0]["sft"]["loss"], rel=1e-6)
+        assert step["first"] == pytest.approx(3 / 8, rel=1e-6)
+        assert step["long"] == pytest.approx((7 - len(short)) / 8, rel=1e-6)
+        assert step["short"] == pytest.approx(len(short) / 8, rel=1e-6)
+        assert step["short_tokens"] == pytest.approx(sum(short) / 8, rel=1e-6)
+
+
 def test_custom_correction_masks_the_loss_but_not_its_own_metrics(ranks: Any) -> None:
     step = ranks[0]["masked by the correction"]
     assert step["pg_loss"] == step["entropy_loss"] == step["grad_norm"] == 0

@@ -293,6 +293,18 @@ def twice_the_likelihood(args: Any, batch: Any, logits: Any, sum_of_sample_mean:
     return 2 * loss, {"loss": 2 * loss.detach(), "twice": loss.detach()}
 
 
+def likelihood_and_samples_by_length(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
+    """Hook: a custom loss whose micro-batches of one sample each have metrics of different names, order and number."""
+    from slime.backends.megatron_utils.loss import sft_loss_function
+
+    loss, metrics = sft_loss_function(args, batch, logits, sum_of_sample_mean)
+    (response,) = batch["response_lengths"]
+    one = sum_of_sample_mean(torch.ones(response))
+    if batch["sample_indices"] == [100]:
+        return loss, {"first": 3 * one, **metrics}
+    return loss, {**metrics, **({"long": one} if response > 12 else {"short": one, "short_tokens": response * one})}
+
+
 def mask_everything(args: Any, *, pg_loss: Any, loss_masks: Any, **kwargs: Any) -> Any:
     """Hook: an importance correction that masks all tokens."""
     return pg_loss, [torch.zeros_like(mask) for mask in loss_masks], {"mine": torch.ones_like(pg_loss)}
@@ -354,6 +366,10 @@ def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     custom = {"custom_loss_function_path": here + "twice_the_likelihood", "recompute_loss_function": True}
     trainer, _ = new_trainer(checkpoint, loss_type="custom_loss", **sft, **custom)
     found["custom loss"] = train_once(trainer, 0, data)["steps"][0]
+
+    custom = {"custom_loss_function_path": here + "likelihood_and_samples_by_length", "micro_batch_size": 1}
+    trainer, _ = new_trainer(checkpoint, loss_type="custom_loss", **sft, **custom)
+    found["names that differ"] = train_once(trainer, 0, data)["steps"][0]
 
     tis = {"use_tis": True, "custom_tis_function_path": here + "mask_everything", "entropy_coef": 0.1}
     trainer, _ = new_trainer(checkpoint, **tis)

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -63,6 +65,16 @@ def data_parallel(*, with_context_parallel: bool = False) -> Ranks:
     """Return the position in the data-parallel group; with ``with_context_parallel`` in the DP x CP group."""
     state = _parallel_state()
     return _ranks(state.get_data_parallel_group(with_context_parallel=with_context_parallel)) if state else Ranks()
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """Return the picklable ``value`` of every DP x CP rank, in order of ranks (collective over them)."""
+    ranks = data_parallel(with_context_parallel=True)
+    if ranks.size == 1:
+        return [value]
+    gathered: list[Any] = [None] * ranks.size
+    dist.all_gather_object(gathered, value, group=ranks.group)
+    return gathered
 
 
 def is_last_stage() -> bool:

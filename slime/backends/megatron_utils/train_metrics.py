@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.correct_samples import correct_sample_means
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, slice_log_prob_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns
-from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, is_main_rank
+from slime.backends.megatron_utils.parallel import all_gather_objects, context_parallel, is_last_stage, is_main_rank
 from slime.batching.flops import forward_flops
 from slime.observability.logging_utils import log
 from slime.observability.steps import rollout_step
@@ -62,7 +61,7 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
         elif all(isinstance(v, int | float) or (torch.is_tensor(v) and v.dim() == 0) for v in column):
             total = math.fsum(float(value) for value in column)
             local[name.removeprefix("local_")] = (None, total, num_samples(data)) if first_of_cp else (None, 0.0, 0)
-    gathered = _all_gather(local)
+    gathered = all_gather_objects(local)
     means = {}
     for name in sorted({name for part in gathered for name in part}):
         parts = [part[name] for part in gathered if name in part]
@@ -74,15 +73,6 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
     return means
 
 
-def _all_gather(value: Any) -> list[Any]:
-    ranks = data_parallel(with_context_parallel=True)
-    if ranks.size == 1:
-        return [value]
-    gathered: list[Any] = [None] * ranks.size
-    dist.all_gather_object(gathered, value, group=ranks.group)
-    return gathered
-
-
 def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> dict[str, float]:
     """Log and return ``rollout/*`` of this rollout.
 
@@ -90,7 +80,7 @@ def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> 
     """
     if not is_last_stage():
         return {}
-    means = {**rollout_means(args, data), **correct_sample_means(args, data, _all_gather)}
+    means = {**rollout_means(args, data), **correct_sample_means(args, data, all_gather_objects)}
     metrics = {f"rollout/{name}": value for name, value in means.items()}
     if is_main_rank():
         log(args, {**metrics, "rollout/step": rollout_step(args, rollout_id)}, "rollout/step")
@@ -126,7 +116,9 @@ def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int], prefix:
     metrics = drain_metrics(before)
     if not is_last_stage():
         return metrics
-    lengths = [length for part in _all_gather(shard_lengths if context_parallel().rank == 0 else []) for length in part]
+    lengths = [
+        length for part in all_gather_objects(shard_lengths if context_parallel().rank == 0 else []) for length in part
+    ]
     forward = forward_flops(args, lengths) / dist.get_world_size() / 1e12
     for name, passes in FORWARD_PASSES.items():
         if seconds := metrics.get(f"{before}{name}_time"):

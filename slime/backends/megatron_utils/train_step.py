@@ -16,7 +16,12 @@ from slime.backends.megatron_utils.data import RolloutData, sample_name, steps_o
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.mismatch import MismatchMeter
-from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, is_last_stage, pipeline_parallel
+from slime.backends.megatron_utils.parallel import (
+    all_gather_objects,
+    context_parallel,
+    is_last_stage,
+    pipeline_parallel,
+)
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.schedule_call import run_schedule
 
@@ -139,7 +144,7 @@ def _train_step(
     if not skipped:
         context.scheduler.step(increment=global_batch_size)
 
-    metrics = _reduce_reports(args, reports, global_batch_size, context.device) if is_last_stage() else {}
+    metrics = _reduce_reports(args, reports, global_batch_size) if is_last_stage() else {}
     metrics["grad_norm"] = grad_norm
     metrics["global_batch_size"] = global_batch_size
     if skipped:
@@ -223,20 +228,25 @@ def _non_finite_error(
     )
 
 
-def _reduce_reports(
-    args: Namespace, reports: list[dict[str, Any]], global_batch_size: int, device: torch.device
-) -> dict[str, float]:
-    """Sum the micro-batches' reports over DP x CP and normalise as the loss is."""
-    keys = reports[0]["keys"]
-    total = torch.stack([report["values"] for report in reports]).sum(dim=0).to(device)
-    ranks = data_parallel(with_context_parallel=True)
-    if ranks.size > 1:
-        dist.all_reduce(total, group=ranks.group)
-    num_tokens, *values = total.tolist()
+def _reduce_reports(args: Namespace, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:
+    """Sum the micro-batches' reports over DP x CP (collective) and normalise as the loss is.
+
+    Metrics are summed by name. A name that a micro-batch or a rank does not report, as that of a term of a user's loss
+    that none of its samples needed, adds nothing to the sum; the divisor is that of the loss all the same.
+    """
+    counts: list[float] = []
+    sums: dict[str, list[float]] = {}
+    flat = iter(torch.cat([report["values"] for report in reports]).tolist())
+    for report in reports:
+        counts.append(next(flat))
+        for name in report["keys"]:
+            sums.setdefault(name, []).append(next(flat))
+    parts = all_gather_objects((sum(counts), {name: sum(values) for name, values in sums.items()}))
+    names = list(dict.fromkeys(name for _, part in parts for name in part))
     # Every CP rank counts all tokens of its samples, but holds only its part of the sums.
     scale = (
-        context_parallel().size / num_tokens
+        context_parallel().size / sum(count for count, _ in parts)
         if getattr(args, "calculate_per_token_loss", False)
         else 1.0 / global_batch_size
     )
-    return {key: value * scale for key, value in zip(keys, values, strict=True)}
+    return {name: sum(part.get(name, 0.0) for _, part in parts) * scale for name in names}

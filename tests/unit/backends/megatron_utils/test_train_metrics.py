@@ -71,7 +71,7 @@ def test_context_parallel_ranks_together_have_the_same_means(monkeypatch: pytest
             monkeypatch.setattr(module, "context_parallel", lambda ranks=ranks: ranks)
         lengths = zip(column, (5, 6), (3, 2), strict=True)
         local = [cp_utils.slice_log_prob_with_cp(*row) for row in lengths]
-        monkeypatch.setattr(train_metrics, "_all_gather", lambda part: parts.append(part) or parts)
+        monkeypatch.setattr(train_metrics, "all_gather_objects", lambda part: parts.append(part) or parts)
         found = rollout_means(SimpleNamespace(), data(log_probs=local, turns=turns, local_raw_reward=[1, 0]))
     assert len(parts) == 4
     for name, mean in whole.items():
