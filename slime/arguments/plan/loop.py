@@ -88,7 +88,7 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
             "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
     limit, interval = args.max_staleness, args.update_weights_interval
-    refresh = args.ref_update_interval
+    refresh = args.ref_update_interval if args.kl_coef != 0 or args.use_kl_loss else None
     if args.release_train and refresh is not None and refresh % interval and refresh % (args.save_interval or 1):
         raise ArgumentError(
             f"--release-train: the reference of --ref-update-interval {refresh} comes back from a checkpoint, and "

@@ -12,7 +12,10 @@ GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rl
 
 def check(args: Namespace) -> None:
     """Refuse combinations that contradict each other or lack a part."""
-    _check_kl(args)
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        raise ArgumentError(
+            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} count the KL twice; set one of them to 0"
+        )
     _check_loss(args)
     _check_corrections(args)
     _check_reducer(args)
@@ -24,21 +27,6 @@ def check(args: Namespace) -> None:
         )
     if not args.compute_advantages_and_returns:
         _check_without_advantages(args)
-
-
-def _check_kl(args: Namespace) -> None:
-    if args.kl_coef != 0 and args.kl_loss_coef != 0:
-        raise ArgumentError(
-            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} count the KL twice; set one of them to 0"
-        )
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        raise ArgumentError(f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss; add it")
-    if args.use_unbiased_kl and not args.use_kl_loss:
-        raise ArgumentError("--use-unbiased-kl changes the KL of --use-kl-loss and has no effect without it; add it")
-    if args.ref_update_interval is not None and args.kl_coef == 0 and not args.use_kl_loss:
-        raise ArgumentError(
-            f"--ref-update-interval {args.ref_update_interval} needs a reference model: add --use-kl-loss or --kl-coef"
-        )
 
 
 def _check_loss(args: Namespace) -> None:

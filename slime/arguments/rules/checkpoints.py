@@ -26,7 +26,7 @@ def fall_back_to_hf_checkpoint(args: Namespace) -> None:
     """``--ref-load`` is ``--hf-checkpoint`` unless given; a reference that is needed must exist."""
     if args.ref_load is None:
         args.ref_load = args.hf_checkpoint
-    if not _needs_reference(args):
+    if not needs_reference(args):
         return
     if not Path(args.ref_load).is_dir():
         why = "--kl-coef" if args.kl_coef != 0 else "--use-kl-loss"
@@ -39,7 +39,8 @@ def fall_back_to_hf_checkpoint(args: Namespace) -> None:
         unchecked.warn(args, f"--ref-load {args.ref_load} has neither {TRACKER} nor config.json")
 
 
-def _needs_reference(args: Namespace) -> bool:
+def needs_reference(args: Namespace) -> bool:
+    """Whether trainers load a reference model."""
     return bool(args.kl_coef != 0 or args.use_kl_loss) and not args.debug_rollout_only
 
 
@@ -71,7 +72,7 @@ def _same_directory(one: str | None, other: str | None) -> bool:
 def _start_from_reference(args: Namespace) -> None:
     if args.load is not None and args.load not in (args.save, args.ref_load):
         unchecked.warn(args, f"--load {args.load} is no checkpoint (yet): the run starts from {args.ref_load}")
-    if not Path(args.ref_load).is_dir() and not args.debug_rollout_only and not _needs_reference(args):
+    if not Path(args.ref_load).is_dir() and not args.debug_rollout_only and not needs_reference(args):
         unchecked.missing(args, f"--ref-load {args.ref_load} is no directory, and the first weights are read from it")
     args.load = args.ref_load
     if args.ref_ckpt_step is not None:

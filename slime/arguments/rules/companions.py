@@ -37,7 +37,10 @@ COMPANIONS: tuple[Companion, ...] = (
         "fetch_trajectory_retry_times", "rollout_task_type",
     )),
     Companion("--enable-mtp-training", lambda args: args.enable_mtp_training, ("mtp_loss_scaling_factor",)),
-    Companion("--use-kl-loss or --kl-coef", lambda args: args.use_kl_loss or args.kl_coef != 0, ("kl_loss_type",)),
+    Companion("--use-kl-loss", lambda args: args.use_kl_loss, ("kl_loss_coef", "use_unbiased_kl")),
+    Companion("--use-kl-loss or --kl-coef", lambda args: args.use_kl_loss or args.kl_coef != 0, (
+        "kl_loss_type", "ref_update_interval",
+    )),
     Companion("--advantage-estimator ppo", lambda args: args.use_critic, (
         "value_clip", "num_critic_only_steps", "lambd",
     )),

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules.checkpoints import is_megatron_checkpoint
+from slime.arguments.rules.checkpoints import is_megatron_checkpoint, needs_reference
 
 
 def check(args: Namespace) -> None:
@@ -78,7 +78,7 @@ def _check_release(args: Namespace) -> None:
             + (" (--use-stateless-adam goes with --fp32)" if args.use_stateless_adam else "")
         )
     elsewhere = is_megatron_checkpoint(args.load) and not args.finetune and not args.continues_own_checkpoints
-    if args.ref_update_interval is not None and elsewhere:
+    if args.ref_update_interval is not None and needs_reference(args) and elsewhere:
         raise ArgumentError(
             f"--release-train looks below --save {args.save} for the reference of --ref-update-interval "
             f"{args.ref_update_interval}, and the one that --load {args.load} goes on with is not there; let --save be "

@@ -41,8 +41,6 @@ NEEDS = {
     "eval_interval": "--eval-prompt-data a a.jsonl b b.jsonl",
     "rm_url": "--rm-type remote_rm",
     "custom_loss_function_path": "--loss-type custom_loss",
-    "use_unbiased_kl": "--use-kl-loss --kl-loss-coef 0.1",
-    "ref_update_interval": "--use-kl-loss --kl-loss-coef 0.1",
     "use_stateless_adam": "--no-save-optim",
     "get_mismatch_metrics": "--custom-tis-function-path my.tis",
     "save_interval": "--save out",
