@@ -72,7 +72,8 @@ def test_engines_that_are_asked_directly_heed_custom_params(plugin: Any) -> None
 
 def test_nothing_is_asked_for_unasked(plugin: Any) -> None:
     assert "custom_labels" not in payload()
-    assert "return_sampling_mask" not in payload(evaluation=True, rollout_top_p=0.9)
+    of_evaluation = payload(evaluation=True, rollout_top_p=0.9, use_rollout_routing_replay=True)
+    assert not {"return_sampling_mask", "return_routed_experts", "custom_labels"} & of_evaluation.keys()
     for labels in (None, {"team": "a"}, [{"slime_return_sampling_mask": "true"}]):
         request = normalized(plugin, {"custom_labels": labels})
         assert (request.return_sampling_mask, request.return_routed_experts) == (None, False)
