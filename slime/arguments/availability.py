@@ -29,7 +29,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "megatron_deepgemm_moe_forward_layers": ANY,
     "megatron_deepgemm_moe_forward_modules": ANY,
     # rollout
-    "rollout_top_p": ANY,  # trainer and samples are ready; the whole loop with engines is not proven
     "rollout_data_transport": ("nixl",),
     "prefill_num_servers": ANY,
     "sglang_config": ANY,

@@ -26,7 +26,11 @@ class Rollout(ArgumentGroup):
     )
     rollout_temperature: float = flag(1.0, "sampling temperature; the trainer divides its logits by it too", gt=0)
     rollout_top_p: float = flag(
-        1.0, "nucleus sampling: among the likeliest tokens whose probabilities add up to this; 1: all", gt=0, le=1
+        1.0,
+        "nucleus sampling: among the likeliest tokens whose probabilities add up to this; 1: all. Training takes "
+        "log-probs among the same tokens, which the engines report",
+        gt=0,
+        le=1,
     )
     rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all")
     rollout_max_context_len: int | None = flag(
