@@ -38,6 +38,11 @@ ONE: dict[str, dict[str, Any]] = {
     },
     "record, dynamic batches": {"args": {**RECORD, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 50}},
     "R3": {"args": R3, "engine": True},
+    "R3, after a rollout that failed": {
+        "args": {**R3, "custom_megatron_before_train_step_hook_path": "tests.support.routing_ranks.fail_when_told"},
+        "engine": True,
+        "fails": "no such luck",
+    },
     "record, SGD": {"args": {**RECORD, **SGD}},
     "R3, SGD": {"args": {**R3, **SGD}, "engine": True, "gradients": True},
 }
@@ -136,6 +141,15 @@ def test_engines_decide_in_both_passes(alone: dict[str, Any]) -> None:
                 assert (runs[i].sum(dim=1) == TOPK).all()
     # Eight experts, two of them drawn blindly: three quarters are not what the router wants.
     assert alone["R3"]["steps"][0]["routing_replay_differing"] == pytest.approx(1 - TOPK / EXPERTS, abs=0.05)
+
+
+def test_a_rollout_that_failed_leaves_no_choices_behind(alone: dict[str, Any]) -> None:
+    """The engines' experts of the next one decide, though its micro-batches are called the same."""
+    run, expected = alone["R3, after a rollout that failed"], alone["R3"]
+    assert run["steps"] == expected["steps"]
+    for number, layer in expected["seen"].items():
+        for kind in (PASS, FORWARD):
+            assert moved(run["seen"][number][kind], layer[kind]) == 0
 
 
 class _ToldRouter(torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.trainer import make_train_data
@@ -13,9 +14,21 @@ from tests.support.trainer_ranks import hf_gradients, new_trainer, train_once
 PASS, FORWARD, RECOMPUTED = "log-prob pass", "training forward", "recomputation"
 
 
-def engine_experts(data: dict[str, list[Any]], *, layers: int, experts: int, topk: int) -> list[torch.Tensor]:
+FAILURES: list[str] = []
+"""What the next training step of this process fails with."""
+
+
+def fail_when_told(*of_the_step: Any) -> None:
+    """A ``--custom-megatron-before-train-step-hook-path``."""
+    if FAILURES:
+        raise RuntimeError(FAILURES.pop())
+
+
+def engine_experts(
+    data: dict[str, list[Any]], *, layers: int, experts: int, topk: int, seed: int = 11
+) -> list[torch.Tensor]:
     """Return choices drawn blindly: per sample int32 [total_length - 1, layers, topk], distinct per token."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     return [
         torch.rand(len(tokens) - 1, layers, experts, generator=generator).argsort(-1)[..., :topk].to(torch.int32)
         for tokens in data["tokens"]
@@ -47,7 +60,8 @@ def _writing_to(runs: dict[str, list[torch.Tensor]]) -> Callable[..., None]:
 def train_and_spy(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train one rollout per scenario; return reports, routing maps, and the gradients of the last step when asked for.
 
-    A scenario is {"args": overrides, "engine": whether the data comes with engine_experts, "gradients": bool}.
+    A scenario is {"args": overrides, "engine": whether the data comes with engine_experts, "gradients": bool,
+    "fails": what an earlier rollout, with experts of its own, fails with before anything is trained}.
     """
     results = []
     for scenario in scenarios:
@@ -56,9 +70,15 @@ def train_and_spy(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict
         data = make_train_data(seed=5, prompts=4, per_prompt=2)
         if scenario.get("engine"):
             args = trainer.args
-            data["rollout_routed_experts"] = engine_experts(
-                data, layers=args.num_layers, experts=args.num_experts, topk=args.moe_router_topk
-            )
+            sizes = {"layers": args.num_layers, "experts": args.num_experts, "topk": args.moe_router_topk}
+            if failure := scenario.get("fails"):
+                FAILURES.append(failure)
+                with pytest.raises(RuntimeError, match=failure):
+                    train_once(trainer, 0, {**data, "rollout_routed_experts": engine_experts(data, **sizes, seed=12)})
+                for runs in seen.values():
+                    for maps in runs.values():
+                        maps.clear()
+            data["rollout_routed_experts"] = engine_experts(data, **sizes)
         report = train_once(trainer, 0, data)
         result = {"steps": report["steps"], "seen": seen}
         if scenario.get("gradients"):

@@ -88,9 +88,14 @@ class RoutingReplay:
             self._set_stage(stage)
             self._current = None
 
-    def clear(self) -> None:
-        """Forget the choices of a rollout."""
-        self._chosen.clear()
+    @contextmanager
+    def one_rollout(self) -> Iterator[None]:
+        """The body trains on one rollout, whose choices are forgotten after it, also when it fails."""
+        try:
+            yield
+        finally:
+            self._chosen.clear()
+            self._counts = None
 
     def step_metrics(self, device: torch.device) -> dict[str, float]:
         """Return, of the forwards since the last call, the share of replayed choices that the router had not made.

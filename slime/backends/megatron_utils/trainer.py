@@ -202,7 +202,7 @@ class MegatronTrainer:
             )
         self._record_wait()
         self._profiling.begin(rollout_id)
-        with timer("train"):
+        with timer("train"), self._routing.one_rollout():
             self._saver.poll()
             with timer("data_preprocess"):
                 data = prepare_rollout_data(self.args, shard, self.device)
@@ -238,7 +238,6 @@ class MegatronTrainer:
 
     def _after_steps(self, rollout_id: int, data: RolloutData) -> None:
         save_train_dump(self.args, rollout_id, data)
-        self._routing.clear()
         if self._old_actor is not None:
             self._old_actor.trained()
         self._refresh_reference(rollout_id)

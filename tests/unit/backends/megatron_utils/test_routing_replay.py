@@ -142,9 +142,6 @@ def test_missing_choices_are_errors_that_say_where_they_come_from() -> None:
         pytest.raises(RuntimeError, match="experts of 5 tokens for a forward over 3"),
     ):
         router(x[:3])
-    replay.clear()
-    with replay.training(), replay.forward(batch_of([4])), pytest.raises(RuntimeError, match="of 0 tokens"):
-        router(x)
     engines = new_replay([router], from_engines=True)
     with (
         pytest.raises(ValueError, match="no rollout_routed_experts"),
@@ -152,6 +149,24 @@ def test_missing_choices_are_errors_that_say_where_they_come_from() -> None:
         engines.forward(batch_of([0])),
     ):
         pass
+
+
+def test_choices_end_with_their_rollout_even_if_it_fails() -> None:
+    """The next one has micro-batches of the same positions, whose choices are its own."""
+    router, x = Router(1), torch.randn(5, 4)
+    replay = new_replay([router])
+
+    def failing_rollout() -> None:
+        with replay.one_rollout():
+            with replay.old_policy(), replay.forward(batch_of([4])):
+                router(x)
+            with replay.training(), replay.forward(batch_of([4])):
+                router(x[:3])
+
+    with pytest.raises(RuntimeError, match="experts of 5 tokens for a forward over 3"):
+        failing_rollout()
+    with replay.training(), replay.forward(batch_of([4])), pytest.raises(RuntimeError, match="of 0 tokens"):
+        router(x)
 
 
 def test_without_the_flag_nothing_is_touched() -> None:
