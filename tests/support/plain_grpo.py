@@ -5,6 +5,7 @@ Written from the formulas, sharing no code with slime. The trainer's tests compa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ def load(checkpoint: str) -> torch.nn.Module:
     """Return the transformers model of a checkpoint in fp32."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def token_log_probs(
@@ -74,10 +77,18 @@ def sample_loss(
     return terms
 
 
-def train(args: Any, checkpoint: str, ref_checkpoint: str | None, data: dict[str, list[Any]]) -> list[dict[str, Any]]:
+def train(
+    args: Any,
+    checkpoint: str,
+    ref_checkpoint: str | None,
+    data: dict[str, list[Any]],
+    also: Callable[[range], dict[str, Tensor]] | None = None,
+) -> list[dict[str, Any]]:
     """Do the optimiser steps of one rollout with SGD of ``args.lr``.
 
-    Returns per step {"metrics", "grads" by parameter name, "grad_norm"}; samples are taken in the order of ``data``.
+    ``also`` is called with the samples of a step after their forwards and returns metrics, and under "loss" what is
+    added to the loss. Returns per step {"metrics", "grads" by parameter name, "grad_norm"}; samples are taken in the
+    order of ``data``.
     """
     model = load(checkpoint)
     ref_model = load(ref_checkpoint) if ref_checkpoint else None
@@ -104,8 +115,10 @@ def train(args: Any, checkpoint: str, ref_checkpoint: str | None, data: dict[str
                     1 / tokens if args.calculate_per_token_loss else 1 / max(data["rollout_mask_sums"][i], 1) / batch
                 )
                 totals[name] = totals.get(name, torch.zeros(())) + (values * mask).sum() * weight
+        further = also(indices) if also else {}
         model.zero_grad()
-        totals["loss"].backward()
+        (totals["loss"] + further.pop("loss", 0.0)).backward()
+        totals.update(further)
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         with torch.no_grad():
             for p in model.parameters():

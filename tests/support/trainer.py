@@ -137,6 +137,7 @@ OPTIONAL = {
     "mismatch_alarm_threshold", "mismatch_stop_threshold",
     "expert_tensor_parallel_size", "moe_aux_loss_coeff", "moe_layer_freq", "moe_router_bias_update_rate",
     "moe_router_enable_expert_bias", "moe_router_score_function", "moe_shared_expert_overlap", "moe_z_loss_coeff",
+    "moe_router_load_balancing_type", "moe_per_layer_logging",
     "async_save", "overlap_p2p_comm", "virtual_pipeline_model_parallel_size",
     "check_for_nan_in_loss_and_grad", "ci_test", "ckpt_step", "custom_advantage_function_path",
     "custom_loss_function_path", "custom_megatron_before_log_prob_hook_path",

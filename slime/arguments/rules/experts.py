@@ -161,11 +161,58 @@ def _check_balancing(args: Namespace) -> None:
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not "
             f"{args.moe_router_score_function}"
         )
-    kinds = args.moe_router_load_balancing_type
-    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+    kinds, coefficients = _pairs(args)
+    if "sinkhorn" in kinds:
         raise ArgumentError(
             "--moe-router-load-balancing-type sinkhorn sends tokens to other experts in training steps than in the "
             "pass that computes their log-probs; use aux_loss or none"
+        )
+    if unknown := [kind for kind in kinds if kind not in _BALANCING]:
+        raise ArgumentError(f"--moe-router-load-balancing-type {unknown[0]}: choose among {', '.join(_BALANCING)}")
+    if len(kinds) != len(set(kinds)) or len(kinds) != len(coefficients):
+        raise ArgumentError(
+            f"--moe-router-load-balancing-type {' '.join(kinds)} needs one --moe-aux-loss-coeff for each, and each "
+            f"once; got {' '.join(map(str, coefficients))}"
+        )
+    for kind, coefficient in zip(kinds, coefficients, strict=True):
+        _check_coefficient(kind, coefficient)
+    if args.moe_z_loss_coeff is not None and args.moe_z_loss_coeff < 0:
+        raise ArgumentError(f"--moe-z-loss-coeff {args.moe_z_loss_coeff} must not be negative")
+    if args.moe_per_layer_logging and not any(coefficients) and not args.moe_z_loss_coeff:
+        raise ArgumentError(
+            "--moe-per-layer-logging logs the losses of routers, of which none is on; give --moe-aux-loss-coeff or "
+            "--moe-z-loss-coeff, or leave it out"
+        )
+
+
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+
+
+def _pairs(args: Namespace) -> tuple[list[str], list[float]]:
+    """Return the kinds of load balancing and their coefficients; 0 stands for 0 of every kind."""
+    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    kinds = list(kinds) if isinstance(kinds, list | tuple) else [kinds]
+    if isinstance(coefficients, list | tuple):
+        return kinds, list(coefficients)
+    if not coefficients and len(kinds) > 1:
+        args.moe_aux_loss_coeff = coefficients = [0.0] * len(kinds)  # Megatron wants one for each
+        return kinds, coefficients
+    return kinds, [coefficients or 0.0]
+
+
+def _check_coefficient(kind: str, coefficient: float) -> None:
+    if coefficient < 0:
+        raise ArgumentError(f"--moe-aux-loss-coeff {coefficient} must not be negative")
+    if coefficient and kind == "none":
+        raise ArgumentError(
+            f"--moe-aux-loss-coeff {coefficient} has no loss to weigh with --moe-router-load-balancing-type none; use "
+            "aux_loss or seq_aux_loss, or leave the coefficient out"
+        )
+    if coefficient and kind == "global_aux_loss":
+        raise ArgumentError(
+            f"--moe-aux-loss-coeff {coefficient} with --moe-router-load-balancing-type global_aux_loss: the load of "
+            "the whole batch is known after its last forward alone, and Megatron's running mean makes gradients depend "
+            "on the order of micro-batches and on the number of ranks; use seq_aux_loss or aux_loss"
         )
 
 

@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.parallel import context_parallel, tensor_para
 from slime.batching.columns import RolloutShard
 from slime.batching.packing import pack
 from slime.batching.ragged import Ragged
+from slime.batching.routed_experts import rows_of_samples
 from slime.batching.validate import LARGEST_LOG_PROB
 
 RolloutData = dict[str, Any]
@@ -172,6 +173,17 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
         max_seqlen_kv=packed.max_seqlen,
     )
     return batch
+
+
+def rows_of_batch(batch: dict[str, Any], *, sequence_parallel: bool) -> Tensor:
+    """Return which token of ``batch`` every row of this rank's activations holds: int64 [rows], -1 for padding.
+
+    Tokens are counted through all samples, in order. Under sequence parallelism a tensor-parallel rank has a part of
+    the rows.
+    """
+    cp, tp = context_parallel(), tensor_parallel()
+    rows = rows_of_samples(batch["total_lengths"], batch["tokens"].size(-1), cp_rank=cp.rank, cp_size=cp.size)
+    return rows.chunk(tp.size)[tp.rank] if sequence_parallel and tp.size > 1 else rows
 
 
 def _select(column: Any, indices: list[int]) -> Any:

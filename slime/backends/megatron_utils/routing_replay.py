@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
-from slime.batching.routed_experts import has_successor, rows_of_experts, rows_of_samples
+from slime.backends.megatron_utils.data import rows_of_batch
+from slime.batching.routed_experts import has_successor, rows_of_experts
 
 FALLTHROUGH, RECORD, REPLAY_FORWARD, REPLAY_BACKWARD = "fallthrough", "record", "replay_forward", "replay_backward"
 STAGE_VARIABLE = "ROUTING_REPLAY_STAGE"
@@ -131,11 +131,7 @@ class RoutingReplay:
 
     def _enter(self, batch: dict[str, Any]) -> None:
         self._current = key = tuple(batch["sample_positions"])
-        cp, tp = context_parallel(), tensor_parallel()
-        row_length = batch["tokens"].size(-1)
-        rows = rows_of_samples(batch["total_lengths"], row_length, cp_rank=cp.rank, cp_size=cp.size)
-        if getattr(self._args, "sequence_parallel", False) and tp.size > 1:
-            rows = rows.chunk(tp.size)[tp.rank]
+        rows = rows_of_batch(batch, sequence_parallel=bool(getattr(self._args, "sequence_parallel", False)))
         self._decided = has_successor(rows, batch["total_lengths"]).to(batch["tokens"].device)
         if key in self._chosen:
             return

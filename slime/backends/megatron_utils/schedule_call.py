@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.balancing import Balancing
 from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 
@@ -25,18 +26,23 @@ def run_schedule(
     *,
     forward_only: bool,
     routing: RoutingReplay | None = None,
+    balancing: Balancing | None = None,
 ) -> list[Any]:
     """Run ``micro_batches`` (lists of local sample positions) through ``model``, backward too unless ``forward_only``.
 
     ``finish(batch)`` returns the function of the output for that micro-batch. Returns what those functions reported,
     one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` whatever they
-    returned, as non-loss data. ``routing`` is told which micro-batch each forward is of.
+    returned, as non-loss data. ``routing`` and ``balancing`` are told which micro-batch each forward
+    is of.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
         batch = next(iterator)
-        with routing.forward(batch) if routing else nullcontext():
+        with ExitStack() as told:
+            for part in (routing, balancing):
+                if part is not None:
+                    told.enter_context(part.forward(batch))
             output = chunk(**model_inputs(batch))
         return output, finish(batch)
 

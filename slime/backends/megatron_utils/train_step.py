@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.backends.megatron_utils.balancing import Balancing
 from slime.backends.megatron_utils.data import RolloutData, sample_name, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
@@ -41,6 +42,7 @@ class StepContext:
     hooks: TrainerHooks
     device: torch.device
     routing: RoutingReplay = field(default_factory=lambda: RoutingReplay(Namespace()))
+    balancing: Balancing = field(default_factory=Balancing)
 
 
 def train_rollout(context: StepContext, rollout_id: int, data: RolloutData) -> list[dict[str, float]]:
@@ -136,12 +138,17 @@ def _train_step(
         batch["global_batch_size"] = global_batch_size
         return partial(loss_function, args, batch, len(micro_batches))
 
-    with context.routing.training():
-        reports = run_schedule(args, model, data, micro_batches, loss_of, forward_only=False, routing=context.routing)
+    routing, balancing = context.routing, context.balancing
+    with routing.training(), balancing.step(data, micro_batches):
+        reports = run_schedule(
+            args, model, data, micro_batches, loss_of, forward_only=False, routing=routing, balancing=balancing
+        )
     learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
     mismatch = meter.measure(step_id, micro_batches, reports)
     skipped, grad_norm = _update(context, rollout_id, step_id, data, micro_batches, reports)
-    if not skipped:
+    if skipped:
+        balancing.undo()
+    else:
         context.scheduler.step(increment=global_batch_size)
 
     metrics = _reduce_reports(args, reports, global_batch_size) if is_last_stage() else {}
@@ -149,7 +156,8 @@ def _train_step(
     metrics["global_batch_size"] = global_batch_size
     if skipped:
         metrics["skipped_step"] = 1.0
-    return {**metrics, **mismatch, **context.routing.step_metrics(context.device), **learning_rates}
+    metrics |= balancing.step_metrics()
+    return {**metrics, **mismatch, **routing.step_metrics(context.device), **learning_rates}
 
 
 def _update(
@@ -173,6 +181,7 @@ def _update(
     finite = math.isfinite(grad_norm) and all(bool(report["finite"]) for report in reports)
     if not _everywhere(finite, context.device):
         if getattr(args, "check_for_nan_in_loss_and_grad", True):
+            context.balancing.undo()
             raise _non_finite_error(rollout_id, step_id, grad_norm, data, micro_batches, reports)
         return True, grad_norm
     for part in optimizer.chained_optimizers:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.balancing import build_balancing
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_steps
@@ -96,7 +97,14 @@ class MegatronTrainer:
             build_routing_replay(self.args, self.model) if self.role == ACTOR else RoutingReplay(Namespace())
         )
         self._context = StepContext(
-            self.args, self.model, self.optimizer, self.scheduler, self.hooks, self.device, self._routing
+            self.args,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.hooks,
+            self.device,
+            self._routing,
+            build_balancing(self.args, self.model),
         )
         configure_schedules(self._context)
         self._state = TrainerState(self.model, self.optimizer, self.scheduler)
