@@ -9,6 +9,7 @@ from typing import Literal
 from slime.arguments.errors import ArgumentError
 from slime.arguments.plan.batch import FULLY_ASYNC_ROLLOUT, SFT_ROLLOUT
 from slime.arguments.plan.words import count
+from slime.arguments.rules.checkpoints import needs_reference
 
 Kind = Literal[
     "synchronous",
@@ -88,8 +89,14 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
             "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
     limit, interval = args.max_staleness, args.update_weights_interval
-    refresh = args.ref_update_interval if args.kl_coef != 0 or args.use_kl_loss else None
-    if args.release_train and refresh is not None and refresh % interval and refresh % (args.save_interval or 1):
+    refresh = args.ref_update_interval
+    if (
+        args.release_train
+        and refresh is not None
+        and needs_reference(args)
+        and refresh % interval
+        and refresh % (args.save_interval or 1)
+    ):
         raise ArgumentError(
             f"--release-train: the reference of --ref-update-interval {refresh} comes back from a checkpoint, and "
             f"there is none after every {refresh} rollouts; use a multiple of --update-weights-interval {interval} or "
