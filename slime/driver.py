@@ -61,7 +61,7 @@ class Loop:
     """The steps of a run, and the two orders in which they are taken.
 
     ``trainer`` is None under ``--debug-rollout-only``. ``rollouts_per_epoch`` places saves and evaluations at epoch
-    ends. With a ``critic``, asleep at first, it and the trainer are awake in turns.
+    ends. With ``--offload-train`` the trainer is asleep at first; a ``critic`` is too, and they are awake in turns.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Loop:
     ) -> None:
         self.args, self.rollout, self.trainer = args, rollout, trainer
         self.critic = None if critic is None else CriticTurn(args, critic, rollout.save)
-        self._trainer_sleeps = False
+        self._trainer_sleeps = trainer is not None and args.offload_train
         self.rollouts_per_epoch = rollouts_per_epoch
         self.overlap = overlap
         self.mixes_versions = generates_always(args)
@@ -197,8 +197,6 @@ class Loop:
         """Take the trainer's weights, loaded or resumed, to the engines before anything is generated."""
         if self.trainer is None:
             return
-        if self.args.offload_train:
-            self._offload_trainer()
         if self.args.debug_train_only:
             return
         if self.args.offload_rollout and not self.args.release_train:
@@ -310,8 +308,6 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         init_tracking(_with_roles(args), primary=True)
         manager, per_epoch = create_rollout_manager(args, groups["rollout"])
         rollout = RolloutHandle(args, manager)
-        if args.offload_rollout or args.check_weight_update_equal:
-            rollout.prepare_engines()
         trainer, critic = create_training_models(args, groups, manager)
         if trainer is not None and critic is not None:
             rollout.lives = [trainer.lives(), critic.lives()]
@@ -338,7 +334,7 @@ def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
             if rollout is not None and gently:
                 rollout.dispose()
         finally:
-            finish_tracking()
+            finish_tracking(complete=gently)
     finally:
         if cluster.is_connected():
             cluster.current().shutdown()

@@ -78,9 +78,12 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
     tracker.open(writers)
 
 
-def finish_tracking() -> None:
-    """Flush and close the trackers of this process. Safe to call without ``init_tracking``."""
-    get_tracker().close()
+def finish_tracking(*, complete: bool = True) -> None:
+    """Flush and close the trackers of this process. Safe to call without ``init_tracking``.
+
+    With ``complete`` metrics that other processes of the run still hold are fetched and written before.
+    """
+    get_tracker().close(complete=complete)
 
 
 def log(args: argparse.Namespace | None, metrics: Mapping[str, Any], step_key: str) -> None:

@@ -1,7 +1,8 @@
 """Where metrics go: one writer per run, any number of processes that measure.
 
 Invariant: only the primary process (the driver) touches files and trackers. Every other process buffers its records;
-its owner fetches them with :func:`drain` and the driver hands them to :func:`ingest`. A metric is therefore written
+its owner fetches them with :func:`drain` and the driver hands them to :func:`ingest`; what nobody has fetched by the
+end of the run is asked for then (:meth:`Tracker.add_source`). A metric is therefore written
 once, by one process, in the order in which the driver saw it, and a run needs no shared tracker session.
 """
 
@@ -15,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypedDict
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Tracker:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._writers: list[Writer] | None = None
+        self._sources: list[Callable[[], list[Record]]] = []
         self._buffer: deque[Record] = deque(maxlen=BUFFER_LIMIT)
         self._dropped = 0
 
@@ -71,9 +73,17 @@ class Tracker:
             self._writers = writers
             self.ingest(self.drain())
 
-    def close(self) -> None:
-        """Close all writers; the process buffers again afterwards."""
+    def add_source(self, drain: Callable[[], list[Record]]) -> None:
+        """Let ``close`` ask ``drain`` for what another process has measured and not handed over yet."""
         with self._lock:
+            self._sources.append(drain)
+
+    def close(self, *, complete: bool = True) -> None:
+        """Close all writers; the process buffers again afterwards. With ``complete`` ask the sources before."""
+        with self._lock:
+            sources, self._sources = self._sources, []
+            for source in sources if complete and self.is_primary else ():
+                self.ingest(source())
             writers, self._writers = self._writers or [], None
             errors = []
             for writer in writers:

@@ -15,12 +15,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from slime.arguments.plan.nodes import torn_engines
 from slime.arguments.plan.placement import EnginePlan, Layout, engines_of, layout_of
 from slime.arguments.roles import actor_args, critic_args
+from slime.observability import tracking
 from slime.ray import cluster, role_resume
 from slime.ray.devices import own_gpu_index
 from slime.ray.node_order import node_sort_key
+from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.train_group import RayTrainGroup
-from slime.ray.waiting import Peer, wait_all, wait_one
+from slime.ray.waiting import Peer, results_so_far, wait_all, wait_one
 from slime.utils.moved import warn_moved
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ Slots: TypeAlias = "tuple[PlacementGroup | None, list[int], list[int]]"
 SIGN_OF_LIFE_S = 30.0
 MANAGER_THREADS = 16
 MANAGER_START_DEADLINE_S = 600.0
+LAST_RECORDS_S = 10.0
 
 
 class PlacementError(RuntimeError):
@@ -57,6 +60,7 @@ def create_placement_groups(args: Namespace) -> dict[str, Slots]:
 def create_rollout_manager(args: Namespace, pg: Slots) -> tuple[Any, int | None]:
     """Start the rollout manager, which starts engines and router in the background.
 
+    With ``--offload-rollout`` the engines have given their memory back when this returns, so that trainers find it.
     Returns its actor handle and the number of rollouts per epoch (None without ``--num-epoch``). Sets
     ``args.num_rollout`` from ``--num-epoch`` when it is not given. Raises ValueError when an epoch holds no rollout.
     """
@@ -87,6 +91,9 @@ def create_rollout_manager(args: Namespace, pg: Slots) -> tuple[Any, int | None]
         args.num_rollout = per_epoch * args.num_epoch
         logger.info("%d rollouts: %d epochs of %d", args.num_rollout, args.num_epoch, per_epoch)
         manager.set_num_rollout.remote(args.num_rollout)
+    tracking.get_tracker().add_source(lambda: _last_records([manager]))
+    if args.offload_rollout or args.check_weight_update_equal:
+        RolloutHandle(args, manager).prepare_engines()
     return manager, per_epoch
 
 
@@ -95,9 +102,9 @@ def create_training_models(
 ) -> tuple[RayTrainGroup | None, RayTrainGroup | None]:
     """Start the trainers, load their weights, and return the actor's group (None without training) and the critic's.
 
-    The critic's is None but with ``--advantage-estimator ppo``; it sleeps when this returns: it shares the actor's
-    slots. Sets ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was
-    then.
+    The critic's is None but with ``--advantage-estimator ppo``. With ``--offload-train``, which a critic implies, they
+    sleep when this returns; ``async_train`` and ``save_model`` wake them for their own time. Sets
+    ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was then.
     """
     actor: RayTrainGroup | None = None
     critic: RayTrainGroup | None = None
@@ -111,6 +118,11 @@ def create_training_models(
         nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
         actor = RayTrainGroup(actor_args(args), nodes, gpus, pgs["actor"], with_ref=_with_ref(args))
         start = actor.create(rollout_manager)
+    for group in (actor, critic):
+        if group is not None:
+            tracking.get_tracker().add_source(lambda group=group: _last_records(group.actors))
+    if actor is not None and args.offload_train:
+        actor.offload()
     of_roles = critic is not None or (actor is not None and actor_args(args) is not args)
     if args.start_rollout_id is None or (of_roles and "start_rollout_id" not in args.explicit_flags):
         args.start_rollout_id = start
@@ -139,6 +151,12 @@ def _create_actor_and_critic(
     start = role_resume.check_starts(args, actor.create(rollout_manager), critic_start)
     critic.others = [actor.lives()]
     return actor, critic, start
+
+
+def _last_records(actors: Sequence[Any]) -> list[tracking.Record]:
+    """The metrics that ``actors`` hold; those of the ones that have ended, or do something else, are lost."""
+    found = results_so_far([actor.drain_records.remote() for actor in actors], LAST_RECORDS_S)
+    return [record for records in found for record in records]
 
 
 def create_actor_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> RayTrainGroup:

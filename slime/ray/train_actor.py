@@ -119,11 +119,13 @@ class TrainRayActor:
 
     @reports_errors
     def sleep(self) -> None:
-        self.trainer.sleep()
+        if not self.trainer.asleep:
+            self.trainer.sleep()
 
     @reports_errors
     def wake_up(self) -> None:
-        self.trainer.wake_up()
+        if self.trainer.asleep:
+            self.trainer.wake_up()
 
     @reports_errors
     def clear_memory(self) -> None:

@@ -103,6 +103,11 @@ class RayTrainGroup:
             self._wait([rollout_manager.set_train_parallel_config.remote(config)], "telling the manager the layout")
         return int(starts.pop())
 
+    @property
+    def actors(self) -> list[Any]:
+        """The handles of the ranks, none while they are released."""
+        return list(self._actors)
+
     def set_rollout_manager(self, rollout_manager: Any) -> None:
         """Take weights to the engines of this manager, and end every wait when one of them dies."""
         self._rollout_manager = rollout_manager
@@ -171,6 +176,7 @@ class RayTrainGroup:
         Engines that were lost and started again meanwhile get the weights too, and requests after that. A push that
         fails because an engine has ended or does not answer any more is made again without it.
         """
+        self._collect()  # drivers of users may wait for training with ``ray.get``
         if self.args.debug_train_only and getattr(self.args, "keep_old_actor", False):
             self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
@@ -219,7 +225,7 @@ class RayTrainGroup:
         wait_one(loading, Peer("the rollout manager"), "loading weights from files", deadline, self._watch)
 
     def offload(self) -> None:
-        """Move the trainers' state off their devices."""
+        """Move the trainers' state off their devices; nothing happens when it is."""
         self._all("sleep", f"offloading the {self.role}", OFFLOAD_DEADLINE_S)
 
     def onload(self) -> None:

@@ -84,6 +84,19 @@ def wait_one(
     return wait_all([ref], [peer], what, deadline_s, watch, lives)[0]
 
 
+def results_so_far(refs: Sequence[Any], patience_s: float) -> list[Any]:
+    """Return the results of those ``refs`` that come within ``patience_s`` and are no failures."""
+    if not refs:
+        return []
+    found = []
+    for ref in ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)[0]:
+        try:
+            found.append(ray.get(ref))
+        except ray.exceptions.RayError as e:
+            logger.debug("not answered: %s", one_line_kind(e))
+    return found
+
+
 def _names(pending: Sequence[Any], refs: Sequence[Any], peers: Sequence[Peer]) -> str:
     return ", ".join(peer.name for ref, peer in zip(refs, peers, strict=True) if ref in pending)
 

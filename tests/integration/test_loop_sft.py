@@ -110,5 +110,5 @@ def test_a_driver_of_the_users_own(flags, tmp_path):
     """The three public functions, used the way scripts written for slime <= 0.3.1 use them."""
     script = "tests/support/own_driver.py"
     run = run_train([*flags, "--num-rollout", "2"], tmp_path / "run", script=script)
-    assert "rollouts per epoch: None, start: 0, critic: None" in run.output
+    assert "rollouts per epoch: None, start: 0, critic: False" in run.output
     assert len(run.values("train/loss")) == 2

@@ -280,7 +280,7 @@ def test_only_evaluation():
 
 def test_taking_turns_on_the_same_devices():
     assert run(num_rollout=1, offload_train=True, offload_rollout=True) == (
-        ["trainer off", "engine weights on", "sync", "engine caches on"]
+        ["engine weights on", "sync", "engine caches on"]
         + ["start 0", "wait 0", "engines off", "trainer on", "train 0"]
         + ["trainer off", "engine weights on", "sync", "engine caches on", "finish"]
     )
@@ -302,7 +302,7 @@ def test_generation_alone():
 
 def test_training_alone_has_no_engines_to_sync():
     calls = run(debug_train_only=True, offload_train=True, offload_rollout=True, num_rollout=1)
-    assert calls == ["trainer off", "start 0", "wait 0", "trainer on", "train 0", "trainer off", "finish"]
+    assert calls == ["start 0", "wait 0", "trainer on", "train 0", "trainer off", "finish"]
 
 
 def test_training_alone_still_counts_syncs_for_the_old_actor():
@@ -380,7 +380,7 @@ def test_only_engines_sleep():
 
 def test_only_trainers_sleep():
     assert run(num_rollout=1, offload_train=True) == (
-        ["trainer off", "sync", "start 0", "wait 0", "trainer on", "train 0", "trainer off", "sync", "finish"]
+        ["sync", "start 0", "wait 0", "trainer on", "train 0", "trainer off", "sync", "finish"]
     )
 
 
@@ -446,7 +446,7 @@ class World:
 
         return take
 
-    def __getattr__(self, name: str):  # the rollout handle: prepare_engines, wait_ready, dispose
+    def __getattr__(self, name: str):  # the rollout handle: wait_ready, dispose
         return self.step(name)
 
 
@@ -475,13 +475,6 @@ def test_a_run_from_start_to_end(monkeypatch):
     world = World(monkeypatch)
     driver.train(train_args())
     assert world.calls == [*START, "dispose", "close trackers", "shut down"]
-
-
-@pytest.mark.parametrize("flags", [{"offload_rollout": True}, {"check_weight_update_equal": True}])
-def test_engines_make_room_before_trainers_are_built(monkeypatch, flags):
-    world = World(monkeypatch)
-    driver.train(train_args(**flags))
-    assert world.calls.index("prepare_engines") == world.calls.index("trainers") - 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad"), KeyboardInterrupt(), Terminated()])

@@ -51,6 +51,20 @@ def test_secondary_buffers_and_the_driver_ingests(tmp_path, tracker):
     assert row["time"] == pytest.approx(records[0]["time"], abs=1e-3)
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_what_nobody_fetched_is_asked_for_at_the_end(tmp_path, tracker, complete):
+    secondary = Tracker()
+    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    tracker.add_source(secondary.drain)
+    secondary.add(to_records({"train/step": 1, "train/late": 2.0}, "train/step"))
+    logging_utils.finish_tracking(complete=complete)
+    assert [row["name"] for row in read(tmp_path / "metrics.jsonl")] == (["train/late"] if complete else [])
+    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    secondary.add(to_records({"train/step": 1, "train/of no run": 2.0}, "train/step"))
+    logging_utils.finish_tracking()
+    assert "train/of no run" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_what_was_logged_before_the_writers_opened_is_not_lost(tmp_path, tracker):
     logging_utils.log(None, {"train/step": 0, "train/early": 1.0}, "train/step")
     logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))

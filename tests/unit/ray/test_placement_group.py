@@ -79,6 +79,9 @@ def run_args(**changes: Any) -> Any:
         "rollout_external": False,
         "placement_timeout": 50.0,
         "use_critic": False,
+        "offload_train": False,
+        "offload_rollout": False,
+        "check_weight_update_equal": False,
         "megatron_config_path": None,
     }
     return SimpleNamespace(**{**base, **changes})
@@ -230,6 +233,20 @@ def start_manager(monkeypatch: pytest.MonkeyPatch, per_epoch: int | None, **flag
     monkeypatch.setattr(placement_group, "ray", SimpleNamespace(remote=lambda cls: Options()))
     args = run_args(run_dir="/nowhere", rollout_batch_size=8, **flags)
     return args, placement_group.create_rollout_manager(args, (None, [], []))[1], manager
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize("flags", [{"offload_rollout": True}, {"check_weight_update_equal": True}, {}])
+def test_engines_make_room_before_trainers_are_built(monkeypatch: pytest.MonkeyPatch, flags: dict[str, bool]) -> None:
+    prepared: list[Any] = []
+
+    class Handle:
+        def __init__(self, args: Any, manager: Any) -> None:
+            self.prepare_engines = lambda: prepared.append(manager)
+
+    monkeypatch.setattr(placement_group, "RolloutHandle", Handle)
+    _, _, manager = start_manager(monkeypatch, None, num_epoch=None, num_rollout=7, **flags)
+    assert prepared == ([manager] if flags else [])
 
 
 @pytest.mark.usefixtures("waits")
