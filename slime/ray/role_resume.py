@@ -1,7 +1,8 @@
 """Where actor and critic go on from: the last rollout that both have a checkpoint of.
 
 The critic is saved first, after its part of a rollout, and the actor after its own: a run that is killed in between has
-the critic ahead. While only the critic is trained the actor is not saved, and starts from the weights it started from.
+the critic ahead. While only the critic is trained (``--num-critic-only-steps``) the actor is not saved: it goes on from
+its last checkpoint before these rollouts, or from the weights it started from.
 """
 
 from __future__ import annotations
@@ -30,27 +31,38 @@ def agree(actor: Namespace, critic: Namespace) -> None:
             f"{f' in {critic.save}' if critic.save else ''}. Take the actor's weights for a fresh start with "
             "--finetune, or give the critic's checkpoint as load of role critic in --megatron-config-path"
         )
-    common = _common(actor, critic, actor_last, critic_last)
-    if common is None and actor_last is not None:
+    last = _last_of_both(actor, critic, actor_last, critic_last)
+    if last is None and actor_last is not None:
         raise ArgumentError(
             f"--load {actor.load} ends after rollout {actor_last} and the critic's {critic.load} after rollout "
             f"{critic_last}, and there is no rollout that both have a checkpoint of; are they of one run?"
         )
-    if common is None:
+    if last is None:
         logger.warning("no checkpoint of the actor was completed: the critic starts afresh too")
         critic.load, critic.ckpt_step = actor.load, actor.ckpt_step
         critic.no_load_optim = critic.no_load_rng = critic.finetune = True
         return
-    if common != critic_last:
-        logger.warning("the run ended between the checkpoints of critic and actor: both go on after rollout %d", common)
-    critic.ckpt_step = common
-    if actor_last is not None:
-        actor.ckpt_step = common
+    actor_step, critic_step = last
+    if critic_step != critic_last:
+        logger.warning(
+            "the run ended between the checkpoints of critic and actor: both go on after rollout %d", critic_step
+        )
+    if actor_step is not None and actor_step != critic_step:
+        logger.warning(
+            "the critic goes on after rollout %d and the actor with its weights after rollout %d: "
+            "--num-critic-only-steps %d leaves them as they are till then",
+            critic_step,
+            actor_step,
+            actor.num_critic_only_steps,
+        )
+    critic.ckpt_step = critic_step
+    if actor_step is not None:
+        actor.ckpt_step = actor_step
 
 
 def check_starts(args: Namespace, actor_start: int, critic_start: int) -> int:
     """Return the first rollout of the run from those that actor and critic loaded; RuntimeError where they disagree."""
-    trained_alone = actor_start == 0 and critic_start <= args.num_critic_only_steps
+    trained_alone = actor_start < critic_start <= args.num_critic_only_steps
     if actor_start != critic_start and not trained_alone:
         raise RuntimeError(
             f"the actor's next rollout is {actor_start} and the critic's is {critic_start}; look at load and ckpt_step "
@@ -71,11 +83,24 @@ def _last(args: Namespace) -> int | None:
     return find_checkpoint(args.load, getattr(args, "ckpt_step", None))[1]
 
 
-def _common(actor: Namespace, critic: Namespace, actor_last: int | None, critic_last: int) -> int | None:
-    """The last rollout both can go on from; ``actor_last`` None: the actor was never trained."""
-    if actor_last is None:
-        candidates = range(min(critic_last, actor.num_critic_only_steps - 1), -1, -1)
-        return next((i for i in candidates if iteration_dir(critic.load, i).is_dir()), None)
-    candidates = range(min(actor_last, critic_last), -1, -1)
-    has_both = (i for i in candidates if all(iteration_dir(role.load, i).is_dir() for role in (actor, critic)))
-    return next(has_both, None)
+def _last_of_both(
+    actor: Namespace, critic: Namespace, actor_last: int | None, critic_last: int
+) -> tuple[int | None, int] | None:
+    """The last rollout that the run can go on after, as the checkpoints of actor and critic; None without any.
+
+    The actor's is of the same rollout, or of an earlier one when the critic alone is trained on the critic's; None
+    where the actor was never trained.
+    """
+    for step in range(critic_last, -1, -1):
+        if not iteration_dir(critic.load, step).is_dir():
+            continue
+        alone = step < actor.num_critic_only_steps
+        if actor_last is None:
+            if alone:
+                return None, step
+            continue
+        of_actor = (i for i in range(min(actor_last, step), -1, -1) if iteration_dir(actor.load, i).is_dir())
+        found = next(of_actor, None)
+        if found is not None and (found == step or alone):
+            return found, step
+    return None

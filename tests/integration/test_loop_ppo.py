@@ -80,6 +80,29 @@ def test_a_killed_critic_ends_the_run_which_goes_on_from_both_checkpoints(tmp_pa
 
 
 @pytest.mark.soak
+def test_more_steps_of_the_critic_alone_after_a_resume(tmp_path: Path):
+    """Rollouts 2 and 3 are the critic's alone, and neither is trained on again when the run is killed after them."""
+    hold = "--rollout-data-postprocess-path tests.support.rollout_hooks.hold"
+    run_train(ppo_flags(tmp_path, "--num-rollout 2"), tmp_path / "first")
+    more = ppo_flags(tmp_path, f"--num-rollout 5 --num-critic-only-steps 4 {hold}")
+    with Run(more, tmp_path / "killed", env={"SLIME_TEST_HOLD_AT": "4"}) as killed:
+        killed.wait_for_log("actor_rank0", "holding rollout 4", 240)
+        killed.process.kill()
+        killed.process.wait(10)
+        killed.assert_nothing_left()
+    assert {2, 3} <= read_metric(killed.run_dir, "train/critic-value_loss").keys()
+    assert not read_metric(killed.run_dir, "train/loss")
+    assert (last_saved(tmp_path / "save"), last_saved(tmp_path / "save" / "critic")) == (1, 4)
+    last = run_train(more, tmp_path / "last")
+    assert "the critic goes on after rollout 3 and the actor with its weights after rollout 1" in last.output
+    for name in ("train/critic-value_loss", "train/loss"):
+        assert sorted(last.metric(name)) == [4], name
+    # The engines generate with the actor's weights of rollout 1, as the trainer has them.
+    assert max(last.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    assert last_saved(tmp_path / "save") == last_saved(tmp_path / "save" / "critic") == 4
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("way", ["colocated", "one step ahead", "replayed"])
 def test_other_loops(tmp_path: Path, way: str):
     """Two ranks with tensor parallelism, so that values and weights are put together."""

@@ -55,10 +55,23 @@ def agreed(root: Path, actor_saved: list[int], critic_saved: list[int], only: in
         ([], [2], 2, (0, 0)),
         ([2], [0, 1, 2, 3], 2, (3, 3)),
         ([1, 3], [1, 2, 3, 4], 1, (4, 4)),
+        # --num-critic-only-steps was raised: the actor is not trained on rollouts 4 to 6, and not saved
+        ([2, 3], [0, 1, 2, 3, 4, 5], 7, (4, 6)),
+        ([2, 3], [0, 1, 2, 3, 4, 5, 6], 7, (4, 7)),
+        ([2, 3], [3, 4, 5, 6, 7], 7, (4, 7)),  # ... and killed in the actor's next step
+        ([2, 3], [3, 7], 7, (4, 4)),
+        ([2, 3, 7], [3, 5, 7], 7, (8, 8)),
+        ([3, 7], [3, 7, 9], 20, (8, 10)),  # raised when the last run had been killed between both checkpoints
     ],
 )
 def test_both_go_on_after_the_last_rollout_that_both_have(tmp_path, actor_saved, critic_saved, only, starts):
     assert agreed(tmp_path, actor_saved, critic_saved, only) == starts
+
+
+def test_going_on_from_two_rollouts_is_said(tmp_path, caplog):
+    agreed(tmp_path, [2, 3], [3, 4, 5], only=7)
+    assert "the critic goes on after rollout 5 and the actor with its weights after rollout 3" in caplog.text
+    assert "--num-critic-only-steps 7" in caplog.text
 
 
 def test_an_actor_without_a_critic_is_refused(tmp_path):
@@ -91,6 +104,7 @@ def test_what_was_loaded_must_agree():
     args = Namespace(num_critic_only_steps=2)
     assert check_starts(args, 5, 5) == 5
     assert check_starts(args, 0, 2) == 2
-    for actor, critic in ((0, 3), (4, 3), (1, 2)):
+    assert check_starts(args, 1, 2) == 2
+    for actor, critic in ((0, 3), (4, 3), (2, 1), (1, 3)):
         with pytest.raises(RuntimeError, match=f"next rollout is {actor} and the critic's is {critic}"):
             check_starts(args, actor, critic)
