@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
+from slime.algorithms.rewards import normalize_rewards
+from slime.utils.types import Sample
 from tests.support import plain_grpo
 from tests.support.distributed import run_distributed
 from tests.support.trainer import make_train_data, tiny_checkpoint, trainer_args
@@ -20,9 +23,17 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "cispo": {**TWO_STEPS, "advantage_estimator": "cispo"},
     "dual clip, per token": {**TWO_STEPS, "eps_clip_c": 1.5, "calculate_per_token_loss": True},
     "one step": {"lr": 0.5, "global_batch_size": 8},
+    "Dr. GRPO": {
+        **TWO_STEPS, "pg_loss_reducer": "constant_length", "pg_loss_length": 24, "entropy_coef": 0.01,
+        "use_kl_loss": True, "kl_loss_coef": 0.1,
+    },
     "packed": {**TWO_STEPS, "micro_batch_size": 4, "log_probs_chunk_size": 5, "entropy_coef": 0.02},
 }  # fmt: skip
-DATA = {"seed": 3}
+
+
+def data_of(name: str) -> dict[str, Any]:
+    """Arguments of ``make_train_data``."""
+    return {"seed": 3, "scaled": name != "Dr. GRPO"}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +50,9 @@ def trained(checkpoints: tuple[str, str]) -> dict[str, dict[str, Any]]:
         {
             "args": {"load": checkpoint, "ref_load": reference, **args},
             "with_ref": bool(args.get("use_kl_loss")),
-            "data": DATA,
+            "data": data_of(name),
         }
-        for args in SCENARIOS.values()
+        for name, args in SCENARIOS.items()
     ]
     results = run_distributed(
         "tests.support.trainer_ranks:gradients", 1, {"checkpoint": checkpoint, "scenarios": scenarios}, timeout=300
@@ -53,7 +64,8 @@ def trained(checkpoints: tuple[str, str]) -> dict[str, dict[str, Any]]:
 def test_same_loss_and_gradients(name: str, checkpoints: tuple[str, str], trained: Any) -> None:
     checkpoint, reference = checkpoints
     args = trainer_args(checkpoint, **SCENARIOS[name])
-    expected = plain_grpo.train(args, checkpoint, reference if args.use_kl_loss else None, make_train_data(**DATA))
+    data = make_train_data(**data_of(name))
+    expected = plain_grpo.train(args, checkpoint, reference if args.use_kl_loss else None, data)
     assert len(trained[name]["steps"]) == len(expected)
     for step, plain in zip(trained[name]["steps"], expected, strict=True):
         for metric, value in plain["metrics"].items():
@@ -65,6 +77,18 @@ def test_same_loss_and_gradients(name: str, checkpoints: tuple[str, str], traine
     for tensor, gradient in plain_gradients.items():
         difference = (gradients[tensor] - gradient).norm().item()
         assert difference <= 1e-5 * max(gradient.norm().item(), 1e-2 * whole), tensor
+
+
+def test_dr_grpo_trains_on_rewards_that_are_only_centred() -> None:
+    """What the manager makes of raw rewards is what the scenario trains on, and not what the others do."""
+    args = Namespace(
+        advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None,
+        n_samples_per_prompt=2, rollout_batch_size=4,
+    )  # fmt: skip
+    data = make_train_data(**data_of("Dr. GRPO"))
+    samples = [Sample(index=i, group_index=i // 2, reward=raw) for i, raw in enumerate(data["raw_reward"])]
+    assert normalize_rewards(args, samples) == pytest.approx(data["rewards"])
+    assert make_train_data(**data_of("gspo"))["rewards"] != pytest.approx(data["rewards"], rel=0.1)
 
 
 def test_second_step_is_off_policy(trained: Any) -> None:

@@ -110,11 +110,13 @@ def train(
             rollout = torch.tensor(data["rollout_log_probs"][i], dtype=torch.float32).double()
             new, entropy = log_probs(model, i)
             terms = sample_loss(args, new, entropy, old[i], ref[i], rollout, data["rewards"][i], mask)
+            weight = 1 / tokens if args.calculate_per_token_loss else 1 / max(data["rollout_mask_sums"][i], 1) / batch
+            of_policy = 1 / args.pg_loss_length / batch if hasattr(args, "pg_loss_length") else weight  # Dr. GRPO
             for name, values in terms.items():
-                weight = (
-                    1 / tokens if args.calculate_per_token_loss else 1 / max(data["rollout_mask_sums"][i], 1) / batch
-                )
-                totals[name] = totals.get(name, torch.zeros(())) + (values * mask).sum() * weight
+                part = (values * mask).sum() * (of_policy if name == "pg_loss" else weight)
+                if name == "loss":
+                    part = part + (terms["pg_loss"] * mask).sum() * (of_policy - weight)
+                totals[name] = totals.get(name, torch.zeros(())) + part
         further = also(indices) if also else {}
         model.zero_grad()
         (totals["loss"] + further.pop("loss", 0.0)).backward()

@@ -147,6 +147,7 @@ OPTIONAL = {
     "overlap_param_gather", "recompute_granularity", "recompute_loss_function", "recompute_method",
     "recompute_modules", "recompute_num_layers", "ref_update_interval", "reset_optimizer_states",
     "rollout_data_postprocess_path", "save_debug_train_data", "save_hf", "use_rollout_entropy", "opsm_delta",
+    "pg_loss_length", "pg_loss_reducer",
     "use_routing_replay", "use_rollout_routing_replay",
     "disable_param_buffers_cpu_backup", "use_stateless_adam", "use_pytorch_profiler", "profile_step_start",
     "profile_step_end", "profile_ranks", "profile_target", "tensorboard_dir",
@@ -154,11 +155,19 @@ OPTIONAL = {
 
 
 def make_train_data(
-    *, prompts: int = 4, per_prompt: int = 2, vocab_size: int = 256, seed: int = 0, shortest: int = 3, longest: int = 24
+    *,
+    prompts: int = 4,
+    per_prompt: int = 2,
+    vocab_size: int = 256,
+    seed: int = 0,
+    shortest: int = 3,
+    longest: int = 24,
+    scaled: bool = True,
 ) -> dict[str, list[Any]]:
     """Return train data of ``prompts * per_prompt`` random samples with prompts of 2 to 9 tokens and masked spans.
 
-    Engine log-probs are made up near those of a uniform policy; rewards are normalised within a prompt's group.
+    Engine log-probs are made up near those of a uniform policy; rewards are normalised within a prompt's group,
+    unless ``scaled`` without the division by its standard deviation.
     """
     rng = np.random.default_rng(seed)
     data: dict[str, list[Any]] = {
@@ -177,7 +186,7 @@ def make_train_data(
             data["tokens"].append(prompt + rng.integers(0, vocab_size, response).tolist())
             data["response_lengths"].append(response)
             data["loss_masks"].append(mask.tolist())
-            data["rewards"].append(float((raw[i] - raw.mean()) / (raw.std() + 1e-6)))
+            data["rewards"].append(float((raw[i] - raw.mean()) / (raw.std() + 1e-6 if scaled else 1)))
             data["raw_reward"].append(float(raw[i]))
             data["rollout_log_probs"].append((rng.normal(size=response) * 0.1 - np.log(vocab_size)).tolist())
             data["sample_indices"].append(100 + index)
