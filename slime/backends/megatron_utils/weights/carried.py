@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint, read_config
@@ -10,11 +10,22 @@ from slime.backends.megatron_utils.weights.maps import Family
 
 
 def carried_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
-    """Return the names of the tensors of ``checkpoint`` that the family's models are built without."""
+    """Return the names of the tensors of ``checkpoint`` that models are built without, unless they predict tokens."""
+    extra = _extra_layers(checkpoint)
+    return frozenset(name for name in checkpoint.names if family.carries_hf(name, extra))
+
+
+def predicting_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
+    """Return the names of the tensors of ``checkpoint`` in layers that predict further tokens."""
+    extra = _extra_layers(checkpoint)
+    return frozenset(name for name in checkpoint.names if family.predicts_hf(name, extra))
+
+
+def _extra_layers(checkpoint: HfCheckpoint) -> range:
     config = read_config(checkpoint.path)
     config = config.get("text_config", config)
-    layers, predicting = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
-    return frozenset(name for name in checkpoint.names if family.carries_hf(name, range(layers, layers + predicting)))
+    layers = config.get("num_hidden_layers", 0)
+    return range(layers, layers + (config.get("num_nextn_predict_layers") or 0))
 
 
 def write_carried(source: Path, target: Path, family: Family, written: Iterable[str]) -> tuple[dict[str, str], int]:
@@ -35,3 +46,28 @@ def write_carried(source: Path, target: Path, family: Family, written: Iterable[
             files.update(dict.fromkeys(tensors, file))
             size += sum(tensor.nbytes for tensor in tensors.values())
     return files, size
+
+
+def write_copies(source: Path, target: Path, family: Family, written: Mapping[str, str]) -> tuple[dict[str, str], int]:
+    """Write the tensors of ``source`` that repeat another one to ``target``, as that one is there now.
+
+    ``written``: tensor name -> file in ``target``. Return ``tensor name -> file``, and the bytes.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tensors = {}
+    with HfCheckpoint(source) as checkpoint:
+        for name in sorted(predicting_names(checkpoint, family)):
+            original = family.copy_of(name)
+            if original is None:
+                continue
+            if original not in written:  # a tied output layer
+                original = family.embedding
+            with safe_open(target / written[original], framework="pt") as file:
+                tensors[name] = file.get_tensor(original)
+    if not tensors:
+        return {}, 0
+    file_name = "copies-00001.safetensors"
+    save_file(tensors, target / file_name, metadata={"format": "pt"})
+    return dict.fromkeys(tensors, file_name), sum(tensor.nbytes for tensor in tensors.values())

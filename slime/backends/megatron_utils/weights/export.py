@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.weights.carried import write_carried
+from slime.backends.megatron_utils.weights.carried import write_carried, write_copies
 from slime.backends.megatron_utils.weights.hf_checkpoint import INDEX
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
 from slime.backends.megatron_utils.weights.naming import model_family
@@ -140,10 +140,15 @@ def _write_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace, parti
 
 
 def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> None:
-    written = [described[0] for plan in plans if plan is not None for shard in plan[1] for described in shard]
-    carried = write_carried(Path(args.hf_checkpoint), partial, model_family(args), written)
-    _write_index(partial, plans, carried)
-    _copy_other_files(Path(args.hf_checkpoint), partial)
+    source, family = Path(args.hf_checkpoint), model_family(args)
+    shards, size = _written(plans)
+    if getattr(args, "mtp_num_layers", None):
+        copies, more = write_copies(source, partial, family, shards)
+        shards, size = {**shards, **copies}, size + more
+    carried, more = write_carried(source, partial, family, shards)
+    index = {"metadata": {"total_size": size + more}, "weight_map": dict(sorted({**shards, **carried}.items()))}
+    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _copy_other_files(source, partial)
     _write_dtype(partial, plans)
     old = out.with_name(f".{out.name}.old")
     if old.exists():
@@ -155,14 +160,14 @@ def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> No
         shutil.rmtree(old)
 
 
-def _write_index(partial: Path, plans: list[Any], carried: tuple[dict[str, str], int]) -> None:
-    names, (weight_map, total) = _file_names(plans), carried
+def _written(plans: list[Any]) -> tuple[dict[str, str], int]:
+    """Return ``tensor name -> file`` of all stages, and the bytes."""
+    names, files, total = _file_names(plans), {}, 0
     for stage, shards in (plan for plan in plans if plan is not None):
         for file, shard in zip(names[stage], shards, strict=True):
-            weight_map.update({described[0]: file for described in shard})
+            files.update({described[0]: file for described in shard})
             total += sum(_bytes(described) for described in shard)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return files, total
 
 
 def _copy_other_files(source: Path, target: Path) -> None:

@@ -11,15 +11,27 @@ import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.value_head import is_value_head
-from slime.backends.megatron_utils.weights.carried import carried_names
+from slime.backends.megatron_utils.weights.carried import carried_names, predicting_names
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
 from slime.backends.megatron_utils.weights.maps.dense import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
-from slime.backends.megatron_utils.weights.naming import Weight, model_dims, model_family, tied, unwrap, weights_of
+from slime.backends.megatron_utils.weights.naming import (
+    MTP,
+    Weight,
+    model_dims,
+    model_family,
+    tied,
+    unwrap,
+    weights_of,
+)
 
 MAX_LISTED = 8
+COMPARED_ROWS = 64
+
+Own = dict[tuple[bool, int | None], set[int | None]]
+"""Which experts (None: what is not one) a rank has of (whether it predicts further tokens, layer)."""
 
 
 @torch.no_grad()
@@ -34,10 +46,13 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
     dims = model_dims(args, unwrap(model_chunks[0]).config)
     weights = weights_of(model_chunks, args, family)
     with HfCheckpoint(hf_dir) as checkpoint:
-        unneeded = set(carried_names(checkpoint, family))
+        unneeded, predicting = set(carried_names(checkpoint, family)), predicting_names(checkpoint, family)
+        if any(weight.name.startswith(MTP) for weight in weights):
+            _check_copies(checkpoint, family, predicting)
+            unneeded -= {name for name in predicting if family.copy_of(name) is None}
         if any(is_value_head(p) for chunk in model_chunks for p in chunk.parameters()):
             unneeded.add(LM_HEAD)
-        _check_names(checkpoint, weights, family, args, dims, unneeded)
+        _check_names(checkpoint, weights, family, args, dims, unneeded, predicting)
         _check_shapes(checkpoint, weights, dims)
         for weight in weights:
             ranks = weight.tensor_ranks
@@ -70,6 +85,7 @@ def _check_names(
     args: Namespace,
     dims: Dims,
     unneeded: set[str],
+    predicting: frozenset[str],
 ) -> None:
     wanted = {name for weight in weights for name in weight.hf_names}
     missing = sorted(wanted - checkpoint.names)
@@ -78,13 +94,13 @@ def _check_names(
             f"{checkpoint.path}: {len(missing)} tensors that the model needs are missing: {_some(missing)}. Do the "
             "model flags describe this checkpoint?"
         )
-    own: dict[int | None, set[int | None]] = {}
+    own: Own = {}
     for weight in weights:
-        own.setdefault(weight.layer, set()).add(weight.expert)
+        own.setdefault((weight.name.startswith(MTP), weight.layer), set()).add(weight.expert)
     unexpected = [
         f"{name} (in {checkpoint.file_of(name).name})"
         for name in sorted(checkpoint.names - wanted - unneeded)
-        if not family.ignores_hf(name) and not _held_elsewhere(name, family, own, args, dims)
+        if not family.ignores_hf(name) and not _held_elsewhere(name, name in predicting, family, own, args, dims)
     ]
     if unexpected:
         raise ValueError(
@@ -93,19 +109,35 @@ def _check_names(
         )
 
 
-def _held_elsewhere(
-    name: str, family: Family, own: dict[int | None, set[int | None]], args: Namespace, dims: Dims
-) -> bool:
-    """Return whether another rank holds the tensor (or, if tied, nobody needs to); ``own``: experts by layer."""
+def _held_elsewhere(name: str, predicts: bool, family: Family, own: Own, args: Namespace, dims: Dims) -> bool:
+    """Return whether another rank holds the tensor (or, if tied, nobody needs to).
+
+    ``predicts``: whether it is of a layer that predicts further tokens, which are all on one stage.
+    """
     if not family.knows_hf(name):
         return False
     _, layer, expert = as_template(name)
     if layer is None:
         return name != LM_HEAD or tied(args) or _pipeline_size() > 1
-    if layer not in own:
-        return layer < args.num_layers
-    has_experts = own[layer] != {None}
-    return has_experts and expert is not None and expert < dims.num_experts and expert not in own[layer]
+    if (predicts, layer) not in own:
+        return not predicts and layer < args.num_layers
+    experts = own[predicts, layer]
+    return experts != {None} and expert is not None and expert < dims.num_experts and expert not in experts
+
+
+def _check_copies(checkpoint: HfCheckpoint, family: Family, predicting: frozenset[str]) -> None:
+    """Compare the first rows of tensors that repeat another one: the model has only that."""
+    for name in sorted(predicting):
+        original = family.copy_of(name)
+        if original is None or original not in checkpoint.names:
+            continue
+        copy, rows = checkpoint.slice(name), slice(0, COMPARED_ROWS)
+        if not torch.equal(copy[rows], checkpoint.slice(original)[rows]):
+            raise ValueError(
+                f"{checkpoint.path}: {name} is not the copy of {original} that it should be. The layers of "
+                "--mtp-num-layers share the model's embedding and output layer: leave the flag out to keep them as "
+                "they are"
+            )
 
 
 def _pipeline_size() -> int:

@@ -19,6 +19,9 @@ from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.dense import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
 
+MTP = "mtp."
+"""The beginning of the names of parameters that predict further tokens."""
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -125,8 +128,11 @@ def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family:
         if is_value_head(parameter):
             continue
         rule, place = family.find(name)
-        hf_names = tuple(rule.hf_names(place.layer, place.expert))
+        layer = place.layer
+        if layer is not None and name.startswith(MTP) and family.prediction and family.prediction.pattern is None:
+            layer += args.num_layers
+        hf_names = tuple(rule.hf_names(layer, place.expert))
         if tied(args):
             hf_names = tuple(family.embedding if name == LM_HEAD else name for name in hf_names)
-        weights.append(Weight(name, parameter, rule, place.layer, place.expert, hf_names))
+        weights.append(Weight(name, parameter, rule, layer, place.expert, hf_names))
     return weights

@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import NOT_EXPRESSIBLE, family_of
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.hybrid import GatedQueryKeyValue
+from slime.backends.megatron_utils.weights.maps.mtp import HiddenFirst
 
 HEADS, GROUPS, D, HIDDEN = 8, 4, 3, 5
 DIMS = Dims(HEADS, GROUPS, D, vocab_size=10, padded_vocab_size=16)
@@ -42,6 +43,37 @@ def test_gates_lie_behind_the_queries_of_their_group(tp_size: int) -> None:
     back = layout.unshard(shards, DIMS)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(back, sources, strict=True))
     assert layout.hf_shapes(tuple(shards[0].shape), tp_size, DIMS) == [tuple(s.shape) for s in sources]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_a_projection_of_hidden_states_and_embeddings_changes_sides(tp_size: int) -> None:
+    """Columns 0 to 3 are for hidden states, 4 to 7 for embeddings; Megatron has embeddings first."""
+    source = 100 * torch.arange(6.0)[:, None] + torch.arange(8)
+    layout = HiddenFirst()
+    shards = [layout.shard([source], rank, tp_size, DIMS) for rank in range(tp_size)]
+    assert torch.equal(torch.cat(shards)[0], torch.tensor([4.0, 5, 6, 7, 0, 1, 2, 3]))
+    assert torch.equal(layout.unshard(shards, DIMS)[0], source)
+    assert layout.hf_shapes(tuple(shards[0].shape), tp_size, DIMS) == [(6, 8)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part", "name"),
+    [
+        ("mimo", "enorm.weight", "model.mtp_layers.1.token_layernorm.weight"),
+        ("mimo", "hnorm.weight", "model.mtp_layers.1.hidden_layernorm.weight"),
+        ("mimo", "transformer_layer.self_attention.linear_proj.weight", "model.mtp_layers.1.self_attn.o_proj.weight"),
+        ("deepseek_v3", "enorm.weight", "model.layers.1.enorm.weight"),
+        ("deepseek_v3", "final_layernorm.weight", "model.layers.1.shared_head.norm.weight"),
+        ("glm4_moe", "transformer_layer.mlp.router.weight", "model.layers.1.mlp.gate.weight"),
+        ("qwen3_next", "eh_proj.weight", "mtp.fc.weight"),
+        ("qwen3_next", "enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
+        ("qwen3_next", "transformer_layer.mlp.router.weight", "mtp.layers.1.mlp.gate.weight"),
+        ("qwen3_5", "transformer_layer.mlp.linear_fc2.weight", "mtp.layers.1.mlp.down_proj.weight"),
+    ],
+)
+def test_names_of_layers_that_predict_further_tokens(model_type: str, part: str, name: str) -> None:
+    rule, place = family_of(model_type).find(f"mtp.layers.1.{part}")
+    assert rule.hf_names(place.layer) == [name]  # of relatives of DeepSeek-V3 the number is counted on afterwards
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])

@@ -28,6 +28,8 @@ def test_an_unknown_family_lists_the_known_ones() -> None:
         ("model.layers.0.mlp.up_proj.weight", "model.layers.{layer}.mlp.up_proj.weight", 0, None),
         ("model.norm.weight", "model.norm.weight", None, None),
         ("my_layers.3.weight", "my_layers.3.weight", None, None),
+        ("model.mtp_layers.1.input_proj.weight", "model.mtp_layers.{layer}.input_proj.weight", 1, None),
+        ("mtp.layers.0.transformer_layer.a", "mtp.layers.{layer}.transformer_layer.a", 0, None),
         ("layers.4.mlp.experts.31.up_proj.weight", "layers.{layer}.mlp.experts.{expert}.up_proj.weight", 4, 31),
         ("layers.4.mlp.experts.linear_fc1.weight31", "layers.{layer}.mlp.experts.linear_fc1.weight{expert}", 4, 31),
         ("experts.local_experts.0.linear_fc2.weight", "experts.local_experts.{expert}.linear_fc2.weight", None, 0),
@@ -40,9 +42,15 @@ def test_templates(name: str, template: str, layer: int | None, expert: int | No
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_no_tensor_of_either_side_is_mapped_twice(family: Family) -> None:
+    predicting = family.prediction.rules if family.prediction else ()
+    numbered_on = family.prediction is not None and family.prediction.pattern is None
     for side in ("megatron", "hf"):
         names = [name for rule in family.rules for name in getattr(rule, side)]
+        own = [name for rule in predicting for name in getattr(rule, side)]
         assert len(names) == len(set(names))
+        assert len(own) == len(set(own))
+        # A layer that is numbered on after the last one has the same names, with a number that no other layer has.
+        assert (side == "hf" and numbered_on) or not set(own) & set(names)
 
 
 def test_local_and_transformer_engine_names_meet_in_one_rule() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.backends.megatron_utils.weights.layouts import Replicated, Rows
 from slime.backends.megatron_utils.weights.maps.dense import DENSE, ROTARY_BUFFERS, layer_rule
 from slime.backends.megatron_utils.weights.maps.experts import expert_bias, routed_experts, router, shared_experts
+from slime.backends.megatron_utils.weights.maps.mtp import in_extra_layers
 from slime.backends.megatron_utils.weights.maps.rule import Family
 
 LATENT_ATTENTION = (
@@ -38,5 +39,5 @@ FAMILY = Family(
     ("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
     RULES,
     ROTARY_BUFFERS,
-    predicts_in_extra_layers=True,
+    prediction=in_extra_layers(RULES),
 )

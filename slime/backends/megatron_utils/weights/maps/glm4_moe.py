@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from slime.backends.megatron_utils.weights.maps.dense import DENSE, QK_NORM, QKV_BIAS, ROTARY_BUFFERS
 from slime.backends.megatron_utils.weights.maps.experts import expert_bias, routed_experts, router, shared_experts
+from slime.backends.megatron_utils.weights.maps.mtp import in_extra_layers
 from slime.backends.megatron_utils.weights.maps.rule import Family
 
 RULES = (*DENSE, QKV_BIAS, *QK_NORM, router(), expert_bias(), *routed_experts(), *shared_experts())
 
-FAMILY = Family("glm4_moe", ("glm4_moe",), RULES, ROTARY_BUFFERS, predicts_in_extra_layers=True)
+FAMILY = Family("glm4_moe", ("glm4_moe",), RULES, ROTARY_BUFFERS, prediction=in_extra_layers(RULES))

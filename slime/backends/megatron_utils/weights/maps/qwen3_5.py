@@ -12,11 +12,11 @@ from slime.backends.megatron_utils.weights.layouts import Columns
 from slime.backends.megatron_utils.weights.maps.dense import ROTARY_BUFFERS, layer_rule
 from slime.backends.megatron_utils.weights.maps.experts import router, shared_expert_gate, shared_experts
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
-from slime.backends.megatron_utils.weights.maps.hybrid import GATED_ATTENTION, delta_net
+from slime.backends.megatron_utils.weights.maps.hybrid import GATED_ATTENTION, delta_net, one_predicting_layer
 from slime.backends.megatron_utils.weights.maps.qwen2_moe import EXPERTS
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
-CARRIED = (r"^mtp\.", r"^model\.visual\.")
+VISION = (r"^model\.visual\.",)
 DENSE = (*GATED_ATTENTION, *delta_net("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
 _FC = "mlp.experts.linear_fc{}.weight{{expert}}", "mlp.experts.local_experts.{{expert}}.linear_fc{}.weight"
 STACKED_EXPERTS = (
@@ -33,9 +33,13 @@ def _below_language_model(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return tuple(replace(rule, hf=tuple(name.replace("model.", prefix, 1) for name in rule.hf)) for rule in rules)
 
 
+def _family(name: str, rules: tuple[Rule, ...]) -> Family:
+    return Family(name, (name,), rules, ROTARY_BUFFERS, VISION, one_predicting_layer(rules))
+
+
 FAMILIES = (
-    Family("qwen3_5_text", ("qwen3_5_text",), DENSE, ROTARY_BUFFERS, CARRIED),
-    Family("qwen3_5_moe_text", ("qwen3_5_moe_text",), (*DENSE, *EXPERTS), ROTARY_BUFFERS, CARRIED),
-    Family("qwen3_5", ("qwen3_5",), _below_language_model(DENSE), ROTARY_BUFFERS, CARRIED),
-    Family("qwen3_5_moe", ("qwen3_5_moe",), _below_language_model((*DENSE, *STACKED_EXPERTS)), ROTARY_BUFFERS, CARRIED),
+    _family("qwen3_5_text", DENSE),
+    _family("qwen3_5_moe_text", (*DENSE, *EXPERTS)),
+    _family("qwen3_5", _below_language_model(DENSE)),
+    _family("qwen3_5_moe", _below_language_model((*DENSE, *STACKED_EXPERTS))),
 )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from slime.backends.megatron_utils.weights.layouts import Layout
 
 LAYER, EXPERT = "{layer}", "{expert}"
-_LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+_LAYER_NUMBER = re.compile(r"(?:(?<=\blayers\.)|(?<=\bmtp_layers\.))\d+(?=\.)")
 # One module per expert (`experts.3.`, `local_experts.3.`), or one grouped module with a weight per expert (`weight3`).
 _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)|(?<=experts\.linear_fc\d\.weight)\d+$")
 
@@ -44,13 +44,26 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """The layers of a family that predict further tokens (``--mtp-num-layers``): their ``rules``, and their tensors.
+
+    ``pattern`` is a regular expression of them; without it they are in layers numbered on after the last one (and
+    ``{layer}`` of the rules stands for that number on Hugging Face's side). ``copies``: tensors among them that repeat
+    another one, which is all that the model has, and that one.
+    """
+
+    rules: tuple[Rule, ...]
+    pattern: str | None = None
+    copies: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family: ``model_types`` are the values of ``model_type`` in ``config.json`` that it covers.
 
     ``ignored``: regular expressions of Hugging Face tensors that hold nothing to load (buffers of old checkpoints).
-    ``carried``: those of parts that are not built (a vision tower, layers that predict further tokens), which an export
-    takes over as they are. ``predicts_in_extra_layers``: whether layers that predict further tokens are numbered on
-    after the last one.
+    ``carried``: those of parts that are not built (a vision tower), which an export takes over as they are; without
+    ``--mtp-num-layers`` it does so with the tensors of ``prediction``, too.
     """
 
     name: str
@@ -58,15 +71,19 @@ class Family:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
-    predicts_in_extra_layers: bool = False
+    prediction: Prediction | None = None
+
+    @property
+    def _all_rules(self) -> tuple[Rule, ...]:
+        return self.rules + (self.prediction.rules if self.prediction else ())
 
     @cached_property
     def _by_template(self) -> dict[str, Rule]:
-        return {template: rule for rule in self.rules for template in rule.megatron}
+        return {template: rule for rule in self._all_rules for template in rule.megatron}
 
     @cached_property
     def _hf_templates(self) -> frozenset[str]:
-        return frozenset(name for rule in self.rules for name in rule.hf)
+        return frozenset(name for rule in self._all_rules for name in rule.hf)
 
     @cached_property
     def embedding(self) -> str:
@@ -95,10 +112,20 @@ class Family:
         return any(re.search(pattern, hf_name) for pattern in self.ignored)
 
     def carries_hf(self, hf_name: str, extra_layers: range) -> bool:
-        """Return whether the tensor belongs to a part that is not built; ``extra_layers``: numbers after the last."""
-        if self.predicts_in_extra_layers and as_template(hf_name).layer in extra_layers:
-            return True
-        return any(re.search(pattern, hf_name) for pattern in self.carried)
+        """Return whether it is carried, or predicts further tokens; ``extra_layers``: layer numbers after the last."""
+        return self.predicts_hf(hf_name, extra_layers) or any(re.search(p, hf_name) for p in self.carried)
+
+    def predicts_hf(self, hf_name: str, extra_layers: range) -> bool:
+        """Return whether the tensor belongs to a layer that predicts further tokens."""
+        if self.prediction is None:
+            return False
+        if self.prediction.pattern is None:
+            return as_template(hf_name).layer in extra_layers
+        return re.search(self.prediction.pattern, hf_name) is not None
+
+    def copy_of(self, hf_name: str) -> str | None:
+        """Return the tensor that ``hf_name``, in a layer that predicts further tokens, repeats; None if it does not."""
+        return dict(self.prediction.copies).get(as_template(hf_name).template) if self.prediction else None
 
 
 class Place(NamedTuple):
