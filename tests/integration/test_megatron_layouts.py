@@ -139,7 +139,7 @@ def test_context_parallel_attention_equals_dense(ranks: list[dict[str, Any]]) ->
         ("below-a-file", ["RuntimeError", "rank 0", "export failed while preparing"]),
         ("twice", ["RuntimeError", "twice"]),
         ("unmatched", ["--freeze-params-name-list", "no_such_parameter"]),
-        ("mtp", ["--mtp-num-layers"]),
+        ("mtp", ["qwen3", "no rule", "mtp.layers.0.enorm.weight"]),
     ],
 )
 def test_refusals_name_what_is_wrong(case: str, words: list[str], ranks: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from tests.support.distributed import run_distributed
 from tests.support.float64 import as_float64
+from tests.support.mtp import MIMO, add_layers, as_mimo
 from tests.support.trainer import make_train_data, tiny_checkpoint
 
 FP32, FLOAT64 = "fp32", "float64"
@@ -54,8 +55,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
     "experts": {"family": "qwen3_moe", "mlp_only_layers": [1]},  # four experts, of which two see a token
+    "mtp": {"family": "qwen2", "tie_word_embeddings": False, "mtp_layers": 2},
+    "mtp, tied": {"family": "qwen2", "tie_word_embeddings": True, "mtp_layers": 1},
 }
-REFERENCES = {"tied": ALONE, "untied": "1 process, untied", "experts": "1 process, experts"}
+REFERENCES = {
+    "tied": ALONE,
+    "untied": "1 process, untied",
+    "experts": "1 process, experts",
+    "mtp": "1 process, MTP",
+    "mtp, tied": "1 process, MTP, tied",
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ PLAIN: dict[str, Any] = {"use_distributed_optimizer": False}
 OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 ETP1: dict[str, Any] = {"expert_tensor_parallel_size": 1}
+# A bias on keys hardly matters to attention, so that its gradient is tiny and Adam with the usual eps divides noise.
+MTP: dict[str, Any] = {
+    "mtp_num_layers": 2, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3, "adam_eps": 1e-5,
+}  # fmt: skip
 
 
 def packed(tokens: int) -> dict[str, Any]:
@@ -142,6 +155,16 @@ LAYOUTS: dict[str, Layout] = {
     "experts, TP2+SP x EP2, ETP1": Layout(2, {**TP2, **SP, **EP2, **ETP1}, model="experts"),
     "experts, PP2 x VPP2": Layout(2, {**PP2, **VPP2}, model="experts"),
     "experts, CP2 x EP2": Layout(2, {**CP2, **EP2}, model="experts"),
+    REFERENCES["mtp"]: Layout(1, MTP, model="mtp"),
+    REFERENCES["mtp, tied"]: Layout(1, {**MTP, "mtp_num_layers": 1}, model="mtp, tied"),
+    "MTP, packed, recompute full": Layout(1, {**MTP, **packed(64), **FULL}, model="mtp"),
+    "MTP, TP2": Layout(2, {**MTP, **TP2}, model="mtp"),
+    "MTP, TP2+SP": Layout(2, {**MTP, **TP2, **SP}, model="mtp"),
+    "MTP, PP2, packed, overlapped": Layout(2, {**MTP, **PP2, **packed(64), **OVERLAPPED}, model="mtp"),
+    "MTP, PP2 x VPP2": Layout(2, {**MTP, **PP2, **VPP2}, model="mtp"),
+    "MTP, PP2, tied": Layout(2, {**MTP, **PP2, "mtp_num_layers": 1}, model="mtp, tied"),
+    "MTP, CP2, packed": Layout(2, {**MTP, **CP2, **packed(32)}, model="mtp"),
+    "MTP, DP2, overlapped": Layout(2, {**MTP, **OVERLAPPED}, model="mtp"),
     "DP4, packed, balanced": Layout(4, {**packed(64), "balance_data": True}),
     "TP4+SP": Layout(4, {"tensor_model_parallel_size": 4, **SP}),
     "PP4": Layout(4, {"pipeline_model_parallel_size": 4}),
@@ -163,6 +186,9 @@ LAYOUTS: dict[str, Layout] = {
     "experts, PP2 x EP2": Layout(4, {**PP2, **EP2}, model="experts"),
     "experts, CP2 x EP4": Layout(4, {**CP2, "expert_model_parallel_size": 4}, model="experts"),
     "PP2 x VPP2 x CP2": Layout(4, {**PP2, **VPP2, **CP2}),
+    "MTP, TP2+SP x PP2": Layout(4, {**MTP, **TP2, **SP, **PP2}, model="mtp"),
+    "MTP, PP2 x CP2": Layout(4, {**MTP, **PP2, **CP2}, model="mtp"),
+    "MTP, PP2 x DP2, overlapped": Layout(4, {**MTP, **PP2, **OVERLAPPED}, model="mtp"),
 }  # fmt: skip
 
 
@@ -210,7 +236,12 @@ def checkpoints(folder: Path, precision: str, num_layers: int = 4) -> dict[str, 
     found = {}
     for seed, (prefix, model) in enumerate(itertools.product(("", "reference of "), MODELS)):
         name = prefix + model
-        path = tiny_checkpoint(folder / name, seed=seed, num_hidden_layers=num_layers, **MODELS[model])
+        fields = dict(MODELS[model])
+        predicting = fields.pop("mtp_layers", 0)
+        path = tiny_checkpoint(folder / name, seed=seed, num_hidden_layers=num_layers, **fields)
+        if predicting:
+            path = add_layers(path, folder / f"{name}-predicting", MIMO, predicting)
+            as_mimo(path)
         found[name] = as_float64(path, folder / f"{name}-{precision}") if precision == FLOAT64 else path
     return found
 

@@ -183,7 +183,7 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
         "below-a-file": _message(lambda: export_hf(model, args, Path(source) / "config.json" / "export")),
         "twice": _message(lambda: initialize_megatron(args)),
         "unmatched": _message(lambda: get_model(frozen_args)),
-        "mtp": _message(lambda: get_model(prediction)),
+        "mtp": _message(lambda: load_hf(get_model(prediction, wrap_with_ddp=False), source, prediction)),
     }
 
 

@@ -32,7 +32,7 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
         "norm_epsilon": c["rms_norm_eps"],
         "swiglu": True,
         "add_bias_linear": False,
-        "add_qkv_bias": c["model_type"].startswith("qwen2"),
+        "add_qkv_bias": c["model_type"].startswith(("qwen2", "mimo")),
         "qk_layernorm": c["model_type"].startswith("qwen3"),
         "use_rotary_position_embeddings": True,
         "position_embedding_type": "rope",
@@ -148,7 +148,8 @@ OPTIONAL = {
     "recompute_modules", "recompute_num_layers", "ref_update_interval", "reset_optimizer_states",
     "rollout_data_postprocess_path", "save_debug_train_data", "save_hf", "use_rollout_entropy", "opsm_delta",
     "pg_loss_length", "pg_loss_reducer",
-    "use_routing_replay", "use_rollout_routing_replay",
+    "use_routing_replay", "use_rollout_routing_replay", "mtp_num_layers", "enable_mtp_training",
+    "mtp_loss_scaling_factor",
     "disable_param_buffers_cpu_backup", "use_stateless_adam", "use_pytorch_profiler", "profile_step_start",
     "profile_step_end", "profile_ranks", "profile_target", "tensorboard_dir",
 }  # fmt: skip

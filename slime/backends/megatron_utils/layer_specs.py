@@ -61,3 +61,28 @@ def _with_torch_modules(block: Any) -> Any:
             experts.experts = ModuleSpec(module=GroupedExperts)
             logger.info("routed experts: a matrix product each, for want of TransformerEngine's grouped kernels")
     return block
+
+
+def mtp_block_spec(args: Namespace, config: Any) -> Any:
+    """Return the spec of ``--mtp-num-layers`` layers that predict further tokens: each has a layer like the last one.
+
+    Where some layers have linear attention these have full attention, which is the built-in layer.
+    """
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlockSubmodules,
+        get_mtp_layer_spec,
+    )
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from slime.backends.megatron_utils.mtp_model import PredictionLayer
+
+    with_te = use_transformer_engine(args)
+    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, with_te, config.normalization, config.qk_l2_norm)
+    block = TransformerBlockSubmodules(layer_specs=layers[-1:])
+    block = block if with_te else _with_torch_modules(block)
+    block = with_post_norms(args, with_right_gradients(block, duplicate=not with_te))
+    layer = get_mtp_layer_spec(block.layer_specs[0], with_te)
+    layer.module = PredictionLayer
+    if not with_te:
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchRMSNorm
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * args.mtp_num_layers)

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.hook_results import checked_loss
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import icepop_function, mis_function, vanilla_tis_function
 from slime.backends.megatron_utils.mismatch import note_mismatch
+from slime.backends.megatron_utils.mtp_loss import add_mtp_loss
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel
 from slime.backends.megatron_utils.policy_loss import policy_loss_function
 from slime.backends.megatron_utils.response_logits import (
@@ -109,6 +110,7 @@ def loss_function(
         loss, metrics = checkpoint(function, args, batch, logits, reduce, use_reentrant=False)
     else:
         loss, metrics = function(args, batch, logits, reduce)
+    loss, metrics = add_mtp_loss(args, batch, loss, metrics)
 
     mismatch = None if args.loss_type in ("sft_loss", "value_loss") else note_mismatch(batch)
     values = [num_tokens, *metrics.values()]

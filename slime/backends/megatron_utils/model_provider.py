@@ -6,12 +6,14 @@ import inspect
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.model_config import ddp_config_from_args, transformer_config_from_args
+from slime.backends.megatron_utils.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.rope import rope_settings
 from slime.backends.megatron_utils.value_head import is_value_head, put_value_head
 from slime.utils import accelerator
@@ -46,9 +48,8 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
     import_megatron()
     from megatron.core import parallel_state as mpu
 
-    if getattr(args, "mtp_num_layers", None):
-        raise ValueError("--mtp-num-layers: the built-in model has no multi-token-prediction layers; leave it out")
     config = transformer_config_from_args(args)
+    config.mtp_num_layers = None  # read to check the pipeline layout; the layers are not megatron's to run (mtp_model)
     provider = model_provider(args, config)
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size()
     models = []
@@ -56,9 +57,16 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         pre_process, post_process = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
         models.append(provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage))
+        if post_process and getattr(args, "mtp_num_layers", None) and not hasattr(models[-1], "mtp"):
+            raise ValueError(
+                f"--mtp-num-layers {args.mtp_num_layers}: {type(models[-1]).__name__} has no module `mtp`. The layers "
+                "that predict further tokens are those of slime.backends.megatron_utils.model_provider.gpt_model: let "
+                "the function of --custom-model-provider-path or --spec call it, or leave the flag out"
+            )
         if with_value_head and post_process:
             put_value_head(args, config, models[-1])
     freeze_parameters(args, models)
+    _freeze_mtp(args, models)
     models = [_on_device(config, model) for model in models]
     return _with_ddp(args, config, models) if wrap_with_ddp else models
 
@@ -132,10 +140,19 @@ def gpt_model(
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> torch.nn.Module:
-    """Return one stage of megatron's GPTModel; its logits stay split over the tensor-parallel ranks."""
+    """Return one stage of megatron's GPTModel; its logits stay split over the tensor-parallel ranks.
+
+    The last stage holds the layers of ``--mtp-num-layers``.
+    """
     from megatron.core.models.gpt import GPTModel
 
-    return GPTModel(
+    model_class: Callable[..., torch.nn.Module] = GPTModel
+    if post_process and getattr(args, "mtp_num_layers", None):
+        from slime.backends.megatron_utils.layer_specs import mtp_block_spec
+        from slime.backends.megatron_utils.mtp_model import PredictingGPTModel
+
+        model_class = partial(PredictingGPTModel, args, mtp_spec=mtp_block_spec(args, config))
+    return model_class(
         config=config,
         transformer_layer_spec=layer_spec,
         vocab_size=padded_vocab_size(args),
@@ -180,6 +197,18 @@ def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> Non
         hit = any(re.search(pattern, name) for pattern in only or freeze)
         if hit == bool(freeze) and not is_value_head(parameter):
             parameter.requires_grad_(False)
+
+
+def _freeze_mtp(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
+    """Keep the layers of multi-token prediction as they are without ``--enable-mtp-training``.
+
+    They get no gradient then, but weight decay would change them.
+    """
+    if trains_mtp(args):
+        return
+    for model in models:
+        if (mtp := getattr(model, "mtp", None)) is not None:
+            mtp.requires_grad_(False)
 
 
 def _unmatched_anywhere(patterns: list[str], names: list[str]) -> list[str]:

@@ -11,7 +11,9 @@ import torch
 
 from slime.backends.megatron_utils.balancing import Balancing
 from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs
+from slime.backends.megatron_utils.mtp_loss import further_tokens, trains_mtp
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
+from slime.backends.megatron_utils.weights.naming import unwrap
 
 Finish = Callable[..., Any]
 """From the model's output to what the schedule expects: a loss and its report, or collected data."""
@@ -39,11 +41,14 @@ def run_schedule(
 
     def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
         batch = next(iterator)
+        inputs = model_inputs(batch)
+        if not forward_only and trains_mtp(args) and hasattr(unwrap(chunk), "mtp"):
+            inputs["further_tokens"] = batch["further_tokens"] = further_tokens(args, batch)
         with ExitStack() as told:
             for part in (routing, balancing):
                 if part is not None:
                     told.enter_context(part.forward(batch))
-            output = chunk(**model_inputs(batch))
+            output = chunk(**inputs)
         return output, finish(batch)
 
     reports: list[Any] = get_forward_backward_func()(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from slime.backends.megatron_utils.data import RolloutData, sample_name, steps_o
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.mismatch import MismatchMeter
+from slime.backends.megatron_utils.mtp_loss import lends_embedding
 from slime.backends.megatron_utils.parallel import (
     all_gather_objects,
     context_parallel,
@@ -54,11 +56,20 @@ def train_rollout(context: StepContext, rollout_id: int, data: RolloutData) -> l
     steps = steps_of(data)
     metrics = []
     meter = MismatchMeter(context.args, rollout_id, data, context.device)
+    lends = lends_embedding(context.args)
     for step_id, micro_batches in enumerate(steps):
         batch_size = int(data["global_batch_sizes"][step_id])
-        metrics.append(_train_step(context, rollout_id, step_id, data, micro_batches, batch_size, meter))
-        _complete_parameters(context.model, last=step_id == len(steps) - 1)
+        with _lent_embedding(context) if lends else nullcontext():
+            metrics.append(_train_step(context, rollout_id, step_id, data, micro_batches, batch_size, meter))
+        # An embedding that is lent has to be whole when the step begins.
+        _complete_parameters(context.model, last=lends or step_id == len(steps) - 1)
     return metrics
+
+
+def _lent_embedding(context: StepContext) -> AbstractContextManager[None]:
+    from slime.backends.megatron_utils.mtp_model import lent_embedding
+
+    return lent_embedding(context.args, context.model)
 
 
 def _complete_parameters(model: Sequence[torch.nn.Module], *, last: bool) -> None:
