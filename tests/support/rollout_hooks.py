@@ -19,6 +19,11 @@ async def parity_reward(args: Any, sample: Sample, **_: Any) -> float:
     return float(sum(sample.tokens) % 2)
 
 
+async def no_reward(args: Any, sample: Sample, **_: Any) -> float:
+    """Return 0.0: what is learnt comes from elsewhere."""
+    return 0.0
+
+
 def fail_on_rank_1(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """``--rollout-data-postprocess-path`` that breaks on one rank, while the other waits for it in a collective."""
     if dist.get_rank() == 1 and rollout_id == 1:
