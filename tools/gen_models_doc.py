@@ -65,7 +65,7 @@ FAMILIES = [
         "DP TP+SP PP CP EP ETP",
         "5e-6",
     ],
-    ["MiMo", "`mimo`", "Qwen2's layers; those that predict further tokens are carried over", "DP TP SP PP CP", "3e-6"],
+    ["MiMo", "`mimo`", "Qwen2's layers", "DP TP SP PP CP", "3e-6"],
     [
         "GLM-4",
         "`glm4`",
@@ -115,7 +115,8 @@ ABOUT_FAMILIES = """
   [attention of your own](../get_started/customization.md#model)).
 * With experts, tensor parallelism needs sequence parallelism.
 * Of Qwen3.5's vision-language checkpoints the language model is trained, on prompts without images.
-* Parts that are not trained (vision towers, layers that predict further tokens) are carried over into an export as they
+* Parts that are not trained (vision towers, without `--mtp-num-layers` also
+  [layers that predict further tokens](../advanced/multi_token_prediction.md)) are carried over into an export as they
   are in the checkpoint.
 * The norms on latents use `--norm-epsilon`, as SGLang's do; those of transformers have 1e-6 whatever the config says.
 * Published FP8 and INT4 weights are converted to bf16 first.

@@ -27,7 +27,6 @@ _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 FEATURES: dict[str, tuple[str, ...]] = {
     "DeepEP": ("--moe-enable-deepep", "--moe-token-dispatcher-type"),
     "sparse attention": ("--enable-experimental", "--allgather-cp", "--dsa-*", "--spec"),
-    "MTP training": ("--mtp-*", "--enable-mtp-training"),
     "prefill and decode engines": ("--prefill-num-servers", "--sglang-config"),
     "routing replay": ("--use-*routing-replay",),
     "FP8 training": ("--fp8-*",),

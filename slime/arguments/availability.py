@@ -34,9 +34,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "sglang_config": ANY,
     "multimodal_keys": ANY,
     # algorithm
-    "mtp_num_layers": ANY,
-    "mtp_loss_scaling_factor": ANY,
-    "enable_mtp_training": ANY,
     # weight synchronisation
     "update_weight_mode": ("delta",),
     "update_weight_delta_encoding": ANY,

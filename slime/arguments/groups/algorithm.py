@@ -135,6 +135,10 @@ class MultiTokenPrediction(ArgumentGroup):
 
     title = "multi-token prediction"
 
-    mtp_num_layers: int | None = flag(None, "layers that predict tokens further ahead; default: none", ge=1)
-    mtp_loss_scaling_factor: float = flag(0.2, "weight of the loss of --mtp-num-layers, with --enable-mtp-training")
-    enable_mtp_training: bool = flag(False, "train the layers of --mtp-num-layers")
+    mtp_num_layers: int | None = flag(
+        None, "layers of the checkpoint that predict tokens further ahead; default: they are not loaded", ge=1
+    )
+    mtp_loss_scaling_factor: float = flag(
+        0.2, "weight of the loss of --mtp-num-layers, with --enable-mtp-training", ge=0
+    )
+    enable_mtp_training: bool = flag(False, "train the layers of --mtp-num-layers, and them alone, on further tokens")

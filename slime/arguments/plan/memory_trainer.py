@@ -103,6 +103,7 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     tokens = micro_batch_tokens(args, parallel)
     kept = kept_of(args, element)
     activations, recomputed = _activations(args, size, rank, tokens, kept)
+    activations += element * _lent_embedding(args, size, rank)
     parameters = element * (rank.dense_buffer + rank.expert_buffer)
     optimizer = int(state_bytes(args) * _shard(args, rank, parallel))
     with_reference = (getattr(args, "kl_coef", 0) or 0) != 0 or getattr(args, "use_kl_loss", False)
@@ -184,6 +185,14 @@ def _shard(args: Namespace, rank: RankSize, parallel: Parallel) -> int:
     dense = max(1, parallel.dense_ranks // instances) if sharded else 1
     expert = max(1, parallel.expert_ranks // instances) if sharded else 1
     return -(-rank.dense_buffer // dense) + -(-rank.expert_buffer // expert)
+
+
+def _lent_embedding(args: Namespace, size: ModelSize, rank: RankSize) -> int:
+    """Return the numbers of the embedding that the last stage borrows for layers that predict further tokens."""
+    predicts = any(chunk.mtp for chunk in rank.chunks) and getattr(args, "enable_mtp_training", False)
+    if not predicts or not size.shape.untied or size.parallel.pp == 1:
+        return 0
+    return size.shape.vocab // size.parallel.tp * size.shape.hidden
 
 
 def _in_flight(args: Namespace, parallel: Parallel, stage: int) -> list[int]:

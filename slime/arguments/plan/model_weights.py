@@ -61,16 +61,15 @@ def chunk_weights(shape: ModelShape, chunk: Chunk, *, vocab: int) -> Weights:
     for kind, layers in kinds.items():
         found += [(weight, layers) for weight in layer_weights(shape, kind)]
     several = not (chunk.embedding and chunk.output)
-    if chunk.embedding or chunk.mtp:
-        tied = several and (shape.mtp > 0 or not shape.untied)
-        found.append((Weight("embedding", vocab * shape.hidden, tied=tied), 1))
+    if chunk.embedding:
+        found.append((Weight("embedding", vocab * shape.hidden, tied=several and not shape.untied), 1))
         if shape.positions:
             found.append((Weight("embedding", shape.positions * shape.hidden, "none"), 1))
     if chunk.mtp:
         found += [(weight, chunk.mtp) for weight in _mtp(shape)]
     if chunk.output:
         found += [(weight, 1) for weight in _norm(shape, shape.hidden)]
-        if shape.untied or not (chunk.embedding or chunk.mtp):
+        if shape.untied or not chunk.embedding:
             found.append((Weight("output", vocab * shape.hidden, tied=several and not shape.untied), 1))
     return found
 

@@ -1,4 +1,4 @@
-"""On-policy distillation and multi-token prediction."""
+"""On-policy distillation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ _HOOKS_OF_SAMPLES = (
 
 
 def check(args: Namespace) -> None:
-    """A teacher needs a place to run, and heads that are trained must exist."""
+    """A teacher needs a place to run."""
     if args.use_opd:
         _check_teacher(args)
     elif args.opd_teacher_load is not None:
         raise ArgumentError(
             f"--opd-teacher-load {args.opd_teacher_load} is not read without --use-opd; add it or leave this out"
         )
-    if args.enable_mtp_training and args.mtp_num_layers is None:
-        raise ArgumentError("--enable-mtp-training needs --mtp-num-layers, the number of prediction layers to train")
 
 
 def _check_teacher(args: Namespace) -> None:

@@ -16,6 +16,7 @@ from slime.arguments.models import hf_fields
 from slime.arguments.models.known import known_model
 from slime.arguments.models.megatron_flags import Description, describe
 from slime.arguments.models.model_flag import ModelFlag, pattern, plain
+from slime.arguments.rules import prediction
 
 # What an option that is left out stands for, where Megatron's default is None.
 _LEFT_OUT: dict[str, Any] = {
@@ -69,7 +70,7 @@ def check_consistency(args: Namespace) -> None:
             return
         config, name = known.config, f"the published {known.repository}"
     description = describe(config)
-    wrong = _differences(args, description, config.get("model_type"))
+    wrong = _differences(args, description, config.get("model_type")) + prediction.differences(args, config)
     if wrong:
         raise ArgumentError(
             f"the model flags do not describe {name}: {'; '.join(wrong)}. Correct the flags or the checkpoint"
@@ -81,7 +82,7 @@ def check_consistency(args: Namespace) -> None:
 
 def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
     """What the model flags say otherwise than ``config``, one phrase each."""
-    return _differences(args, describe(config), config.get("model_type"))
+    return _differences(args, describe(config), config.get("model_type")) + prediction.differences(args, config)
 
 
 def suggested_flags(hf_checkpoint: str) -> str:

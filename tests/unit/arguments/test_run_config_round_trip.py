@@ -50,7 +50,8 @@ NEEDS = {
     "load_forge_rollout_data": "--rollout-function-path slime.rollout.forge_load.generate_rollout",
     "opd_type": "--use-opd --opd-teacher-load teacher",
     "opd_teacher_load": "--use-opd --opd-type megatron",
-    "enable_mtp_training": "--mtp-num-layers 1",
+    "mtp_num_layers": "--hf-checkpoint /nowhere/model",
+    "enable_mtp_training": "--mtp-num-layers 1 --hf-checkpoint /nowhere/model",
     "decoder_first_pipeline_num_layers": "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2",
     "recompute_method": "--recompute-granularity full --recompute-num-layers 1",
 }

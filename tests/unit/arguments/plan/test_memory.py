@@ -173,6 +173,14 @@ def test_dynamic_batches_fill_the_pipeline() -> None:
     assert [_in_flight(args, Parallel(pp=3), stage) for stage in range(3)] == [[3], [2], [1]]
 
 
+def test_the_last_stage_borrows_the_embedding_to_predict_further_tokens() -> None:
+    flags = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
+    trained, kept = bare_args(**flags, enable_mtp_training=True), bare_args(**flags)
+    stages = [trainer_memory(args, model_size(args)) for args in (trained, kept)]
+    assert stages[0][1].activations - stages[1][1].activations == 2 * model_size(kept).shape.vocab * 64
+    assert stages[0][0].activations == stages[1][0].activations
+
+
 def test_copies_in_host_memory() -> None:
     args = bare_args(actor_num_gpus_per_node=1)
     total = model_size(args).total

@@ -1,0 +1,60 @@
+"""Layers that predict further tokens (``--mtp-num-layers``)."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from typing import Any
+
+from slime.arguments import unchecked
+from slime.arguments.errors import ArgumentError
+
+FAMILIES = (
+    *("mimo", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+)
+"""Values of ``model_type`` whose checkpoints may hold such layers."""
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+
+def check(args: Namespace) -> None:
+    """Layers that are trained must exist; a pipeline layout has them where they are run."""
+    if args.enable_mtp_training and args.mtp_num_layers is None:
+        raise ArgumentError("--enable-mtp-training needs --mtp-num-layers, the number of prediction layers to train")
+    if args.mtp_num_layers is None:
+        return
+    layout, count = args.pipeline_model_parallel_layout, args.mtp_num_layers
+    if layout is not None and not re.fullmatch(rf"[^m]*(m{{{count}}}|\(?m\)?\*{count})L", re.sub(r"[,\s]", "", layout)):
+        raise ArgumentError(
+            f"--pipeline-model-parallel-layout {layout}: the layers of --mtp-num-layers {count} are run by the last "
+            f"stage; let it end with {'m' * count}L"
+        )
+    if args.enable_mtp_training and _drafts_apart(args):
+        unchecked.warn(
+            args,
+            "--enable-mtp-training: engines get weights by broadcast, which SGLang gives to the model and not to the "
+            "draft model of --sglang-speculative-algorithm: it goes on drafting with the layers it was loaded with. "
+            "--colocate and --update-weight-transport disk update both",
+        )
+
+
+def _drafts_apart(args: Namespace) -> bool:
+    drafts = getattr(args, "sglang_speculative_algorithm", None) is not None
+    return drafts and not args.colocate and args.update_weight_transport != "disk"
+
+
+def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
+    """What ``--mtp-num-layers`` says otherwise than ``config``, at most one phrase."""
+    wanted, family = args.mtp_num_layers, config.get("model_type")
+    if wanted is None:
+        return []
+    if family not in FAMILIES:
+        if getattr(args, "custom_model_provider_path", None):
+            return []  # a model of the user's own
+        return [f"--mtp-num-layers is {wanted} but the layers of {family} that predict further tokens are not known"]
+    key = next((key for key in _COUNTS if config.get(key) is not None), None)
+    there = config[key] if key else int(family.startswith("qwen3"))  # which do not all say that they have one
+    if wanted == there:
+        return []
+    said = f"{key} is {there}" if key else f"there {'is' if there else 'is not even'} one"
+    return [f"--mtp-num-layers is {wanted} but {said}"]
