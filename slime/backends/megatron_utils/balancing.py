@@ -29,6 +29,7 @@ from torch import Tensor
 
 from slime.algorithms.reducers import num_trained_tokens
 from slime.backends.megatron_utils.data import RolloutData, rows_of_batch
+from slime.backends.megatron_utils.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.parallel import context_parallel, data_parallel
 
 AUX, SEQ_AUX, Z = "aux_loss", "seq_aux_loss", "z_loss"
@@ -107,7 +108,10 @@ class Balancing:
             yield
             return
         self._step = self._measured(data, micro_batches)
-        self._biases = [router.expert_bias.clone() for router in self._with_bias()]
+        self._biases = []
+        for router in self._with_bias():
+            self._biases.append(router.expert_bias.clone())
+            router.local_tokens_per_expert.zero_()  # a step that failed on its way has counted some
         device = data["loss_masks"][0].device
         self._sums = torch.zeros(len(self._weights), len(self._columns), dtype=torch.float32, device=device)
         try:
@@ -262,13 +266,15 @@ def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balanc
         return Balancing()
     from megatron.core.transformer.moe.router import TopKRouter
 
-    routers = {
+    routers = {}
+    for name, module in (found for chunk in model for found in chunk.named_modules()):
+        if not isinstance(module, TopKRouter):
+            continue
+        predicts = ".mtp." in f".{name}"
+        if predicts and not trains_mtp(args):  # these layers do not run: no load to even, and none for the means
+            continue
         # Megatron counts layers of multi-token prediction from 1 again.
-        int(module.layer_number or 0) + (args.num_layers if ".mtp." in f".{name}" else 0): module
-        for chunk in model
-        for name, module in chunk.named_modules()
-        if isinstance(module, TopKRouter)
-    }
+        routers[int(module.layer_number or 0) + predicts * args.num_layers] = module
     layers = _everywhere(list(routers))
     if weights and not layers:
         raise ValueError(

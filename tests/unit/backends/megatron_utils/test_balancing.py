@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from slime.backends.megatron_utils.balancing import AUX, SEQ_AUX, Z, coefficients, router_losses
+from slime.backends.megatron_utils import balancing, import_megatron
+from slime.backends.megatron_utils.balancing import (
+    AUX,
+    SEQ_AUX,
+    Balancing,
+    Z,
+    build_balancing,
+    coefficients,
+    router_losses,
+)
 
 GROUP = SimpleNamespace(size=lambda: 1)
 
@@ -92,3 +102,73 @@ def test_even_load_is_the_least_that_the_loss_can_be() -> None:
 )
 def test_coefficients(flags: dict[str, Any], expected: dict[str, float]) -> None:
     assert coefficients(Namespace(**flags)) == expected
+
+
+class Model(torch.nn.Module):
+    """Two layers with routers, one of them in a layer that predicts further tokens; each makes logits of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.mtp = torch.nn.ModuleList([make_router()]), torch.nn.ModuleList([make_router()])
+
+
+def make_router(*, bias: torch.Tensor | None = None) -> Any:
+    """A ``TopKRouter`` of four experts, as far as ``Balancing`` looks at it."""
+    import_megatron()
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    router: Any = TopKRouter.__new__(TopKRouter)
+    torch.nn.Module.__init__(router)
+    router.config = SimpleNamespace(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=None)
+    router.layer_number, router.topk, router.score_function, router.tp_cp_group = 1, 1, "softmax", GROUP
+    router.expert_bias, router.local_tokens_per_expert = bias, None if bias is None else torch.zeros(4)
+    router.routing = lambda logits: (logits.flatten(0, -2).softmax(-1), logits.flatten(0, -2).argmax(-1)[:, None] == I4)
+    return router
+
+
+I4 = torch.arange(4)
+BATCH = {"tokens": torch.zeros(1, 4, dtype=torch.long), "total_lengths": [3]}
+DATA = {"loss_masks": [torch.ones(2)]}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: None)
+    monkeypatch.setattr(balancing, "_everywhere", sorted)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("trained", [False, True])
+def test_layers_that_predict_further_tokens_count_where_they_are_trained(trained: bool) -> None:
+    model = Model()
+    args = Namespace(
+        num_experts=4, num_layers=1, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1,
+        mtp_num_layers=1, enable_mtp_training=trained,
+    )  # fmt: skip
+    parts = build_balancing(args, [model])
+    logits = 50 * torch.eye(4)[[0, 0, 0, 1]][:, None]  # all three tokens choose the same expert, padding another one
+    with parts.step(DATA, [[0]]), parts.forward(BATCH):
+        model.decoder[0].routing(logits)
+        if trained:
+            model.mtp[0].routing(50 * torch.eye(4)[[0, 1, 2, 3]][:, None])
+    # The routers' L is 4 and, with a third of the tokens on each of three of four experts, 4/3.
+    expected = (4 + 4 / 3) / 2 if trained else 4
+    assert parts.step_metrics() == {"load_balancing_loss": pytest.approx(expected)}
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_failed_step_counted_moves_no_bias() -> None:
+    router = make_router(bias=torch.zeros(4))
+    parts = Balancing({1: router}, layers=[1])
+    logits = 50 * torch.eye(4)[:, None]
+
+    def step(fails: bool) -> None:
+        with parts.step(DATA, [[0]]), parts.forward(BATCH):
+            router.routing(logits)
+            if fails:
+                raise RuntimeError("in the middle of a step")
+
+    with pytest.raises(RuntimeError, match="middle"):
+        step(fails=True)
+    step(fails=False)
+    assert router.local_tokens_per_expert.tolist() == [1, 1, 1, 0]  # the fourth row is padding
