@@ -79,11 +79,18 @@ class Tracker:
             self._sources.append(drain)
 
     def close(self, *, complete: bool = True) -> None:
-        """Close all writers; the process buffers again afterwards. With ``complete`` ask the sources before."""
+        """Close all writers; the process buffers again afterwards. With ``complete`` ask the sources before.
+
+        A source that fails keeps no writer open. Raises the first error of a writer when all have been closed.
+        """
         with self._lock:
             sources, self._sources = self._sources, []
-            for source in sources if complete and self.is_primary else ():
+        for source in sources if complete and self.is_primary else ():  # they wait: without the lock
+            try:
                 self.ingest(source())
+            except Exception:
+                logger.exception("the last metrics of another process are lost")
+        with self._lock:
             writers, self._writers = self._writers or [], None
             errors = []
             for writer in writers:

@@ -166,6 +166,7 @@ class RayTrainGroup:
         """
         what = f"saving the {self.role} after rollout {rollout_id}"
         self._all("save", what, SAVE_DEADLINE_S, rollout_id, force_sync, keep)
+        self._collect()
         self._saved = rollout_id
         if force_sync:
             self._passing.saved(rollout_id, due=keep)
@@ -176,7 +177,10 @@ class RayTrainGroup:
         Engines that were lost and started again meanwhile get the weights too, and requests after that. A push that
         fails because an engine has ended or does not answer any more is made again without it.
         """
-        self._collect()  # drivers of users may wait for training with ``ray.get``
+        # Drivers of users wait for generation and training with ``ray.get``, and fetch no metrics.
+        self._collect()
+        if self._rollout_manager is not None:
+            tracking.ingest(self._ask("drain_records", "collecting metrics"))
         if self.args.debug_train_only and getattr(self.args, "keep_old_actor", False):
             self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:

@@ -65,6 +65,21 @@ def test_what_nobody_fetched_is_asked_for_at_the_end(tmp_path, tracker, complete
     assert "train/of no run" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_a_source_that_fails_keeps_no_writer_open(tmp_path, tracker, caplog):
+    def gone():
+        raise RuntimeError("Ray has been shut down")
+
+    secondary = Tracker()
+    secondary.add(to_records({"train/step": 1, "train/late": 2.0}, "train/step"))
+    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    for source in (gone, secondary.drain):
+        tracker.add_source(source)
+    logging_utils.finish_tracking()
+    assert not tracker.is_primary
+    assert [row["name"] for row in read(tmp_path / "metrics.jsonl")] == ["train/late"]
+    assert "Ray has been shut down" in caplog.text
+
+
 def test_what_was_logged_before_the_writers_opened_is_not_lost(tmp_path, tracker):
     logging_utils.log(None, {"train/step": 0, "train/early": 1.0}, "train/step")
     logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))

@@ -183,6 +183,22 @@ def test_training_starts_on_every_rank_at_once_and_collects_metrics(clock: FakeR
     assert tracking.drain() == [RECORD]
 
 
+@pytest.mark.parametrize(
+    ("step", "fetched"),
+    [
+        (lambda group: group.update_weights(), ["rollout/x", "rollout/of the manager"]),
+        (lambda group: group.save_model(0), ["rollout/x"]),  # a critic pushes no weights
+    ],
+)
+def test_metrics_are_fetched_for_drivers_that_wait_themselves(
+    clock: FakeRay, step: Callable[[RayTrainGroup], Any], fetched: list[str]
+) -> None:
+    """With ``ray.get``, as those of slime <= 0.3.1: trackers show the run while it lasts, also when it is killed."""
+    manager = Remote(get_updatable_engines=[], drain_records=Ref([{**RECORD, "name": "rollout/of the manager"}]))
+    step(make_group([Remote(drain_records=Ref([RECORD]))], manager))
+    assert [record["name"] for record in tracking.drain()] == fetched
+
+
 def test_each_rank_gets_its_own_external_data(clock: FakeRay) -> None:
     ranks = [Remote(), Remote()]
     make_group(ranks).async_train(0, [], ["values 0", "values 1"])
@@ -358,7 +374,8 @@ def test_saving_and_memory_reach_every_rank(clock: FakeRay) -> None:
     group.clear_memory()
     group.finish()
     for rank in ranks:
-        assert rank.calls[:2] == [("save", 5, True, True), ("save", 6, True, False)]
+        saves = [call for call in rank.calls if call[0] == "save"]
+        assert saves == [("save", 5, True, True), ("save", 6, True, False)]
         assert rank.names[2:] == ["finish_saving", "sleep", "wake_up", "clear_memory", "finish"]
 
 
