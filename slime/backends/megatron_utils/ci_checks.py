@@ -48,6 +48,9 @@ def _check_step(args: Namespace, rollout_id: int, step_id: int, metrics: dict[st
             f"{where}: trainer and engine log-probs differ by {difference} on average; "
             f"--ci-train-rollout-logprob-abs-diff-threshold is {threshold}"
         )
+    mtp_loss = metrics.get("mtp_loss")
+    if mtp_loss is not None:
+        assert 0 < mtp_loss < 1, f"{where}: the loss of layers that predict further tokens is {mtp_loss}, not in (0, 1)"
     if getattr(args, "ci_disable_kl_checker", False):
         return
     other_policy = getattr(args, "use_rollout_logprobs", False) or getattr(args, "keep_old_actor", False)

@@ -62,8 +62,14 @@ def test_steps_are_cut_out_of_the_micro_batches() -> None:
 def test_ci_assertions() -> None:
     args = SimpleNamespace(ci_test=True, ci_train_rollout_logprob_abs_diff_threshold=0.1)
     good = {"grad_norm": 1.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.05}
+    good["mtp_loss"] = 0.9
     ci_checks.check_steps(args, 0, [good, {**good, "ppo_kl": 0.3, "kl_loss": 0.3}])
-    for name, value in {"train_rollout_logprob_abs_diff": 0.11, "ppo_kl": 1e-3, "kl_loss": 1e-3}.items():
+    for name, value in {
+        "train_rollout_logprob_abs_diff": 0.11,
+        "ppo_kl": 1e-3,
+        "kl_loss": 1e-3,
+        "mtp_loss": 1.1,
+    }.items():
         with pytest.raises(AssertionError):
             ci_checks.check_steps(args, 0, [{**good, name: value}])
     ci_checks.check_steps(args, 3, [{**good, "kl_loss": 0.2}])  # training has moved the policy by then
