@@ -85,7 +85,18 @@ def check_log_probs(setup: SimpleNamespace, samples: list[Sample]) -> None:
     for sample in samples:
         cut = len(sample.tokens) - sample.response_length
         expected = setup.reference.log_probs(sample.tokens[:cut], sample.tokens[cut:])
+        if sample.rollout_top_p_token_ids is not None:
+            expected -= log_masses(setup, sample)
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), expected, atol=1e-5)
+
+
+def log_masses(setup: SimpleNamespace, sample: Sample) -> torch.Tensor:
+    """How likely transformers finds the nucleus of every response token as a whole: logarithms [response_length]."""
+    with torch.no_grad():
+        logits = setup.reference.model(torch.tensor([sample.tokens])).logits[0, -sample.response_length - 1 : -1]
+    table, ids = torch.log_softmax(logits.float(), dim=-1), sample.rollout_top_p_token_ids.long()
+    nuclei = ids.tensor_split(sample.rollout_top_p_token_offsets[1:-1].long())
+    return torch.stack([row[nucleus].logsumexp(0) for row, nucleus in zip(table, nuclei, strict=True)])
 
 
 def requests_left(setup: SimpleNamespace) -> int:
@@ -160,14 +171,16 @@ def test_trajectories_of_the_rollout_buffer(setup, make_args, monkeypatch):
         assert 0 < sample.response_length == len(sample.loss_mask) < len(sample.tokens)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("generate", [None, STREAMING], ids=["whole", "streamed"])
-def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args, generate):
+def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args, generate, top_p):
     # Ten stop tokens in 384: responses of about 40 tokens, rarely of the same length, so that some are in flight when
     # the first group is done.
     args = make_args(
         over_sampling_batch_size=8,
         partial_rollout=True,
         rollout_max_response_len=250,
+        rollout_top_p=top_p,
         rollout_stop_token_ids=list(range(10)),
         custom_generate_function_path=generate,
         rm_type="random",  # there at once: all may be generated until busy worker processes answer
@@ -186,6 +199,7 @@ def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args, generat
             assert sample.tokens[: len(held[sample.index])] == held[sample.index]
             assert sample.metadata["start_rollout_id"] == 0
     assert {s.index for s in rest} | {s.index for s in iter_samples(first.samples)} == set(range(16))
+    assert {s.rollout_top_p_token_ids is not None for s in rest} == {top_p < 1}
     check_log_probs(setup, rest)
 
 
