@@ -7,6 +7,8 @@ import json
 import shlex
 import statistics
 import sys
+import time
+import types
 
 import pytest
 
@@ -108,9 +110,18 @@ def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path):
 
 def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "GRACE_S", 1)
+    now, log, end = [0.0], tmp_path / "log", time.monotonic() + 60
+
+    def sleep(seconds):
+        """Time stands still until the stage is up, however long its process takes to start."""
+        time.sleep(0.02)
+        assert time.monotonic() < end
+        now[0] += 5 if log.exists() and "up" in log.read_text() else 0
+
+    monkeypatch.setattr(stages, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     with pytest.raises(StageError, match=r"(?s)GRPO was not done after 1 s.*up"):
-        run_stage("GRPO", ["python", "-c", code], tmp_path / "log", deadline_s=1)
+        run_stage("GRPO", ["python", "-c", code], log, deadline_s=1)
 
 
 def test_a_stage_reports_new_metrics_once(tmp_path, capsys):

@@ -456,7 +456,7 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     args, source = start(sglang_server_concurrency=2)
     generate_rollout_fully_async(args, 0, source)
     for engine in cluster.engines:
-        engine.delay = 5.0
+        engine.delay = 60.0
     worker = fully_async_rollout.get_global_worker(args, source)
     worker.get_completed_groups()
     consumed = source.sample_group_index
@@ -464,7 +464,7 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     threads = threading.active_count()
     began = time.monotonic()
     generate_rollout_fully_async.stop()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     assert source.get_buffer_length() > 0
     assert consumed <= source.sample_group_index
     assert threading.active_count() <= threads

@@ -174,7 +174,7 @@ def test_finished_surplus_groups_come_first_in_the_next_rollout(cluster, make_ar
 
 
 def slow_for(letter: str):
-    return lambda ids: 0.2 if chr(ids[1]) in letter else 0.0
+    return lambda ids: 60.0 if chr(ids[1]) in letter else 0.0
 
 
 def test_without_partial_rollout_unfinished_groups_are_cancelled_on_the_engines(cluster, make_args):
@@ -185,7 +185,7 @@ def test_without_partial_rollout_unfinished_groups_are_cancelled_on_the_engines(
     began = time.monotonic()
     output = generate_rollout(args, 0, source)
     assert texts(output.samples)[::2] == ["p2", "p3", "p4", "p5"]
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 30
     assert sum(chr(r["input_ids"][1]) in "01" for r in cluster.requests) == 4
     assert [engine.aborts for engine in cluster.engines] == [[{"abort_all": True}]] * 2  # not one by one
     assert not any(engine.running for engine in cluster.engines)
