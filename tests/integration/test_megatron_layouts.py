@@ -115,6 +115,15 @@ def test_export_is_a_checkpoint(
     assert [p for p in os.listdir(scratch) if p.startswith(".")] == []
 
 
+def test_unequal_parts_are_gathered_and_reduced(ranks: list[dict[str, Any]]) -> None:
+    rows, results = torch.arange(8.0).view(4, 2), [rank["unequal parts"] for rank in ranks]
+    for result, own in zip(results, rows.split([3, 1]), strict=True):
+        assert torch.equal(result["gathered"], rows)
+        assert torch.equal(result["part"], own * 3)  # rank 0's gradient once, rank 1's twice
+        assert torch.equal(result["reduced"], own * 2 + 100)
+        assert torch.equal(result["whole"], rows)
+
+
 def test_context_parallel_attention_equals_dense(ranks: list[dict[str, Any]]) -> None:
     q, k, v, grad = (x.double() for x in attention_inputs())
     q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -72,6 +72,7 @@ def all_layouts(checkpoints: dict[str, str], scratch: str, layouts: dict[str, tu
             results["frozen"] = frozen(first)
         if layout == "tp2":
             results["seeds"] = seeds()
+            results["unequal parts"] = unequal_parts()
     return results
 
 
@@ -97,6 +98,23 @@ def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], exp
         "gradients": hf_gradients(model, args),
         "described": [(n, s) for n, s, _ in describe_hf_weights(model, args)] == own,
     }
+
+
+def unequal_parts() -> dict[str, torch.Tensor]:
+    """Gather 3 rows of rank 0 and 1 of rank 1, and add up and divide 4 rows likewise: results and gradients."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel import mappings
+
+    group, sizes = mpu.get_tensor_model_parallel_group(), [3, 1]
+    rank = group.rank()
+    rows = torch.arange(8.0).view(4, 2)
+    part = rows.split(sizes)[rank].clone().requires_grad_()
+    gathered = mappings.gather_from_sequence_parallel_region(part, group=group, output_split_sizes=sizes)
+    gathered.backward(rows * (rank + 1))
+    whole = (rows + 100 * rank).requires_grad_()
+    reduced = mappings.reduce_scatter_to_sequence_parallel_region(whole, group=group, input_split_sizes=sizes)
+    reduced.backward(rows.split(sizes)[rank])
+    return {"gathered": gathered.detach(), "part": part.grad, "reduced": reduced.detach(), "whole": whole.grad}
 
 
 def attention_inputs() -> list[torch.Tensor]:

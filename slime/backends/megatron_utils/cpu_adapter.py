@@ -15,6 +15,7 @@ tensors by ``is_cuda``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import logging
@@ -191,6 +192,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
 def adapt_imported_megatron() -> None:
     """Replace what the two mechanisms above cannot reach. Call after ``megatron.core`` was imported."""
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -202,6 +204,9 @@ def adapt_imported_megatron() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(_not_about_the_cpu_generator)
     # The all-to-all dispatcher wants host lists of its split sizes and makes them from CUDA tensors only.
     token_dispatcher.maybe_move_tensor_to_cpu = _tensor_on_host
+    # Ranks that divide the matrices of experts exchange unequal numbers of tokens, which gloo refuses.
+    mappings._gather_along_first_dim = _gathering_unequal_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reducing_unequal_parts(mappings._reduce_scatter_along_first_dim)
     # It selects its part through an index in pinned memory, which torch has for accelerators only.
     for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
         module.get_pos_emb_on_this_cp_rank = _pos_emb_on_this_cp_rank
@@ -213,6 +218,36 @@ def _not_about_the_cpu_generator(record: logging.LogRecord) -> bool:
 
 def _tensor_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gathering_unequal_parts(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(plain)
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+            return plain(input_, group, output_split_sizes, use_global_buffer)
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def _reducing_unequal_parts(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(plain)
+    def reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or len(set(input_split_sizes)) == 1:
+            return plain(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    return reduce_scatter
 
 
 def _pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
