@@ -97,6 +97,9 @@ def _check_dense(args: Namespace) -> None:
     for name in sorted(given):
         if name.startswith("moe_") and name not in _DESCRIBING and getattr(args, name):
             unchecked.warn(args, f"--{name.replace('_', '-')} has no effect without --num-experts")
+    if isinstance(args.moe_router_load_balancing_type, list) or isinstance(args.moe_aux_loss_coeff, list):
+        # Megatron compares their lengths in every model.
+        args.moe_router_load_balancing_type, args.moe_aux_loss_coeff = "none", 0.0
 
 
 def _check_experts(args: Namespace) -> None:
