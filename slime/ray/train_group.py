@@ -61,6 +61,9 @@ class RayTrainGroup:
         """Trainers of other roles, whose end ends every wait here."""
         self._files = WeightFiles(args, self._publish, self._load)
         self._saved: int | None = None
+        self._start: int | None = None
+        self._next: int | None = None  # the rollout after the last one whose training was started here
+        self._told: int | None = None
         self._passing = PassingCheckpoints(args)
 
     # Life of the ranks
@@ -101,7 +104,10 @@ class RayTrainGroup:
         if rollout_manager is not None and self.role == "actor":
             config = results[0][1]
             self._wait([rollout_manager.set_train_parallel_config.remote(config)], "telling the manager the layout")
-        return int(starts.pop())
+        start = int(starts.pop())
+        if self._start is None:
+            self._start = start
+        return start
 
     @property
     def actors(self) -> list[Any]:
@@ -148,6 +154,7 @@ class RayTrainGroup:
         ``external_data`` is one reference per rank (a critic's values), or None.
         """
         per_rank = external_data if external_data is not None else [None] * self.world_size
+        self._next = rollout_id + 1
         return [
             actor.train.remote(rollout_id, rollout_data_ref, external)
             for actor, external in zip(self._actors, per_rank, strict=True)
@@ -202,8 +209,20 @@ class RayTrainGroup:
                 if not lost or attempt == PUSH_ATTEMPTS:
                     raise
                 logger.warning("the weights are pushed again, without %s: %s", ", ".join(lost), e)
+        self._tell_step(version)
         self._ask("clear_updatable_num_new_engines", "sending requests to new engines")
         return version
+
+    def _tell_step(self, version: int) -> None:
+        """Tell the manager which training made ``version``, for drivers that do not: ``--max-staleness`` needs it.
+
+        Before the first training it is what the run starts with. Weights that no training changed count as before.
+        """
+        given = getattr(self.args, "start_rollout_id", None)
+        step = self._next if self._next is not None else self._start if given is None else given
+        if step is not None and step != self._told:
+            self._wait([self._rollout_manager.weights_updated.remote(version, step)], "telling the weight version")
+            self._told = step
 
     def _push(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
         if self.args.update_weight_transport == "disk":

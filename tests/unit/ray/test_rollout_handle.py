@@ -199,6 +199,23 @@ def test_metrics_are_fetched_for_drivers_that_wait_themselves(
     assert [record["name"] for record in tracking.drain()] == fetched
 
 
+def test_the_manager_learns_which_training_made_the_weights(clock: FakeRay) -> None:
+    """Drivers of slime <= 0.3.1 do not say it, and without it no token is too old for ``--max-staleness``."""
+    manager = Remote(get_updatable_engines=["engine 0"])
+    rank = Remote(update_weights=Ref(7))
+    group = make_group([rank], manager, start_rollout_id=3)
+    group.update_weights()
+    rank.answers["update_weights"] = Ref(8)  # the same weights again, or those of a rollout for the critic alone
+    group.update_weights()
+    group.async_train(3, [])
+    rank.answers["update_weights"] = Ref(9)
+    group.update_weights()
+    assert [call for call in manager.calls if call[0] == "weights_updated"] == [
+        ("weights_updated", 7, 3),
+        ("weights_updated", 9, 4),
+    ]
+
+
 def test_each_rank_gets_its_own_external_data(clock: FakeRay) -> None:
     ranks = [Remote(), Remote()]
     make_group(ranks).async_train(0, [], ["values 0", "values 1"])
