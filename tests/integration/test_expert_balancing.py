@@ -57,12 +57,16 @@ SPLIT: dict[str, dict[str, Any]] = {
     "PP2 x VPP2": {**PP2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True},
     "CP2 x EP2, full recomputation": {"context_parallel_size": 2, "expert_model_parallel_size": 2, **FULL},
     "DP2, singles": {"micro_batch_size": 1},
+    "EP2, singles, record": {
+        "expert_model_parallel_size": 2, "micro_batch_size": 1,
+        "use_routing_replay": True, "use_rollout_routing_replay": False,
+    },
     "EP2, singles": {"expert_model_parallel_size": 2, "micro_batch_size": 1},
     "EP2, singles, per token": {
         "expert_model_parallel_size": 2, "micro_batch_size": 1, "calculate_per_token_loss": True
     },
 }  # fmt: skip
-QUICK = ("TP2+SP x EP2, ETP1", "CP2, per token", "PP2 x VPP2", "DP2, singles")
+QUICK = ("TP2+SP x EP2, ETP1", "CP2, per token", "PP2 x VPP2", "DP2, singles", "EP2, singles, record")
 METRICS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 
 
@@ -85,8 +89,11 @@ def plain(checkpoint: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: str, plain: dict[str, Any]) -> dict[str, Any]:
-    per_token = {**ALONE["singles"], "calculate_per_token_loss": True}
-    return {**plain, **launched(checkpoint, 1, {**ALONE, "singles, per token": per_token})[0]}
+    singles = {
+        "singles, per token": {**ALONE["singles"], "calculate_per_token_loss": True},
+        "singles, record": {**ALONE["singles"], **SAME["record"]},
+    }
+    return {**plain, **launched(checkpoint, 1, {**ALONE, **singles})[0]}
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +188,39 @@ def test_more_layouts_balance_the_same(name: str, alone: dict[str, Any], split_f
 
 def assert_layout(name: str, alone: dict[str, Any], split: list[dict[str, Any]]) -> None:
     size = "singles" if "singles" in name else "every"
-    expected = alone[f"{size}, per token" if "per token" in name else size]
+    of_all = next((f", {kind}" for kind in ("per token", "record") if kind in name), "")
+    expected = alone[size + of_all]
     for rank in split:
         assert_same(rank[name], expected)
+
+
+@pytest.fixture(scope="module")
+def dense_first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A model whose first half has no experts, and what one process makes of it."""
+    folder = tmp_path_factory.mktemp("dense first")
+    fields = {"num_hidden_layers": 4, "num_experts": EXPERTS, "mlp_only_layers": [0, 1]}
+    fp32 = tiny_checkpoint(folder / "fp32", seed=0, family="qwen3_moe", **fields)
+    path = as_float64(fp32, folder / "float64")
+    flags = {**BASE, **EVERY, "micro_batch_size": 1}
+    return path, launched(path, 1, {"alone": flags})[0]["alone"]
+
+
+def dense_stage(checkpoint: str, ranks: int, **flags: Any) -> list[dict[str, Any]]:
+    scenario = {**BASE, **EVERY, **PP2, "micro_batch_size": 1, **flags}
+    return [rank["split"] for rank in launched(checkpoint, ranks, {"split": scenario})]
+
+
+def test_a_pipeline_stage_may_have_no_experts(dense_first: tuple[str, dict[str, Any]]) -> None:
+    path, alone = dense_first
+    for rank in dense_stage(path, 2):
+        assert_same(rank, alone)
+
+
+@pytest.mark.soak
+def test_a_pipeline_stage_may_have_no_experts_where_they_are_divided(dense_first: tuple[str, dict[str, Any]]) -> None:
+    path, alone = dense_first
+    for rank in dense_stage(path, 4, expert_model_parallel_size=2):
+        assert_same(rank, alone)
 
 
 def test_layers_are_told_apart(alone: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
 from slime.backends.megatron_utils.checkpoint_writer import in_process_strategy
+from slime.backends.megatron_utils.optimizer_chain import check_optimizers, complete_steps, for_chain
 from slime.backends.megatron_utils.parallel import data_parallel, pipeline_parallel, tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ def load_checkpoint(
 
     ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` (neither, and counting starts afresh: returns None) are
     obeyed; ``weights_only`` reads just the model, without its module ``without`` when that is given. Optimiser state
-    may come from any layout, but for one that divides experts or does not, unlike this run; random states are restored
-    only under the same one. Raises ValueError / FileNotFoundError for an incomplete, missing or other checkpoint.
+    may come from any layout; random states are restored only under the same one. Raises ValueError / FileNotFoundError
+    for an incomplete, missing or other checkpoint.
     """
     import_megatron()
     from megatron.core import dist_checkpointing
@@ -74,7 +75,7 @@ def load_checkpoint(
             "Continue without it with --no-load-optim, or take its weights as a fresh start with --finetune"
         )
     if with_optimizer:
-        _check_optimizers(common["optimizer"], state.optimizer, directory)
+        check_optimizers(common["optimizer"], state.optimizer, directory)
     with_rng = not finetune and not getattr(args, "no_load_rng", False) and _saved_layout(common) == _layout()
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
     request = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True)
@@ -85,7 +86,7 @@ def load_checkpoint(
     for name, chunk in _named_chunks(state.model):
         chunk.load_state_dict(loaded[name], strict=without is None)
     if with_optimizer:
-        state.optimizer.load_state_dict(loaded["optimizer"])
+        state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
     elif state.optimizer is not None:
         state.optimizer.reload_model_params()
     if goes_on:
@@ -229,20 +230,11 @@ def _sharded_state(
     }
     if with_optimizer and state.optimizer is not None:
         sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=content)
+        if not is_loading:
+            complete_steps(sharded["optimizer"], _collective_device())
     if with_rng:
         sharded["rng_state"] = _rng_state()
     return sharded
-
-
-def _check_optimizers(saved: dict[Any, Any], optimizer: Any, directory: Path) -> None:
-    """Raise ValueError for the state of another number of chained optimisers: those of a chain have numbers as keys."""
-    held, own = sum(isinstance(key, int) for key in saved) or 1, len(optimizer.chained_optimizers)
-    if held != own:
-        raise ValueError(
-            f"checkpoint {directory} has the state of {held} optimizers, this run has {own}: experts that are divided "
-            "over ranks (--expert-model-parallel-size, --expert-tensor-parallel-size) have one of their own. Resume "
-            "with experts divided as they were, or go on without that state with --no-load-optim"
-        )
 
 
 def _load_scheduler(scheduler: Any | None, loaded: dict[str, Any], directory: Path) -> None:

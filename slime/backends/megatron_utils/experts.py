@@ -10,11 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from megatron.core.parallel_state import (
-    get_expert_model_parallel_world_size,
-    get_expert_tensor_parallel_world_size,
-    get_tensor_model_parallel_world_size,
-)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -142,12 +137,10 @@ def mark_routed_experts(model: torch.nn.Module) -> None:
 
     Megatron's modules ask for it only when experts are divided (``expert_model_parallel_size > 1``). With an
     expert-tensor-parallel size other than the tensor-parallel size these ranks are others than those of the rest of
-    the model as well, and gradients would silently lack the tokens of some. Call before the model is wrapped for
-    data parallelism.
+    the model as well, and gradients would silently lack the tokens of some. Where the ranks are the same experts are
+    marked too: they have an optimiser of their own then in every layout, so that checkpoints of all layouts are alike.
+    Call before the model is wrapped for data parallelism.
     """
-    same_ranks = get_expert_tensor_parallel_world_size() == get_tensor_model_parallel_world_size()
-    if get_expert_model_parallel_world_size() == 1 and same_ranks:
-        return
     for parameter in _routed(model.named_parameters()):
         parameter.allreduce = False  # megatron's name for "an ordinary parameter"
 

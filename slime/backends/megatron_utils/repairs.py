@@ -81,6 +81,33 @@ def repair_shared_adam_step() -> bool:
     return True
 
 
+def repair_state_of_no_parameters() -> bool:
+    """Let DistributedOptimizer tell the state of an optimiser that holds no parameter on this rank.
+
+    It wants all parameters to agree on one ``step``, and asserts that there is one: a pipeline stage without experts
+    cannot save the (empty) optimiser of experts.
+    """
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+    original = DistributedOptimizer.state_dict
+    if HAVE_APEX_OR_TE or not state_of_no_parameters_fails(original):
+        return False
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> dict[str, Any]:
+        if self.optimizer.state:
+            return original(self)  # type: ignore[no-any-return]
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "step": group.get("step", 0)}
+            for group in self.optimizer.state_dict()["param_groups"]
+        ]
+        scaler = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
+        return {"optimizer": {"param_groups": groups}, **scaler}
+
+    DistributedOptimizer.state_dict = state_dict
+    return True
+
+
 def repair_recompute_without_fp8() -> bool:
     """Let ``--recompute-modules layernorm mlp ...`` recompute without fp8.
 
@@ -119,6 +146,7 @@ REPAIRS: tuple[Callable[[], bool], ...] = (
     repair_latent_attention_class_names,
     repair_restoring_adam_step,
     repair_shared_adam_step,
+    repair_state_of_no_parameters,
     repair_recompute_without_fp8,
 )
 
@@ -145,6 +173,16 @@ def restoring_adam_step_fails(restore: Callable[..., None]) -> bool:
         with torch.no_grad():
             restore(owner, parameters[0], tensors)
     except KeyError:
+        return True
+    return False
+
+
+def state_of_no_parameters_fails(state_dict: Callable[..., Any]) -> bool:
+    """Return whether ``state_dict`` (DistributedOptimizer's method) raises for an optimiser without parameters."""
+    optimizer = torch.optim.AdamW([{"params": []}], lr=0.1)
+    try:
+        state_dict(SimpleNamespace(optimizer=optimizer, grad_scaler=None))
+    except AssertionError:
         return True
     return False
 

@@ -47,19 +47,19 @@ def test_biases_of_experts_and_counts_of_tokens_stay_fp32(half: str, monkeypatch
     assert [name for name in model.state_dict() if "expert" in name] == ["0.expert_bias"]
 
 
-# What Megatron saves of one optimiser, and of a chain: of experts that are divided over ranks, and of the rest.
+# What Megatron saves of one optimiser, and of a chain: of experts, and of the rest.
 ONE = {"optimizer": {}, "param_state_sharding_type": "fully_reshardable"}
 CHAIN = {0: ONE, 1: ONE}
 
 
-@pytest.mark.parametrize(("saved", "held", "own"), [(ONE, 1, 2), (CHAIN, 2, 1)])
-def test_a_resume_that_divides_experts_otherwise_is_refused(saved: dict[Any, Any], held: int, own: int) -> None:
+@pytest.mark.parametrize(("saved", "held", "own"), [(CHAIN, 2, 1), ({"param_groups": []}, 1, 2), (ONE, 1, 3)])
+def test_a_resume_with_other_optimizers_is_refused(saved: dict[Any, Any], held: int, own: int) -> None:
     import_megatron()
-    from slime.backends.megatron_utils.checkpoint import _check_optimizers
+    from slime.backends.megatron_utils.optimizer_chain import check_optimizers
 
-    _check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * held), Path("iter_1"))
+    check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * held), Path("iter_1"))
     with pytest.raises(ValueError, match=rf"state of {held} optimizers, this run has {own}: .*--no-load-optim"):
-        _check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * own), Path("iter_1"))
+        check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * own), Path("iter_1"))
 
 
 def test_an_export_is_called_what_its_weights_are_and_not_what_the_biases_of_experts_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_loading_gives_each_parameter_its_step() -> None:
     repaired = DistributedOptimizer.load_state_dict
     assert repairs.loading_shares_adam_step(inspect.unwrap(repaired))
     assert not repairs.loading_shares_adam_step(repaired)
+
+
+def test_the_state_of_an_optimizer_without_parameters() -> None:
+    repaired = DistributedOptimizer.state_dict
+    assert repairs.state_of_no_parameters_fails(inspect.unwrap(repaired))
+    optimizer = torch.optim.AdamW([{"params": [], "wd_mult": 1.0}], lr=0.5)
+    (group,) = repaired(SimpleNamespace(optimizer=optimizer, grad_scaler=None))["optimizer"]["param_groups"]
+    assert (group["lr"], group["wd_mult"], group["step"]) == (0.5, 1.0, 0)
+    assert "params" not in group
 
 
 @pytest.mark.parametrize(("load", "steps"), [("stock", [5.0, 5.0]), ("repaired", [4.0, 4.0])])
