@@ -75,7 +75,11 @@ def assert_same_state(runs: Runs, saved: str, loaded: str) -> None:
     assert len(moments) >= 2
     assert all(bool((expected[name] > 0).any()) for name in moments)
     for name in kept:
-        assert torch.equal(again[name], expected[name]), name
+        # Tensor-parallel ranks have equal parts of the vocabulary, so its padding depends on their number.
+        parts = [again[name], expected[name]]
+        if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            parts = [part[: min(map(len, parts))] for part in parts]
+        assert torch.equal(*parts), name
 
 
 def assert_same_training(runs: Runs, saved: str, loaded: str) -> None:
