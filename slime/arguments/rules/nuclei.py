@@ -7,6 +7,9 @@ from argparse import Namespace
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.rollout import SFT_ROLLOUT
 
+FEWEST = 4
+"""Half of it is the least top-k under which anything is sampled."""
+
 
 def check(args: Namespace) -> None:
     """Refuse with ``--rollout-top-p`` below 1 what SGLang does not report nuclei with: it would refuse every request.
@@ -26,6 +29,12 @@ def check(args: Namespace) -> None:
             "not report that (it has no --sampling-mask-max-tokens); install 0.5.20, or leave --rollout-top-p out"
         )
     largest = args.sglang_sampling_mask_max_tokens
+    if args.rollout_top_k == -1 and largest < FEWEST:
+        raise ArgumentError(
+            f"--sglang-sampling-mask-max-tokens {largest}: with {option} training requests sample among at most half "
+            f"as many tokens, which leaves no choice; give at least {FEWEST} (SGLang's own is 4096), or a "
+            "--rollout-top-k"
+        )
     if args.rollout_top_k > largest:
         raise ArgumentError(
             f"--rollout-top-k {args.rollout_top_k}: with {option} engines report the tokens that each one was sampled "
