@@ -155,7 +155,11 @@ def _train_step(
             args, model, data, micro_batches, loss_of, forward_only=False, routing=routing, balancing=balancing
         )
     learning_rates = {f"lr-pg_{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
-    mismatch = meter.measure(step_id, micro_batches, reports)
+    try:
+        mismatch = meter.measure(step_id, micro_batches, reports)
+    except Exception:  # no step is made, and the expert biases have moved already
+        balancing.undo()
+        raise
     skipped, grad_norm = _update(context, rollout_id, step_id, data, micro_batches, reports)
     if skipped:
         balancing.undo()
