@@ -53,6 +53,8 @@ def real_fleet(
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.5)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     monkeypatch.setattr(engine_fleet, "log_path", lambda args, name: root / f"{name}.log")
+    # A real engine on a busy machine may take more than the second that stand-ins are given.
+    changes = {"rollout_health_check_timeout": 30.0, **changes}
     args = Namespace(**{**vars(fleet_args(engines, **changes)), **vars(engine_args(checkpoint))})
     slots = (None, list(range(engines)), list(range(engines)))
     events = Events()
