@@ -35,9 +35,9 @@ async def judge_while_groups_begin(args: Any, sample: Sample, **_: Any) -> float
     """A reward of an evaluation that is there only when groups of training have begun meanwhile."""
     worker, source = args.worker, args.worker.data_source
     drawn = source.sample_group_index
-    worker.get_completed_groups()  # makes room
     async with asyncio.timeout(60):
         while source.sample_group_index == drawn:
+            worker.get_completed_groups()  # makes room, each time: others may have taken all there were
             await asyncio.sleep(0.001)
     if sample.index == 1:
         raise ValueError("no verdict")
