@@ -33,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     flags = f"""--num-rollout {ROLLOUTS} --global-batch-size 8 --lr 5e-3 --rollout-shuffle
         --actor-num-gpus-per-node 2 --expert-model-parallel-size 2 --use-rollout-routing-replay
         --rollout-top-p {TOP_P} --rollout-top-k {TOP_K} --rollout-temperature {TEMPERATURE}
-        --custom-rm-path tests.support.rollout_hooks.parity_reward
+        --custom-rm-path tests.support.rollout_hooks.every_other
         --eval-interval {ROLLOUTS} --skip-eval-before-train --eval-top-p 0.5
         --eval-prompt-data sums {sums_file(root / "eval.jsonl", 4)}
         --save {root / "save"} --save-hf {root / "hf-{rollout_id}"} --save-interval 1

@@ -19,6 +19,11 @@ async def parity_reward(args: Any, sample: Sample, **_: Any) -> float:
     return float(sum(sample.tokens) % 2)
 
 
+async def every_other(args: Any, sample: Sample, **_: Any) -> float:
+    """Return 1.0 for every other sample: each group of a few has both, so that each step has a gradient."""
+    return float(sample.index % 2)
+
+
 async def no_reward(args: Any, sample: Sample, **_: Any) -> float:
     """Return 0.0: what is learnt comes from elsewhere."""
     return 0.0
