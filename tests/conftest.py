@@ -20,6 +20,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support")  # what they found is shown, as in a test
+
 # A shell starts background jobs (`make test &`, nohup, some CI runners) with Ctrl-C ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

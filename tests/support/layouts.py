@@ -95,10 +95,7 @@ PLAIN: dict[str, Any] = {"use_distributed_optimizer": False}
 OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 ETP1: dict[str, Any] = {"expert_tensor_parallel_size": 1}
-# A bias on keys hardly matters to attention, so that its gradient is tiny and Adam with the usual eps divides noise.
-MTP: dict[str, Any] = {
-    "mtp_num_layers": 2, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3, "adam_eps": 1e-5,
-}  # fmt: skip
+MTP: dict[str, Any] = {"mtp_num_layers": 2, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3}
 
 
 def packed(tokens: int) -> dict[str, Any]:
@@ -229,6 +226,9 @@ class Difference:
 # it may also be 1e-6 apart where that is more than 1e-5 of what is left (LOSS_FLOOR).
 TOLERANCES = {FLOAT64: Difference(1e-10, 1e-10, 1e-10, 1e-10), FP32: Difference(1e-5, 1e-5, 2e-6, 1e-4)}
 LOSS_FLOOR = {FLOAT64: 0.0, FP32: 0.1}
+# Adam divides by the gradient's size: with the usual eps the rounding of tiny gradients would be amplified to as much
+# as a step, and runs would drift apart after the first.
+ADAM_EPS = {FLOAT64: 1e-5, FP32: 1e-3}
 
 
 def checkpoints(folder: Path, precision: str, num_layers: int = 4) -> dict[str, str]:
@@ -278,11 +278,7 @@ def train_cases(paths: dict[str, str], precision: str, cases: list[tuple[str, st
     for algorithm, name in cases:
         layout = LAYOUTS[name]
         checkpoint, reference = paths[layout.model], paths[f"reference of {layout.model}"]
-        flags = {"lr": 1e-2, **ALGORITHMS[algorithm], **layout.flags}
-        if precision == FP32:
-            # Adam divides by the gradient's size: with the usual eps the rounding of tiny gradients would be as large
-            # as a step, and runs would drift apart after the first.
-            flags["adam_eps"] = 1e-3
+        flags = {"lr": 1e-2, "adam_eps": ADAM_EPS[precision], **ALGORITHMS[algorithm], **layout.flags}
         with_ref = algorithm in WITH_REF
         trainer, _ = new_trainer(checkpoint, load=checkpoint, ref_load=reference, with_ref=with_ref, **flags)
         start = _float64(hf_weights(trainer.model, trainer.args))

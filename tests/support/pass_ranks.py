@@ -82,9 +82,12 @@ def nucleus_data() -> dict[str, list[Any]]:
 
 def _with_nuclei(checkpoint: str, layout: dict[str, Any]) -> dict[str, Any]:
     """Train two steps on nuclei; return the report, the old log-probs and what the door says without them."""
-    settings = {"rollout_top_p": 0.9, "global_batch_size": 4, "lr": 1e-2, "entropy_coef": 0.01, "use_kl_loss": True}
-    hook = {"rollout_data_postprocess_path": HERE + "note_columns"}
-    trainer, _ = make_trainer(checkpoint, with_ref=True, load=checkpoint, **settings, **hook, **layout)
+    settings = {
+        "rollout_top_p": 0.9, "global_batch_size": 4, "entropy_coef": 0.01, "use_kl_loss": True, "lr": 1e-2,
+        "adam_eps": 1e-3,  # Adam divides by the gradient's size: rounding of tiny ones would be as large as a step
+        "rollout_data_postprocess_path": HERE + "note_columns",
+    }  # fmt: skip
+    trainer, _ = make_trainer(checkpoint, with_ref=True, load=checkpoint, **settings, **layout)
     found = {"report": train_once(trainer, 0, nucleus_data()), **SEEN["columns"]}
     try:
         train_once(trainer, 1, make_train_data(seed=5))
