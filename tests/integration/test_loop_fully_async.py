@@ -32,6 +32,7 @@ def test_fully_async_rollouts_with_a_bound_on_staleness_until_ctrl_c(tmp_path: P
         ended = run.finish(60)
         assert ended.returncode == 130
         run.assert_nothing_left(10)
+    assert "Traceback" not in ended.output
     assert "never retrieved" not in ended.output + run.logs()
 
     oldest, newest = (read_metric(ended.run_dir, f"rollout/weight_version/{which}") for which in ("min", "max"))

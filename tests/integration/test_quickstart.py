@@ -1,4 +1,4 @@
-"""The quickstart, shortened: SFT with its real budget, then a third of GRPO, through the real loop."""
+"""The quickstart, shortened: SFT with its real budget, then a fifth of GRPO, through the real loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.quickstart import check_run, run_quickstart
 
-ROLLOUTS = 30
+ROLLOUTS = 20
 
 
 @pytest.mark.timeout(1800)
@@ -15,6 +15,6 @@ def test_quickstart_learns(tmp_path):
     check_run(result, ROLLOUTS)
     assert 0.20 <= result["before"] <= 0.60
     assert result["after"] >= result["before"] + 0.15
-    assert [step for step, _ in result["evaluations"]] == [0, 9, 19, 29]
+    assert [step for step, _ in result["evaluations"]] == [0, 9, 19]
     for phrase in ("slime quickstart:", "== 2. SFT", "== 3. GRPO", "report.html", "Try next"):
         assert phrase in result["output"]
