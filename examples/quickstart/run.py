@@ -22,7 +22,7 @@ INTRODUCTION = """\
 slime quickstart: a Qwen3 model of half a million parameters is made from nothing and taught to add two numbers.
 First it imitates a hasty teacher whose answers are more often wrong than right (SFT); then it tries for itself and is
 told only whether an answer was right (GRPO). The loop is slime's real one: a Megatron trainer and two SGLang engines
-behind a router, on Ray. On 2 CPU cores this takes about five minutes; everything goes to
+behind a router, on Ray. On 2 CPU cores this takes five to ten minutes; everything goes to
 {root}"""
 
 DEADLINES = {"model": 120.0, "data": 60.0, "sft": 600.0, "grpo": 1200.0, "ppo": 2400.0}
