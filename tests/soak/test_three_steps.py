@@ -1,6 +1,6 @@
 """Every algorithm trains three rollouts through ``train.py``; its metrics are there, finite, and they move.
 
-GRPO and SFT do so on every change, see tests/integration/test_loop_rl.py and test_loop_sft.py.
+On every change GRPO, PPO, OPD and SFT do: tests/integration/test_loop_rl.py, _ppo.py, _distillation.py and _sft.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.command_line import all_flags, build_parser
-from slime.arguments.parse import resolve
 from tests.support.run_train import Finished, rl_flags, run_train, sft_file, sft_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -67,13 +65,6 @@ def check(run: Finished, names: tuple[str, ...], *, moving: bool) -> None:
             assert len(set(values)) > 1, (name, values)
 
 
-def skip_unless_available(flags: list[str]) -> None:
-    parser = build_parser(known := all_flags(), None)
-    missing = resolve(["--dry-run", *flags], known, parser).not_available
-    if missing:
-        pytest.skip("; ".join(missing))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_policy_gradients(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -84,7 +75,6 @@ def test_policy_gradients(name: str, tmp_path: Path) -> None:
             --custom-rm-path tests.support.rollout_hooks.parity_reward""".split(),
         *case.flags.format(teacher=teacher).split(),
     ]
-    skip_unless_available(flags)
     run = run_train(flags, tmp_path / "run", timeout_s=600)
     check(run, ("train/loss", "train/grad_norm", *POLICY, *case.moving), moving=True)
     check(run, ("train/train_rollout_logprob_abs_diff", "rollout/raw_reward", *case.present), moving=False)
