@@ -113,7 +113,9 @@ def test_replayed_rollouts_give_the_same_weights_without_engines_also_when_kille
     assert not (again.run_dir / "logs" / "router.log").exists()
 
 
+@pytest.mark.soak
 def test_a_killed_run_resumes_with_the_next_prompts(whole, flags, tmp_path):
+    """On every change: its prompts in test_durable_buffer.py, the weights that engines get in test_loop_ppo.py."""
     _, root = whole
     command = [*flags, *keeping(tmp_path)]
     with Run(command, tmp_path / "killed", env={"SLIME_TEST_HOLD_AT": "1"}) as run:
