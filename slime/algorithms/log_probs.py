@@ -3,8 +3,8 @@
 For logits ``z`` divided by the temperature: ``log p_t = z_t - lse(z)`` and ``H = lse(z) - sum_j p_j z_j``. Gradients:
 ``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
 are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself nothing larger than
-``chunk_size x V_local`` exists in either direction. The collective is one all-gather of four numbers per row, and there
-is none in backward.
+``chunk_size x V_local`` exists in either direction, and where nobody else needs the logits the gradient takes their
+place in memory. The collective is one all-gather of four numbers per row, and there is none in backward.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def log_probs_and_entropy(
     entropy_grad: bool = False,
     rows: Tensor | None = None,
     vocab_size: int | None = None,
+    overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``(log_probs [T], entropy [T] or None)`` of ``targets`` [T] (global token ids) under ``logits``.
 
@@ -47,6 +48,8 @@ def log_probs_and_entropy(
         together stay below ``1.5 * chunk_size * V_local`` float32.
     temperature: logits are divided by it.
     entropy_grad: without it the entropy is detached.
+    overwrite_logits: backward writes the gradient into the memory of the logits (if they are contiguous) instead of
+        making one of their size. Autograd refuses (RuntimeError) if another operation kept them for its own backward.
 
     Results are float32 (float64 for float64 logits), the same on all ranks of the group. A target outside of the
     vocabulary gives ``-inf``. Raises ValueError for shapes that do not fit and a temperature that is not positive.
@@ -70,6 +73,7 @@ def log_probs_and_entropy(
         with_entropy=with_entropy,
         entropy_grad=with_entropy and entropy_grad,
         tp_group=tp_group,
+        overwrite_logits=overwrite_logits and logits.is_contiguous(),
     )
     log_probs, entropy = _LogProbsAndEntropy.apply(logits, targets, rows, plan)
     return log_probs, (entropy if with_entropy else None)
@@ -116,6 +120,7 @@ class _Plan:
     with_entropy: bool
     entropy_grad: bool
     tp_group: dist.ProcessGroup | None
+    overwrite_logits: bool
 
     def spans(self, count: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_size, count)) for start in range(0, count, self.chunk_size)]
@@ -166,9 +171,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         plan: _Plan = ctx.plan
         logits, targets, lse, entropy, *rest = ctx.saved_tensors
         rows = rest[0] if ctx.has_rows else None
-        # without rows every real column is overwritten below; what is left to zero is the padding
-        grad = torch.zeros_like(logits) if rows is not None else torch.empty_like(logits)
+        # Detached, not .data: the write counts as a change of the logits, so that autograd knows of it.
+        grad = logits.detach() if plan.overwrite_logits else torch.empty_like(logits)
+        # What is not overwritten below: the padding, and the rows that were not asked for.
         grad[:, plan.columns :] = 0
+        if rows is not None:
+            grad.index_fill_(0, _other_rows(rows, logits.size(0)), 0)
         count = targets.size(0)
         in_place = rows is None and grad.dtype == lse.dtype
         buffer = grad if in_place else plan.buffer(count, lse)
@@ -192,6 +200,13 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             elif not in_place:
                 grad[span, : plan.columns] = z
         return grad, None, None, None
+
+
+def _other_rows(rows: Tensor, count: int) -> Tensor:
+    """Return the numbers below ``count`` that are not in ``rows``, without asking the device how many there are."""
+    selected = torch.zeros(count, dtype=torch.bool, device=rows.device)
+    selected[rows] = True
+    return selected.to(torch.int8).argsort()[: count - rows.size(0)]
 
 
 def _row_statistics(z: Tensor, targets: Tensor, plan: _Plan) -> Tensor:

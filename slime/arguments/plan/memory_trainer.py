@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime.arguments.plan.memory_activations import Kept, gradient_bytes, kept_of, layer_bytes, spared
+from slime.arguments.plan.memory_activations import FP32, Kept, gradient_bytes, kept_of, layer_bytes, spared
 from slime.arguments.plan.model_size import ModelSize, RankSize
 from slime.arguments.plan.model_stages import Chunk, Parallel
 
@@ -124,7 +124,7 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
         gradients=_gradient_size(args, element) * (rank.dense_buffer + rank.expert_buffer),
         optimizer=optimizer,
         activations=activations,
-        logits=_logits(args, size, tokens) if any(chunk.output for chunk in rank.chunks) else 0,
+        logits=_logits(args, size, tokens, element) if any(chunk.output for chunk in rank.chunks) else 0,
         recomputed=recomputed,
         transfer=_transfer(args, size, element),
         host=element * rank.total * copies + offloaded + (asleep if sleeps else 0),
@@ -254,16 +254,25 @@ def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, floa
     return ends + -(-len(full) // kept.block) * one_input, again + working
 
 
-def _logits(args: Namespace, size: ModelSize, tokens: int) -> int:
+def _logits(args: Namespace, size: ModelSize, tokens: int, element: int) -> int:
     """Return the bytes of the last stage's logits: in fp32, with their gradient, and a chunk of log-probs at a time.
 
-    They are divided over the tensor-parallel ranks. Before they are fp32 they were of the parameters' size, which is
-    less than the gradient that comes later. Every layer of multi-token prediction keeps a softmax of its own.
+    They are divided over the tensor-parallel ranks. Before they are fp32 they were of the parameters' size, which is no
+    more than what comes later: the gradient, in the logits' own memory where nobody else reads them, and what of it the
+    output layer gets. Every layer of multi-token prediction keeps logits of its own.
     """
     columns = size.shape.vocab // size.parallel.tp
     rows = int(getattr(args, "log_probs_chunk_size", None) or -1)
     chunk = min(tokens, rows if rows > 0 else tokens, max(1, LOG_PROB_CHUNK // columns))
-    return 4 * columns * ((2 + size.shape.mtp) * tokens + LOG_PROB_BUFFERS * chunk)
+    gradient = (element if element < FP32 else 0) if _overwrites_logits(args) else FP32
+    fp32 = (1 + size.shape.mtp) * tokens + LOG_PROB_BUFFERS * chunk
+    return columns * (FP32 * fp32 + gradient * tokens)
+
+
+def _overwrites_logits(args: Namespace) -> bool:
+    """Return whether the gradient takes the place of the logits; a custom loss and top-p replay may need both."""
+    own_loss = getattr(args, "loss_type", "policy_loss") != "custom_loss"
+    return own_loss and getattr(args, "rollout_top_p", 1.0) == 1.0
 
 
 def _transfer(args: Namespace, size: ModelSize, element: int) -> int:

@@ -60,6 +60,7 @@ def sft_loss_function(
         unconcat_tokens=batch["unconcat_tokens"],
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
+        overwrite_logits=args.loss_type != "custom_loss",
     )
     note_finite_samples(batch, result["log_probs"])
     loss = -sum_of_sample_mean(torch.cat(result["log_probs"]))

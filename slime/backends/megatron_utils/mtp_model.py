@@ -103,6 +103,7 @@ class PredictingGPTModel(GPTModel):
             tp_group=mpu.get_tensor_model_parallel_group(),
             vocab_size=self.vocab,
             chunk_size=self.log_probs_chunk_size,
+            overwrite_logits=True,
         )
         return -(log_probs * depth.weights).sum()
 

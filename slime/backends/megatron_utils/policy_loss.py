@@ -55,6 +55,7 @@ def policy_loss_function(
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
         with_entropy=True,
+        overwrite_logits=args.loss_type != "custom_loss",
         **nucleus_keywords(batch),
     )
     log_probs = _log_probs(args, batch, result["log_probs"])

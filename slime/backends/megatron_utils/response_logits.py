@@ -46,6 +46,7 @@ def get_log_probs_and_entropy(
     non_loss_data: bool = True,
     top_p_token_ids: Sequence[Tensor] | None = None,
     top_p_token_offsets: Sequence[Tensor] | None = None,
+    overwrite_logits: bool = False,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Return (empty tensor, {"log_probs": [...], "entropy": [...]}), one float32 tensor [n_local] per sample.
 
@@ -54,7 +55,8 @@ def get_log_probs_and_entropy(
     only when ``args.entropy_coef`` is not 0. With the nuclei that the response tokens were sampled among (per sample
     ids [k] and offsets [response_length + 1]) log-probs are those among them; the entropy is of all. The pair has the
     form of Megatron's loss functions, so this can be passed to its schedules; ``non_loss_data`` is what they pass and
-    has no effect.
+    has no effect. With ``overwrite_logits``, for callers that do nothing else with the logits, their gradient takes
+    their place in memory.
     """
     del non_loss_data
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
@@ -81,12 +83,42 @@ def get_log_probs_and_entropy(
             temperature=temperature,
             with_entropy=with_entropy,
             entropy_grad=getattr(args, "entropy_coef", 0.0) != 0,
+            overwrite_logits=overwrite_logits and log_probs is None and _not_needed_by_their_maker(logits),
         )
         log_probs = whole if log_probs is None else log_probs
     result = {"log_probs": list(log_probs.split(sizes))}
     if entropy is not None:
         result["entropy"] = list(entropy.split(sizes))
     return torch.empty(0, device=logits.device), result
+
+
+_VIEWS = (
+    "AliasBackward",
+    "SqueezeBackward",
+    "TransposeBackward",
+    "UnsafeViewBackward",
+    "UnsqueezeBackward",
+    "ViewBackward",
+)
+_KEEP_THEIR_INPUT_ONLY = (
+    "LinearWithGradAccumulationAndAsyncCommunicationBackward",
+    "LinearWithFrozenWeightBackward",
+    "ToCopyBackward",
+    "AddmmBackward",
+    "BmmBackward",
+    "MmBackward",
+)
+
+
+def _not_needed_by_their_maker(logits: Tensor) -> bool:
+    """Return whether ``logits`` come from an operation whose backward does not read its result, as a tanh's would.
+
+    So they do from Megatron's output layer; a model of one's own may end in anything.
+    """
+    node = logits.grad_fn
+    while node is not None and node.name().rstrip("0123456789") in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().rstrip("0123456789") in _KEEP_THEIR_INPUT_ONLY
 
 
 def note_finite_samples(batch: dict[str, Any], *columns: Sequence[Tensor]) -> None:

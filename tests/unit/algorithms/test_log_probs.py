@@ -97,6 +97,47 @@ def test_rows_select_without_indexing_before_and_leave_zero_gradient_elsewhere()
     torch.testing.assert_close(actual_in.grad, expected_in.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gradient_can_take_the_place_of_the_logits(dtype: torch.dtype, selected: bool) -> None:
+    leaf, targets = random_case(40, 300)
+    rows = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:25] if selected else None
+    gradients, places = [], []
+    for overwrite in (False, True):
+        logits = leaf.to(dtype).requires_grad_() * 1.0  # as a layer's output would be: not a leaf
+        logits.register_hook(lambda grad: (gradients.append(grad.clone()), places.append(grad.data_ptr()))[0])
+        log_probs, entropy = log_probs_and_entropy(
+            logits, targets if rows is None else targets[rows], rows=rows, chunk_size=7, temperature=0.7,
+            with_entropy=True, entropy_grad=True, vocab_size=297, overwrite_logits=overwrite,
+        )  # fmt: skip
+        (log_probs.exp().sum() + entropy.sum()).backward()
+        assert (places[-1] == logits.data_ptr()) is overwrite
+    assert gradients[0].any()
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_logits_that_another_operation_needs_are_not_overwritten_in_silence() -> None:
+    leaf, targets = random_case()
+    logits = leaf.requires_grad_() * 1.0
+    squares = logits.square()  # keeps the logits for its backward, which comes second
+    log_probs, _ = log_probs_and_entropy(logits, targets, overwrite_logits=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (log_probs.sum() + squares.sum()).backward()
+    log_probs, _ = log_probs_and_entropy(leaf * 1.0, targets, overwrite_logits=True)
+    log_probs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_probs.sum().backward()
+
+
+def test_logits_whose_rows_share_memory_are_not_overwritten() -> None:
+    row = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([5, 0, 1])
+    log_probs, _ = log_probs_and_entropy(row.expand(3, 6), targets, overwrite_logits=True)
+    (actual,) = torch.autograd.grad(log_probs.sum(), row)
+    (expected,) = torch.autograd.grad(dense(row.expand(3, 6), targets)[0].sum(), row)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
 def test_vocabulary_padding_counts_for_nothing() -> None:
     logits, targets = random_case(5, 8)
     targets = targets % 6
@@ -235,6 +276,19 @@ def test_memory_beyond_the_gradient_is_one_and_a_half_chunks(dtype: torch.dtype,
         torch.autograd.grad((log_probs + entropy).sum(), logits)
     assert chunk * vocab * 4 < forward.peak <= limit
     assert logits.nbytes < backward.peak <= logits.nbytes + limit
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_overwriting_needs_no_memory_for_the_gradient(selected: bool) -> None:
+    rows, vocab, chunk = 64, 5000, 16
+    leaf = torch.randn(rows, vocab, requires_grad=True)
+    logits, targets = leaf * 1.0, torch.randint(vocab, (rows,))
+    log_probs, _ = log_probs_and_entropy(
+        logits, targets, rows=torch.arange(rows) if selected else None, chunk_size=chunk, overwrite_logits=True
+    )
+    with _PeakBytes() as backward:
+        torch.autograd.grad(log_probs.sum(), logits)
+    assert backward.peak <= 1.5 * chunk * vocab * 4 + 40 * rows * 8 < logits.nbytes
 
 
 def test_default_chunk_keeps_to_its_budget() -> None:

@@ -100,6 +100,27 @@ def test_log_probs_and_entropy_of_the_packed_row() -> None:
         torch.testing.assert_close(F.log_softmax(rows, -1).gather(1, tokens[:, None])[:, 0], log_probs)
 
 
+@pytest.mark.parametrize("head", ["linear", "fp32", "tanh"])
+def test_logits_are_overwritten_where_their_maker_does_not_need_them(head: str) -> None:
+    batch, leaf = make_batch()
+    weight = torch.randn(VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    gradients, overwritten = [], []
+    for overwrite in (False, True):
+        hidden = leaf.detach().double().requires_grad_()
+        logits = F.linear(hidden.transpose(0, 1), weight).transpose(0, 1).contiguous()
+        logits = logits.float() if head == "fp32" else logits.tanh() if head == "tanh" else logits
+        before = logits.detach().clone()
+        _, result = get_log_probs_and_entropy(
+            logits, args=make_args(), unconcat_tokens=batch["unconcat_tokens"], total_lengths=TOTALS,
+            response_lengths=RESPONSES, overwrite_logits=overwrite,
+        )  # fmt: skip
+        torch.cat(result["log_probs"]).sum().backward()
+        gradients.append(hidden.grad)
+        overwritten.append(not torch.equal(logits, before))
+    assert torch.equal(*gradients)
+    assert overwritten == [False, head != "tanh"]
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "everything": {"use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coef": 0.05},
@@ -287,11 +308,28 @@ def test_samples_that_are_not_finite_are_told_apart() -> None:
 def test_recomputed_loss_is_the_loss() -> None:
     results = []
     for recompute in (False, True):
-        args, (batch, logits) = make_args(recompute_loss_function=recompute), make_batch()
+        args, (batch, leaf) = make_args(recompute_loss_function=recompute), make_batch()
+        logits = leaf @ torch.eye(VOCAB)  # of a linear layer: overwritten in backward
         loss, _ = loss_function(args, batch, 1, logits)  # type: ignore[misc]
-        results.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
+        results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+        assert not torch.equal(logits, leaf)
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+def squares_and_policy_loss(*inputs: Any) -> Any:
+    squares = inputs[2].square().mean()  # needs the logits after the policy loss is done with them
+    loss, metrics = policy_loss_function(*inputs)
+    return loss + squares, metrics
+
+
+def test_a_custom_loss_may_use_the_logits_once_more() -> None:
+    args = make_args(loss_type="custom_loss", custom_loss_function_path=f"{__name__}.squares_and_policy_loss")
+    batch, leaf = make_batch()
+    loss, _ = loss_function(args, batch, 1, leaf @ torch.eye(VOCAB))  # type: ignore[misc]
+    (actual,) = torch.autograd.grad(loss, leaf)
+    plain = loss_function(make_args(), batch, 1, leaf)[0] + leaf.square().mean() / batch["global_batch_size"]
+    torch.testing.assert_close(actual, torch.autograd.grad(plain, leaf)[0])
 
 
 def test_unknown_loss_type_lists_the_known_ones() -> None:
