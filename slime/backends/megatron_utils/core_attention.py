@@ -33,7 +33,7 @@ FLASH_MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class Segment:
-    """Queries that attend to one run of keys: ``q [sq, n, d]``, ``k [sk, g, d]``, ``v [sk, g, dv]``.
+    """Queries that attend to keys, in ``b`` runs alike: ``q [b, sq, n, d]``, ``k [b, sk, g, d]``, ``v [b, sk, g, dv]``.
 
     When causal, the queries are the last ``sq`` of the ``sk`` positions.
     """
@@ -44,23 +44,17 @@ class Segment:
 
 
 def sdpa_segment(segment: Segment, *, causal: bool, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
-    """Return the attention output ``[sq, n, dv]`` of one segment through torch's scaled_dot_product_attention."""
-    q, k, v = segment.q, segment.k, segment.v
+    """Return the attention output ``[b * sq, n, dv]`` of one segment through torch's scaled_dot_product_attention."""
+    q, k, v = (x.transpose(1, 2) for x in (segment.q, segment.k, segment.v))
+    queries, keys = q.size(2), k.size(2)
     mask = None
-    if causal and q.size(0) != k.size(0):  # torch's is_causal is aligned to the upper left
-        mask = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).tril(k.size(0) - q.size(0))
+    if causal and queries != keys:  # torch's is_causal is aligned to the upper left
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         causal = False
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        k.transpose(0, 1).unsqueeze(0),
-        v.transpose(0, 1).unsqueeze(0),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.size(1) != k.size(1),
-        dropout_p=dropout_p,
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1), dropout_p=dropout_p
     )
-    return out.squeeze(0).transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def flash_takes(segments: Sequence[Segment]) -> bool:
@@ -79,15 +73,13 @@ def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
-    """Return the outputs of all segments, one after the other: ``[sum(sq), n, dv]``."""
+    """Return the outputs of all segments, one after the other: ``[sum(b * sq), n, dv]``."""
     if not flash_takes(segments):
-        return torch.cat([sdpa_segment(s, causal=causal, scale=scale, dropout_p=dropout_p) for s in segments])
-    q_lengths, k_lengths = [s.q.size(0) for s in segments], [s.k.size(0) for s in segments]
+        return _joined([sdpa_segment(s, causal=causal, scale=scale, dropout_p=dropout_p) for s in segments])
+    q_lengths, k_lengths = ([len(run) for s in segments for run in getattr(s, name)] for name in "qk")
     device = segments[0].q.device
     return flash_attn_varlen_func(
-        torch.cat([s.q for s in segments]),
-        torch.cat([s.k for s in segments]),
-        torch.cat([s.v for s in segments]),
+        *(_joined([getattr(s, name).flatten(0, 1) for s in segments]) for name in "qkv"),
         _cumulative(q_lengths, device),
         _cumulative(k_lengths, device),
         max(q_lengths),
@@ -97,6 +89,10 @@ def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p
         causal=causal,  # aligned to the lower right, as Segment wants it
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def undo_zigzag(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -113,11 +109,22 @@ def cp_segments(
     ``q [2c, n, d]`` is the local part; ``k_parts``, ``v_parts`` hold the parts of all ranks in rank order.
     """
     cp_size, chunk = len(k_parts), q.size(0) // 2
-    k, v = undo_zigzag(k_parts), undo_zigzag(v_parts)
+    q, k, v = (x.unsqueeze(0) for x in (q, undo_zigzag(k_parts), undo_zigzag(v_parts)))
     if not causal:
         return [Segment(q, k, v)]
     first, second = (cp_rank + 1) * chunk, (2 * cp_size - cp_rank) * chunk
-    return [Segment(q[:chunk], k[:first], v[:first]), Segment(q[chunk:], k[:second], v[:second])]
+    return [Segment(q[:, :chunk], k[:, :first], v[:, :first]), Segment(q[:, chunk:], k[:, :second], v[:, :second])]
+
+
+def packed_segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]
+) -> list[Segment]:
+    """Return the segments of sequences that this rank holds whole; neighbours of one length are one, without a copy."""
+    runs = [(len(list(same)), length) for length, same in itertools.groupby(lengths) if length]
+    sizes = [count * length for count, length in runs]
+    # The gradient of a split is a copy, which one that takes all would make for nothing.
+    split = [[x] if len(runs) == 1 else x.split(sizes) for x in (query, key, value)]
+    return [Segment(*(x.unflatten(0, run) for x in parts)) for run, *parts in zip(runs, *split, strict=True)]
 
 
 def sequence_lengths(packed_seq_params: Any) -> list[int]:
@@ -229,11 +236,10 @@ class TorchCoreAttention(MegatronModule):
                 f"packed sequences of {lengths} tokens do not fit {query.size(0)} local tokens x context-parallel size "
                 f"{cp_size}: their sum must be {query.size(0) * cp_size} and each a multiple of {divisor}"
             )
+        if cp_size == 1:
+            return packed_segments(query, key, value, lengths)
         local = [length // cp_size for length in lengths]
         queries = query.split(local)
-        if cp_size == 1:
-            parts = zip(queries, key.split(local), value.split(local), strict=True)
-            return [Segment(q, k, v) for q, k, v in parts if q.size(0)]
         # One gather for both; its backward sums the gradients of all ranks' queries into the owner of the key.
         both = gather_from_sequence_parallel_region(
             torch.cat([key, value], -1).contiguous(), tensor_parallel_output_grad=True, group=self.cp_group

@@ -54,7 +54,7 @@ def _check(out: torch.Tensor, inputs: list[torch.Tensor], lengths: list[int], gr
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("lengths", [[7], [5, 1, 9], [4, 0, 3]])
+@pytest.mark.parametrize("lengths", [[7], [5, 1, 9], [4, 0, 3], [4, 4, 4], [3, 3, 5, 5, 3]])
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed(lengths: list[int], heads: int, groups: int, causal: bool) -> None:
     *inputs, grad = _tensors(sum(lengths), heads, groups)
@@ -117,7 +117,7 @@ def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool) -> None:
 def test_flash_gets_lower_right_aligned_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is CUDA's: a float64 stand-in with its contract shows that we hand it the right lengths."""
     q, k, v, _ = _tensors(10, 4, 2)
-    segments = [Segment(q[:4], k[:4], v[:4]), Segment(q[4:7], k[:7], v[:7])]
+    segments = [Segment(q[None, 0:4], k[None, :4], v[None, :4]), Segment(q[None, 4:7], k[None, :7], v[None, :7])]
 
     def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> torch.Tensor:
         assert (max_q, max_k) == (4, 7)
@@ -138,7 +138,7 @@ def test_flash_gets_lower_right_aligned_segments(monkeypatch: pytest.MonkeyPatch
 
 def test_flash_is_left_alone_for_cpu_and_fp32_tensors() -> None:
     q, k, v, _ = _tensors(4, 4, 2)
-    assert not core_attention.flash_takes([Segment(q, k, v)])
+    assert not core_attention.flash_takes([Segment(q[None], k[None], v[None])])
 
 
 @pytest.mark.parametrize(
