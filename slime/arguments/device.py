@@ -16,7 +16,6 @@ CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
     "masked_softmax_fusion": (False, None),
     "apply_rope_fusion": (False, None),
     "bias_gelu_fusion": (False, None),
-    "bias_swiglu_fusion": (False, None),
     "bias_dropout_fusion": (False, None),
     "persist_layer_norm": (False, None),
     "moe_grouped_gemm": (False, None),  # a module without kernels computes the same

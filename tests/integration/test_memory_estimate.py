@@ -56,6 +56,8 @@ TOKENS, SEQUENCE, FP32 = 64, 32, 4
 KEPT: dict[str, dict[str, Any]] = {
     "grouped queries": {"qk_layernorm": False},
     "normalised queries": {},
+    "gate in parts": {"bias_swiglu_fusion": False, "qk_layernorm": False},
+    "experts' gates in parts": {**EXPERTS, "moe_layer_freq": 1, "qk_layernorm": False, "bias_swiglu_fusion": False},
     "no gate": {"swiglu": False, "qk_layernorm": False},
     "experts": {**EXPERTS, "moe_layer_freq": 1, "qk_layernorm": False},
     "latent": LATENT,
@@ -153,7 +155,7 @@ def test_what_a_layer_keeps(case: str, checkpoint: Path, kept: Any) -> None:
 
 def _torch_extra(size: ModelSize) -> float:
     """Bytes per token and layer that only modules of torch keep: norms their normalised input and its scale, attention
-    the outputs of the single sequences, or their score matrices where queries and values differ in width.
+    its score matrices where queries and values differ in width.
     """
     shape, tp = size.shape, size.parallel.tp
     norms = 2 * FP32 * (shape.hidden + 1) / size.parallel.sp
@@ -163,4 +165,4 @@ def _torch_extra(size: ModelSize) -> float:
         return norms + FP32 * shape.heads * SEQUENCE - FP32 * shape.heads
     if shape.qk_norm:
         norms += FP32 * (shape.heads + shape.groups) * (shape.head_dim + 1) / tp
-    return norms + FP32 * shape.heads * shape.head_dim / tp
+    return norms

@@ -9,7 +9,7 @@
    meaning they have on a CPU. ``torch.cuda.is_available()`` and ``device_count()`` keep telling the truth.
 
 :func:`adapt_imported_megatron` then replaces the functions inside megatron that reach for the CUDA generator or sort
-tensors by ``is_cuda``.
+tensors by ``is_cuda``, and those that leave to a compiler or to NCCL what costs a CPU much.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from slime.backends.megatron_utils.cpu_operators import among_several, swiglu, swiglu_back
 
 PACKAGES = ("megatron", "mbridge")
 LITERALS = {
@@ -191,6 +193,8 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
 
 def adapt_imported_megatron() -> None:
     """Replace what the two mechanisms above cannot reach. Call after ``megatron.core`` was imported."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
@@ -210,6 +214,10 @@ def adapt_imported_megatron() -> None:
     # It selects its part through an index in pinned memory, which torch has for accelerators only.
     for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
         module.get_pos_emb_on_this_cp_rank = _pos_emb_on_this_cp_rank
+    # Written for torch.compile, they make five tensors where one will do.
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = swiglu, swiglu_back
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(param_and_grad_buffer, name, among_several(getattr(param_and_grad_buffer, name)))
 
 
 def _not_about_the_cpu_generator(record: logging.LogRecord) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -89,8 +90,20 @@ class GroupedExperts(MegatronModule):
         return torch.cat([self._expert(*part) for part in parts]), None
 
     def _expert(self, hidden: torch.Tensor, probs: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        activation = self._activation(F.linear(hidden, up))
-        return F.linear((activation * probs.unsqueeze(-1)).to(hidden.dtype), down)
+        x, weights = F.linear(hidden, up), probs.unsqueeze(-1)
+        if self._fused and not x.is_cuda:  # there it is compiled, and would be again for other numbers of tokens
+            return F.linear(weighted_bias_swiglu_impl(x, None, weights), down)
+        return F.linear((self._activation(x) * weights).to(hidden.dtype), down)
+
+    @property
+    def _fused(self) -> bool:
+        config = self.config
+        return (
+            config.bias_activation_fusion
+            and config.gated_linear_unit
+            and config.activation_func is F.silu
+            and config.activation_func_clamp_value is None
+        )
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         config = self.config

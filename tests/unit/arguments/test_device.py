@@ -23,7 +23,8 @@ def test_cpu():
     assert args.device_type == "cpu"
     assert (args.bf16, args.fp16, args.distributed_backend) == (False, False, "gloo")
     assert args.gradient_accumulation_fusion is args.masked_softmax_fusion is args.apply_rope_fusion is False
-    assert args.bias_activation_fusion is args.persist_layer_norm is False
+    assert args.bias_activation_fusion is args.swiglu  # the one fusion that a CPU has
+    assert args.persist_layer_norm is False
     assert (args.sglang_device, args.sglang_attention_backend, args.sglang_dtype) == ("cpu", "torch_native", "float32")
     assert args.sglang_disable_overlap_schedule is args.sglang_sleep_on_idle is True
     assert args.transformer_impl == "local"

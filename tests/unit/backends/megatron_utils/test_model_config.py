@@ -120,8 +120,16 @@ def test_what_needs_fused_kernels_is_off() -> None:
     accelerator.reset_accelerator()
     names = (*model_config.NEEDS_FUSED_KERNELS, *model_config.NEEDS_CUDA)
     asked = {name: True for name in names if name not in ("moe_router_fusion", "tp_comm_overlap")}
-    config = transformer_config_from_args(_args(**asked, swiglu=True, bias_swiglu_fusion=True))
+    config = transformer_config_from_args(_args(**asked, bias_gelu_fusion=True))
     assert [name for name in names if getattr(config, name)] == []
+
+
+@needs_no_cuda
+@pytest.mark.parametrize("fusion", [True, False])
+def test_swiglu_is_fused_without_cuda_too(fusion: bool) -> None:
+    accelerator.reset_accelerator()
+    config = transformer_config_from_args(_args(swiglu=True, bias_swiglu_fusion=fusion))
+    assert config.bias_activation_fusion is fusion
 
 
 @pytest.mark.parametrize(

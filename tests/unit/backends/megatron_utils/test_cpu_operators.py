@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slime.backends.megatron_utils import cpu_operators, import_megatron
+from slime.backends.megatron_utils.cpu_operators import among_several, swiglu, swiglu_back
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter does nothing on a machine with CUDA")
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, 8), (5, 1, 8)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_swiglu_and_its_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    g = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator, dtype=torch.float64).to(dtype)
+    exact = y.double().clone().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    expected = gate * torch.sigmoid(gate) * up
+    expected.backward(g.double())
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-2}[dtype]
+    for seen, wanted in ((swiglu(y), expected.detach()), (swiglu_back(g, y), exact.grad)):
+        assert seen.dtype == dtype
+        assert seen.is_contiguous()
+        torch.testing.assert_close(seen.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@needs_no_cuda
+def test_megatron_uses_them() -> None:
+    import_megatron()
+    from megatron.core.fusions import fused_bias_swiglu
+
+    assert fused_bias_swiglu.swiglu is cpu_operators.swiglu
+    assert fused_bias_swiglu.swiglu_back is cpu_operators.swiglu_back
+    y = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(5, 1, dtype=torch.float64, requires_grad=True)
+
+    def plain(y: torch.Tensor) -> torch.Tensor:
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
+
+    cases: list[tuple[Any, Any, list[torch.Tensor]]] = [
+        (fused_bias_swiglu.bias_swiglu_impl(y, None), plain(y), [y]),
+        (fused_bias_swiglu.bias_swiglu_impl(y, bias), plain(y + bias), [y, bias]),
+        (fused_bias_swiglu.weighted_bias_swiglu_impl(y, None, weights), plain(y) * weights, [y, weights]),
+    ]
+    for fused, expected, inputs in cases:
+        torch.testing.assert_close(fused, expected)
+        grads = (torch.autograd.grad(out.square().sum(), inputs) for out in (fused, expected))
+        for seen, wanted in zip(*grads, strict=True):
+            torch.testing.assert_close(seen, wanted.reshape(seen.shape))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_of_one_needs_no_collective(size: int) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def collective(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> str:
+        calls.append(options)
+        return "handle"
+
+    group = SimpleNamespace(size=lambda: size)
+    source = torch.arange(4.0)
+    output = torch.zeros(4)
+    result = among_several(collective)(output, source, group=group, async_op=True)
+    if size == 1:
+        assert (result, calls) == (None, [])
+        assert torch.equal(output, source)
+        assert among_several(collective)(source, source, group=group, async_op=False) is None
+    else:
+        assert (result, calls) == ("handle", [{"group": group, "async_op": True}])
