@@ -10,6 +10,7 @@ from tests.support.distributed import run_distributed
 
 CASES: dict[str, dict[str, Any]] = {
     "swiglu": {"activation_func": "silu", "gated_linear_unit": True},
+    "swiglu, fused": {"activation_func": "silu", "gated_linear_unit": True, "bias_activation_fusion": True},
     "gated, clamped and shifted": {
         "activation_func": "gelu",
         "gated_linear_unit": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -52,14 +53,14 @@ def _differences(fields: dict[str, Any]) -> dict[str, float]:
         add_bias_linear=False,
         params_dtype=torch.float32,
         use_cpu_initialization=True,
-        bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         **{**fields, "activation_func": functions[fields["activation_func"]]},
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     ours = GroupedExperts(EXPERTS, config, pg_collection=groups)
+    unfused = dataclasses.replace(config, bias_activation_fusion=False)
     theirs = SequentialMLP(
-        EXPERTS, config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear), groups
+        EXPERTS, unfused, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear), groups
     )
     generator = torch.Generator().manual_seed(0)
     for e, expert in enumerate(theirs.local_experts):

@@ -19,6 +19,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import divide, make_tp_sharded_tensor_for_checkpoint
 from torch.nn import functional as F
 
+from slime.utils import accelerator
+
 ROUTED_EXPERTS = ".mlp.experts."
 
 
@@ -68,6 +70,8 @@ class GroupedExperts(MegatronModule):
         halves = 2 if config.gated_linear_unit else 1
         self.linear_fc1 = GroupedLinear(config, (halves * ffn, hidden), num_local_experts, split=0, stride=halves)
         self.linear_fc2 = GroupedLinear(config, (hidden, ffn), num_local_experts, split=1)
+        # With CUDA the fused activation is compiled, and would be again for every other number of tokens.
+        self._fused = config.bias_activation_fusion and _is_swiglu(config) and accelerator.device_type() != "cuda"
         if config.perform_initialization:
             self.linear_fc1.initialize(config.init_method)
             self.linear_fc2.initialize(config.output_layer_init_method)
@@ -91,19 +95,9 @@ class GroupedExperts(MegatronModule):
 
     def _expert(self, hidden: torch.Tensor, probs: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         x, weights = F.linear(hidden, up), probs.unsqueeze(-1)
-        if self._fused and not x.is_cuda:  # there it is compiled, and would be again for other numbers of tokens
+        if self._fused:
             return F.linear(weighted_bias_swiglu_impl(x, None, weights), down)
         return F.linear((self._activation(x) * weights).to(hidden.dtype), down)
-
-    @property
-    def _fused(self) -> bool:
-        config = self.config
-        return (
-            config.bias_activation_fusion
-            and config.gated_linear_unit
-            and config.activation_func is F.silu
-            and config.activation_func_clamp_value is None
-        )
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -143,6 +137,11 @@ class GroupedExperts(MegatronModule):
                     tensor = apply_swiglu_sharded_factory(tensor, offsets)
                 state[f"{prefix}{name}.weight{i}"] = tensor
         return state
+
+
+def _is_swiglu(config: Any) -> bool:
+    plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
+    return plain and config.gated_linear_unit and config.activation_func is F.silu
 
 
 def mark_routed_experts(model: torch.nn.Module) -> None:

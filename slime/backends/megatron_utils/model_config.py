@@ -29,8 +29,7 @@ NEEDS_FUSED_KERNELS = (
 )
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 # Fused by torch's compiler: pointless on a CPU, where compiling takes longer than it saves.
-# The exception is the activation of SwiGLU, see cpu_operators.
-NEEDS_CUDA = ("bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion")
+NEEDS_CUDA = ("bias_dropout_fusion", "cross_entropy_loss_fusion")
 
 
 def params_dtype(args: Namespace) -> torch.dtype:
@@ -57,9 +56,9 @@ def transformer_config_from_args(args: Namespace) -> Any:
     on_cuda = accelerator.device_type() == "cuda"
     without = list(NEEDS_FUSED_KERNELS) if not (on_cuda and HAVE_TE) else []
     if not on_cuda:
-        without += [
-            n for n in NEEDS_CUDA if n != "bias_activation_fusion" or values.get("activation_func") is not F.silu
-        ]
+        without += NEEDS_CUDA
+        if values.get("activation_func") is not F.silu:  # that of SwiGLU is our own, see cpu_operators
+            without.append("bias_activation_fusion")
     if not _has_module(GRADIENT_ACCUMULATION_KERNEL):  # a part of apex; megatron's own layers refuse to do without
         without.append("gradient_accumulation_fusion")
     off = [name for name in without if values.get(name)]

@@ -15,6 +15,24 @@ from slime.backends.megatron_utils.cp_utils import response_rows_and_targets
 from slime.backends.megatron_utils.nuclei import local_nuclei
 from slime.backends.megatron_utils.parallel import tensor_parallel
 
+# Operations of autograd, by the name of their node.
+_VIEWS = (
+    "AliasBackward",
+    "SqueezeBackward",
+    "TransposeBackward",
+    "UnsafeViewBackward",
+    "UnsqueezeBackward",
+    "ViewBackward",
+)
+_KEEP_THEIR_INPUT_ONLY = (
+    "LinearWithGradAccumulationAndAsyncCommunicationBackward",
+    "LinearWithFrozenWeightBackward",
+    "ToCopyBackward",
+    "AddmmBackward",
+    "BmmBackward",
+    "MmBackward",
+)
+
 
 def get_responses(
     logits: Tensor,
@@ -90,24 +108,6 @@ def get_log_probs_and_entropy(
     if entropy is not None:
         result["entropy"] = list(entropy.split(sizes))
     return torch.empty(0, device=logits.device), result
-
-
-_VIEWS = (
-    "AliasBackward",
-    "SqueezeBackward",
-    "TransposeBackward",
-    "UnsafeViewBackward",
-    "UnsqueezeBackward",
-    "ViewBackward",
-)
-_KEEP_THEIR_INPUT_ONLY = (
-    "LinearWithGradAccumulationAndAsyncCommunicationBackward",
-    "LinearWithFrozenWeightBackward",
-    "ToCopyBackward",
-    "AddmmBackward",
-    "BmmBackward",
-    "MmBackward",
-)
 
 
 def _not_needed_by_their_maker(logits: Tensor) -> bool:

@@ -23,11 +23,16 @@ def test_cpu():
     assert args.device_type == "cpu"
     assert (args.bf16, args.fp16, args.distributed_backend) == (False, False, "gloo")
     assert args.gradient_accumulation_fusion is args.masked_softmax_fusion is args.apply_rope_fusion is False
-    assert args.bias_activation_fusion is args.swiglu  # the one fusion that a CPU has
     assert args.persist_layer_norm is False
     assert (args.sglang_device, args.sglang_attention_backend, args.sglang_dtype) == ("cpu", "torch_native", "float32")
     assert args.sglang_disable_overlap_schedule is args.sglang_sleep_on_idle is True
     assert args.transformer_impl == "local"
+
+
+@pytest.mark.parametrize(("flags", "fused"), [(("--swiglu",), True), (("--swiglu", "--no-bias-swiglu-fusion"), False)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_gate_is_fused_unless_told_otherwise(device, flags, fused):
+    assert finalized(device, *flags).bias_activation_fusion is fused
 
 
 def test_given_engine_values_hold_on_cpu():
@@ -71,8 +76,5 @@ def test_precision_on_cuda(flags, bf16, fp16, reduce_in_fp32):
     assert args.sglang_device is None
 
 
-def test_variable_lengths_and_fusion_of_the_gate_on_cuda():
-    args = finalized("cuda")
-    assert args.variable_seq_lengths is True
-    assert args.bias_activation_fusion is True
-    assert finalized("cuda", "--no-bias-swiglu-fusion").bias_activation_fusion is False
+def test_variable_lengths_on_cuda():
+    assert finalized("cuda").variable_seq_lengths is True

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
 from slime.backends.megatron_utils import core_attention  # noqa: E402
-from slime.backends.megatron_utils.core_attention import Segment, TorchCoreAttention  # noqa: E402
+from slime.backends.megatron_utils.core_attention import Segment, TorchCoreAttention, packed_segments  # noqa: E402
 from tests.support.dense_attention import dense_attention, undo_zigzag_pack, zigzag  # noqa: E402
 from tests.support.megatron_checks import attention_config  # noqa: E402
 
@@ -62,6 +62,16 @@ def test_packed(lengths: list[int], heads: int, groups: int, causal: bool) -> No
     out = _module(AttnMaskType.causal if causal else AttnMaskType.no_mask)(*inputs, packed_seq_params=_params(lengths))
     assert out.shape == (sum(lengths), 1, heads * 8)
     _check(out, inputs, lengths, grad, causal)
+
+
+def test_neighbours_of_one_length_are_one_segment_without_a_copy() -> None:
+    query, key, value, _ = _tensors(21, 4, 2)
+    segments = packed_segments(query, key, value, [4, 4, 0, 4, 9])
+    assert [tuple(s.q.shape) for s in segments] == [(2, 4, 4, 8), (1, 4, 4, 8), (1, 9, 4, 8)]
+    for whole, name in zip((query, key, value), "qkv", strict=True):
+        parts = [getattr(s, name) for s in segments]
+        assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
+        assert torch.equal(torch.cat([part.flatten(0, 1) for part in parts]), whole)
 
 
 def test_values_may_be_narrower_than_keys() -> None:

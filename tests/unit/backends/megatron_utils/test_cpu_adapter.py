@@ -3,13 +3,11 @@ from __future__ import annotations
 import sys
 import types
 
-import pytest
 import torch
 
 from slime.backends.megatron_utils import cpu_adapter, import_megatron
 from slime.backends.megatron_utils.cpu_adapter import CpuEvent, CpuStream, swap_literals
-
-needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter does nothing on a machine with CUDA")
+from tests.support.marks import needs_no_cuda
 
 
 def test_exactly_the_device_literals_are_replaced() -> None:

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from slime.backends.megatron_utils import cpu_operators, import_megatron
 from slime.backends.megatron_utils.cpu_operators import among_several, swiglu, swiglu_back
-
-needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter does nothing on a machine with CUDA")
+from tests.support.marks import needs_no_cuda
 
 
 @pytest.mark.parametrize("shape", [(6,), (5, 8), (5, 1, 8)])

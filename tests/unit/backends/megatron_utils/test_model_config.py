@@ -12,8 +12,7 @@ from slime.backends.megatron_utils.model_config import params_dtype, squared_rel
 from slime.backends.megatron_utils.model_provider import padded_vocab_size
 from slime.backends.megatron_utils.optimizer import optimizer_config_from_args
 from slime.utils import accelerator
-
-needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="what is switched off depends on the device")
+from tests.support.marks import needs_no_cuda
 
 
 def _args(**overrides: Any) -> Namespace:
@@ -118,7 +117,7 @@ def test_two_dtypes_at_once() -> None:
 @needs_no_cuda
 def test_what_needs_fused_kernels_is_off() -> None:
     accelerator.reset_accelerator()
-    names = (*model_config.NEEDS_FUSED_KERNELS, *model_config.NEEDS_CUDA)
+    names = (*model_config.NEEDS_FUSED_KERNELS, *model_config.NEEDS_CUDA, "bias_activation_fusion")
     asked = {name: True for name in names if name not in ("moe_router_fusion", "tp_comm_overlap")}
     config = transformer_config_from_args(_args(**asked, bias_gelu_fusion=True))
     assert [name for name in names if getattr(config, name)] == []
