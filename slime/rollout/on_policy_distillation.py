@@ -20,6 +20,8 @@ __all__ = ["post_process_rewards", "reward_func"]
 
 ATTEMPTS_IN_TIME = 3
 """So many attempts that hang fit into the time of a reward."""
+_last_ids: dict[str, int] = {}
+"""Address of a teacher -> the last id of its vocabulary, once it has been met."""
 
 
 async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -> Any:
@@ -48,8 +50,34 @@ async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     timeout = getattr(args, "rollout_request_timeout", None) or 1800.0
     reply = await ask(args.rm_url, payload, timeout / ATTEMPTS_IN_TIME)
+    await _name_last_id(args.rm_url, sample, reply, timeout / ATTEMPTS_IN_TIME)
     teacher_log_probs(sample, reply)
     return reply
+
+
+async def _name_last_id(url: str, sample: Sample, reply: Any, timeout: float) -> None:
+    """Write the last id of the teacher's vocabulary into ``reply`` where SGLang tells 0 in its place.
+
+    It does so for ids beyond the vocabulary as well, with the last one's log-prob. Which of them it is the server knows
+    itself: it refuses to tell log-probs of ids that it does not have, and HttpRequestError is raised.
+    """
+    told = _response_entries(sample, reply)
+    hidden = [(entry, token) for entry, token in zip(told, _response(sample), strict=True) if entry[1] == 0 != token]
+    if not hidden:
+        return
+    last = max(token for _, token in hidden)
+    if _last_ids.get(url) != last:
+        question = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "token_ids_logprob": [last],
+        }
+        await ask(url, question, timeout)
+        _last_ids[url] = last
+    for entry, token in hidden:
+        if token == last:
+            entry[1] = last
 
 
 def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
@@ -72,30 +100,44 @@ def teacher_log_probs(sample: Sample, reply: Any) -> list[float]:
     ``meta_info.input_token_logprobs`` has ``[log-prob, token id, ...]`` for every token of prompt and response; nothing
     is known about the first. Raises ValueError when it is missing, or is not about the tokens of ``sample``.
     """
-    name = f"sample index={sample.index} group_index={sample.group_index}"
+    told = _response_entries(sample, reply)
+    for position, (entry, token) in enumerate(zip(told, _response(sample), strict=True)):
+        if entry[1] != token:
+            raise ValueError(
+                f"{_name(sample)}: response token {position} is {token}, but the teacher told of {entry[1]}; both must "
+                "have the same tokenizer"
+            )
+        if not isinstance(entry[0], (int, float)) or not math.isfinite(entry[0]):
+            raise ValueError(
+                f"{_name(sample)}: the teacher's log-prob of response token {position} is {entry[0]!r}, no number"
+            )
+    return [float(entry[0]) for entry in told]
+
+
+def _name(sample: Sample) -> str:
+    return f"sample index={sample.index} group_index={sample.group_index}"
+
+
+def _response(sample: Sample) -> list[int]:
+    return list(sample.tokens)[len(sample.tokens) - sample.response_length :]
+
+
+def _response_entries(sample: Sample, reply: Any) -> list[Any]:
+    """Return what ``reply`` tells of each response token, ``[log-prob, token id, ...]``."""
     meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
     entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, Mapping) else None
     if not isinstance(entries, Sequence):
         raise ValueError(
-            f"{name}: the teacher's reply has no meta_info.input_token_logprobs, is --rm-url /generate of an SGLang "
-            f"server? Got {reply!r:.300}"
+            f"{_name(sample)}: the teacher's reply has no meta_info.input_token_logprobs, is --rm-url /generate of an "
+            f"SGLang server? Got {reply!r:.300}"
         )
-    tokens, length = list(sample.tokens), sample.response_length
+    total, length = len(sample.tokens), sample.response_length
     with_images = bool((sample.multimodal_inputs or {}).get("images"))  # each is as many tokens as the server makes it
-    if len(entries) <= length if with_images else len(entries) != len(tokens):
+    if len(entries) <= length if with_images else len(entries) != total:
         raise ValueError(
-            f"{name}: the teacher told the log-probs of {len(entries)} tokens, the sample has {len(tokens)} "
+            f"{_name(sample)}: the teacher told the log-probs of {len(entries)} tokens, the sample has {total} "
             f"({length} of them in the response)"
         )
-    if length >= len(tokens):
-        raise ValueError(f"{name} has no prompt: the teacher cannot say how likely its first token is")
-    told = entries[len(entries) - length :]
-    for position, (entry, token) in enumerate(zip(told, tokens[len(tokens) - length :], strict=True)):
-        if entry[1] != token:
-            raise ValueError(
-                f"{name}: response token {position} is {token}, but the teacher told of {entry[1]}; both must "
-                "have the same tokenizer"
-            )
-        if not isinstance(entry[0], (int, float)) or not math.isfinite(entry[0]):
-            raise ValueError(f"{name}: the teacher's log-prob of response token {position} is {entry[0]!r}, no number")
-    return [float(entry[0]) for entry in told]
+    if length >= total:
+        raise ValueError(f"{_name(sample)} has no prompt: the teacher cannot say how likely its first token is")
+    return list(entries[len(entries) - length :])

@@ -17,7 +17,7 @@ from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.router import RouterProcess
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.on_policy_distillation import post_process_rewards
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, teacher_log_probs
 from slime.rollout.rm_hub import remote
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.servers.loads import num_requests_from_load
@@ -150,6 +150,13 @@ def test_a_teacher_tells_the_log_probs_of_the_responses(setup, make_args, monkey
         expected = setup.reference.log_probs(sample.tokens[:cut], sample.tokens[cut:])
         assert torch.allclose(torch.tensor(sample.teacher_log_probs), expected, atol=1e-5)
         assert not sample.remove_sample
+    last = setup.reference.model.config.vocab_size - 1  # the engine names it 0
+    sample = Sample(tokens=[last, 5, last, 9, last], response_length=3, index=0)
+    told = teacher_log_probs(sample, run(reward_func(args, sample)))
+    assert torch.allclose(torch.tensor(told), setup.reference.log_probs([last, 5], [last, 9, last]), atol=1e-5)
+    unknown = {"input_ids": [5], "return_logprob": True, "token_ids_logprob": [last + 1]}
+    with pytest.raises(http_utils.HttpRequestError, match=rf"valid range is \[0, {last + 1}\)"):
+        run(remote.ask(args.rm_url, unknown, 30.0))
     run(client.close())
 
 

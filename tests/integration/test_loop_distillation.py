@@ -1,13 +1,19 @@
-"""On-policy distillation through ``train.py``: the teacher in the trainer, its log-probs and the KL by transformers."""
+"""On-policy distillation through ``train.py``, its log-probs and the KL by transformers.
+
+The teacher is in the trainer, or (soak) behind a server.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from slime.backends.sglang_utils.engine import EngineProcess
 from slime.rollout.debug_data import load_rollout
-from tests.support.engines import Reference
+from tests.support.engines import Reference, engine_args
 from tests.support.run_train import Finished, rl_flags, run_train, sums_file
 from tests.support.trainer import tiny_checkpoint
 from tools.tiny_model import make_tiny_checkpoint
@@ -15,20 +21,38 @@ from tools.tiny_model import make_tiny_checkpoint
 pytestmark = pytest.mark.integration
 ROLLOUTS, STEPS = 2, 2
 COEFFICIENT = 0.5
+BY_SERVER = "slime.rollout.on_policy_distillation"
 
 
-@pytest.fixture(scope="module")
-def distilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
+@contextlib.contextmanager
+def teacher_of(kind: str, root: Path) -> Iterator[str]:
+    """Write a teacher to ``root / "teacher"``, a server's of another architecture; yield the flags that ask it."""
+    if kind == "megatron":
+        teacher = tiny_checkpoint(root / "teacher", seed=1)
+        yield f"--opd-teacher-load {teacher} --custom-rm-path tests.support.rollout_hooks.no_reward"
+        return
+    teacher = tiny_checkpoint(root / "teacher", seed=1, num_hidden_layers=3)
+    server = EngineProcess(engine_args(teacher), rank=0, host="127.0.0.1", log_path=root / "teacher.log")
+    try:
+        server.start()
+        server.wait_ready()
+        yield f"""--rm-url {server.info.url}/generate --custom-rm-path {BY_SERVER}.reward_func
+            --custom-reward-post-process-path {BY_SERVER}.post_process_rewards"""
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module", params=["megatron", pytest.param("sglang", marks=pytest.mark.soak)])
+def distilled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """Rewards are all zero: what is learnt is the teacher's."""
     root = tmp_path_factory.mktemp("opd")
     make_tiny_checkpoint(root / "hf-before")
-    teacher = tiny_checkpoint(root / "teacher", seed=1)
-    flags = f"""--num-rollout {ROLLOUTS} --global-batch-size 8 --lr 5e-3
-        --use-opd --opd-type megatron --opd-kl-coef {COEFFICIENT} --opd-teacher-load {teacher}
-        --custom-rm-path tests.support.rollout_hooks.no_reward
-        --save {root / "save"} --save-hf {root / "hf-{rollout_id}"} --save-interval 1
-        --save-debug-rollout-data {root / "dumps" / "{rollout_id}.pt"}"""
-    run = run_train([*rl_flags(root / "hf-before", sums_file(root / "sums.jsonl")), *flags.split()], root / "run")
+    with teacher_of(request.param, root) as asked:
+        flags = f"""--num-rollout {ROLLOUTS} --global-batch-size 8 --lr 5e-3
+            --use-opd --opd-type {request.param} --opd-kl-coef {COEFFICIENT} {asked}
+            --save {root / "save"} --save-hf {root / "hf-{rollout_id}"} --save-interval 1
+            --save-debug-rollout-data {root / "dumps" / "{rollout_id}.pt"}"""
+        run = run_train([*rl_flags(root / "hf-before", sums_file(root / "sums.jsonl")), *flags.split()], root / "run")
     return run, root
 
 

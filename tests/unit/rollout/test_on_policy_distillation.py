@@ -11,6 +11,7 @@ import torch
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.batching.train_data import build_train_data
+from slime.rollout import on_policy_distillation
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, teacher_log_probs
 from slime.rollout.rm_hub import batched_async_rm, remote
 from slime.rollout.rm_hub.errors import RewardErrors
@@ -101,6 +102,47 @@ async def test_a_teacher_that_hangs_once_is_asked_again_in_time(teacher, monkeyp
     await errors.score_one(asked, one, reward_func)
     assert (one.reward, errors.failed) == (reply(), [])
     assert deadlines == [30.0, 30.0]
+
+
+def told_as(ids: list[int]) -> dict[str, Any]:
+    return {"meta_info": {"input_token_logprobs": [[-float(i) if i else None, token] for i, token in enumerate(ids)]}}
+
+
+@pytest.fixture
+def no_last_id(monkeypatch):
+    monkeypatch.setattr(on_policy_distillation, "_last_ids", {})
+
+
+async def test_the_last_id_of_the_vocabulary_is_told_as_zero(teacher, no_last_id):
+    """As SGLang tells it, in the prompt too; that it is in the vocabulary is asked once."""
+    asked, known = args(rm_url=f"{teacher.url}/generate"), told_as([0])
+    teacher.failures.extend(answers(told_as([0, 7, 0, 0, 8]), known, told_as([7, 0])))
+    one = Sample(tokens=[383, 7, 0, 383, 8], response_length=3, index=1)
+    reply = await reward_func(asked, one)
+    assert teacher_log_probs(one, reply) == [-2.0, -3.0, -4.0]
+    question = teacher.requests[1]
+    assert question["token_ids_logprob"] == [383]
+    assert question["input_ids"] == [0]
+    other = Sample(tokens=[7, 383], response_length=1, index=2)
+    assert teacher_log_probs(other, await reward_func(asked, other)) == [-1.0]
+    assert len(teacher.requests) == 3
+    await remote.get_client().close()
+
+
+async def test_an_id_that_the_teacher_does_not_have(teacher, no_last_id):
+    asked, refusal = args(rm_url=f"{teacher.url}/generate"), Failure(400, b"valid range is [0, 384)")
+    teacher.failures.extend([*answers(told_as([7, 0])), refusal])
+    with pytest.raises(HttpRequestError, match="valid range is"):
+        await reward_func(asked, Sample(tokens=[7, 384], response_length=1, index=1))
+    await remote.get_client().close()
+
+
+async def test_only_one_id_is_the_last(teacher, no_last_id):
+    asked = args(rm_url=f"{teacher.url}/generate")
+    teacher.failures.extend(answers(told_as([7, 0, 0]), told_as([0])))
+    with pytest.raises(ValueError, match="response token 0 is 382, but the teacher told of 0"):
+        await reward_func(asked, Sample(tokens=[7, 382, 383], response_length=2, index=1))
+    await remote.get_client().close()
 
 
 async def test_no_teacher_is_named():
