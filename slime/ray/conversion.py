@@ -7,7 +7,7 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from slime.algorithms.rewards import post_process_rewards
 from slime.batching.columns import RolloutBatch, RolloutShard
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import build_train_data, finite_reward
+from slime.batching.train_rows import Rows, join_rows, take_rows, unused_ids
 from slime.rollout.durable.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.rollout.group_copy import copy_sample
 from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
 from slime.utils.atomic_file import write_atomically
 from slime.utils.types import Sample
@@ -33,11 +35,18 @@ _MAKERS = (
 
 @dataclass
 class CarriedOver:
-    """Samples whose rollouts did not fill a training step; they come first in the next one. Rewards are final."""
+    """Samples whose rollouts did not fill a training step; they come first in the next one. Rewards are final.
 
-    samples: list[Sample]
-    raw_rewards: list[Any]
-    rewards: list[float]
+    Of a converter of the user's, ``rows`` of the train data that it made of them take their place.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    raw_rewards: list[Any] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    rows: Rows = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.samples) + len(self.rows.get("tokens", ()))
 
 
 class Converter:
@@ -46,7 +55,7 @@ class Converter:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.train_parallel_config: Mapping[str, int] | None = None
-        self.carried = CarriedOver([], [], [])
+        self.carried = CarriedOver()
         self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
         self._post_process = find_hook(args, "custom_reward_post_process_path")
         makers = [] if getattr(args, "load_debug_rollout_data", None) else find_hooks(args, *_MAKERS)
@@ -70,28 +79,39 @@ class Converter:
         return batch.shards(schedule)
 
     def _batch(self, fresh: list[Sample]) -> RolloutBatch:
-        old = self.carried
-        raw: list[Any]
-        rewards: list[float]
         if self._convert is not None:
-            samples = old.samples + fresh
-            batch = self._converted(self._convert, samples)
-            raw, rewards = [0.0] * len(samples), [0.0] * len(samples)  # the converter makes its own
-        else:
-            fresh_raw, fresh_rewards = self._rewards(fresh)
-            samples = old.samples + fresh
-            raw, rewards = old.raw_rewards + list(fresh_raw), old.rewards + list(fresh_rewards)
-            with self.naming_makers():
-                batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
-        self._carry_over(samples, raw, rewards, batch)
+            return self._converted(self._convert, fresh)
+        old = self.carried
+        ids = unused_ids([s.rollout_id for s in old.samples], [s.rollout_id for s in fresh])
+        for sample, rollout_id in zip(old.samples, ids, strict=True):
+            sample.rollout_id = rollout_id
+        fresh_raw, fresh_rewards = self._rewards(fresh)
+        samples, raw, rewards = old.samples + fresh, old.raw_rewards + list(fresh_raw), old.rewards + [*fresh_rewards]
+        with self.naming_makers():
+            batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
+        positions = self._leftover(batch)
+        self.carried = CarriedOver(
+            [copy_sample(samples[p]) for p in positions], [raw[p] for p in positions], [rewards[p] for p in positions]
+        )
+        for sample, position in zip(self.carried.samples, positions, strict=True):
+            sample.rollout_id = batch.rollout_ids[position]
         return batch
 
-    def _converted(self, convert: Hook, samples: list[Sample]) -> RolloutBatch:
-        data = convert(self.args, samples)
+    def _converted(self, convert: Hook, fresh: list[Sample]) -> RolloutBatch:
+        data = convert(self.args, fresh)
         if not isinstance(data, Mapping):
             raise convert.returned(data, "a dict of lists with one entry per sample")
         with convert.naming():
-            return RolloutBatch.from_train_data(data)
+            data = join_rows(self.carried.rows, data)
+            batch = RolloutBatch.from_train_data(data)
+        self.carried = CarriedOver(rows=take_rows(data, self._leftover(batch), batch.rollout_ids))
+        return batch
+
+    def _leftover(self, batch: RolloutBatch) -> list[int]:
+        positions = leftover_positions(batch.rollout_ids, self.args.global_batch_size)
+        if 0 < len(positions) < len(batch):
+            logger.info("%d samples do not fill a training step and wait for the next rollout", len(positions))
+        return positions
 
     def _rewards(self, samples: list[Sample]) -> tuple[Sequence[Any], Sequence[float]]:
         if self._post_process is None:
@@ -121,47 +141,37 @@ class Converter:
                 e.add_note(f"the samples were made with {hook}")
             raise
 
-    def _carry_over(self, samples: list[Sample], raw: list[Any], rewards: list[Any], batch: RolloutBatch) -> None:
-        ids = batch.rollout_ids
-        positions = leftover_positions(ids, self.args.global_batch_size)
-        if positions and len(ids) != len(samples):
-            logger.warning(
-                "%d of the %d rows that --custom-convert-samples-to-train-data-path made of %d samples do not fill a "
-                "training step and are dropped; one row per sample, in order, would wait for the next rollout",
-                len(positions),
-                len(ids),
-                len(samples),
-            )
-            positions = []
-        elif positions and len(positions) < len(samples):
-            logger.info("%d samples do not fill a training step and wait for the next rollout", len(positions))
-        # Ids of their own, which no later rollout uses: rollout ids are unique within a rollout only.
-        names: dict[int, int] = {}
-        for position in positions:
-            samples[position].rollout_id = names.setdefault(ids[position], -1 - len(names))
-        self.carried = CarriedOver(
-            [samples[p] for p in positions], [raw[p] for p in positions], [rewards[p] for p in positions]
-        )
-
     def state(self) -> bytes | None:
         """Return what is carried over as JSON, None when that is nothing."""
-        if not self.carried.samples:
+        if not self.carried:
             return None
         state = {
             "samples": encode_group(self.carried.samples),
             "raw_rewards": encode_value(self.carried.raw_rewards),
             "rewards": encode_value(self.carried.rewards),
+            "rows": encode_value(self.carried.rows),
         }
         return json.dumps(state).encode()
 
     def restore(self, data: bytes | None) -> None:
-        """Undo ``state``."""
-        state = json.loads(data) if data else {"samples": [], "raw_rewards": [], "rewards": []}
-        self.carried = CarriedOver(
+        """Undo ``state``. Raises ValueError when samples were carried over with a converter, and now without, or so."""
+        if data is None:
+            self.carried = CarriedOver()
+            return
+        state = json.loads(data)
+        found = CarriedOver(
             decode_group(state["samples"]),
             list(decode_value(state["raw_rewards"])),
             list(decode_value(state["rewards"])),
+            decode_value(state.get("rows", {})),
         )
+        if found.samples if self._convert is not None else found.rows:
+            without = "without" if self._convert is not None else "with"
+            raise ValueError(
+                f"{len(found)} samples that wait for a training step were saved {without} "
+                "--custom-convert-samples-to-train-data-path; go on in the same way"
+            )
+        self.carried = found
 
 
 def carried_over_path(root: str, rollout_id: int) -> Path:

@@ -51,7 +51,7 @@ def test_a_converter_gives_what_training_needs(path, args, samples):
     converter = Converter(args)
     converter.train_parallel_config = ONE_RANK
     (shard,) = converter.shards(samples)
-    assert len(shard) + len(converter.carried.samples) == len(data["tokens"])
+    assert len(shard) + len(converter.carried) == len(data["tokens"])
 
 
 @pytest.mark.parametrize("path", subjects("ROLLOUT_DATA_POSTPROCESS_PATH", f"{EXAMPLES}.clip_advantages"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from types import SimpleNamespace
 
@@ -123,7 +122,9 @@ def test_custom_reward_post_processing_and_conversion():
     assert trained(c.shards(rollout(0, [1, 0, 0, 0]))) == {0: -1.0, 1: 0.0, 2: 0.0, 3: 0.0}
     c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.bare_converter")
     assert sorted(trained(c.shards(rollout(0, [1, 2, 3, 4, 5, 6]))).values()) == [1.0, 2.0, 3.0, 4.0]
-    assert [s.index for s in c.carried.samples] == [4, 5]
+    assert c.carried.rows["sample_indices"] == [4, 5]
+    assert sorted(trained(c.shards(rollout(6, [7, 8]))).values()) == [5.0, 6.0, 7.0, 8.0]
+    assert not c.carried
 
 
 def negated(args, samples):
@@ -453,18 +454,83 @@ def test_a_rollout_that_fills_no_step_is_refused_and_kept():
     assert [s.index for s in c.carried.samples] == [0, 1, 2]
 
 
-def test_what_a_converter_drops_cannot_be_carried_over_and_is_told(caplog):
+def test_rows_of_a_converter_wait_however_many_it_makes_of_a_sample():
     c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.doubling_converter", global_batch_size=4)
-    with caplog.at_level(logging.WARNING):
-        assert len(trained(c.shards(rollout(0, [1, 2, 3])))) == 4  # 6 rows, one step of 4
-    assert c.carried.samples == []
-    assert "2 of the 6 rows" in caplog.text
+    rewards = [list(trained(c.shards(rollout(n, [n, n + 1, n + 2]))).values()) for n in (1, 4)]
+    assert sorted(rewards[0]) == [1, 1, 2, 2]  # 6 rows, one step of 4
+    assert sorted(rewards[1]) == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert not c.carried
 
 
 def doubling_converter(args, samples):
     """Returns two rows per sample."""
     data = bare_converter(args, [s for s in samples for _ in range(2)])
-    return data | {"sample_indices": list(range(len(data["tokens"])))}
+    return data | {"sample_indices": [1000 * samples[0].index + i for i in range(len(data["tokens"]))]}
+
+
+def sorting_converter(args, samples):
+    """Returns rows in another order than the samples, arrays and tensors among them, relative to their rollout."""
+    data = every_key(args, sorted(samples, key=lambda s: -s.index))
+    rewards = torch.tensor(data["rewards"])
+    return data | {"rewards": rewards - rewards.mean(), "rollout_ids": [0, 0, 1, 1, 2, 2], "total_lengths": [3] * 6}
+
+
+def test_a_converter_sees_each_sample_once_and_its_rows_stay_what_they_are(tmp_path):
+    changes = {"custom_convert_samples_to_train_data_path": f"{__name__}.sorting_converter", "global_batch_size": 2}
+    c, resumed = converter(dp_size=1, **changes), converter(dp_size=1, **changes)
+    first = trained(c.shards(rollout(0, [1, 2, 3, 4, 5, 6])))
+    assert first == {5: 2.5, 4: 1.5, 3: 0.5, 2: -0.5}
+    resumed.restore(c.state())
+    for one in (c, resumed):
+        (shard,) = one.shards(rollout(10, [1, 2, 3, 4, 5, 6]))
+        data = shard.to_rollout_data()
+        assert data["sample_indices"] == [1, 0, 15, 14, 13, 12, 11, 10]
+        assert data["rewards"] == [-1.5, -2.5, 2.5, 1.5, 0.5, -0.5, -1.5, -2.5]
+        assert [data["rollout_ids"].count(i) for i in data["rollout_ids"]] == [2] * 8  # four executions of two
+        assert data["global_batch_sizes"] == [2, 2]
+        for position, index in enumerate(data["sample_indices"]):
+            assert data["my_column"][position] == {"anything": index}
+            assert data["my_numbers"][position] == 0.5 * index
+            assert data["rollout_routed_experts"][position].tolist() == [[[index, index]]] * 2
+        assert not one.carried
+
+
+def fickle_converter(args, samples):
+    """Returns a column of its own for some rollouts only."""
+    return bare_converter(args, samples) | ({"extra": [0] * len(samples)} if samples[0].index else {})
+
+
+def test_rows_that_wait_need_the_columns_of_those_they_join():
+    c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.fickle_converter")
+    c.shards(rollout(0, [1, 2, 3, 4, 5]))
+    with pytest.raises(ValueError, match=r"\(4 rows\) and 1 rows that wait .* only one of them has extra") as caught:
+        c.shards(rollout(10, [1, 2, 3, 4]))
+    assert "fickle_converter" in notes_of(caught)
+
+
+def test_what_waits_is_not_restored_into_another_conversion():
+    path = f"{__name__}.bare_converter"
+    with_one, without = converter(custom_convert_samples_to_train_data_path=path), converter()
+    for c in (with_one, without):
+        c.shards(rollout(0, [1, 0, 0, 0, 1]))
+    with pytest.raises(ValueError, match=r"1 samples that wait .* were saved without --custom-convert"):
+        converter(custom_convert_samples_to_train_data_path=path).restore(without.state())
+    with pytest.raises(ValueError, match=r"1 samples that wait .* were saved with --custom-convert"):
+        converter().restore(with_one.state())
+
+
+def test_samples_that_wait_are_copies_and_their_ids_are_nobody_else_s():
+    """As for a rollout function that returns the same objects every time, with ids of its own below zero."""
+    c = converter(dp_size=1)
+    samples = rollout(0, [1, 0, 1, 0, 1, 0])
+    for s, rollout_id in zip(samples, [-1, -2, -3, -4, -5, -6], strict=True):
+        s.rollout_id = rollout_id
+    for trained_steps in (1, 2):  # 4 of 6, then 2 and 6
+        (shard,) = c.shards(samples)
+        data = shard.to_rollout_data()
+        assert len(set(data["rollout_ids"])) == len(data["rollout_ids"]) == 4 * trained_steps
+        assert data["rollout_mask_sums"].tolist() == [1.0] * 4 * trained_steps
+    assert [s.rollout_id for s in samples] == [-1, -2, -3, -4, -5, -6]
 
 
 def test_the_file_of_what_waits_is_written_whole_or_not_at_all(tmp_path):
