@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+_FIRST_HALF, _SECOND_HALF = ".q_a_proj.", ".kv_a_proj_with_mqa."
+
 
 @dataclass(frozen=True)
 class TensorSlot:
@@ -51,21 +53,40 @@ class Bucket:
 def iter_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], limit_bytes: int) -> Iterator[Bucket]:
     """Yield buckets of at most ``limit_bytes`` (a larger tensor travels alone), the last one marked ``is_last``.
 
-    The order of tensors is kept but for the sort by dtype inside a bucket. An empty stream yields nothing.
+    The order of tensors is kept but for the sort by dtype inside a bucket, and for tensors that must not be parted:
+    they travel in one bucket, as if they were one tensor. An empty stream yields nothing.
     """
     if limit_bytes <= 0:
         raise ValueError(f"--update-weight-buffer-size must be positive, got {limit_bytes}")
     held: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for name, tensor in named_tensors:
-        nbytes = tensor.numel() * tensor.element_size()
+    for together in _kept_together(named_tensors):
+        nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in together)
         if held and size + nbytes > limit_bytes:
             yield _bucket(held, is_last=False)
             held, size = [], 0
-        held.append((name, tensor))
+        held += together
         size += nbytes
     if held:
         yield _bucket(held, is_last=True)
+
+
+def _kept_together(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield tensors one by one; the halves of what an engine fuses within one request together, with the second one.
+
+    SGLang joins the latent projections of queries and keys when it has seen both, and forgets a half whose other half
+    is not in the same request: the weights of before would stay, and nobody would be told.
+    """
+    waiting: dict[str, tuple[str, torch.Tensor]] = {}
+    for name, tensor in named_tensors:
+        first = waiting.pop(name, None)
+        if first is not None:
+            yield [first, (name, tensor)]
+        elif _FIRST_HALF in name:
+            waiting[name.replace(_FIRST_HALF, _SECOND_HALF)] = (name, tensor)
+        else:
+            yield [(name, tensor)]
+    yield from ([half] for half in waiting.values())
 
 
 def _bucket(tensors: list[tuple[str, torch.Tensor]], *, is_last: bool) -> Bucket:

@@ -29,6 +29,26 @@ def test_buckets_partition_the_stream_within_the_limit(sizes: list[tuple[int, in
         assert bucket.nbytes <= limit or len(bucket.tensors) == 1
 
 
+@pytest.mark.parametrize("limit", range(1, 60))
+def test_halves_that_an_engine_fuses_are_never_parted(limit: int) -> None:
+    """As an MLA family's attention is emitted; the last layer has no latent queries."""
+    names = ["o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+    stream = [(f"layers.{layer}.self_attn.{name}.weight", torch.zeros(7, 1)) for layer in range(3) for name in names]
+    stream = [(n.replace("q_a_proj", "q_proj") if "layers.2" in n else n, t.to(torch.int8)) for n, t in stream]
+    buckets = list(iter_buckets(iter(stream), limit))
+    assert sorted(n for b in buckets for n in b.names) == sorted(n for n, _ in stream)
+    for bucket in buckets:
+        halves = [n for n in bucket.names if "q_a_proj" in n]
+        assert all(n.replace("q_a_proj", "kv_a_proj_with_mqa") in bucket.names for n in halves)
+        assert bucket.nbytes <= max(limit, 14)
+        assert bucket.nbytes <= limit or len(bucket.tensors) == 1 + len(halves) <= 2
+
+
+def test_a_half_without_the_other_travels_too() -> None:
+    (bucket,) = iter_buckets([("layers.0.self_attn.q_a_proj.weight", torch.zeros(2)), ("w", torch.zeros(1))], 100)
+    assert sorted(bucket.names) == ["layers.0.self_attn.q_a_proj.weight", "w"]
+
+
 @given(sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, len(DTYPES) - 1)), min_size=1, max_size=20))
 def test_slots_reconstruct_every_tensor_from_the_bytes(sizes: list[tuple[int, int]]) -> None:
     tensors = dict(tensors_of(sizes))
