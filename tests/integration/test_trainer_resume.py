@@ -45,3 +45,11 @@ def test_the_reference_is_the_one_of_before(found: dict[str, Any], reference: st
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_the_actor_is_resumed_whatever_the_reference(found: dict[str, Any], interval: int) -> None:
     assert same(found[f"actor, interval {interval}"], found["after 1"])
+
+
+def test_the_learning_rate_is_this_run_s_or_the_checkpoint_s_as_asked(found: dict[str, Any]) -> None:
+    own = found["rates"]["own"]
+    assert len(own) == 1
+    assert found["rates"]["the checkpoint's"] == own
+    assert found["rates"]["new"] == [(5e-5, 5e-5)]
+    assert own != [(5e-5, 5e-5)]

@@ -6,8 +6,15 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.offload import torch_optimizers
 from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import make_trainer, parameters, train_once
+
+RATES: dict[str, dict[str, Any]] = {
+    "own": {},
+    "new": {"lr": 5e-5, "override_opt_param_scheduler": True},
+    "the checkpoint's": {"lr": 5e-5, "use_checkpoint_opt_param_scheduler": True},
+}
 
 
 def _reference(trainer: Any) -> dict[str, torch.Tensor]:
@@ -34,4 +41,9 @@ def resume_options(checkpoint: str, save: str) -> dict[str, Any]:
         checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=1, ckpt_step=0
     )
     found["reference of step 0"] = _reference(trainer)
+    found["rates"] = {}
+    for name, flags in RATES.items():
+        trainer, _ = make_trainer(checkpoint, load=save, **flags)
+        groups = [group for inner in torch_optimizers(trainer.optimizer) for group in inner.param_groups]
+        found["rates"][name] = sorted({(group["max_lr"], group["lr"]) for group in groups})
     return found

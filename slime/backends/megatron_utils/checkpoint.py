@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
 from slime.backends.megatron_utils.checkpoint_writer import in_process_strategy
+from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.optimizer_chain import check_optimizers, complete_steps, for_chain
 from slime.backends.megatron_utils.parallel import data_parallel, pipeline_parallel, tensor_parallel
 
@@ -86,7 +87,10 @@ def load_checkpoint(
     for name, chunk in _named_chunks(state.model):
         chunk.load_state_dict(loaded[name], strict=without is None)
     if with_optimizer:
+        rates = [dict(group) for group in _groups(state.optimizer)]
         state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
+        if not getattr(args, "use_checkpoint_opt_param_scheduler", False):
+            _restore_limits(state.optimizer, rates)
     elif state.optimizer is not None:
         state.optimizer.reload_model_params()
     if goes_on:
@@ -235,6 +239,24 @@ def _sharded_state(
     if with_rng:
         sharded["rng_state"] = _rng_state()
     return sharded
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    return [group for inner in torch_optimizers(optimizer) for group in inner.param_groups]
+
+
+def _restore_limits(optimizer: Any, rates: list[dict[str, Any]]) -> None:
+    """Give every group the limits of its learning rate that it had in ``rates``, from this run's flags.
+
+    The schedule goes by these, not by its own; those of the checkpoint are of an earlier run's flags, and of another
+    group where Megatron does not tell two apart (``--decoupled-lr``).
+    """
+    for group, rate in zip(_groups(optimizer), rates, strict=True):
+        for name in ("max_lr", "min_lr"):
+            if name in rate:
+                group[name] = rate[name]
+            else:
+                group.pop(name, None)
 
 
 def _load_scheduler(scheduler: Any | None, loaded: dict[str, Any], directory: Path) -> None:
