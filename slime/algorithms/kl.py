@@ -7,6 +7,7 @@ from torch import Tensor
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 _LOW_VAR_LIMIT = 10.0
+_FINITE_EXP = 80.0  # in float32
 
 
 def compute_approx_kl(
@@ -29,6 +30,8 @@ def compute_approx_kl(
     elif kl_loss_type == "k2":
         kl = d.square() / 2
     else:
+        if kl_loss_type == "low_var_kl":  # at its limit there; an infinite exp would make a NaN of its gradient
+            d = d.clamp(-_FINITE_EXP, _FINITE_EXP)
         kl = torch.expm1(-d) + d  # exp(-d) - 1 + d would lose all digits for the small d of a first step
     if importance_ratio is not None:
         kl = importance_ratio * kl

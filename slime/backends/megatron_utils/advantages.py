@@ -71,17 +71,17 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
     rewards, kl, estimator = data["rewards"], data["kl"], args.advantage_estimator
     if estimator in ("grpo", "gspo", "cispo"):
         returns = get_grpo_returns(rewards, kl)
-        return list(returns), returns
+        return [values.clone() for values in returns], returns
     if estimator == "reinforce_plus_plus_baseline":
         returns = get_reinforce_plus_plus_baseline_advantages(rewards, kl, data["loss_masks"], args.kl_coef)
-        return list(returns), returns
+        return [values.clone() for values in returns], returns
     if estimator == "rloo":
         penalties = _penalties_against_their_groups(data, kl) if args.kl_coef != 0 else [0.0] * len(kl)
         returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
-        return list(returns), returns
+        return [values.clone() for values in returns], returns
     if estimator == "reinforce_plus_plus":
         returns = _local(data, _discounted_returns(args, data, _whole(data, kl)))
-        return list(returns), returns
+        return [values.clone() for values in returns], returns
     if estimator == "ppo":
         if "values" not in data:
             raise ValueError("--advantage-estimator ppo needs the critic's values")
@@ -113,7 +113,10 @@ def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
 
 
 def _penalties_against_their_groups(data: dict, kl: Column) -> list[float]:
-    """Return the KL of each response minus the mean over its group's other executions, on whatever ranks those are."""
+    """Return the KL of each response minus the mean over its group's other executions, on whatever ranks those are.
+
+    The KL itself where there is none: carried over into a step without the rest of its group it is penalised too.
+    """
     groups = data.get("group_indices")
     if groups is None or any(group is None for group in groups):
         raise ValueError(
@@ -128,7 +131,14 @@ def _penalties_against_their_groups(data: dict, kl: Column) -> list[float]:
     if ranks.size > 1:
         parts = [[]] * ranks.size
         dist.all_gather_object(parts, mine, group=ranks.group)
-    centred = leave_one_out(*zip(*[row for part in parts for row in part], strict=True))
+    rows = [row for part in parts for row in part]
+    executions: dict[int, set[int]] = {}
+    for _, group, rollout_id in rows:
+        executions.setdefault(group, set()).add(rollout_id)
+    centred = [
+        value if len(executions[group]) > 1 else penalty
+        for value, (penalty, group, _) in zip(leave_one_out(*zip(*rows, strict=True)), rows, strict=True)
+    ]
     start = sum(len(part) for part in parts[: ranks.rank])
     return centred[start : start + len(mine)]
 

@@ -47,6 +47,8 @@ def checked_correction(
     loss, masks, metrics = result
     if not torch.is_tensor(loss) or loss.shape != pg_loss.shape:
         raise _wrong(hook, _brief(loss), f"a pg_loss of shape {tuple(pg_loss.shape)}, one number per local token")
+    if pg_loss.requires_grad and not loss.requires_grad:  # Megatron would leave the backward pass out, and say nothing
+        raise _wrong(hook, _brief(loss), "a pg_loss that depends on the one it was given; was it detached?")
     shapes = [tuple(mask.shape) for mask in loss_masks]
     given = [_shape(mask) for mask in masks] if isinstance(masks, (list, tuple)) else _brief(masks)
     if given != shapes:
@@ -73,6 +75,9 @@ def checked_reducer(hook: Hook, reduce: Any) -> Reducer:
             result = reduce(values)
         if not torch.is_tensor(result) or result.numel() != 1:
             raise _wrong(hook, f"a function that returns {_brief(result)}", "a tensor with one number")
+        if values.requires_grad and not result.requires_grad:
+            given, expected = f"a function that returns {_brief(result)}", "one that depends on the values"
+            raise _wrong(hook, given, f"{expected}; was it detached?")
         return result.reshape(())
 
     return reduce_to_scalar

@@ -42,6 +42,9 @@ CONTRACTS: dict[str, Contract] = {
         "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)",
         4,
     ),
+    "custom_update_weight_post_write_path": Contract(
+        "--custom-update-weight-post-write-path", "fn(args, version_dir, rollout_engines)", 3
+    ),
 }
 """By the attribute of the arguments that holds the dotted path: how a trainer calls the function."""
 

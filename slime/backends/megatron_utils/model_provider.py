@@ -97,14 +97,13 @@ def model_provider(args: Namespace, config: Any) -> Provider:
     """
     custom = getattr(args, "custom_model_provider_path", None)
     if custom:
-        return _calling_with_known(
-            load_function(custom, "--custom-model-provider-path"), "--custom-model-provider-path"
-        )
+        flag = "--custom-model-provider-path"
+        return _calling_with_known(load_function(custom, flag), flag, args=args, config=config)
     spec = getattr(args, "spec", None)
     if spec:
         function = load_function(".".join(spec), "--spec")
         if "pre_process" in inspect.signature(function).parameters:
-            return _calling_with_known(function, "--spec")
+            return _calling_with_known(function, "--spec", args=args, config=config)
         layer_spec = function
     else:
         from slime.backends.megatron_utils.layer_specs import decoder_block_spec as layer_spec
@@ -116,13 +115,16 @@ def model_provider(args: Namespace, config: Any) -> Provider:
     return build
 
 
-def _calling_with_known(function: Provider, flag: str) -> Provider:
-    """Return ``function`` called by keyword, with ``vp_stage`` only if it takes it. Raises TypeError for no module."""
-    takes_stage = "vp_stage" in inspect.signature(function).parameters
+def _calling_with_known(function: Provider, flag: str, **offered: Any) -> Provider:
+    """Return ``function`` called by keyword, with ``vp_stage`` and what is ``offered`` only if it names them.
+
+    Raises TypeError when it returns no module.
+    """
+    names = inspect.signature(function).parameters
 
     def build(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
-        stage = {"vp_stage": vp_stage} if takes_stage else {}
-        model = function(pre_process=pre_process, post_process=post_process, **stage)
+        asked = {name: value for name, value in {"vp_stage": vp_stage, **offered}.items() if name in names}
+        model = function(pre_process=pre_process, post_process=post_process, **asked)
         if not isinstance(model, torch.nn.Module):
             name = f"{flag} {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
             raise TypeError(f"{name} returned {type(model).__name__}; expected a torch.nn.Module")

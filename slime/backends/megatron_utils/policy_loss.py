@@ -110,13 +110,25 @@ def _log_probs(args: Namespace, batch: dict[str, Any], current: Column) -> LogPr
     detached = [values.detach() for values in current]
     trainer = batch.get("log_probs") or detached
     rollout = batch.get("rollout_log_probs")
+    told = None if rollout is None else _where_trained(batch, rollout, trainer)
     if getattr(args, "use_rollout_logprobs", False):
         if rollout is None:
             raise ValueError(
                 "--use-rollout-logprobs: the samples have no rollout_log_probs; the generate function must set them"
             )
-        return LogProbs(current, trainer, rollout, old=rollout)
-    return LogProbs(current, trainer, rollout, old=trainer)
+        return LogProbs(current, trainer, told, old=_where_trained(batch, rollout, detached))
+    old = trainer if trainer is detached else _where_trained(batch, trainer, detached)
+    return LogProbs(current, trainer, told, old)
+
+
+def _where_trained(batch: dict[str, Any], column: Column, elsewhere: Column) -> Column:
+    """Return ``column`` with ``elsewhere`` in the place of the tokens that are not trained, so that they do not differ.
+
+    What stands there, say the log-probs that a tool's text was given, may make ``exp`` of a difference infinite, and
+    masks multiply afterwards: infinity times 0 is NaN.
+    """
+    masks = _local_masks(batch, batch["loss_masks"])
+    return [torch.where(mask != 0, own, other) for mask, own, other in zip(masks, column, elsewhere, strict=True)]
 
 
 def _whole(batch: dict[str, Any], column: Column) -> Column:
@@ -204,4 +216,5 @@ def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs
     ratio = None
     if getattr(args, "use_unbiased_kl", False):
         ratio = (current - torch.cat(log_probs.old)).exp()
-    return compute_approx_kl(current, torch.cat(batch["ref_log_probs"]), args.kl_loss_type, ratio)
+    reference = _where_trained(batch, batch["ref_log_probs"], [values.detach() for values in log_probs.current])
+    return compute_approx_kl(current, torch.cat(reference), args.kl_loss_type, ratio)

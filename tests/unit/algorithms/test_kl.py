@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,3 +68,12 @@ def test_low_precision_is_widened_and_gradients_flow() -> None:
 def test_unknown_type_names_the_flag() -> None:
     with pytest.raises(ValueError, match="--kl-loss-type 'k4' is unknown; expected one of k1, k2, k3, low_var_kl"):
         compute_approx_kl(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_low_var_kl_has_a_gradient_where_exp_is_infinite() -> None:
+    log_probs = torch.tensor([-200.0, -0.1, -2.0], requires_grad=True)
+    kl = compute_approx_kl(log_probs, torch.tensor([-0.1, -200.0, -1.0]), "low_var_kl")
+    kl.sum().backward()
+    expected = [10.0, 10.0, math.e - 2]
+    torch.testing.assert_close(kl.detach(), torch.tensor(expected))
+    torch.testing.assert_close(log_probs.grad, torch.tensor([0.0, 0.0, 1 - math.e]))

@@ -175,3 +175,22 @@ def test_distillation_says_what_is_missing() -> None:
         compute_advantages_and_returns(args, make_data(log_probs=[torch.zeros(r) for r in RESPONSES]))
     with pytest.raises(ValueError, match="needs the student's log_probs"):
         compute_advantages_and_returns(args, make_data(teacher_log_probs=[torch.zeros(r) for r in RESPONSES]))
+
+
+def test_rloo_penalises_an_execution_that_is_alone_too() -> None:
+    """The rest of its group was trained a step before."""
+    data = with_kl()
+    data.update(group_indices=[7, 8], **OWN)
+    compute_advantages_and_returns(make_args(advantage_estimator="rloo", kl_coef=0.5), data)
+    torch.testing.assert_close(data["advantages"][0], torch.full((4,), 1.0 - 0.5 * 0.2))
+    torch.testing.assert_close(data["advantages"][1], torch.full((2,), -2.0 - 0.5 * 0.2))
+
+
+def test_advantages_and_returns_may_be_changed_apart() -> None:
+    for estimator in ("grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"):
+        data = with_kl()
+        compute_advantages_and_returns(make_args(advantage_estimator=estimator), data)
+        before = [values.clone() for values in data["returns"]]
+        for values in data["advantages"]:
+            values.mul_(0.5)
+        assert all(torch.equal(values, old) for values, old in zip(data["returns"], before, strict=True)), estimator

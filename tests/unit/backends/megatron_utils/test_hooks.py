@@ -110,7 +110,7 @@ def test_custom_tis() -> None:
     assert tis(vanilla_tis_function)[0] == policy_loss(use_tis=True)[0]
 
 
-TOKENS = torch.ones(8)
+TOKENS = torch.ones(8, requires_grad=True)
 MASKS = [torch.ones(3), torch.ones(4), torch.ones(1)]
 
 
@@ -123,6 +123,7 @@ MASKS = [torch.ones(3), torch.ones(4), torch.ones(1)]
         ((TOKENS, None, {}), "loss_masks None; expected"),
         ((TOKENS, MASKS, {"x": TOKENS.mean()}), "metric 'x': .*; expected one value per local token"),
         ((TOKENS, MASKS, None), "returned None; expected metrics that are a dict"),
+        ((TOKENS.detach(), MASKS, {}), "expected a pg_loss that depends on the one it was given; was it detached"),
     ],
 )
 def test_custom_tis_that_returns_something_else(value: Any, message: str) -> None:
@@ -142,6 +143,8 @@ def test_custom_reducer() -> None:
         reducer(None)
     with pytest.raises(TypeError, match=r"a function that returns a tensor of shape \(8,\); expected .* one number"):
         reducer(lambda values: values)
+    with pytest.raises(TypeError, match=r"a function that returns .* depends on the values; was it detached"):
+        reducer(lambda values: torch.tensor(float(values.sum())))
 
 
 def rollout_data() -> dict[str, Any]:
@@ -238,6 +241,19 @@ def staged(pre_process: bool, post_process: bool, vp_stage: int | None = None) -
 
 def unstaged(*, pre_process: bool, post_process: bool) -> Any:
     return RETURNS["value"](pre_process, post_process)
+
+
+def told(*, pre_process: bool, post_process: bool, args: Any, config: Any) -> Any:
+    return RETURNS["value"](args, config)
+
+
+@pytest.mark.parametrize("by", ["custom_model_provider_path", "spec"])
+def test_a_model_provider_is_given_what_it_names(by: str) -> None:
+    args = SimpleNamespace(**{by: HERE + "told" if by == "custom_model_provider_path" else [__name__, "told"]})
+    seen: list[Any] = []
+    RETURNS["value"] = lambda *given: seen.append(given) or torch.nn.Identity()
+    model_provider(args, "config")(pre_process=True, post_process=True)
+    assert seen == [(args, "config")]
 
 
 @pytest.mark.parametrize("by", ["custom_model_provider_path", "spec"])

@@ -338,3 +338,35 @@ def test_unknown_loss_type_lists_the_known_ones() -> None:
         loss_function(make_args(loss_type="dpo"), batch, 1, logits)
     with pytest.raises(ValueError, match="--custom-loss-function-path"):
         loss_function(make_args(loss_type="custom_loss"), batch, 1, logits)
+
+
+FAR = -200.0
+"""A log-prob from which the ratio to a likely token is infinite in float32."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"use_rollout_logprobs": True},
+        {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0},
+        {"use_rollout_logprobs": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True},
+        {"use_opsm": True, "opsm_delta": 0.1},
+    ],
+    ids=lambda flags: ", ".join(flags),
+)
+def test_what_stands_where_nothing_is_trained_changes_nothing(flags: dict[str, Any]) -> None:
+    """Token 1 of sample 0 is masked, as a tool's text is: its log-probs may be anything."""
+    found = []
+    for value in (-2.0, FAR, -FAR):
+        args, (batch, logits) = make_args(**flags), make_batch()
+        for column in ("log_probs", "rollout_log_probs", "ref_log_probs"):
+            batch[column][0][1] = value
+        loss, metrics = policy_loss_function(args, batch, logits, reducer(args, batch))
+        loss.backward()
+        metrics.pop("train_rollout_logprob_abs_diff")
+        found.append({"gradient": logits.grad, "loss": loss.detach(), **metrics})
+    for other in found[1:]:
+        for name, expected in found[0].items():
+            assert torch.isfinite(expected).all(), name
+            assert torch.equal(other[name], expected), name
