@@ -89,8 +89,7 @@ class Loop:
         self.first_sync()
         if args.num_rollout == 0:
             self.evaluate(0)
-            return
-        if args.start_rollout_id >= args.num_rollout:
+        elif args.start_rollout_id >= args.num_rollout:
             logger.warning(
                 "nothing to do: the run starts at rollout %d and --num-rollout is %d",
                 args.start_rollout_id,

@@ -140,6 +140,7 @@ def test_context_parallel_attention_equals_dense(ranks: list[dict[str, Any]]) ->
         ("missing", ["ValueError", "model.layers.1.self_attn.q_proj.weight", "1 tensors", "missing"]),
         ("layer", ["model.layers.4.mlp.up_proj.weight", "model.safetensors", "no place"]),
         ("bias", ["model.layers.0.self_attn.q_proj.bias", "model.safetensors", "no place"]),
+        ("fp8", ["model.layers.1.self_attn.q_proj.weight_scale_inv", "no place", "in FP8", "fp8_cast_bf16"]),
         ("shape", ["model.layers.1.self_attn.q_proj.weight", "model.safetensors", "[63, 64]", "[64, 64]"]),
         ("family", ["gpt_oss", "llama", "qwen2", "qwen3"]),
         ("tied", ["ValueError", "q_layernorm", "llama"]),

@@ -193,6 +193,7 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
         "missing": load_with("missing", {n: t for n, t in tensors.items() if n != q}),
         "layer": load_with("layer", {**tensors, far: torch.ones(2)}),
         "bias": load_with("bias", {**tensors, bias: torch.ones(64)}),
+        "fp8": load_with("fp8", {**tensors, f"{q}_scale_inv": torch.ones(1, 1)}),
         "shape": load_with("shape", {**tensors, q: tensors[q][:-1].clone()}),
         "family": load_with("family", tensors, model_type="gpt_oss"),
         "tied": _message(lambda: load_hf(get_model(args, wrap_with_ddp=False), checkpoints["llama"], args)),

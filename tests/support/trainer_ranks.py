@@ -258,6 +258,7 @@ CALLS: list[tuple[Any, ...]] = []
 
 def note_init(args: Any) -> None:
     """Hook: after Megatron is initialised."""
+    assert (args.rank, args.world_size) == (torch.distributed.get_rank(), torch.distributed.get_world_size())
     CALLS.append(("init",))
 
 

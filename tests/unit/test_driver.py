@@ -274,8 +274,8 @@ def test_evaluation_before_training_only_at_the_very_start():
 
 
 def test_only_evaluation():
-    assert run(num_rollout=0, eval_interval=1) == ["sync", "eval 0"]
-    assert run(num_rollout=0) == ["sync"]
+    assert run(num_rollout=0, eval_interval=1) == ["sync", "eval 0", "finish"]
+    assert run(num_rollout=0) == ["sync", "finish"]
 
 
 def test_taking_turns_on_the_same_devices():

@@ -1,7 +1,7 @@
 """The routed experts of a layer without grouped-GEMM kernels: one module, plain matrix products, any device.
 
-Parameters and checkpoint have the names of TransformerEngine's grouped experts, so that weights and checkpoints move
-freely between machines with and without it. Import after ``import_megatron()``.
+Parameters have the names of TransformerEngine's grouped experts, and checkpoints the keys of all of megatron's experts.
+Import after ``import_megatron()``.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
 
     With one optimiser step per rollout the policy that is differentiated *is* the old policy, so its detached
     log-probs are the old ones, to the bit (ratio 1). That must not hold, or the numbers be wanted before the step, for:
-    KL in the reward, distillation, old weights, routing that the pass records, the user's loss, advantages or data
-    post-processing, the entropy of the pass, and what is random in the step and off in the pass.
+    KL in the reward, distillation, old weights, routing that the pass records, the user's loss, advantages, data
+    post-processing or hooks around pass and step, the entropy of the pass, dumps of its columns, assertions and traces
+    of it, and what is random in the step and off in the pass.
     """
     replays_engine_routing = getattr(args, "use_rollout_routing_replay", False)
     return len(data["num_microbatches"]) == 1 and not any(
@@ -87,7 +88,12 @@ def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
             getattr(args, "use_routing_replay", False) and not replays_engine_routing,
             getattr(args, "custom_advantage_function_path", None) is not None,
             getattr(args, "rollout_data_postprocess_path", None) is not None,
+            getattr(args, "custom_megatron_before_log_prob_hook_path", None) is not None,
+            getattr(args, "custom_megatron_before_train_step_hook_path", None) is not None,
             getattr(args, "use_rollout_entropy", False),
+            getattr(args, "save_debug_train_data", None) is not None,
+            getattr(args, "ci_test", False),
+            "train_log_probs" in (getattr(args, "profile_target", None) or ()),
             *(getattr(args, name, None) for name in _RANDOM_IN_TRAINING),
         ]
     )

@@ -17,6 +17,8 @@ from slime.backends.megatron_utils.stateless_adam import instead_of_adam
 # Types that --main-grads-dtype and its kin name; fp8 is kept as bytes with a scale.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+
 
 def train_iterations(args: Namespace) -> int:
     """Return the number of optimiser steps of the whole run.
@@ -82,15 +84,17 @@ def allocate_adam_state(optimizer: Any) -> None:
 
 
 def reset_optimizer_states(optimizer: Any) -> None:
-    """Zero Adam's moments and step counts in place (``--reset-optimizer-states``)."""
+    """Zero moments and step counts in place (``--reset-optimizer-states``), not the weights that some keep there."""
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
             if "step" in group:
                 group["step"] = 0
         for state in inner.state.values():
-            for value in state.values():
-                if torch.is_tensor(value):
-                    value.zero_()
+            for name in _MOMENTS:
+                if torch.is_tensor(state.get(name)):
+                    state[name].zero_()
+                elif name in state:
+                    state[name] = 0
 
 
 def build_scheduler(args: Namespace, optimizer: Any) -> Any:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Columns with one value per response token, kept in the CP-local layout during training.
 _CP_LOCAL = (
-    "log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "entropy", "ref_entropy", "values", "kl",
-    "advantages", "returns", "opd_reverse_kl",
+    "log_probs", "ref_log_probs", "teacher_log_probs", "rollout_log_probs", "entropy", "ref_entropy", "teacher_entropy",
+    "values", "kl", "advantages", "returns", "opd_reverse_kl",
 )  # fmt: skip
 _SHARD_KEYS = ("sample_indices", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 
@@ -98,4 +98,6 @@ def _in_rollout_order(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _to_host(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _to_host(item) for name, item in value.items()}
     return value.detach().cpu().clone() if torch.is_tensor(value) else value

@@ -191,6 +191,7 @@ def _update(
 
     args, optimizer = context.args, context.optimizer
     if optimizer.prepare_grads():  # fp16: the loss scale was too large; the scaler has lowered it
+        align_loss_scales(optimizer)
         return True, math.nan
     grad_norm = float(optimizer.get_grad_norm())
     finite = math.isfinite(grad_norm) and all(bool(report["finite"]) for report in reports)
@@ -210,6 +211,23 @@ def _update(
             )
     optimizer.step_with_ready_grads()
     return False, grad_norm
+
+
+def align_loss_scales(optimizer: Any) -> None:
+    """Give all parts of the optimiser (those of experts, and the rest) the loss scale of the one that lowered it most.
+
+    Each has a scaler of its own, which knows of its own overflows only, but the loss is scaled once.
+    """
+    scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
+    dynamic = [scaler for scaler in scalers if hasattr(scaler, "hysteresis")]
+    states = [scaler.state_dict() for scaler in dynamic]
+    lowest = min(
+        range(len(states)),
+        key=lambda i: (float(states[i]["scale"]), states[i]["hysteresis_tracker"], states[i]["growth_tracker"]),
+        default=0,
+    )
+    for scaler in dynamic:
+        scaler.load_state_dict({**states[lowest], "scale": states[lowest]["scale"].clone()})
 
 
 def _everywhere(condition: bool, device: torch.device) -> bool:

@@ -84,6 +84,7 @@ class MegatronTrainer:
         import_megatron()
         self.hooks: TrainerHooks = load_trainer_hooks(self.args)
         initialize_megatron(self.args)
+        self.args.rank, self.args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if self.hooks.after_megatron_init is not None:
             self.hooks.after_megatron_init(self.args)
         self.parallel_config = self._describe_parallelism()

@@ -103,9 +103,11 @@ def _check_names(
         if not family.ignores_hf(name) and not _held_elsewhere(name, name in predicting, family, own, args, dims)
     ]
     if unexpected:
+        way_out = "Do the model flags (layers, biases, norms) describe this checkpoint?"
+        if any("_scale_inv" in name for name in unexpected):
+            way_out = "Its weights are in FP8: slime.utils.external_utils.command_utils.fp8_cast_bf16 makes them bf16"
         raise ValueError(
-            f"{checkpoint.path}: {len(unexpected)} tensors have no place in the model: {_some(unexpected)}. Do the "
-            "model flags (layers, biases, norms) describe this checkpoint?"
+            f"{checkpoint.path}: {len(unexpected)} tensors have no place in the model: {_some(unexpected)}. {way_out}"
         )
 
 

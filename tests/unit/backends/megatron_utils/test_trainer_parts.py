@@ -13,7 +13,9 @@ from slime.backends.megatron_utils import ci_checks
 from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
 from slime.backends.megatron_utils.log_prob_pass import old_log_probs_equal_current
+from slime.backends.megatron_utils.optimizer import reset_optimizer_states
 from slime.backends.megatron_utils.train_metrics import train_step
+from slime.backends.megatron_utils.train_step import align_loss_scales
 from slime.backends.megatron_utils.trainer import MegatronTrainer
 
 
@@ -40,7 +42,12 @@ def test_the_pass_is_skipped_for_one_on_policy_step() -> None:
         {"use_routing_replay": True},
         {"custom_advantage_function_path": "a.b"},
         {"rollout_data_postprocess_path": "a.b"},
+        {"custom_megatron_before_log_prob_hook_path": "a.b"},
+        {"custom_megatron_before_train_step_hook_path": "a.b"},
         {"use_rollout_entropy": True},
+        {"save_debug_train_data": "{rollout_id}.pt"},
+        {"ci_test": True},
+        {"profile_target": ["train_overall", "train_log_probs"]},
         {"hidden_dropout": 0.1},
         {"attention_dropout": 0.1},
         {"moe_input_jitter_eps": 0.01},
@@ -151,3 +158,47 @@ def test_checkpoints_for_the_way_back_are_not_exported(monkeypatch: pytest.Monke
     trainer.finish_saving()
     trainer.finish()
     assert done == [(3, False), "exports/3", (4, True), "published", "published", "recorded"]
+
+
+def test_moments_are_forgotten_and_weights_that_lie_beside_them_are_not() -> None:
+    """As optimisers that work on the host, or with rounded weights, keep them."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    adam = torch.optim.Adam([weight])
+    weight.grad = torch.ones(3)
+    adam.step()
+    state = adam.state[weight]
+    state["master_param"] = weight
+    before = weight.detach().clone()
+    reset_optimizer_states(SimpleNamespace(optimizer=adam))
+    assert torch.equal(weight, before)
+    assert [float(state[name].sum()) for name in ("step", "exp_avg", "exp_avg_sq")] == [0.0] * 3
+
+
+class Scaler:
+    """What Megatron's dynamic scaler tells of itself."""
+
+    hysteresis = 2
+
+    def __init__(self, scale: float, hysteresis: int, growth: int) -> None:
+        self.load_state_dict(
+            {"scale": torch.tensor([scale]), "hysteresis_tracker": hysteresis, "growth_tracker": growth}
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("scalers", "expected"),
+    [([(8, 1, 0), (16, 2, 5)], (8, 1, 0)), ([(16, 2, 5), (16, 1, 0)], (16, 1, 0)), ([(4, 0, 0)], (4, 0, 0))],
+)
+def test_all_parts_of_the_optimiser_have_one_loss_scale(scalers: Any, expected: Any) -> None:
+    parts = [SimpleNamespace(grad_scaler=Scaler(*scaler)) for scaler in scalers]
+    align_loss_scales(SimpleNamespace(chained_optimizers=[*parts, SimpleNamespace(grad_scaler=None)]))
+    for part in parts:
+        state = part.grad_scaler.state_dict()
+        assert (float(state["scale"]), state["hysteresis_tracker"], state["growth_tracker"]) == expected
+    align_loss_scales(SimpleNamespace(chained_optimizers=[]))
