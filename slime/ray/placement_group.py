@@ -116,7 +116,8 @@ def create_training_models(
             state = [args.save]  # while only the critic is trained, --load has become where the actor's weights are
     elif not args.debug_rollout_only:
         nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
-        actor = RayTrainGroup(actor_args(args), nodes, gpus, pgs["actor"], with_ref=_with_ref(args))
+        of_actor = actor_args(args)
+        actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
         start = actor.create(rollout_manager)
     for group in (actor, critic):
         if group is not None:

@@ -95,12 +95,25 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
             unchecked.warn(base_args, f"{OPTION} {path}, role {role}: {name}: {_flag_names().unknown(name)}")
         existing = getattr(args, name, None)
         setattr(args, name, _like(existing, value, f"{OPTION} {path}: role {role}: {name}"))
+    _derive_again(args, overrides)
     if role == "critic":
         for name, value in CRITIC_VALUES.items():
             setattr(args, name, value)
         if "disable_param_buffers_cpu_backup" not in overrides:
             args.disable_param_buffers_cpu_backup = False
     return args
+
+
+def _derive_again(args: Namespace, overrides: dict[str, Any]) -> None:
+    """Let values follow those of the role that they follow on the command line, unless somebody has given them."""
+    given = {*overrides, *getattr(args, "explicit_flags", ())}
+    if "weight_decay" in overrides:
+        for name in {"start_weight_decay", "end_weight_decay"} - given:
+            setattr(args, name, args.weight_decay)
+    if "eps_clip" in overrides and "eps_clip_high" not in given:
+        args.eps_clip_high = args.eps_clip
+    if overrides.get("recompute_activations") and "recompute_granularity" not in given:
+        args.recompute_granularity = "selective"
 
 
 def _overrides(document: Document, place: int) -> dict[str, Any]:

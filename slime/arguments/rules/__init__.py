@@ -79,6 +79,7 @@ RULES = (
     routing_replay.check,
     optimizer.check,
     roles.check_together,
+    algorithm.check_advantages,
     hf_config.check_consistency,
     distillation.check_architecture,
 )

@@ -35,9 +35,11 @@ def check(args: Namespace) -> None:
                 f"{given}: {{{unknown[0]}}} is nothing that can be filled in; there is "
                 f"{' and '.join(f'{{{name}}}' for name in known)}, for example {example}"
             )
+        if attribute == "ci_save_grad_norm" and args.advantage_estimator == "ppo":
+            needed = (*needed, "role")
         absent = [name for name in needed if name not in found]
         if absent:
-            every = {"rollout_id": "rollout", "step_id": "step"}[absent[0]]
+            every = {"rollout_id": "rollout", "step_id": "step", "role": "role"}[absent[0]]
             raise ArgumentError(
                 f"{given} has no {{{absent[0]}}} in it, so every {every} would overwrite the last one; "
                 f"write for example {example}"

@@ -125,3 +125,19 @@ def test_flags_of_the_whole_run_have_no_effect_in_a_role(write):
 def test_a_critic_without_use_is_refused(flag):
     with pytest.raises(ArgumentError, match=f"does not use.*|{flag} does not use"):
         dry(*PPO, *flag.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "overrides", "expected"),
+    [
+        ("", "weight_decay: 0.0", {"start_weight_decay": 0.0, "end_weight_decay": 0.0}),
+        ("", "weight_decay: 0.3, end_weight_decay: 0.3", {"start_weight_decay": 0.3, "end_weight_decay": 0.3}),
+        ("--eps-clip 0.1", "eps_clip: 0.3", {"eps_clip_high": 0.3}),
+        ("--eps-clip 0.1 --eps-clip-high 0.4", "eps_clip: 0.3", {"eps_clip_high": 0.4}),
+        ("", "recompute_activations: true", {"recompute_granularity": "selective"}),
+    ],
+)
+def test_values_follow_those_of_the_role(write, flags, overrides, expected):
+    path = write(f"megatron: [{{role: actor, overrides: {{{overrides}}}}}]")
+    role = actor_args(dry("--megatron-config-path", path, "--weight-decay", 0.1, *flags.split()))
+    assert {name: getattr(role, name) for name in expected} == expected

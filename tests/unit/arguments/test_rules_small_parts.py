@@ -87,15 +87,19 @@ def test_what_is_no_address_is_refused(text):
 
 def test_templates_that_pass_can_be_filled_in():
     values = {"rollout_id": 7, "rank": 1, "role": "actor", "step_id": 2}
+    nothing = {"advantage_estimator": "grpo", **dict.fromkeys(templates.TEMPLATES)}
     for attribute, (known, needed, example) in templates.TEMPLATES.items():
         names = [f"{{{name}}}" for name in (*known, "epoch")]
         for count in range(len(names) + 1):
             for chosen in itertools.combinations(names, count):
                 template = "d/" + "_".join(chosen) + ".pt"
-                args = Namespace(**{**dict.fromkeys(templates.TEMPLATES), attribute: template})
+                args = Namespace(**{**nothing, attribute: template})
                 unknown = "{epoch}" in chosen
                 absent = any(f"{{{name}}}" not in chosen for name in needed)
                 assert accepted(templates.check, args) == (not unknown and not absent), template
                 if not unknown:
                     template.format(**{name: values[name] for name in known})
-        assert accepted(templates.check, Namespace(**{**dict.fromkeys(templates.TEMPLATES), attribute: example}))
+        assert accepted(templates.check, Namespace(**{**nothing, attribute: example}))
+    with_critic = {**nothing, "advantage_estimator": "ppo", "ci_save_grad_norm": "{rollout_id}_{step_id}.pt"}
+    with pytest.raises(ArgumentError, match=r"no \{role\} in it, so every role would overwrite the last one"):
+        templates.check(Namespace(**with_critic))

@@ -214,6 +214,26 @@ def test_the_prompts_go_where_the_checkpoint_is(
 
 
 @pytest.mark.usefixtures("waits")
+def test_a_reference_that_the_actor_s_entry_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class FakeTrainers:
+        def __init__(self, args: Any, nodes: int, per_node: int, pg: Any, *, with_ref: bool) -> None:
+            made.append((args.use_kl_loss, with_ref))
+
+        def create(self, manager: Any) -> int:
+            return 0
+
+    monkeypatch.setattr(placement_group, "RayTrainGroup", FakeTrainers)
+    args = run_args(start_rollout_id=None, rollout_global_dataset=True, kl_coef=0.0, use_kl_loss=False)
+    args.explicit_flags = frozenset()
+    of_actor = SimpleNamespace(**{**vars(args), "use_kl_loss": True})
+    monkeypatch.setattr(placement_group, "actor_args", lambda args: of_actor)
+    create_training_models(args, {"actor": "slots"}, FakeManager())  # type: ignore[dict-item]
+    assert made == [(True, True)]
+
+
+@pytest.mark.usefixtures("waits")
 def test_without_training_there_are_no_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = FakeManager()
     args = run_args(debug_rollout_only=True, start_rollout_id=None, rollout_global_dataset=False)
