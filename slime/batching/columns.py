@@ -188,6 +188,8 @@ class RolloutShard:
             data[key] = values.tolist()
         data["rollout_mask_sums"] = torch.from_numpy(self.batch.numbers["rollout_mask_sums"].copy()).to(device)
         data.update({key: list(values) for key, values in self.batch.objects.items()})
+        if "multimodal_train_inputs" in data:
+            data["multimodal_train_inputs"] = [_moved(inputs, device) for inputs in data["multimodal_train_inputs"]]
         if self.batch_raw_reward is not None:
             data["raw_reward"] = _plain(self.batch_raw_reward)
             data["local_raw_reward"] = _plain(self.batch.raw_reward)
@@ -199,6 +201,12 @@ def _tensors(column: Ragged, key: str, device: torch.device | str) -> list[torch
     whole = torch.from_numpy(column.values.copy()).to(device)
     whole = whole.to(_TENSOR_DTYPES.get(key, whole.dtype))
     return list(whole.split(column.lengths.tolist()))
+
+
+def _moved(inputs: Any, device: torch.device | str) -> Any:
+    if not isinstance(inputs, Mapping):
+        return inputs
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
 
 def _has_none(values: Any) -> bool:

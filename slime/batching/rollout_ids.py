@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slime.batching.errors import TrainDataError
+
 
 def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
     """Replace every None by the smallest integer not used yet, in order: each such sample stands alone."""
@@ -17,7 +19,12 @@ def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
                 candidate += 1
             rollout_id = candidate
             candidate += 1
-        filled.append(int(rollout_id))
+        try:
+            filled.append(int(rollout_id))
+        except (TypeError, ValueError):
+            raise TrainDataError(
+                f"sample at position {len(filled)}: rollout_id {rollout_id!r} is no whole number; expected one, or None"
+            ) from None
     return filled
 
 

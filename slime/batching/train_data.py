@@ -156,11 +156,16 @@ def finite_reward(sample: Sample, reward: Any) -> float:
 def _raw_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any]) -> list[Any]:
     overrides = [(sample.metadata or {}).get("raw_reward") for sample in samples]
     if all(override is None for override in overrides):
-        return list(raw_rewards)
+        return [_plain_number(reward) for reward in raw_rewards]
     return [
-        sample.get_reward_value(args) if override is None else override
+        _plain_number(sample.get_reward_value(args) if override is None else override)
         for sample, override in zip(samples, overrides, strict=True)
     ]
+
+
+def _plain_number(value: Any) -> Any:
+    """Return NumPy's and torch's numbers as Python's; anything else as it is."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _top_p(samples: Sequence[Sample]) -> dict[str, list[Any]]:

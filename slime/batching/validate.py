@@ -51,14 +51,17 @@ def required_keys(data: Mapping[str, Any]) -> None:
 
 def has_entries(values: Any, count: int) -> bool:
     """Return whether ``values`` is a list, an array or the like of ``count`` entries."""
-    return not isinstance(values, (str, bytes, Mapping)) and hasattr(values, "__len__") and len(values) == count
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+        return False
+    return len(values) == count
 
 
 def one_entry_per_sample(fields: Mapping[str, Any], count: int) -> None:
     """Raise when a field does not hold exactly ``count`` entries."""
     for key, values in fields.items():
         if not has_entries(values, count):
-            seen = f"{len(values)} entries" if hasattr(values, "__len__") else repr(values)
+            sized = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
+            seen = f"{len(values)} entries" if sized else repr(values)
             raise TrainDataError(f"train data field {key!r} must hold one entry per sample ({count}), got {seen}")
 
 

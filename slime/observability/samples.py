@@ -41,7 +41,8 @@ def write(
         for i in range(min(limit, len(flat))):
             rows.append(to_row(flat[int(i * step)], dataset))
     path = Path(args.run_dir) / "samples" / f"{'eval-' if evaluation else ''}{rollout_id}.jsonl"
-    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(path, text.encode(errors="backslashreplace"))  # half of a surrogate pair has no UTF-8
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from slime.arguments.rules.prompts import BUILT_IN_SOURCES
 from slime.observability import tracking
 from slime.ray.errors import EnginesNeedWeights
 from slime.ray.lives import Lives
@@ -51,10 +52,15 @@ class RolloutHandle:
         self._wait_generating(self.manager.eval.remote(rollout_id), f"evaluating after rollout {rollout_id}")
 
     def save(self, rollout_id: int) -> None:
-        """Save the state of the prompts as of rollout ``rollout_id``."""
-        self._wait(
-            self.manager.save.remote(rollout_id), f"saving the prompts' state of rollout {rollout_id}", SAVE_DEADLINE_S
-        )
+        """Save the state of the prompts as of rollout ``rollout_id``.
+
+        A data source of the user's may have to wait for the rollout that is being generated, however long that takes.
+        """
+        saving, what = self.manager.save.remote(rollout_id), f"saving the prompts' state of rollout {rollout_id}"
+        if self.args.data_source_path.startswith(BUILT_IN_SOURCES):
+            self._wait(saving, what, SAVE_DEADLINE_S)
+        else:
+            self._wait_generating(saving, what)
 
     def offload(self) -> None:
         """Release the engines' memory."""

@@ -26,6 +26,7 @@ from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_m
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
+from slime.rollout.durable.recovery import may_be_saved
 from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook
 from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
@@ -84,6 +85,8 @@ class RolloutManager(EngineControl):
             set_current_rollout_id(rollout_id)
             started = time.monotonic()
             samples, metrics = self._samples(rollout_id)
+            if not samples:
+                raise ValueError(f"rollout {rollout_id} holds no sample: there is nothing to train on")
             seconds = time.monotonic() - started
             if self.args.save_debug_rollout_data:
                 rollout_dumps.save(self.args, rollout_id, samples)
@@ -124,7 +127,8 @@ class RolloutManager(EngineControl):
             # A data source that cannot tell past from present is at least not saved in the middle of a rollout.
             with contextlib.nullcontext() if hasattr(self.data_source, "snapshot") else self._generating:
                 self.data_source.save(rollout_id)
-        carried = self._carried_snapshots.get(rollout_id)
+        known = rollout_id in self._carried_snapshots
+        carried = self._carried_snapshots[rollout_id] if known else self.converter.state()
         write_carried_over(carried_over_path(self.args.save, rollout_id), carried)
 
     @reports_errors
@@ -217,6 +221,8 @@ class RolloutManager(EngineControl):
             return
         if hasattr(self.data_source, "snapshot"):
             self.data_source.snapshot(rollout_id)
+        if not may_be_saved(self.args, rollout_id, self.get_num_rollout_per_epoch() or 0):
+            return
         self._carried_snapshots[rollout_id] = self.converter.state()
         for old in itertools.islice(
             sorted(self._carried_snapshots), max(0, len(self._carried_snapshots) - SNAPSHOTS_KEPT)

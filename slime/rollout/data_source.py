@@ -89,7 +89,8 @@ class RolloutDataSource(DataSource):
         self._draws_here = False
         self._snapshots: dict[int, bytes] = {}
         self._recovery = Recovery(args)
-        if args.rollout_global_dataset:
+        draws = getattr(args, "load_debug_rollout_data", None) is None and getattr(args, "num_rollout", None) != 0
+        if args.rollout_global_dataset and (args.prompt_data or draws):
             self.dataset = self._load_dataset()
             if args.rollout_shuffle:
                 self.dataset.shuffle(self.epoch_id)

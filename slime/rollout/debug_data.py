@@ -102,12 +102,19 @@ def _plain_value(value: Any) -> Any:
         return torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, _PLAIN):
+    if type(value) in _PLAIN:
         return value
+    if isinstance(value, str):  # a StrEnum, say: its class would have to be imported to read the dump
+        return str.__str__(value)
+    if isinstance(value, bytes):
+        return bytes(value)
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, (list, tuple)):
         return [_plain_value(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain_value(item) for key, item in value.items()}
+        return {_plain_value(key): _plain_value(item) for key, item in value.items()}
     if type(value).__module__.partition(".")[0] == "PIL":
         from slime.utils.processing_utils import encode_image_for_rollout_engine
 

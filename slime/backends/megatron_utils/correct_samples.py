@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def correct_sample_means(
     raw = data.get("local_raw_reward")
     if not getattr(args, "log_correct_samples", False) or raw is None:
         return {}
-    correct = [i for i, reward in enumerate(raw) if isinstance(reward, (int, float)) and reward == 1]
+    correct = [i for i, reward in enumerate(raw) if isinstance(reward, Real) and reward == 1]
     local = {"correct_entropy": _surprise(data, correct)} if _log_probs(data) is not None else {}
     if context_parallel().rank == 0:
         lengths = [int(data["response_lengths"][i]) for i in correct]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
             values = torch.cat([value.to(device) for value in column])
             reduced = float(reduce_tokens(values)) if [value.shape for value in column] == sizes else None
             local[name] = (reduced, float(values.sum()), values.numel())
-        elif all(isinstance(v, int | float) or (torch.is_tensor(v) and v.dim() == 0) for v in column):
+        elif all(isinstance(v, Real) or (torch.is_tensor(v) and v.dim() == 0) for v in column):
             total = math.fsum(float(value) for value in column)
             local[name.removeprefix("local_")] = (None, total, num_samples(data)) if first_of_cp else (None, 0.0, 0)
     gathered = all_gather_objects(local)
@@ -100,8 +101,9 @@ def train_step(args: Namespace, rollout_id: int, step_id: int, num_steps: int) -
     """Return the place of an optimiser step on the ``train/step`` axis.
 
     The number of steps differs between rollouts where samples are carried over to the next one, so each rollout has
-    room for the most that it can make, ``ceil(samples of a rollout / global batch size)``: places are never used twice
-    and do not depend on where a run was resumed. Rollouts that make fewer steps leave gaps.
+    room for the most that the flags let it make, ``ceil(samples of a rollout / global batch size)``: places are not
+    used twice and do not depend on where a run was resumed. Rollouts that make fewer steps leave gaps; a rollout
+    function that makes more samples than the flags say may use places of the next rollout.
     """
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     return rollout_id * max(num_steps, -(-samples // args.global_batch_size)) + step_id

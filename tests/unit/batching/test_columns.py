@@ -309,3 +309,15 @@ def test_mask_sums_by_rollout() -> None:
     sums = mask_sums_by_rollout([5, 2, 5, 9], np.array([1.0, 4.0, 2.0, 0.0]))
     assert sums.tolist() == [3.0, 4.0, 3.0, 0.0]
     assert sums.dtype == np.float32
+
+
+def test_tensors_of_multimodal_inputs_go_to_the_device() -> None:
+    data = make_data([(5, 2), (4, 1)])
+    data["multimodal_train_inputs"] = [{"pixel_values": torch.ones(2, 3), "note": "a cat"}, None]
+    data["a scalar"] = np.array(3.0)  # no entry per sample: left out
+    (shard,) = RolloutBatch.from_train_data(data).shards(round_robin(2, 1))
+    moved = shard.to_rollout_data("meta")
+    assert moved["multimodal_train_inputs"][0]["pixel_values"].device.type == "meta"
+    assert moved["multimodal_train_inputs"][0]["note"] == "a cat"
+    assert moved["multimodal_train_inputs"][1] is None
+    assert "a scalar" not in moved

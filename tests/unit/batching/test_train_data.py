@@ -178,3 +178,20 @@ def test_counts_must_agree_and_not_be_zero() -> None:
         build_train_data(ARGS, [make_sample()], [1.0], [1.0, 2.0])
     with pytest.raises(TrainDataError, match="no sample"):
         build([])
+
+
+@pytest.mark.parametrize(
+    "reward", [np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0), torch.tensor(1)], ids=repr
+)
+def test_raw_rewards_of_numpy_and_torch_become_plain_numbers(reward: Any) -> None:
+    samples = [make_sample(0, reward=reward), make_sample(1, metadata={"raw_reward": reward})]
+    for some in (samples[:1], samples[1:]):
+        (raw,) = build_train_data(ARGS, some, [reward], [0.0])["raw_reward"]
+        assert type(raw) in (int, float)
+        assert raw == 1
+
+
+def test_a_rollout_id_that_is_no_number_is_named() -> None:
+    samples = [make_sample(0), make_sample(1, rollout_id="a conversation")]
+    with pytest.raises(TrainDataError, match="sample at position 1: rollout_id 'a conversation' is no whole number"):
+        build_train_data(ARGS, samples, [1, 1], [0.0, 0.0])

@@ -141,3 +141,10 @@ def test_configure_logger_writes_to_a_file_and_replaces_itself(tmp_path):
             logging.getLogger().removeHandler(handler)
             handler.close()
         logging.getLogger().setLevel(level)
+
+
+def test_half_of_a_surrogate_pair_is_no_reason_to_stop(tmp_path):
+    path = samples.write(types.SimpleNamespace(run_dir=str(tmp_path)), 0, [make_sample(0, label="\ud83d")])
+    assert path is not None
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert row["label"] == "\ud83d"

@@ -60,6 +60,7 @@ def run_args(**changes: Any) -> Any:
         "debug_train_only": False,
         "update_weight_transport": "nccl",
         "debug_rollout_only": False,
+        "data_source_path": "slime.rollout.data_source.RolloutDataSource",
     }
     return SimpleNamespace(**{**base, **changes})
 
@@ -337,6 +338,18 @@ def test_engines_that_come_back_in_a_rollout_get_their_weights(clock: FakeRay, w
         handle.eval(0)
     assert pushed == [3.0, 7.0]
     assert manager.names.count("wait_for_need_of_weights") == 3
+
+
+def test_a_source_of_one_s_own_is_saved_when_the_rollout_that_holds_it_is_done(clock: FakeRay) -> None:
+    manager = Needy(clock, [3.0], save=Ref(None, at=950))
+    handle = RolloutHandle(run_args(use_fault_tolerance=True, data_source_path="my.Source"), manager)
+    pushed: list[float] = []
+    handle.supply_weights = lambda: pushed.append(clock.now)
+    handle.save(0)
+    assert pushed == [3.0]
+    built_in = RolloutHandle(run_args(), Needy(clock, [], save=Ref(None, at=10000)))
+    with pytest.raises(TimeoutError, match="saving the prompts' state of rollout 0"):
+        built_in.save(0)
 
 
 def test_a_need_that_the_regular_push_has_met_is_none(clock: FakeRay) -> None:

@@ -260,3 +260,33 @@ def test_rollouts_per_epoch(make_manager: Any) -> None:
     assert make_manager().get_num_rollout_per_epoch() == 3  # 10 prompts, 3 per rollout: one waits for the next epoch
     assert make_manager(rollout_batch_size=11).get_num_rollout_per_epoch() == 0
     assert make_manager(rollout_global_dataset=False).get_num_rollout_per_epoch() is None
+
+
+def nothing(args: Any, rollout_id: int, source: Any, evaluation: bool = False) -> Any:
+    return []
+
+
+def test_a_rollout_without_a_sample_is_named(make_manager: Any) -> None:
+    manager = make_manager(rollout_function_path=f"{HERE}.nothing")
+    with pytest.raises((RemoteFailure, ValueError), match="rollout 3 holds no sample: there is nothing to train on"):
+        manager.generate(3)
+
+
+def with_a_lock(args: Any, rollout_id: int, source: Any, evaluation: bool = False) -> Any:
+    output = generate(args, rollout_id, source, evaluation)
+    for group in output.samples:
+        for sample in group:
+            sample.train_metadata = {"lock": threading.Lock()}
+    return output
+
+
+def test_what_cannot_be_saved_ends_no_run_that_does_not_save_it(make_manager: Any) -> None:
+    manager = make_manager(rollout_function_path=f"{HERE}.with_a_lock", save_interval=2, num_rollout=9)
+    assert trained(manager.generate(0)) == [0, 1, 2, 3]
+    assert len(manager.converter.carried) == 2
+    manager.generate(1)  # nothing waits now
+    assert not manager.converter.carried
+    manager.generate(4)
+    manager.generate(6)
+    with pytest.raises((RemoteFailure, TypeError), match="cannot be saved"):
+        manager.generate(3)

@@ -98,6 +98,13 @@ def test_no_prompt_file_is_an_error():
         RolloutDataSource(rollout_args())
 
 
+@pytest.mark.parametrize("flags", [{"load_debug_rollout_data": "dumps/{rollout_id}.pt"}, {"num_rollout": 0}])
+def test_runs_that_draw_no_prompt_need_no_prompt_file(flags):
+    source = RolloutDataSource(rollout_args(**flags))
+    assert len(source) == 0
+    source.load(-1)
+
+
 def test_buffered_groups_come_first_and_in_order(make):
     source = make()
     first = source.get_samples(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import threading
 from types import SimpleNamespace
@@ -113,3 +114,19 @@ def test_the_tokenizer_is_written_beside_the_dumps(tmp_path):
     saved = load_tokenizer(str(tmp_path / "details" / "tokenizer"))
     assert saved.encode("1 + 2 = 3") == load_tokenizer(str(checkpoint)).encode("1 + 2 = 3")
     assert not (tmp_path / "details" / "processor").exists()
+
+
+class Verdict(str, enum.Enum):  # noqa: UP042 - another str() than StrEnum
+    RIGHT = "right"
+
+
+class Level(enum.IntEnum):
+    HARD = 3
+
+
+def test_enums_that_are_strings_or_numbers_are_dumped_as_these(tmp_path):
+    one = Sample(index=0, metadata={"verdict": Verdict.RIGHT, Verdict.RIGHT: Level.HARD, np.str_("x"): [Level.HARD]})
+    save_rollout(tmp_path / "0.pt", 0, [one])
+    (again,) = load_rollout(tmp_path / "0.pt")
+    assert again.metadata == {"verdict": "right", "right": 3, "x": [3]}
+    assert {type(value) for value in (*again.metadata, *again.metadata["x"])} == {str, int}

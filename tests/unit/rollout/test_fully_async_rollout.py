@@ -260,7 +260,7 @@ def test_one_that_always_raises_stops_the_run_and_names_sample_and_hook(cluster,
     args, source = start(rollout_sample_hook_path=[f"{HERE}.always_fails"])
 
     def rollouts() -> None:
-        for rollout_id in range(5):
+        for rollout_id in range(200):  # as many as fit in the time of three attempts
             generate_rollout_fully_async(args, rollout_id, source)
 
     with pytest.raises(ValueError, match="the hook broke") as caught:
