@@ -46,4 +46,19 @@ def resume_options(checkpoint: str, save: str) -> dict[str, Any]:
         trainer, _ = make_trainer(checkpoint, load=save, **flags)
         groups = [group for inner in torch_optimizers(trainer.optimizer) for group in inner.param_groups]
         found["rates"][name] = sorted({(group["max_lr"], group["lr"]) for group in groups})
+    found["one layer"] = _one_layer_trained(checkpoint, save + "-of-one-layer")
+    return found
+
+
+def _one_layer_trained(checkpoint: str, save: str) -> dict[str, Any]:
+    flags = {"only_train_params_name_list": [r"layers\.1\."], "no_save_rng": True}
+    trainer, _ = make_trainer(checkpoint, save=save, **flags)
+    found: dict[str, Any] = {"initial": parameters(trainer)}
+    train_once(trainer, 0, make_train_data(seed=0))
+    trainer.save(0)
+    train_once(trainer, 1, make_train_data(seed=1))
+    found["went on"] = parameters(trainer)
+    resumed, found["start"] = make_trainer(checkpoint, load=save, **flags)
+    train_once(resumed, 1, make_train_data(seed=1))
+    found["resumed"] = parameters(resumed)
     return found

@@ -120,7 +120,7 @@ class CheckpointSaver:
         root = Path(self._args.save)
         with_optimizer = not getattr(self._args, "no_save_optim", False)
         with_rng = not getattr(self._args, "no_save_rng", False)
-        content = dict(_CONTENT)
+        content = {**_CONTENT, **({"non_homogeneous_layers": True} if _freezes_some(self._args) else {})}
         sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
         sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout() if with_rng else None)
         if state.scheduler is not None and (with_optimizer or _is_stateless(self._args)):
@@ -239,6 +239,11 @@ def _sharded_state(
     if with_rng:
         sharded["rng_state"] = _rng_state()
     return sharded
+
+
+def _freezes_some(args: Namespace) -> bool:
+    """Whether layers may differ in what is trained: one tensor of all layers' optimiser state would have gaps then."""
+    return bool(getattr(args, "only_train_params_name_list", None) or getattr(args, "freeze_params_name_list", None))
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
