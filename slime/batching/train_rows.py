@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from slime.batching.columns import WHOLE_FIELDS
@@ -46,7 +47,7 @@ def join_rows(waiting: Rows, data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def unused_ids(rollout_ids: Sequence[Any], used: Sequence[Any]) -> list[int]:
-    """Return other ids for ``rollout_ids``, alike where those are alike, none of them ``used`` (Nones aside)."""
-    lowest = min((int(i) for i in used if i is not None), default=0)
+    """Return other ids for ``rollout_ids``, alike where those are alike, none of them ``used``."""
+    lowest = int(min((i for i in used if isinstance(i, Real)), default=0))
     names: dict[Any, int] = {}
     return [names.setdefault(i, min(lowest, 0) - 1 - len(names)) for i in rollout_ids]

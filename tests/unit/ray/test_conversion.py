@@ -541,3 +541,12 @@ def test_the_file_of_what_waits_is_written_whole_or_not_at_all(tmp_path):
     write_carried_over(path, b"{}")
     assert path.read_bytes() == b"{}"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_an_id_that_is_no_number_is_named_also_where_samples_wait():
+    c = converter()
+    c.shards(rollout(0, [1, 0, 1, 0, 1]))
+    samples = rollout(10, [1, 0, 1, 0])
+    samples[1].rollout_id = "second"
+    with pytest.raises(ValueError, match="rollout_id 'second' is no whole number"):
+        c.shards(samples)
