@@ -226,7 +226,7 @@ def _unfinished_group(task: asyncio.Task[Any], rollout_id: int, state: Any) -> G
     for sample in iter_samples(group):
         if sample.status == Sample.Status.PENDING and sample.response_length:
             sample.status = Sample.Status.ABORTED
-        if sample.response and "start_rollout_id" not in sample.metadata:
+        if sample.response_length and "start_rollout_id" not in sample.metadata:  # tokens may have no text yet
             sample.metadata["start_rollout_id"] = rollout_id
     return group
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout
+from slime.rollout import sglang_rollout, train_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -251,6 +251,20 @@ def test_partial_rollout_continues_where_it_stopped(cluster, make_args):
         assert sample.status == Status.COMPLETED
         assert sample.weight_versions == ["0", "1"]
         assert sample.metadata["start_rollout_id"] == 5
+
+
+async def test_tokens_without_a_text_yet_have_begun_too():
+    """The first byte of a character of several."""
+    sample = Sample(index=0, tokens=[112, 240], response_length=1, response="", status=Status.ABORTED)
+
+    async def generated() -> list[Sample]:
+        return [sample]
+
+    task = asyncio.ensure_future(generated())
+    await task
+    in_flight = SimpleNamespace(take_original=lambda task: [Sample(index=0)])
+    train_rollout._unfinished_group(task, 4, SimpleNamespace(groups_in_flight=in_flight))
+    assert sample.metadata["start_rollout_id"] == 4
 
 
 def test_off_policy_tokens_of_a_partial_rollout_are_masked(cluster, make_args):
