@@ -58,6 +58,8 @@ def test_the_learning_rate_is_this_run_s_or_the_checkpoint_s_as_asked(found: dic
 def test_a_model_of_which_one_layer_is_trained_goes_on(found: dict[str, Any]) -> None:
     part = found["one layer"]
     assert part["start"] == 1
+    assert "look at --only-train-params-name-list and --freeze-params-name-list" in part["all"]
+    assert part["the other"] != "nothing was raised"
     assert same(part["resumed"], part["went on"])
     changed = {name for name, value in part["initial"].items() if not torch.equal(value, part["went on"][name])}
     assert changed == {name for name in part["initial"] if "layers.1." in name}

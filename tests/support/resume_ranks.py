@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.offload import torch_optimizers
 from tests.support.trainer import make_train_data
@@ -61,4 +62,10 @@ def _one_layer_trained(checkpoint: str, save: str) -> dict[str, Any]:
     resumed, found["start"] = make_trainer(checkpoint, load=save, **flags)
     train_once(resumed, 1, make_train_data(seed=1))
     found["resumed"] = parameters(resumed)
+    for name, other in {"all": {}, "the other": {"only_train_params_name_list": [r"layers\.0\."]}}.items():
+        try:
+            make_trainer(checkpoint, load=save, no_save_rng=True, **other)
+            found[name] = "nothing was raised"
+        except (ValueError, CheckpointException) as e:
+            found[name] = f"{type(e).__name__}: {e}"
     return found

@@ -112,8 +112,8 @@ def _derive_again(args: Namespace, overrides: dict[str, Any]) -> None:
             setattr(args, name, args.weight_decay)
     if "eps_clip" in overrides and "eps_clip_high" not in given:
         args.eps_clip_high = args.eps_clip
-    if overrides.get("recompute_activations") and "recompute_granularity" not in given:
-        args.recompute_granularity = "selective"
+    if "recompute_activations" in overrides and "recompute_granularity" not in given:
+        args.recompute_granularity = "selective" if args.recompute_activations else None
 
 
 def _overrides(document: Document, place: int) -> dict[str, Any]:

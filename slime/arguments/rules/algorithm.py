@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.arguments import roles as role_args
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
@@ -92,18 +93,20 @@ def _check_without_advantages(args: Namespace) -> None:
 
 def check_advantages(args: Namespace) -> None:
     """The policy loss has what it needs. After the rules that know better why advantages must not be left out."""
+    args = role_args.actor_args(args)
     if args.compute_advantages_and_returns or args.loss_type != "policy_loss" or args.debug_rollout_only:
         return
+    if args.rollout_data_postprocess_path or args.custom_convert_samples_to_train_data_path:
+        return  # they may set anything
     if args.use_kl_loss:
         raise ArgumentError(
             "--use-kl-loss needs the reference's log-probs, which --disable-compute-advantages-and-returns leaves out; "
             "leave one of them out"
         )
-    if not (args.rollout_data_postprocess_path or args.custom_convert_samples_to_train_data_path):
-        raise ArgumentError(
-            "--loss-type policy_loss needs advantages: leave out --disable-compute-advantages-and-returns, or set them "
-            "yourself with --rollout-data-postprocess-path or --custom-convert-samples-to-train-data-path"
-        )
+    raise ArgumentError(
+        "--loss-type policy_loss needs advantages: leave out --disable-compute-advantages-and-returns, or set them "
+        "yourself with --rollout-data-postprocess-path or --custom-convert-samples-to-train-data-path"
+    )
 
 
 def derive(args: Namespace) -> None:

@@ -69,6 +69,10 @@ def _kl(args: Namespace, data: dict) -> Column:
 def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
     """Return (advantages, returns). Estimators that look along the response see it whole, whatever the CP layout."""
     rewards, kl, estimator = data["rewards"], data["kl"], args.advantage_estimator
+    if args.kl_coef != 0 and estimator != "ppo":  # which counts the KL of every token
+        # Where nothing is trained it may be infinite, and infinity times a mask of 0 is NaN.
+        pairs = zip(_local(data, data["loss_masks"]), kl, strict=True)
+        kl = [torch.where((mask != 0) | values.isfinite(), values, 0) for mask, values in pairs]
     if estimator in ("grpo", "gspo", "cispo"):
         returns = get_grpo_returns(rewards, kl)
         return [values.clone() for values in returns], returns

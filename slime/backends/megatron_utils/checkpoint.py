@@ -64,6 +64,8 @@ def load_checkpoint(
     """
     import_megatron()
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     directory, iteration = checkpoint_dir.find_checkpoint(root, step)
     common = dist_checkpointing.load_common_state_dict(str(directory))
@@ -82,7 +84,16 @@ def load_checkpoint(
     request = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True)
     for name, _ in _named_chunks(state.model) if without is not None else ():
         request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
-    loaded = dist_checkpointing.load(request, str(directory))
+    try:
+        loaded = dist_checkpointing.load(request, str(directory))
+    except (CheckpointingException, CheckpointException) as e:
+        if with_optimizer and content.get("non_homogeneous_layers", False) != _freezes_some(state.model):
+            raise ValueError(
+                f"the optimizer state in {directory} is of other parameters than those trained now: look at "
+                "--only-train-params-name-list and --freeze-params-name-list, or take the weights alone with "
+                "--no-load-optim"
+            ) from e
+        raise
 
     for name, chunk in _named_chunks(state.model):
         chunk.load_state_dict(loaded[name], strict=without is None)
@@ -120,7 +131,7 @@ class CheckpointSaver:
         root = Path(self._args.save)
         with_optimizer = not getattr(self._args, "no_save_optim", False)
         with_rng = not getattr(self._args, "no_save_rng", False)
-        content = {**_CONTENT, **({"non_homogeneous_layers": True} if _freezes_some(self._args) else {})}
+        content = {**_CONTENT, **({"non_homogeneous_layers": True} if _freezes_some_anywhere(state.model) else {})}
         sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
         sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout() if with_rng else None)
         if state.scheduler is not None and (with_optimizer or _is_stateless(self._args)):
@@ -241,9 +252,15 @@ def _sharded_state(
     return sharded
 
 
-def _freezes_some(args: Namespace) -> bool:
+def _freezes_some(model: Sequence[torch.nn.Module]) -> bool:
+    return any(not parameter.requires_grad for chunk in model for parameter in chunk.parameters())
+
+
+def _freezes_some_anywhere(model: Sequence[torch.nn.Module]) -> bool:
     """Whether layers may differ in what is trained: one tensor of all layers' optimiser state would have gaps then."""
-    return bool(getattr(args, "only_train_params_name_list", None) or getattr(args, "freeze_params_name_list", None))
+    found = torch.tensor([float(_freezes_some(model))], device=next(model[0].parameters()).device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

@@ -135,6 +135,7 @@ def test_a_critic_without_use_is_refused(flag):
         ("--eps-clip 0.1", "eps_clip: 0.3", {"eps_clip_high": 0.3}),
         ("--eps-clip 0.1 --eps-clip-high 0.4", "eps_clip: 0.3", {"eps_clip_high": 0.4}),
         ("", "recompute_activations: true", {"recompute_granularity": "selective"}),
+        ("--recompute-activations", "recompute_activations: false", {"recompute_granularity": None}),
     ],
 )
 def test_values_follow_those_of_the_role(write, flags, overrides, expected):

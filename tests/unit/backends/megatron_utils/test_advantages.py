@@ -194,3 +194,15 @@ def test_advantages_and_returns_may_be_changed_apart() -> None:
         for values in data["advantages"]:
             values.mul_(0.5)
         assert all(torch.equal(values, old) for values, old in zip(data["returns"], before, strict=True)), estimator
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"])
+def test_an_infinite_kl_where_nothing_is_trained_stays_there(estimator: str) -> None:
+    """The last token of sample 0 is masked; at -200 against -1 the estimate k3 is infinite in float32."""
+    data = with_kl()
+    data["log_probs"][0][3], data["ref_log_probs"][0][3] = -200.0, -1.0
+    data.update(group_indices=[7, 7], **OWN)
+    flags = {"advantage_estimator": estimator, "kl_coef": 0.5, "kl_loss_type": "k3", "normalize_advantages": True}
+    compute_advantages_and_returns(make_args(**flags), data)
+    assert not bool(data["loss_masks"][0][3])
+    assert all(bool(values.isfinite().all()) for values in data["advantages"])
