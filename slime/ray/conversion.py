@@ -13,10 +13,11 @@ from typing import Any
 
 from slime.algorithms.rewards import post_process_rewards
 from slime.batching.columns import RolloutBatch, RolloutShard
+from slime.batching.rollout_ids import fill_rollout_ids
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import build_train_data, finite_reward
 from slime.batching.train_rows import Rows, join_rows, take_rows, unused_ids
-from slime.rollout.durable.state_codec import decode_group, decode_value, encode_group, encode_value
+from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
 from slime.rollout.group_copy import copy_sample
 from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
 from slime.utils.atomic_file import write_atomically
@@ -82,7 +83,7 @@ class Converter:
         if self._convert is not None:
             return self._converted(self._convert, fresh)
         old = self.carried
-        ids = unused_ids([s.rollout_id for s in old.samples], [s.rollout_id for s in fresh])
+        ids = unused_ids([s.rollout_id for s in old.samples], fill_rollout_ids([s.rollout_id for s in fresh]))
         for sample, rollout_id in zip(old.samples, ids, strict=True):
             sample.rollout_id = rollout_id
         fresh_raw, fresh_rewards = self._rewards(fresh)
@@ -149,9 +150,15 @@ class Converter:
             "samples": encode_group(self.carried.samples),
             "raw_rewards": encode_value(self.carried.raw_rewards),
             "rewards": encode_value(self.carried.rewards),
-            "rows": encode_value(self.carried.rows),
+            "rows": {key: self._encoded(key, values) for key, values in self.carried.rows.items()},
         }
         return json.dumps(state).encode()
+
+    def _encoded(self, key: str, values: list[Any]) -> Any:
+        try:
+            return encode_value(values)
+        except NotStorable as e:
+            raise NotStorable(f"{key!r} of rows that wait for a training step, made with {self._convert}: {e}") from e
 
     def restore(self, data: bytes | None) -> None:
         """Undo ``state``. Raises ValueError when samples were carried over with a converter, and now without, or so."""
@@ -163,7 +170,7 @@ class Converter:
             decode_group(state["samples"]),
             list(decode_value(state["raw_rewards"])),
             list(decode_value(state["rewards"])),
-            decode_value(state.get("rows", {})),
+            {key: decode_value(values) for key, values in state.get("rows", {}).items()},
         )
         if found.samples if self._convert is not None else found.rows:
             without = "without" if self._convert is not None else "with"

@@ -86,7 +86,7 @@ class RolloutManager(EngineControl):
             started = time.monotonic()
             samples, metrics = self._samples(rollout_id)
             if not samples:
-                raise ValueError(f"rollout {rollout_id} holds no sample: there is nothing to train on")
+                raise ValueError(f"rollout {rollout_id} holds no sample; look at the rollout function and its filters")
             seconds = time.monotonic() - started
             if self.args.save_debug_rollout_data:
                 rollout_dumps.save(self.args, rollout_id, samples)

@@ -202,7 +202,7 @@ def is_repetitive(text: str) -> bool:
     """True when the end of a long text compresses so well that it must be repeating itself."""
     if len(text) <= REPETITION_WINDOW:
         return False
-    raw = text[-REPETITION_WINDOW:].encode()
+    raw = text[-REPETITION_WINDOW:].encode(errors="replace")
     return len(raw) / len(zlib.compress(raw, level=9)) > REPETITION_RATIO
 
 

@@ -23,7 +23,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of ``run_dir`` to ``out`` (default ``<run_dir>/report.html``) and return the file."""
     run = read_run(run_dir)
     out = Path(out) if out else run.path / "report.html"
-    write_atomically(out, render(run))
+    write_atomically(out, render(run).encode(errors="backslashreplace"))  # half of a surrogate pair has no UTF-8
     return out
 
 

@@ -114,12 +114,16 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain_value(item) for item in value]
     if isinstance(value, dict):
-        return {_plain_value(key): _plain_value(item) for key, item in value.items()}
+        return {_plain_key(key): _plain_value(item) for key, item in value.items()}
     if type(value).__module__.partition(".")[0] == "PIL":
         from slime.utils.processing_utils import encode_image_for_rollout_engine
 
         return {_IMAGE: encode_image_for_rollout_engine(value)}
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain value")
+
+
+def _plain_key(key: Any) -> Any:
+    return tuple(map(_plain_key, key)) if isinstance(key, tuple) else _plain_value(key)
 
 
 def _restore(value: Any) -> Any:

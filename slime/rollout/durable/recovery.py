@@ -102,7 +102,9 @@ class Recovery:
 def may_be_saved(args: Any, rollout_id: int, rollouts_per_epoch: int) -> bool:
     """True when there is a checkpoint of ``rollout_id``, or when that is up to someone else than the loop."""
     interval = getattr(args, "save_interval", None)
-    return interval is None or should_run_periodic_action(rollout_id, interval, rollouts_per_epoch, args.num_rollout)
+    if interval is None or getattr(args, "release_train", False):  # which saves after every rollout
+        return True
+    return should_run_periodic_action(rollout_id, interval, rollouts_per_epoch, args.num_rollout)
 
 
 def still_open(groups: Iterable[Group], state: dict[str, Any], buffer: Iterable[Group]) -> list[Group]:

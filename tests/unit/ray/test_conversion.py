@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -550,3 +551,31 @@ def test_an_id_that_is_no_number_is_named_also_where_samples_wait():
     samples[1].rollout_id = "second"
     with pytest.raises(ValueError, match="rollout_id 'second' is no whole number"):
         c.shards(samples)
+
+
+def test_objects_that_only_some_rollouts_have_are_filled_up_and_rows_are_copies():
+    c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.with_notes", dp_size=1, global_batch_size=3)
+    samples = rollout(0, [1, 2, 3, 4])
+    c.shards(samples)
+    samples[3].tokens[0] = 99
+    (shard,) = c.shards(rollout(10, [1, 2]))
+    data = shard.to_rollout_data()
+    assert data["sample_indices"] == [3, 10, 11]
+    assert data["metadata"] == [None, {"note": 10}, {"note": 11}]
+    assert data["tokens"][0].tolist() == [7, 3, 9]
+
+
+def with_notes(args, samples):
+    notes = [{"note": s.index} for s in samples] if samples[0].index else None
+    return bare_converter(args, samples) | {"metadata": notes}
+
+
+def with_locks(args, samples):
+    return bare_converter(args, samples) | {"metadata": [threading.Lock() for _ in samples]}
+
+
+def test_rows_that_cannot_be_saved_name_column_and_converter():
+    c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.with_locks")
+    c.shards(rollout(0, [1, 2, 3, 4, 5]))
+    with pytest.raises(TypeError, match=r"'metadata' of rows that wait .* made with --custom-convert.*with_locks"):
+        c.state()

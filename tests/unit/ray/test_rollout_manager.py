@@ -268,7 +268,7 @@ def nothing(args: Any, rollout_id: int, source: Any, evaluation: bool = False) -
 
 def test_a_rollout_without_a_sample_is_named(make_manager: Any) -> None:
     manager = make_manager(rollout_function_path=f"{HERE}.nothing")
-    with pytest.raises((RemoteFailure, ValueError), match="rollout 3 holds no sample: there is nothing to train on"):
+    with pytest.raises((RemoteFailure, ValueError), match="rollout 3 holds no sample"):
         manager.generate(3)
 
 

@@ -135,6 +135,7 @@ def test_statistics_of_an_even_and_an_odd_count():
 def test_repetition():
     rng = random.Random(0)
     assert is_repetitive("the same again. " * 1000)
+    assert is_repetitive("\ud83d" * 12_000)  # halves of surrogate pairs
     assert not is_repetitive("".join(rng.choice("abcdefghij ") for _ in range(12_000)))
     assert not is_repetitive("the same again. " * 100)  # short texts are never called repetitive
 

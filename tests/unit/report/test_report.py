@@ -146,3 +146,10 @@ def test_the_script_parses(tmp_path):
     script = tmp_path / "report.js"
     script.write_text((resources.files("slime.report") / "assets" / "report.js").read_text())
     subprocess.run(["node", "--check", str(script)], check=True, timeout=60)
+
+
+def test_half_of_a_surrogate_pair_does_not_break_the_page(run_dir):
+    row = {"prompt": "\ud83d", "response": "?", "reward": 1.0, "status": "completed"}
+    (run_dir / "samples" / "3.jsonl").write_text(json.dumps(row) + "\n")
+    write_report(run_dir, run_dir / "page.html")
+    assert "\\ud83d" in (run_dir / "page.html").read_text()
