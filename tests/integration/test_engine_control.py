@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -104,6 +105,39 @@ def test_log_probs_are_those_of_transformers(setup: Setup, temperature: float) -
     # Greedy decoding repeats exactly.
     again = [setup.generate(prompt, 8, temperature=0.0)["output_ids"] for _ in range(2)]
     assert again[0] == again[1]
+
+
+def test_log_probs_in_a_crowd_are_those_of_transformers(setup: Setup) -> None:
+    """Requests of all lengths come and go in one batch, with and without cached prefixes; one in eight is aborted."""
+    setup.load(0, "a")
+    setup.client.flush_cache()
+    draw = random.Random(0)
+    family = [draw.randrange(200) for _ in range(70)]
+    prompts = [
+        family[: draw.randrange(1, 70)] + [draw.randrange(200) for _ in range(draw.choice([1, 1, 2, 9]))]
+        for _ in range(72)
+    ]
+    tokens = [draw.choice([1, 3, 20, 60, 130]) for _ in prompts]
+    aborted = [i for i in range(72) if i % 8 == 0]
+
+    def request(i: int) -> dict[str, Any]:
+        time.sleep(draw.random())
+        if i in aborted:
+            threading.Timer(0.4, lambda: setup.client.abort(f"crowd-{i}")).start()
+            tokens[i] = 900
+        params = {"max_new_tokens": tokens[i], "temperature": draw.choice([1.0, 0.6]), "ignore_eos": True}
+        body = {"rid": f"crowd-{i}", "input_ids": prompts[i], "sampling_params": params, "return_logprob": True}
+        return {**setup.client.generate(body, timeout=300), "temperature": params["temperature"]}
+
+    threads, replies = in_background([lambda i=i: request(i) for i in range(72)])
+    for thread in threads:
+        thread.join(300)
+    assert max(reply["meta_info"]["cached_tokens"] for reply in replies) > 0
+    for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+        output = reply["output_ids"]
+        assert len(output) < 900 if i in aborted else len(output) == tokens[i]
+        expected = setup.references[0].log_probs(prompt, output, reply["temperature"])
+        assert torch.allclose(output_log_probs(reply), expected, rtol=0, atol=1e-5)
 
 
 def test_a_paused_engine_answers_after_it_continues(setup: Setup) -> None:
