@@ -5,7 +5,7 @@ Importable without torch; tensors are accepted wherever a sequence of numbers is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -191,9 +191,11 @@ class Sample:
         ``meta_info`` is the engine's: top-p nuclei and routed experts are merged; unless ``update_terminal_info`` is
         off, a ``finish_reason`` in it updates status, counters and weight versions.
 
-        Raises ValueError when lengths disagree; the sample is then as it was before the call.
+        ``tokens``, ``loss_mask`` and ``rollout_log_probs`` that are lists are extended in place: who holds one sees it
+        grow. Raises ValueError when lengths disagree. After that error or any other the sample, and each of its lists,
+        is as it was before the call.
         """
-        before = dict(self.__dict__)
+        restore = self._snapshot()
         try:
             if text is not None:
                 self.response += text
@@ -206,13 +208,12 @@ class Sample:
             if meta_info is not None:
                 self._merge_routed_experts(args, meta_info)
             self._check_lengths()
-        except ValueError:
-            self.__dict__.clear()
-            self.__dict__.update(before)
+            if update_terminal_info and meta_info is not None and meta_info.get("finish_reason"):
+                self._record_weight_versions(meta_info, added)
+                self.update_from_meta_info(args, meta_info)
+        except BaseException:
+            restore()
             raise
-        if update_terminal_info and meta_info is not None and meta_info.get("finish_reason"):
-            self._record_weight_versions(meta_info, added)
-            self.update_from_meta_info(args, meta_info)
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Fold a finished engine call into the counters, weight versions and status."""
@@ -228,6 +229,22 @@ class Sample:
     def _name(self) -> str:
         return f"sample index={self.index} group_index={self.group_index}"
 
+    def _snapshot(self) -> Callable[[], None]:
+        """Return a function that undoes an append, also in the lists and counters that it changes in place."""
+        before = dict(self.__dict__)
+        lengths = [(value, len(value)) for name in _GROW_IN_PLACE if isinstance(value := before[name], list)]
+        counters = [(info, dict(info.__dict__)) for info in (self.spec_info, self.prefix_cache_info)]
+
+        def restore() -> None:
+            for values, length in lengths:
+                del values[length:]
+            for info, counts in counters:
+                info.__dict__.update(counts)
+            self.__dict__.clear()
+            self.__dict__.update(before)
+
+        return restore
+
     def _append_tokens(self, tokens: list[int], log_probs: Iterable[float] | None, trainable: bool) -> int:
         count, earlier = len(tokens), self.response_length
         new_log_probs = None if log_probs is None else _as_list(log_probs)
@@ -239,19 +256,20 @@ class Sample:
             raise ValueError(f"{self._name()}: {count} trainable tokens need log_probs, none were given")
         if new_log_probs is not None and len(new_log_probs) != count:
             raise ValueError(f"{self._name()}: {count} tokens but {len(new_log_probs)} log_probs")
-        old_log_probs = None if self.rollout_log_probs is None else _as_list(self.rollout_log_probs)
-        if old_log_probs is None and earlier:
+        held_log_probs = self.rollout_log_probs
+        if held_log_probs is None and earlier:
             if trainable and count:
                 raise ValueError(
                     f"{self._name()}: {earlier} earlier response tokens have no rollout_log_probs, so trainable tokens "
                     "with log_probs cannot be appended. Set rollout_log_probs for the earlier tokens first."
                 )
-            old_log_probs = None if trainable else [0.0] * earlier
-        if old_log_probs is not None or not earlier:
-            self.rollout_log_probs = (old_log_probs or []) + (new_log_probs or [0.0] * count)
-        old_mask = [1] * earlier if self.loss_mask is None else _as_list(self.loss_mask)
-        self.loss_mask = old_mask + [int(trainable)] * count
-        self.tokens = _as_list(self.tokens) + tokens
+            held_log_probs = None if trainable else [0.0] * earlier
+        if held_log_probs is not None or not earlier:
+            held_log_probs = [] if held_log_probs is None else held_log_probs
+            self.rollout_log_probs = _extended(held_log_probs, new_log_probs or [0.0] * count)
+        mask = [1] * earlier if self.loss_mask is None else self.loss_mask
+        self.loss_mask = _extended(mask, [int(trainable)] * count)
+        self.tokens = _extended(self.tokens, tokens)
         self.response_length = earlier + count
         return count
 
@@ -353,6 +371,7 @@ class Sample:
                 )
 
 
+_GROW_IN_PLACE = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
 _STATUS_OF_FINISH = {
     "length": Sample.Status.TRUNCATED,
     "abort": Sample.Status.ABORTED,
@@ -405,6 +424,13 @@ def _flattened(rows: Iterable[Iterable[int] | None]) -> tuple[list[int], list[in
         flat.extend(row or ())
         offsets.append(len(flat))
     return flat, offsets
+
+
+def _extended(held: Any, new: list[Any]) -> list[Any]:
+    """Return ``held`` itself, extended, when it is a list; a new list in place of an array or a tensor."""
+    values: list[Any] = held if isinstance(held, list) else _as_list(held)
+    values += new
+    return values
 
 
 def _as_list(values: Any) -> list[Any]:

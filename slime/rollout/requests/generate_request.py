@@ -28,7 +28,7 @@ def generate_payload(
         payload["text"] = f"{sample.prompt}{sample.response}"
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     else:
-        payload["input_ids"] = sample.tokens
+        payload["input_ids"] = list(sample.tokens)  # the sample's own list grows while requests are repeated
     asked = [] if evaluation else _asked_for_training(args)
     payload.update(dict.fromkeys(asked, True))
     if asked:  # routers drop fields that they do not know, and pass these on; the engine plugin reads them

@@ -137,6 +137,76 @@ def test_wrong_appends_leave_the_sample_as_it_was(arguments, message):
     assert sample == before
 
 
+def test_appends_extend_the_lists_that_callers_hold():
+    tokens, mask, log_probs, versions = [1, 2], [1], [-1.0], ["7"]
+    sample = Sample(tokens=tokens, loss_mask=mask, rollout_log_probs=log_probs, response_length=1)
+    sample.weight_versions = versions
+    sample.append_response_tokens(tokens=[3, 4], log_probs=[-2.0, -3.0])
+    sample.append_response_tokens(tokens=torch.tensor([5]), trainable=False)
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "8"}
+    sample.append_response_tokens(tokens=[6], log_probs=[-4.0], meta_info=meta)
+    assert (tokens, mask, log_probs) == ([1, 2, 3, 4, 5, 6], [1, 1, 1, 0, 1], [-1.0, -2.0, -3.0, 0.0, -4.0])
+    assert versions == ["7", "8"]
+    assert sample.tokens is tokens
+    assert sample.loss_mask is mask
+    assert sample.rollout_log_probs is log_probs
+    empty = Sample(tokens=[], rollout_log_probs=(held := []), loss_mask=[])
+    empty.append_response_tokens(tokens=[1], log_probs=[-1.0])
+    assert empty.rollout_log_probs is held
+    assert held == [-1.0]
+
+
+def test_arrays_and_tuples_become_lists_and_stay_as_they_were():
+    tokens, log_probs = torch.tensor([1, 2]), np.array([-1.0])
+    sample = Sample(tokens=tokens, loss_mask=(1,), rollout_log_probs=log_probs, response_length=1)
+    sample.append_response_tokens(tokens=[3], log_probs=[-2.0])
+    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 2, 3], [1, 1], [-1.0, -2.0])
+    assert (tokens.tolist(), log_probs.tolist()) == ([1, 2], [-1.0])
+
+
+STOP = {"finish_reason": {"type": "stop"}, "weight_version": "9", "cached_tokens": 3, "prompt_tokens": 5}
+STOP |= {"spec_verify_ct": 2, "completion_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("meta", "error"),
+    [
+        ({**STOP, "top_p_token_ids": [1], "top_p_token_offsets": [0, 5]}, ValueError),
+        ({**STOP, "top_p_token_ids": [1], "top_p_token_offsets": ["x", "y"]}, ValueError),
+        ({**STOP, "routed_experts": [1, 2, 3]}, AttributeError),  # args that know nothing of layers
+        ({**STOP, "weight_versions": [{"version": "9"}]}, KeyError),  # a span without its start
+        ({**STOP, "weight_versions": [{"version": "9", "start": "later"}]}, ValueError),
+        ({**STOP, "finish_reason": {"kind": "stop"}}, KeyError),
+        ({**STOP, "cached_tokens": "many"}, TypeError),
+    ],
+)
+def test_no_failure_leaves_a_trace_in_the_sample_or_its_lists(meta, error):
+    args = SimpleNamespace(sglang_speculative_algorithm="EAGLE")
+    sample = Sample(index=5, tokens=[9, 8], response="x", response_length=1, loss_mask=[1], rollout_log_probs=[-1.0])
+    sample.append_response_tokens(args, tokens=[7], log_probs=[-2.0], meta_info={**STOP, "weight_version": "8"})
+    held = dict(sample.__dict__)
+    before = copy.deepcopy(sample)
+    with pytest.raises(error):
+        sample.append_response_tokens(args, tokens=[1, 2], log_probs=[-1.0, -2.0], text="more", meta_info=meta)
+    assert sample == before
+    assert list(sample.__dict__) == list(held)
+    assert all(sample.__dict__[name] is value for name, value in held.items())
+    sample.append_response_tokens(args, tokens=[1], log_probs=[-3.0], meta_info=STOP)
+    assert sample.tokens == [9, 8, 7, 1]
+
+
+def test_a_value_that_ends_in_the_middle_leaves_the_sample_as_it_was():
+    def broken():
+        yield -1.0
+        raise KeyboardInterrupt
+
+    sample = Sample(tokens=[9], response="x")
+    before = copy.deepcopy(sample)
+    with pytest.raises(KeyboardInterrupt):
+        sample.append_response_tokens(tokens=[1, 2], log_probs=broken(), text="more")
+    assert sample == before
+
+
 def test_earlier_tokens_without_log_probs():
     sample = Sample(tokens=[1, 2, 3], response_length=2)
     with pytest.raises(ValueError, match="2 earlier response tokens have no rollout_log_probs"):
