@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from slime.rollout.staleness import trained_steps, weight_clock
 from slime.utils.types import Sample
 
@@ -64,12 +66,15 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def top_p_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return ``rollout/top_p_kept_vocab_per_token``: the mean nucleus size of generated tokens, where recorded."""
+    """Return ``rollout/top_p_kept_vocab_per_token``: the mean nucleus size of trained tokens, where recorded."""
     kept = tokens = 0
     for sample in samples:
-        if sample.rollout_top_p_token_offsets is not None:
-            kept += int(sample.rollout_top_p_token_offsets[-1])
-            tokens += sample.effective_response_length
+        if sample.rollout_top_p_token_offsets is None or sample.remove_sample:
+            continue
+        sizes = np.diff(np.asarray(sample.rollout_top_p_token_offsets))
+        trained = np.ones(len(sizes), bool) if sample.loss_mask is None else np.asarray(sample.loss_mask) != 0
+        kept += int(sizes[trained].sum())
+        tokens += int(trained.sum())
     return {"rollout/top_p_kept_vocab_per_token": kept / tokens} if tokens else {}
 
 

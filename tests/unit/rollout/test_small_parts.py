@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slime.rollout.base_types import (
     RolloutFnEvalOutput,
@@ -161,3 +162,17 @@ def test_mean_nucleus_size():
     one = Sample(response_length=3, loss_mask=[1, 0, 1], rollout_top_p_token_offsets=[0, 2, 2, 6])
     assert top_p_metrics([one, Sample(response_length=5)]) == {"rollout/top_p_kept_vocab_per_token": 3.0}
     assert top_p_metrics([Sample()]) == {}
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor])
+def test_nuclei_of_tokens_that_are_not_trained_do_not_count(make):
+    # sizes 2, 4, 1 and 3; a partial rollout took the first two out of the loss
+    offsets = {"rollout_top_p_token_ids": make(list(range(10))), "rollout_top_p_token_offsets": make([0, 2, 6, 7, 10])}
+    partly = Sample(response_length=4, loss_mask=make([0, 0, 1, 1]), **offsets)
+    wholly = Sample(response_length=4, **offsets)
+    nothing = Sample(response_length=4, loss_mask=[0, 0, 0, 0], **offsets)
+    removed = Sample(response_length=4, remove_sample=True, **offsets)
+    name = "rollout/top_p_kept_vocab_per_token"
+    assert top_p_metrics([partly]) == {name: (1 + 3) / 2}
+    assert top_p_metrics([partly, wholly, nothing, removed]) == {name: (1 + 3 + 2 + 4 + 1 + 3) / 6}
+    assert top_p_metrics([nothing, removed]) == {}
