@@ -6,6 +6,8 @@ import re
 import string
 from collections import Counter
 
+from slime.rollout.rm_hub.answer_text import final_answer
+
 __all__ = ["f1_score", "normalize_answer"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -19,11 +21,14 @@ def normalize_answer(text: str) -> str:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Return ``(f1, precision, recall)`` over words; all 0 when a yes/no/noanswer is not met exactly."""
+    """Return ``(f1, precision, recall)`` over words; all 0 when a yes/no/noanswer is not met exactly.
+
+    Reasoning before ``</think>`` and the tokens that end a response are no words of the prediction.
+    """
     nothing = (0.0, 0.0, 0.0)
     if prediction is None:
         return nothing
-    given, truth = normalize_answer(prediction), normalize_answer(str(ground_truth))
+    given, truth = normalize_answer(final_answer(prediction)), normalize_answer(str(ground_truth))
     if given != truth and (given in _CLOSED_ANSWERS or truth in _CLOSED_ANSWERS):
         return nothing
     given_words, truth_words = given.split(), truth.split()

@@ -4,24 +4,54 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.rollout.rm_hub.answer_text import final_answer
+
 __all__ = ["DEFAULT_VALID_LETTERS", "compute_gpqa_reward"]
 
-DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:8])
+DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 
-_LETTER_FORMS = (  # in order of how explicit they are; each is searched for its last occurrence
+_BEFORE = r"(?:[\s*_\"'“‘`(\[{$]|\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|mathit|boxed)\s*\{|\\[(\[]){0,12}"
+_AFTER = r"[\s*_\"'”’`)\]}$\\.]{0,12}"
+_MARKS = r"[*_]{0,4}"
+_LETTER_OF_A_WORD = "A-Za-z0-9_À-ӿ"  # not those of Chinese, which is written without spaces
+_ALONE = rf"(?<![{_LETTER_OF_A_WORD}'’\\-])([{{L}}])(?![{_LETTER_OF_A_WORD}'’]|-\w)"
+_NO_PRONOUN = r"(?!(?<=I)\s+(?!(?:is|because|since|as|and|or)\b)[a-z])"
+_NO_WORD = (  # "A photon" and "I think" name no option, "A because" does
+    r"(?!(?<=[AI])\s+(?!(?:is|was|has|would|seems|because|since|as|and|or|but|not|with|for|given|in|on|at|by|from|due|"
+    r"where|when|which|that|based|according|instead|over|if|then|via)\b)[a-z])"
+)
+_NOT_DENIED = (
+    r"(?!\s+(?:is|was|can|could|does|would|seems|looks)(?:n['’]t|\s+(?:not|wrong|incorrect|false|out|ruled|be\s+ruled|"
+    r"eliminated|excluded|impossible|unlikely)\b))"
+)
+_STATES = r"(?:is|are|was|would\s+be|should\s+be|must\s+be|has\s+to\s+be)"
+_HEDGE = r"(?:(?:therefore|thus|hence|indeed|clearly|likely|most\s+likely|probably|simply|definitely)\s+)?"
+_PRAISE = r"(?:only|most|single|best|final|true|likely|plausible|appropriate|accurate|correct|right)"
+_NAMES_ANSWER = (
+    rf"(?i:\banswer|(?:correct|right|best|final|my)\s+(?:option|choice)|\b(?:option|choice){_MARKS}\s*(?={_STATES}|[:=]))"
+    rf"{_MARKS}\s*(?i:{_STATES}\b)?\s*[:=]?{_MARKS}\s*(?i:{_HEDGE})"
+)
+_IS_ANSWER = (
+    rf"{_ALONE}{_AFTER}\s(?i:{_STATES}|seems|looks)\s+(?i:{_HEDGE}(?:the\s+)?(?:{_PRAISE}\s+)*"
+    r"(?:correct|right|best|answer|option|choice)\b)"
+)
+
+_LETTER_FORMS = (  # from the most explicit on; of the matches of a form the last counts
     r"\\boxed\{\s*(?:\\(?:text|mathrm|textbf|mathbf)\{)?\s*\(?\s*([{L}])\s*\)?\s*\.?\s*\}",
-    r"(?i:(?:final|correct|my)?\s*(?:answer|option|choice)\s*(?:is|are|:|=)?)\s*:?\s*[*\"'($\[]*\s*(?i:option\s+)?([{L}])\b(?!['’])",
-    r"(?i:option|choice)\s+[*\"'(\[]*([{L}])\b",
+    _NAMES_ANSWER + rf"{_BEFORE}(?i:(?:option|choice)\s+)?{_BEFORE}{_ALONE}{_NO_PRONOUN}|" + _IS_ANSWER,
     r"^\s*[*\"'(\[]*([{L}])[*\"')\].:]*\s*$",
+    rf"(?i:option|choice)\s+[*\"'(\[]*{_ALONE}{_NO_PRONOUN}{_NOT_DENIED}",
     r"\(([{L}])\)",
+    _ALONE + _NO_WORD,
 )
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """Return 1.0 when the response picks the right option, else 0.0. Only text after ``</think>`` counts.
+    """Return 1.0 when the response picks the right option, else 0.0. Only text after the reasoning counts.
 
     ``label`` is the right letter, the index of the right choice, or its text. ``metadata`` may hold ``choices`` (list,
     or dict by letter), ``valid_letters``, ``correct_letter``, and the right answer's text as ``correct_answer`` or
@@ -34,7 +64,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
     texts = [str(c) for c in (choices.values() if isinstance(choices, Mapping) else choices or [])]
     letters = _valid_letters(metadata.get("valid_letters"), choices, texts)
     correct = _correct_letter(label, metadata, letters, texts)
-    final = response.rsplit("</think>", 1)[-1]
+    final = final_answer(response)
     given = _given_letter(final, letters)
     if given is not None and correct is not None:
         return float(given == correct)
@@ -43,10 +73,10 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
         targets.append(texts[letters.index(correct)])
     if isinstance(label, str) and len(label.strip()) > 1:
         targets.append(label)
+    named = [str(target) for target in targets if target]
     if given is not None and letters.index(given) < len(texts):
-        return float(_plain(texts[letters.index(given)]) in {_plain(t) for t in targets if t})
-    padded = f" {_plain(final)} "
-    return float(any(_plain(t) and f" {_plain(t)} " in padded for t in targets if t))
+        return float(any(_same(texts[letters.index(given)], target) for target in named))
+    return float(any(_mentions(final, target, texts) for target in named))
 
 
 def _valid_letters(given: Any, choices: Any, texts: Sequence[str]) -> list[str]:
@@ -63,24 +93,44 @@ def _correct_letter(label: Any, metadata: Mapping[str, Any], letters: list[str],
         return stated.strip().upper()
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
-    wanted = [label, metadata.get("correct_answer"), metadata.get("answer_text")]
     if isinstance(label, str) and label.strip().strip("().").upper() in letters:
         return label.strip().strip("().").upper()
-    for text in wanted:
-        for letter, choice in zip(letters, texts, strict=False):
-            if isinstance(text, str) and _plain(text) == _plain(choice):
-                return letter
+    wanted = [
+        t for t in (label, metadata.get("correct_answer"), metadata.get("answer_text")) if isinstance(t, str) and t
+    ]
+    for text in wanted:  # choices may differ only in what is no letter or digit: "x > 5" and "x < 5"
+        same = [choice.strip() == text.strip() for choice in texts]
+        same = same if any(same) else [_same(choice, text) for choice in texts]
+        if any(same) and same.index(True) < len(letters):
+            return letters[same.index(True)] if sum(same) == 1 else None
     return None
 
 
 def _given_letter(text: str, letters: Sequence[str]) -> str | None:
     allowed = "".join(map(re.escape, letters))
+    text = re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", text)  # what the forms skip stays short
     for form in _LETTER_FORMS:
-        found = re.findall(form.replace("{L}", allowed), text, re.MULTILINE)
+        found = list(re.finditer(form.replace("{L}", allowed), text, re.MULTILINE))
         if found:
-            return str(found[-1]).upper()
+            return next(letter for letter in found[-1].groups() if letter)
     return None
 
 
-def _plain(text: Any) -> str:
-    return " ".join(re.sub(r"[^0-9a-z]+", " ", str(text).lower()).split())
+def _mentions(text: str, target: str, choices: Sequence[str]) -> bool:
+    """True when the words of ``target`` are in ``text``, not only within another choice ("blue" in "dark blue")."""
+    words, padded = f" {_plain(target)} ", f" {_plain(text)} "
+    for choice in choices:
+        longer = f" {_plain(choice)} "
+        if words in longer and words != longer:
+            padded = padded.replace(longer, " | ")
+    return bool(words.strip()) and words in padded
+
+
+def _same(one: str, other: str) -> bool:
+    return one.strip() == other.strip() or (_plain(one) != "" and _plain(one) == _plain(other))
+
+
+def _plain(text: str) -> str:
+    """Return the words and numbers of ``text``, signs of numbers included, separated by single spaces."""
+    text = unicodedata.normalize("NFKC", text).replace("−", "-").casefold()
+    return " ".join(re.findall(r"-?\d+(?:\.\d+)?|[^\W\d_]+", text))

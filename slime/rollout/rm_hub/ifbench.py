@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from slime.rollout.rm_hub.answer_text import final_answer
+
 __all__ = ["compute_ifbench_reward"]
 
 MODULE = "evaluation_lib"
@@ -21,6 +23,8 @@ MODULE = "evaluation_lib"
 
 def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
     """Return 1.0 when ``response`` follows every instruction to the letter (prompt-level, strict), else 0.0.
+
+    Instructions are about the answer: reasoning before ``</think>`` and the tokens that end a response are left out.
 
     ``metadata``: ``instruction_id_list``; ``kwargs``, one dict per instruction (None values count as not given);
     ``prompt_text``, the prompt that the instructions are in; ``record_id``. ``label`` is not read. Raises ValueError
@@ -41,7 +45,7 @@ def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[s
         key=metadata.get("record_id", 0), instruction_id_list=list(identifiers), prompt=prompt, kwargs=kwargs
     )
     check = checkers.test_instruction_following_strict
-    answer = response or ""
+    answer = final_answer(response or "")
     by_prompt = list(inspect.signature(check).parameters)[1] != "response"  # the published form: {prompt: response}
     try:
         result = check(example, {prompt: answer} if by_prompt else answer)

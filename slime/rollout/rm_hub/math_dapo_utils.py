@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.rollout.rm_hub.answer_text import without_end_tokens
 from slime.rollout.rm_hub.math_utils import last_boxed_only_string
 from slime.rollout.rm_hub.math_utils import remove_boxed as _remove_boxed
 
@@ -42,8 +43,8 @@ def remove_boxed(boxed: str) -> str:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return the canonical text of an answer: no units, no LaTeX dress, no thousands separators."""
-    text = final_answer.split("=")[-1]
+    """Return the canonical text of an answer: no units, no LaTeX dress, no thousands separators, no end tokens."""
+    text = without_end_tokens(final_answer).split("=")[-1]
     for before, after in _SUBSTITUTIONS:
         text = text.replace(before, after)
     for expression in _REMOVED:
@@ -59,12 +60,15 @@ def normalize_final_answer(final_answer: str) -> str:
     return text.strip()
 
 
-def _integer_text(ground_truth: Any) -> str:
-    """Return a numeric label as integer text, any other one normalised as an answer is."""
-    text = str(ground_truth)
+def _label_text(ground_truth: Any) -> str:
+    """Return a whole number as integer text, exactly whatever its size, and any other label normalised as an answer."""
+    text = str(ground_truth).strip()
     try:
-        return str(int(float(text)))
-    except (ValueError, OverflowError):
+        if re.fullmatch(r"[+-]?\d+", text):
+            return str(int(text))
+        number = float(text)
+        return str(int(number)) if number.is_integer() else normalize_final_answer(text)
+    except ValueError:
         return normalize_final_answer(text)
 
 
@@ -72,12 +76,12 @@ def is_correct_minerva(
     solution_str: str, gt: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
     """Return whether the last ``Answer: ...`` equals ``gt``, and the normalised answer (``[INVALID]`` without one)."""
-    found = re.findall(answer_pattern, solution_str)
+    found = re.findall(answer_pattern, without_end_tokens(solution_str))
     prediction = normalize_final_answer(found[-1] if found else "[INVALID]")
     if gt_need_extract:
         box = last_boxed_only_string(str(gt))
         gt = remove_boxed(box) if box is not None else gt
-    return prediction == _integer_text(gt), prediction
+    return prediction == _label_text(gt), prediction
 
 
 def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:

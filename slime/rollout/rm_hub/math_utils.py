@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 
+from slime.rollout.rm_hub.answer_text import without_end_tokens
 from slime.rollout.rm_hub.math_expression import equal_values, latex_to_plain, unknown_letters
 
 __all__ = [
@@ -38,8 +39,9 @@ _DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
 def last_boxed_only_string(string: str) -> str | None:
     r"""Return the last ``\boxed{...}`` (or, without one, ``\fbox{...}``) of ``string``; None when it is not closed.
 
-    ``\boxed 5`` without braces ends at the next space or ``$``.
+    ``\boxed 5`` without braces ends at the next space or ``$``, or where the tokens begin that end a response.
     """
+    string = without_end_tokens(string)
     start = max(string.rfind("\\boxed"), -1)
     command = "\\boxed"
     if start < 0:
