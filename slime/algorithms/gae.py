@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -29,7 +28,7 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """``vanilla_gae`` by chunks: the same numbers up to rounding, with T / chunk_size sequential steps."""
+    """``vanilla_gae`` by chunks: the same numbers up to rounding, without a loop over tokens or chunks."""
     advantages = discounted_suffix_sums(_deltas(rewards, values, gamma), gamma * lambd, chunk_size)
     return advantages, advantages + values
 
@@ -79,4 +78,6 @@ def token_rewards(reward: float, kl: Tensor, kl_coef: float) -> Tensor:
 
 
 def _deltas(rewards: Tensor, values: Tensor, gamma: float) -> Tensor:
-    return rewards + gamma * F.pad(values[..., 1:], (0, 1)) - values if values.size(-1) else torch.zeros_like(values)
+    deltas = rewards - values
+    deltas[..., :-1] += gamma * values[..., 1:]
+    return deltas

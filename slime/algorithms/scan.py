@@ -10,27 +10,30 @@ from torch import Tensor
 def discounted_suffix_sums(values: Tensor, decay: float, chunk_size: int = 128) -> Tensor:
     """Return ``S_t = sum_k decay^k * values_{t+k}`` along the last axis; shape and dtype of ``values`` [..., T].
 
-    A chunk is one product with a triangular matrix of powers; only the first sum of a chunk is carried to the one
-    before: T / chunk_size sequential steps instead of T.
+    Without a loop over T: a product with a triangular matrix of powers sums within chunks, and what is carried from
+    chunk to chunk is the same kind of sum, T / chunk_size long. Terms are added from the far end on, as by the
+    recursion ``S_t = values_t + decay * S_{t+1}``: rounding errors of the nearest, largest ones come last.
     """
-    length = values.size(-1)
-    if length == 0:
+    if values.size(-1) == 0:
         return values.clone()
+    return _discounted_prefix_sums(values.flip(-1), decay, max(2, chunk_size)).flip(-1)
+
+
+def _discounted_prefix_sums(values: Tensor, decay: float, chunk_size: int) -> Tensor:
+    """Return ``S_t = sum_k decay^k * values_{t-k}`` along the last axis."""
+    length = values.size(-1)
     chunk = min(chunk_size, length)
-    steps = torch.arange(chunk, device=values.device)
-    # powers[j, i] = decay^(j - i) for j >= i: column i sums what follows position i within the chunk
-    distance = steps.unsqueeze(1) - steps
-    powers = torch.where(distance >= 0, decay ** distance.clamp_min(0).to(values.dtype), 0).to(values.dtype)
-    to_next = decay ** (chunk - steps).to(values.dtype)
-    chunks = F.pad(values, (0, -length % chunk)).unflatten(-1, (-1, chunk))
-    sums = chunks @ powers
-    carry = torch.zeros_like(sums[..., 0, 0])
-    result = []
-    for index in reversed(range(sums.size(-2))):
-        whole = sums[..., index, :] + to_next * carry.unsqueeze(-1)
-        carry = whole[..., 0]
-        result.append(whole)
-    return torch.cat(result[::-1], dim=-1)[..., :length]
+    steps = torch.arange(chunk, device=values.device, dtype=torch.float64)
+    distance = steps - steps.unsqueeze(1)
+    # powers[i, j] = decay^(j - i) for j >= i: column j sums what is before position j within the chunk
+    powers = torch.where(distance >= 0, decay ** distance.clamp_min(0), 0).to(values.dtype)
+    chunks = F.pad(values, (0, -length % chunk)) if length % chunk else values
+    sums = chunks.unflatten(-1, (-1, chunk)) @ powers
+    if length > chunk:
+        # one value per chunk: double precision costs nothing there, and what is carried has the most terms
+        carried = _discounted_prefix_sums(sums[..., :-1, -1].double(), decay**chunk, chunk_size).to(values.dtype)
+        sums[..., 1:, :].addcmul_((decay ** (steps + 1)).to(values.dtype), carried.unsqueeze(-1))
+    return sums.flatten(-2)[..., :length]
 
 
 def chunked_discounted_returns(rewards: Tensor, gamma: float, chunk_size: int = 128) -> Tensor:

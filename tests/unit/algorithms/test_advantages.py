@@ -53,6 +53,32 @@ def test_chunked_gae_equals_the_recursion_on_long_sequences() -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 255, 256, 257, 5000])
+@pytest.mark.parametrize("chunk_size", [1, 2, 16, 128])
+def test_chunked_gae_is_exact_over_all_levels_of_carries(length: int, chunk_size: int) -> None:
+    """5000 tokens in chunks of 2 are twelve levels; the factor of the last one is 0.9405 to the power of 4096."""
+    generator = torch.Generator().manual_seed(length)
+    rewards, values = (torch.randn(2, length, dtype=torch.float64, generator=generator) for _ in range(2))
+    for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 1.0)):
+        held = rewards.clone(), values.clone()
+        expected = vanilla_gae(rewards, values, gamma, lambd)
+        actual = chunked_gae(rewards, values, gamma, lambd, chunk_size)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+        assert actual[0].is_contiguous()
+        assert torch.equal(held[0], rewards)
+        assert torch.equal(held[1], values)
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(0.99, 0.95), (1.0, 0.95), (0.9, 0.9), (1.0, 1.0)])
+def test_chunked_gae_rounds_no_worse_than_the_recursion(gamma: float, lambd: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    rewards, values = (torch.randn(16, 4000, generator=generator) for _ in range(2))
+    exact = vanilla_gae(rewards.double(), values.double(), gamma, lambd)[0]
+    by_chunks, by_tokens = (way(rewards, values, gamma, lambd)[0] for way in (chunked_gae, vanilla_gae))
+    assert by_chunks.dtype == torch.float32
+    assert (by_chunks - exact).pow(2).mean() <= 1.05 * (by_tokens - exact).pow(2).mean()
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.tuples(numbers, numbers), max_size=12), min_size=1, max_size=4), unit, unit, st.booleans())
 def test_batch_of_different_lengths(samples, gamma: float, lambd: float, chunked: bool) -> None:
