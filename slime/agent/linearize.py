@@ -11,7 +11,7 @@ Each turn's prompt is compared with the tokens held so far:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slime.agent.turns import MessageNode, TurnRecord
@@ -34,7 +34,6 @@ class TokenSequence:
     tokens: array[int]
     prompt_length: int
     segments: list[Segment] = field(default_factory=list)
-    turns: list[TurnRecord] = field(default_factory=list)
     answer_start: int = 0
 
     @classmethod
@@ -50,7 +49,6 @@ class TokenSequence:
     def append_answer(self, turn: TurnRecord, trainable: bool) -> None:
         self.answer_start = len(self.tokens)
         self.append(turn.output_ids, turn if trainable else None)
-        self.turns.append(turn)
 
     def take_prompt(self, turn: TurnRecord, threshold: int) -> bool:
         """Make the turn's prompt the tokens held; False when a new sequence must begin with it."""
@@ -66,14 +64,13 @@ class TokenSequence:
 
 def sequences_of_path(path: Iterable[MessageNode], trained: set[MessageNode], threshold: int) -> list[TokenSequence]:
     """Pack the turns of ``path``. Answers in ``trained`` belong to an earlier path and are context here; the others
-    are added to it. Turns without output (the context was full) only mark their sequence as truncated."""
+    are added to it. Turns without output (the context was full) add nothing to a sequence."""
     sequences: list[TokenSequence] = []
     for node in path:
         turn = node.turn
         if turn is None:
             continue
         if sequences and not len(turn.output_ids):
-            sequences[-1].turns.append(turn)
             continue
         if not sequences or not sequences[-1].take_prompt(turn, threshold):
             sequences.append(TokenSequence.beginning_with(turn.prompt_ids))
@@ -82,9 +79,22 @@ def sequences_of_path(path: Iterable[MessageNode], trained: set[MessageNode], th
     return sequences
 
 
-def sample_of(sequence: TokenSequence, base: Sample, max_tokens: int = 0) -> Sample | None:
-    """Return the training sample of ``sequence``, cut at ``max_tokens`` when that is positive; None when no token of
-    it is trained."""
+def flags_of_path(path: Iterable[MessageNode]) -> dict[str, bool]:
+    """What is said of all samples of ``path``: whether its last turn was ``truncated``, and whether any turn of it used
+    a tool (``use_tool``) or was ``ill_formed``."""
+    turns = [node.turn for node in path if node.turn is not None]
+    return {
+        "truncated": turns[-1].finish_reason == "length",
+        "use_tool": any(turn.finish_reason == "tool_calls" for turn in turns),
+        "ill_formed": any(turn.ill_formed for turn in turns),
+    }
+
+
+def sample_of(
+    sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], max_tokens: int = 0
+) -> Sample | None:
+    """Return the training sample of ``sequence`` with ``flags`` as metadata, cut at ``max_tokens`` when that is
+    positive; None when no token of it is trained."""
     limit = max_tokens if max_tokens > 0 else len(sequence.tokens)
     segments = [segment for segment in sequence.segments if segment.start < limit]
     if not any(segment.trained for segment in segments):
@@ -100,11 +110,9 @@ def sample_of(sequence: TokenSequence, base: Sample, max_tokens: int = 0) -> Sam
     for segment in segments:
         _append(sample, sequence.tokens[segment.start : min(segment.end, limit)].tolist(), segment.trained)
     sample.status = Sample.Status.COMPLETED
-    sample.metadata = {
-        "truncated": limit < len(sequence.tokens) or any(turn.finish_reason == "length" for turn in sequence.turns),
-        "use_tool": any(turn.finish_reason == "tool_calls" for turn in sequence.turns),
-        "ill_formed": any(turn.ill_formed for turn in sequence.turns),
-    }
+    if not any(segment.trained and len(segment.trained.output_log_probs) for segment in segments):
+        sample.rollout_log_probs = None
+    sample.metadata = {**flags, "truncated": flags["truncated"] or limit < len(sequence.tokens)}
     return sample
 
 
@@ -112,7 +120,7 @@ def _append(sample: Sample, tokens: list[int], turn: TurnRecord | None) -> None:
     if turn is None:
         sample.append_response_tokens(tokens=tokens, trainable=False)
         return
-    log_probs = list(turn.output_log_probs[: len(tokens)])
+    log_probs = list(turn.output_log_probs[: len(tokens)]) or [0.0] * len(tokens)  # none: taken away at the end
     sample.append_response_tokens(tokens=tokens, log_probs=log_probs, meta_info=turn.meta_info or None)
 
 

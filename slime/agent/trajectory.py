@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.agent.linearize import _common_prefix_len, sample_of, sequences_of_path
+from slime.agent.linearize import _common_prefix_len, flags_of_path, sample_of, sequences_of_path
 from slime.agent.turns import MessageNode, TurnRecord
 from slime.utils.types import Sample
 
@@ -33,6 +33,7 @@ class TrajectoryManager:
         self.fork_threshold_tokens = FORK_THRESHOLD_TOKENS if fork_threshold_tokens is None else fork_threshold_tokens
         self._roots: dict[str, MessageNode] = {}
         self._turns: dict[str, int] = {}
+        self._log_probs: dict[str, bool] = {}
         self._lock = threading.Lock()
 
     def has_session(self, sid: str) -> bool:
@@ -55,20 +56,18 @@ class TrajectoryManager:
         """Mount a turn: its prompt below the messages that are there already, its answer as a new leaf.
 
         A turn without messages is skipped with a warning. Raises AssertionError when the log-probs are not one per
-        output token.
+        output token, unless no turn of the session has any: its samples have none then.
         """
-        assert len(turn.output_log_probs) == len(turn.output_ids), (
-            f"session {sid!r}: {len(turn.output_ids)} output tokens but {len(turn.output_log_probs)} log-probs"
-        )
         if not prompt_messages:
             logger.warning("session %r: a turn without prompt messages is not recorded", sid)
             return
         with self._lock:
+            self._check_log_probs(sid, turn)
             root = self._roots.setdefault(sid, MessageNode("", {}))
             leaf = self._mount(sid, root, prompt_messages).add(response_message)
-            leaf.turn = turn.compact()
+            leaf.turn, leaf.turn_index = turn.compact(), self._turns.get(sid, 0)
             leaf.metadata.update(metadata or {})
-            self._turns[sid] = self._turns.get(sid, 0) + 1
+            self._turns[sid] = leaf.turn_index + 1
 
     def get_trajectory(
         self,
@@ -81,18 +80,18 @@ class TrajectoryManager:
     ) -> list[Sample]:
         """Return the samples of session ``sid`` and forget it; an unknown session has none.
 
-        Every sample has the prompt, label and indices of ``base_sample``, the whole ``reward``, and says in its
-        metadata whether a turn of it was ``truncated``, used a tool (``use_tool``) or was ``ill_formed``. With
-        ``max_sample_tokens`` it is cut there; what then has no trained token is left out.
+        Every sample has the prompt, label and indices of ``base_sample``, the whole ``reward``, and in its metadata
+        the flags of ``flags_of_path``. With ``max_sample_tokens`` it is cut there, and ``truncated``; what then has no
+        trained token is left out.
         """
         with self._lock:
-            root = self._roots.pop(sid, None)
-            self._turns.pop(sid, None)
+            root = self._forget(sid)
         trained: set[MessageNode] = set()
         samples = []
         for path in _paths(root) if root is not None else ():
+            flags = flags_of_path(path)
             for sequence in sequences_of_path(path, trained, self.fork_threshold_tokens):
-                sample = sample_of(sequence, base_sample, max_sample_tokens)
+                sample = sample_of(sequence, base_sample, flags, max_sample_tokens)
                 if sample is None:
                     continue
                 sample.reward = reward
@@ -103,8 +102,22 @@ class TrajectoryManager:
     def drop_session(self, sid: str) -> None:
         """Forget session ``sid``."""
         with self._lock:
-            self._roots.pop(sid, None)
-            self._turns.pop(sid, None)
+            self._forget(sid)
+
+    def _forget(self, sid: str) -> MessageNode | None:
+        self._turns.pop(sid, None)
+        self._log_probs.pop(sid, None)
+        return self._roots.pop(sid, None)
+
+    def _check_log_probs(self, sid: str, turn: TurnRecord) -> None:
+        outputs, log_probs = len(turn.output_ids), len(turn.output_log_probs)
+        assert log_probs in (outputs, 0), f"session {sid!r}: {outputs} output tokens but {log_probs} log-probs"
+        if outputs:
+            earlier = self._log_probs.setdefault(sid, log_probs > 0)
+            assert earlier == (log_probs > 0), (
+                f"session {sid!r}: a turn {'without' if earlier else 'with'} log-probs after turns "
+                f"{'with' if earlier else 'without'} them; all turns of a session must have them, or none"
+            )
 
     def _mount(self, sid: str, root: MessageNode, messages: Sequence[Mapping[str, Any]]) -> MessageNode:
         """Walk down the messages that are there, add the others, return the last one's node."""

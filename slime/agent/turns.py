@@ -12,8 +12,9 @@ from typing import Any
 class TurnRecord:
     """One request to the engine: the ids it saw, the ids it made, their log-probs, and how it ended.
 
-    ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``ill_formed`` says that a tool call could not be
-    parsed; ``meta_info`` is the engine's, from which samples get weight versions and cache counters.
+    ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``output_log_probs`` has one entry per output token, or
+    none where the engine gave none; ``ill_formed`` says that a tool call could not be parsed; ``meta_info`` is the
+    engine's, from which samples get weight versions and cache counters.
     """
 
     prompt_ids: Sequence[int]
@@ -35,11 +36,13 @@ class TurnRecord:
 
 @dataclass(eq=False)
 class MessageNode:
-    """A message and what followed it. ``turn`` is set on answers of the engine that may be trained on."""
+    """A message and what followed it. ``turn`` is set on answers of the engine that may be trained on, ``turn_index``
+    (from 0, as they were recorded) also on those that were given up."""
 
     role: str
     message: dict[str, Any]
     turn: TurnRecord | None = None
+    turn_index: int | None = None
     children: list[MessageNode] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -56,5 +59,8 @@ class MessageNode:
     def overwrite(self, message: Mapping[str, Any]) -> None:
         """Put the agent's version in the place of an answer, which is trained on no more."""
         assert self.turn is not None
-        self.metadata["merged_rewrite"] = {"message": self.message, "output_tokens": len(self.turn.output_ids)}
+        self.metadata["merged_rewrite"] = {
+            "abandoned_turn_index": self.turn_index,
+            "abandoned_response_tokens": len(self.turn.output_ids),
+        }
         self.message, self.turn = dict(message), None

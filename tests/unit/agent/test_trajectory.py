@@ -140,7 +140,7 @@ def test_a_short_answer_that_the_agent_rewrote_is_merged():
     record(manager, [user("q")], "a ", [1], [10])
     record(manager, [user("q"), answer("a"), user("r")], "b", [1, 50, 2], [11])
     node = manager._roots["s"].children[0].children[0]
-    assert node.metadata["merged_rewrite"] == {"message": answer("a "), "output_tokens": 1}
+    assert node.metadata["merged_rewrite"] == {"abandoned_turn_index": 0, "abandoned_response_tokens": 1}
     assert (node.message, node.turn) == (answer("a"), None)
     assert manager.turn_count("s") == 2
     assert shown(manager.get_trajectory("s", base_sample=BASE)) == [([1, 50, 2], [11])]
@@ -216,6 +216,68 @@ def test_what_turns_say_is_in_the_metadata_of_their_sample():
     first, second = manager.get_trajectory("s", base_sample=BASE)
     assert first.metadata == {"truncated": False, "use_tool": True, "ill_formed": True}
     assert second.metadata == {"truncated": True, "use_tool": False, "ill_formed": False}
+
+
+def test_flags_are_those_of_the_whole_path():
+    """``truncated`` is how the last turn ended, the others hold when they did for any turn; also of earlier samples."""
+    manager = TrajectoryManager(fork_threshold_tokens=0)
+    history: list[dict] = []
+    for number, (finish, ill_formed) in enumerate([("length", True), ("tool_calls", False), ("stop", False)]):
+        history.append(user(f"q{number}"))
+        manager.record_turn(
+            "s", turn=turn([100 * number + 1], [number + 10], finish, ill_formed=ill_formed), prompt_messages=history,
+            response_message=answer(f"a{number}"),
+        )  # fmt: skip
+        history.append(answer(f"a{number}"))
+    samples = manager.get_trajectory("s", base_sample=BASE, extra_metadata={"truncated": "theirs"})
+    assert shown(samples) == [([1], [10]), ([101], [11]), ([201], [12])]
+    assert [s.metadata for s in samples] == [{"truncated": False, "use_tool": True, "ill_formed": True}] * 3
+
+
+def test_flags_of_another_branch_do_not_count():
+    manager = TrajectoryManager()
+    record(manager, [user("q")], "a", [1], [10])
+    for reply, output, finish in [("b", 11, "length"), ("c", 12, "tool_calls")]:
+        messages = [user("q"), answer("a"), user(reply)]
+        manager.record_turn(
+            "s", turn=turn([1, 10, output], [output], finish), prompt_messages=messages, response_message=answer(reply)
+        )
+    first, second = manager.get_trajectory("s", base_sample=BASE)
+    assert first.metadata == {"truncated": True, "use_tool": False, "ill_formed": False}
+    assert second.metadata == {"truncated": False, "use_tool": True, "ill_formed": False}
+
+
+def test_a_session_without_log_probs_has_samples_without_them():
+    manager = TrajectoryManager()
+    manager.record_turn(
+        "s", turn=TurnRecord([1, 2], [10, 11], "stop"), prompt_messages=[user("q")], response_message=answer("a")
+    )
+    manager.record_turn(
+        "s", turn=TurnRecord([1, 2, 10, 11, 3], [12], "stop"), prompt_messages=[user("q"), answer("a"), user("r")],
+        response_message=answer("b"),
+    )  # fmt: skip
+    [sample] = manager.get_trajectory("s", base_sample=BASE)
+    assert (sample.tokens, sample.loss_mask) == ([1, 2, 10, 11, 3, 12], [1, 1, 0, 1])
+    assert sample.rollout_log_probs is None
+    assert sample.response_length == 4
+
+
+@pytest.mark.parametrize(("first", "second", "words"), [([-0.1], [], "without log-probs after turns with them"),
+                                                        ([], [-0.1], "with log-probs after turns without them")])  # fmt: skip
+def test_either_all_turns_have_log_probs_or_none(first, second, words):
+    manager = TrajectoryManager()
+    empty = TurnRecord([1], [], "length")
+    for turn_of in (TurnRecord([1], [10], "stop", first), empty):
+        manager.record_turn("s", turn=turn_of, prompt_messages=[user("q")], response_message=answer("a"))
+    with pytest.raises(AssertionError, match=words):
+        manager.record_turn(
+            "s", turn=TurnRecord([1], [11], "stop", second), prompt_messages=[user("q")], response_message=answer("b")
+        )
+    assert manager.turn_count("s") == 2
+    manager.drop_session("s")
+    manager.record_turn(
+        "s", turn=TurnRecord([1], [11], "stop", second), prompt_messages=[user("q")], response_message=answer("b")
+    )
 
 
 def test_a_turn_without_output_leaves_what_was_made_before():
