@@ -90,9 +90,7 @@ def flags_of_path(path: Iterable[MessageNode]) -> dict[str, bool]:
     }
 
 
-def sample_of(
-    sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], max_tokens: int = 0
-) -> Sample | None:
+def sample_of(sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], max_tokens: int = 0) -> Sample | None:
     """Return the training sample of ``sequence`` with ``flags`` as metadata, cut at ``max_tokens`` when that is
     positive; None when no token of it is trained."""
     limit = max_tokens if max_tokens > 0 else len(sequence.tokens)

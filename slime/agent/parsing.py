@@ -34,29 +34,40 @@ class ParsedModelOutput:
 
 
 def parse_model_output(
-    raw: str,
+    raw_output: str,
     *,
     tools_schema: ToolSchemas | None,
     tool_parser_name: str | None,
     reasoning_parser_name: str | None,
 ) -> ParsedModelOutput:
-    """Take ``raw`` apart with SGLang's parsers of these names.
+    """Take ``raw_output`` apart with SGLang's parsers of these names.
 
-    Without a reasoning parser there is no reasoning; without tools no tool use is looked for; without a tool parser
-    they are looked for in the format of ``parse_xml_tool_uses``. Raises ValueError for a parser that SGLang lacks.
+    Without a reasoning parser the reasoning is what comes before ``</think>``. Without tools no tool use is looked for;
+    where the tool parser finds none, or there is no tool parser, they are looked for in the format of
+    ``parse_xml_tool_uses``. Raises ValueError for a parser that SGLang lacks.
     """
-    reasoning, body = "", raw
-    if reasoning_parser_name:
-        reasoning, text = sglang_parsers.split_reasoning(raw.lstrip(), reasoning_parser_name)
-        if reasoning:
-            reasoning, body = reasoning.strip("\n"), text.lstrip("\n")
+    reasoning, body = _split_reasoning(raw_output, reasoning_parser_name)
     if not tools_schema:
         return ParsedModelOutput(reasoning, body)
+    text, tool_uses, ill_formed = body, [], False
     if tool_parser_name:
         text, tool_uses, ill_formed = parse_tool_uses(body, tools_schema, tool_parser_name)
-    else:
-        text, tool_uses, ill_formed = parse_xml_tool_uses(body, tools_schema)
+    if not tool_uses:
+        text, tool_uses = parse_xml_tool_uses(text, tools_schema)
+        if tool_uses or not tool_parser_name:
+            ill_formed = "<tool_call>" in text
     return ParsedModelOutput(reasoning, text, tool_uses, ill_formed)
+
+
+def _split_reasoning(raw_output: str, parser_name: str | None) -> tuple[str, str]:
+    """Return (reasoning, rest); the rest is ``raw_output`` as it is when there is no reasoning."""
+    if parser_name:
+        reasoning, rest = sglang_parsers.split_reasoning(raw_output.lstrip(), parser_name)
+        found = bool(reasoning)
+    else:
+        before, end, rest = raw_output.lstrip().partition("</think>")
+        reasoning, found = before.removeprefix("<think>"), bool(end)
+    return (reasoning.strip("\n"), rest.lstrip("\n")) if found else ("", raw_output)
 
 
 def parse_tool_uses(body: str, tools_schema: ToolSchemas, parser_name: str) -> tuple[str, list[dict[str, Any]], bool]:
@@ -80,8 +91,9 @@ def parse_tool_uses(body: str, tools_schema: ToolSchemas, parser_name: str) -> t
     return text, uses, ill_formed
 
 
-def parse_xml_tool_uses(body: str, tools_schema: ToolSchemas) -> tuple[str, list[dict[str, Any]], bool]:
-    """As ``parse_tool_uses``, for ``<tool_call><function=NAME><parameter=P>value</parameter></function></tool_call>``.
+def parse_xml_tool_uses(body: str, tools_schema: ToolSchemas) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text without tool uses, and the tool uses, of the form
+    ``<tool_call><function=NAME><parameter=P>value</parameter></function></tool_call>``.
 
     Values have the type that the tool's schema gives the parameter, and stay strings where they cannot have it. A name
     that no tool has is no tool use; it stays in the text.
@@ -102,7 +114,7 @@ def parse_xml_tool_uses(body: str, tools_schema: ToolSchemas) -> tuple[str, list
         return ""
 
     text = _TOOL_CALL.sub(take, body)
-    return (text.rstrip() if uses else text), uses, "<tool_call>" in text
+    return (text.rstrip() if uses else text), uses
 
 
 def _parameter_types(schema: Any) -> dict[str, Any]:

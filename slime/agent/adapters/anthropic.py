@@ -20,10 +20,12 @@ from slime.agent.adapters.common import (
 )
 from slime.agent.adapters.errors import bad_request
 from slime.agent.adapters.http_requests import messages_of
-from slime.agent.adapters.provider import Message
+from slime.agent.adapters.provider import MODEL_LABEL, Message
 
 logger = logging.getLogger(__name__)
 
+BILLING_HEADER = "x-anthropic-billing-header:"
+_EMPTY_SCHEMA = {"type": "object", "properties": {}}
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
@@ -35,13 +37,16 @@ class AnthropicAdapter(BaseAdapter):
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/messages", self.handle_turn)
-        router.add_post("/v1/messages/count_tokens", _count_no_tokens)
+        router.add_post("/v1/messages/count_tokens", self.handle_count_tokens)
+        router.add_get("/v1/models", _list_models)
 
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
         return _request_session_id(request)
 
     def translate(self, body: Mapping[str, Any]) -> tuple[list[Message], list[Message] | None]:
-        return _translate_messages(body), _tools_to_chat_tools(body.get("tools"))
+        messages_of(body)  # refused unless they are messages
+        _fold_mid_list_system_into_user(body)
+        return _translate_messages(body["messages"], body.get("system")), _tools_to_chat_tools(body.get("tools"))
 
     def reply_message(self, reply: Reply) -> Message:
         blocks: list[Message] = []
@@ -93,13 +98,13 @@ def _request_session_id(request: web.Request) -> str:
     return sid_from_bearer(request) or request.headers.get("X-Api-Key", "").strip() or DEFAULT_SID
 
 
-def _translate_messages(body: Mapping[str, Any]) -> list[Message]:
+def _translate_messages(messages: Iterable[Mapping[str, Any]], system: Any = None) -> list[Message]:
     """The system prompt and the messages of a request as chat messages, ids of tool uses dropped."""
     translated: list[Message] = []
-    system = flatten_content(body.get("system"))
-    if system:
-        translated.append({"role": "system", "content": system})
-    for message in messages_of(body):
+    prompt = _system_prompt(system)
+    if prompt:
+        translated.append({"role": "system", "content": prompt})
+    for message in messages:
         role, content = message["role"], message.get("content")
         if role == "assistant":
             translated.append(_assistant_message(content))
@@ -109,16 +114,28 @@ def _translate_messages(body: Mapping[str, Any]) -> list[Message]:
             translated.extend(_user_messages(content))
         else:
             raise bad_request(f"role {role!r} is not user, assistant or system")
-    return _fold_mid_list_system_into_user(translated)
+    return translated
+
+
+def _system_prompt(system: Any) -> str:
+    """Its text, without Claude Code's line for billing: that one is different in every request, so that no two turns
+    would begin alike."""
+    if not isinstance(system, list):
+        return _without_billing_line(flatten_content(system))
+    texts = [_without_billing_line(flatten_content([block])) for block in system]
+    return "\n".join(text for text in texts if text)
+
+
+def _without_billing_line(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text
 
 
 def _user_messages(content: Any) -> list[Message]:
     """Tool results become messages of their own, in their place among the texts."""
     messages: list[Message] = []
     texts: list[Any] = []
-    blocks = content if isinstance(content, list) else [content]
-    for block in blocks:
-        if isinstance(block, Mapping) and block.get("type") == "tool_result":
+    for block in _blocks(content):
+        if _is_tool_result(block):
             if texts:
                 messages.append({"role": "user", "content": flatten_content(texts)})
                 texts = []
@@ -152,55 +169,85 @@ def _assistant_message(content: Any) -> Message:
     return message
 
 
-def _fold_mid_list_system_into_user(messages: list[Message]) -> list[Message]:
-    """System messages after the first place become a reminder in the user message after or, without one, before them:
-    chat templates take a system message only at the beginning."""
-    folded: list[Message] = []
-    waiting = ""
-    for place, message in enumerate(messages):
-        if message["role"] == "system" and place > 0:
-            waiting += f"<system-reminder>\n{message['content']}\n</system-reminder>\n"
+def _fold_mid_list_system_into_user(body: Mapping[str, Any]) -> bool:
+    """Replace the system messages in ``body["messages"]`` by reminders in user messages; return whether there were any.
+
+    Chat templates take a system message only at the beginning: the first message stays one when the body has no
+    ``system``. A reminder goes to the end of the user message just before it, so that later turns begin as this one;
+    else into the next message if that is the user's, or into one of its own.
+    """
+    messages, has_prompt = body["messages"], bool(_system_prompt(body.get("system")))
+    folded: list[dict[str, Any]] = []
+    waiting, changed = "", False
+    for message in messages:
+        role = message.get("role")
+        if role == "system" and (folded or waiting or has_prompt):
+            changed = True
+            reminder = f"<system-reminder>\n{flatten_content(message.get('content'))}\n</system-reminder>\n"
+            if folded and folded[-1].get("role") == "user":
+                folded[-1] = _with_reminder_after(folded[-1], reminder)
+            else:
+                waiting += reminder
             continue
-        if waiting and message["role"] == "user":
-            message, waiting = {**message, "content": waiting + message["content"]}, ""
+        if waiting and role == "user":
+            message = _with_reminder_before(message, waiting)
         elif waiting:
-            _append_reminder(folded, waiting)
-            waiting = ""
+            folded.append({"role": "user", "content": waiting})
+        waiting = ""
         folded.append(message)
     if waiting:
-        _append_reminder(folded, waiting)
-    return folded
+        folded.append({"role": "user", "content": waiting})
+    messages[:] = folded
+    return changed
 
 
-def _append_reminder(folded: list[Message], reminder: str) -> None:
-    if folded[-1]["role"] == "user":
-        folded[-1] = {**folded[-1], "content": f"{folded[-1]['content']}\n{reminder}"}
-    else:
-        folded.append({"role": "user", "content": reminder})
+def _with_reminder_after(message: dict[str, Any], reminder: str) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": f"{content}\n{reminder}"}
+    return {**message, "content": [*_blocks(content), {"type": "text", "text": reminder}]}
+
+
+def _with_reminder_before(message: dict[str, Any], reminder: str) -> dict[str, Any]:
+    """The results of tools stay first: they belong right after the calls."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": reminder + content}
+    blocks = _blocks(content)
+    cut = max((place + 1 for place, block in enumerate(blocks) if _is_tool_result(block)), default=0)
+    return {**message, "content": [*blocks[:cut], {"type": "text", "text": reminder}, *blocks[cut:]]}
+
+
+def _blocks(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [content]
+
+
+def _is_tool_result(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "tool_result"
 
 
 def _tools_to_chat_tools(tools: Any) -> list[Message] | None:
-    """Tools with a schema as chat templates take them; those that the provider would run itself are left out."""
+    """Tools as chat templates take them; those that the provider would run itself are left out."""
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(
         isinstance(tool, Mapping) and isinstance(tool.get("name"), str) for tool in tools
     ):
         raise bad_request("tools must be a list of objects with a name")
-    left_out = [tool["name"] for tool in tools if "input_schema" not in tool]
-    if left_out:
-        logger.warning("tools without an input_schema are left out: %s", ", ".join(left_out))
+    kept = [tool for tool in tools if "input_schema" in tool or tool.get("type") in (None, "custom")]
+    if len(kept) < len(tools):
+        left_out = ", ".join(tool["name"] for tool in tools if tool not in kept)
+        logger.warning("tools that the provider would run itself are left out: %s", left_out)
     return [
         {
             "type": "function",
             "function": {
                 "name": tool["name"],
                 "description": tool.get("description") or "",
-                "parameters": tool["input_schema"],
+                "parameters": tool.get("input_schema") or _EMPTY_SCHEMA,
             },
         }
-        for tool in tools
-        if "input_schema" in tool
+        for tool in kept
     ]
 
 
@@ -218,5 +265,6 @@ def _event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
 
-async def _count_no_tokens(request: web.Request) -> web.Response:
-    return web.json_response({"input_tokens": 0})
+async def _list_models(request: web.Request) -> web.Response:
+    model = {"type": "model", "id": MODEL_LABEL, "display_name": MODEL_LABEL, "created_at": "1970-01-01T00:00:00Z"}
+    return web.json_response({"data": [model], "has_more": False, "first_id": MODEL_LABEL, "last_id": MODEL_LABEL})

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,7 +104,7 @@ class BaseAdapter(ProviderFormat):
         self._lock = threading.RLock()  # over store and closed: sessions end on other threads than turns are answered
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app[REQUIRES_TOKEN] = True
-        for path in ("/healthz", "/v1/models"):
+        for path in ("/", "/healthz"):  # Claude Code asks for the first to see whether anything answers
             self.app.router.add_get(path, say_ok)
         self.add_routes(self.app.router)
 
@@ -166,8 +166,17 @@ class BaseAdapter(ProviderFormat):
 
     async def handle_turn(self, request: web.Request) -> web.StreamResponse:
         """Answer a request that generates."""
+        return await self._or_error(self._answer, request)
+
+    async def handle_count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the length of the prompt that a turn with this body would have."""
+        return await self._or_error(self._count_tokens, request)
+
+    async def _or_error(
+        self, answer: Callable[[web.Request], Awaitable[web.StreamResponse]], request: web.Request
+    ) -> web.StreamResponse:
         try:
-            return await self._answer(request)
+            return await answer(request)
         except ClientGone:
             return web.Response(status=499, reason="Client Closed Request")
         except Refusal as e:
@@ -208,13 +217,23 @@ class BaseAdapter(ProviderFormat):
             self._record(sid, session, messages, tools, message, turn)
             return await self._send(request, body, self.reply_body(message, reply, str(body.get("model") or "")))
 
-    def _open_session_of(self, sid: str, request: web.Request) -> Session:
-        remote = not is_loopback(request.remote or "127.0.0.1")
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await json_object(request)
         with self._lock:
-            if sid in self.closed:
-                raise session_closed()
-            if remote and (sid == DEFAULT_SID or sid not in self.store):
-                raise Refusal(401, "authentication_error", "the token must be the id of an open session")
+            self._check_access(self.session_id(request, body), request)
+        messages, tools = self.translate(body)
+        return web.json_response({"input_tokens": len(await self.text.render(messages, tools))})
+
+    def _check_access(self, sid: str, request: web.Request) -> None:
+        if sid in self.closed:
+            raise session_closed()
+        remote = not is_loopback(request.remote or "127.0.0.1")
+        if remote and (sid == DEFAULT_SID or sid not in self.store):
+            raise Refusal(401, "authentication_error", "the token must be the id of an open session")
+
+    def _open_session_of(self, sid: str, request: web.Request) -> Session:
+        with self._lock:
+            self._check_access(sid, request)
             if sid not in self.store:
                 logger.warning("session %r was not opened: it is now, without defaults or a context limit", sid)
                 self.open_session(sid)

@@ -22,7 +22,7 @@ from slime.agent.adapters.common import (
 )
 from slime.agent.adapters.errors import bad_request
 from slime.agent.adapters.http_requests import messages_of
-from slime.agent.adapters.provider import Message
+from slime.agent.adapters.provider import MODEL_LABEL, Message
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class OpenAIAdapter(BaseAdapter):
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/chat/completions", self.handle_turn)
+        router.add_get("/v1/models", _list_models)
 
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
         return _request_session_id(request, body)
@@ -45,7 +46,7 @@ class OpenAIAdapter(BaseAdapter):
     def translate(self, body: Mapping[str, Any]) -> tuple[list[Message], list[Message] | None]:
         if body.get("n") not in (None, 1):
             raise bad_request(f"n must be 1, not {body['n']!r}: a session is one conversation")
-        return _translate_messages(body), _tools(body.get("tools"))
+        return _translate_messages(messages_of(body)), _tools(body.get("tools"))
 
     def reply_message(self, reply: Reply) -> Message:
         message: Message = {"role": "assistant", "content": reply.text}
@@ -99,10 +100,10 @@ def _request_session_id(request: web.Request, body: Mapping[str, Any]) -> str:
     return sid_from_bearer(request) or sid_from_body(body) or DEFAULT_SID
 
 
-def _translate_messages(body: Mapping[str, Any]) -> list[Message]:
+def _translate_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """The messages of a request as chat messages, ids of tool calls dropped, arguments as objects."""
     translated: list[Message] = []
-    for message in messages_of(body):
+    for message in messages:
         role = message["role"]
         if role == "assistant":
             translated.append(_assistant_message(message))
@@ -156,6 +157,11 @@ def _tools(tools: Any) -> list[Message] | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise bad_request(f"tools[{place}] must be an object with a function that has a name")
     return list(tools)
+
+
+async def _list_models(request: web.Request) -> web.Response:
+    model = {"id": MODEL_LABEL, "object": "model", "created": 0, "owned_by": "slime"}
+    return web.json_response({"object": "list", "data": [model]})
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 Message = dict[str, Any]
+MODEL_LABEL = "slime-actor"
+"""The only model in the list of models. Requests may name any: there is one."""
 
 
 class ProviderFormat(abc.ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from slime.agent.adapters.anthropic import (
     _tools_to_chat_tools,
     _translate_messages,
 )
+from slime.agent.harness import HarnessContext
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END, ToolTokenizer, call_text, scripted_engine, served, trained_text
 
@@ -156,11 +158,36 @@ def test_sampling_parameters(gateway):
 
 def test_the_other_paths(gateway):
     g = gateway()
-    assert g.post("/v1/messages/count_tokens", messages=[user("q")]).json() == {"input_tokens": 0}
-    for path in ("/healthz", "/v1/models"):
-        assert g.get(g.url + path, timeout=20).json() == {"ok": True}
+    assert g.get(g.url + "/healthz", timeout=20).json() == {"ok": True}
+    assert requests.head(g.url, timeout=20).status_code == 200
+    models = g.get(g.url + "/v1/models", timeout=20).json()
+    [model] = models.pop("data")
+    assert models == {"has_more": False, "first_id": "slime-actor", "last_id": "slime-actor"}
+    assert datetime.fromisoformat(model.pop("created_at")).tzinfo is not None
+    assert model == {"type": "model", "id": "slime-actor", "display_name": "slime-actor"}
+    assert HarnessContext("/repo", "s", "http://gw").model_label == "slime-actor"
     assert g.post("/v1/chat/completions").status_code == 404
     assert g.post("/abort_request").status_code == 404
+
+
+def test_tokens_are_counted_as_a_turn_would_have_them(gateway):
+    g = gateway("x")
+    body = {"system": "be brief", "messages": [user("q"), {"role": "system", "content": "now"}], "tools": TOOLS}
+    counted = g.post("/v1/messages/count_tokens", **body)
+    usage = g.post(**body).json()["usage"]
+    assert counted.json() == {"input_tokens": len(g.script.prompts[0])} == {"input_tokens": usage["input_tokens"]}
+    assert g.adapter.manager.turn_count("s") == 1
+    assert g.post("/v1/messages/count_tokens", sid="new", messages=[user("q")]).status_code == 200
+    assert set(g.adapter.store) == {"s"}  # nothing is opened for it
+    assert g.post("/v1/messages/count_tokens", messages=[]).json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_tokens_are_not_counted_for_strangers_or_closed_sessions(gateway, monkeypatch):
+    g = gateway()
+    await g.adapter.shutdown_session("s")
+    assert g.post("/v1/messages/count_tokens", messages=[user("q")]).status_code == 503
+    monkeypatch.setattr("slime.agent.adapters.common.is_loopback", lambda host: False)
+    assert g.post("/v1/messages/count_tokens", sid="new", messages=[user("q")]).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -214,7 +241,7 @@ def test_translation(caplog):
         ],
     }
     call = lambda name, arguments: {"type": "function", "function": {"name": name, "arguments": arguments}}
-    assert _translate_messages(body) == [
+    assert _translate_messages(body["messages"], body["system"]) == [
         {"role": "system", "content": "one\ntwo"},
         {"role": "user", "content": "q"},
         {"role": "tool", "content": "r"},
@@ -233,27 +260,93 @@ def test_translation(caplog):
     assert "type 'image' is left out" in caplog.text
 
 
-def test_system_messages_after_the_first_become_reminders():
-    system = lambda text: {"role": "system", "content": text}
-    reminder = lambda text: f"<system-reminder>\n{text}\n</system-reminder>\n"
-    answer = {"role": "assistant", "content": "a"}
-    fold = _fold_mid_list_system_into_user
-    assert fold([system("x"), user("q")]) == [system("x"), user("q")]
-    assert fold([user("q"), answer, system("x"), user("r")]) == [user("q"), answer, user(reminder("x") + "r")]
-    assert fold([user("q"), system("x"), system("y"), user("r")]) == [
-        user("q"), user(reminder("x") + reminder("y") + "r"),
-    ]  # fmt: skip
-    assert fold([user("q"), system("x"), answer]) == [user("q\n" + reminder("x")), answer]
-    assert fold([user("q"), answer, system("x")]) == [user("q"), answer, user(reminder("x"))]
-    assert fold([user("q"), answer, system("x"), answer]) == [user("q"), answer, user(reminder("x")), answer]
+SYSTEM = lambda text: {"role": "system", "content": text}  # noqa: E731
+ANSWER = {"role": "assistant", "content": "a"}
+RESULT = {"type": "tool_result", "content": "r"}
+TEXT = {"type": "text", "text": "t"}
 
 
-def test_tools_without_a_schema_are_left_out(caplog):
-    assert _tools_to_chat_tools([*TOOLS, {"type": "web_search_20250305", "name": "web_search"}]) == [
-        {
-            "type": "function",
-            "function": {"name": "add", "description": "sums", "parameters": TOOLS[0]["input_schema"]},
-        }
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>\n"
+
+
+X_BLOCK = {"type": "text", "text": reminder("x")}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user("q"), ANSWER], None),
+        ([SYSTEM("x"), user("q")], None),  # the prompt of a body that has no other
+        ([user("q"), SYSTEM("x"), user("r")], [user("q\n" + reminder("x")), user("r")]),
+        ([user("q"), SYSTEM("x"), SYSTEM("y")], [user("q\n" + reminder("x") + "\n" + reminder("y"))]),
+        ([user([RESULT]), SYSTEM("x"), ANSWER], [user([RESULT, X_BLOCK]), ANSWER]),
+        ([user("q"), ANSWER, SYSTEM("x"), user("r")], [user("q"), ANSWER, user(reminder("x") + "r")]),
+        ([ANSWER, SYSTEM("x"), SYSTEM("y"), user("r")], [ANSWER, user(reminder("x") + reminder("y") + "r")]),
+        ([ANSWER, SYSTEM([TEXT]), user("r")], [ANSWER, user(reminder("t") + "r")]),
+        ([ANSWER, SYSTEM("x"), user([TEXT])], [ANSWER, user([X_BLOCK, TEXT])]),
+        ([ANSWER, SYSTEM("x"), user([RESULT, RESULT, TEXT])], [ANSWER, user([RESULT, RESULT, X_BLOCK, TEXT])]),
+        ([user("q"), ANSWER, SYSTEM("x")], [user("q"), ANSWER, user(reminder("x"))]),
+        ([user("q"), ANSWER, SYSTEM("x"), ANSWER], [user("q"), ANSWER, user(reminder("x")), ANSWER]),
+        ([SYSTEM("w"), SYSTEM("x"), user("q")], [SYSTEM("w"), user(reminder("x") + "q")]),
+    ],
+)
+def test_system_messages_in_the_middle_become_reminders_in_the_body(messages, expected):
+    body = {"messages": list(messages), "model": "m"}
+    assert _fold_mid_list_system_into_user(body) is (expected is not None)
+    assert body == {"messages": expected or messages, "model": "m"}
+
+
+def test_a_system_message_after_the_system_prompt_is_in_the_middle():
+    body = {"system": "s", "messages": [SYSTEM("x"), user("q")]}
+    assert _fold_mid_list_system_into_user(body) is True
+    assert body["messages"] == [user(reminder("x") + "q")]
+
+
+async def test_a_reminder_after_a_tool_result_does_not_fork_the_conversation(gateway):
+    """It stays where it was when the conversation goes on."""
+    g = gateway("one", "two")
+    first = [user([RESULT]), SYSTEM("x")]
+    said = g.post(messages=first).json()["content"]
+    g.post(messages=[*first, {"role": "assistant", "content": said}, user("go on")])
+    assert g.script.prompts[1].startswith(g.script.prompts[0] + "one")
+    [sample] = await g.adapter.finish_session("s", base_sample=BASE)
+    assert trained_text(sample) == ["one" + END, "two" + END]
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};"
+
+
+async def test_the_line_for_billing_does_not_fork_the_conversation(gateway):
+    g = gateway("one", "two")
+    system = lambda nonce: [{"type": "text", "text": BILLING.format(nonce)}, {"type": "text", "text": "be brief"}]
+    said = g.post(system=system("abc"), messages=[user("q")]).json()["content"]
+    g.post(system=system("def"), messages=[user("q"), {"role": "assistant", "content": said}, user("r")])
+    assert g.script.prompts[0] == f"{BEGIN}system\nbe brief{END}{BEGIN}user\nq{END}{BEGIN}assistant\n"
+    [sample] = await g.adapter.finish_session("s", base_sample=BASE)
+    assert trained_text(sample) == ["one" + END, "two" + END]
+
+
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        (BILLING, []),
+        (BILLING + "\nbe brief", [SYSTEM("be brief")]),
+        ([{"type": "text", "text": BILLING + "\nbe"}, {"type": "text", "text": "brief"}], [SYSTEM("be\nbrief")]),
+        ("be brief\n" + BILLING, [SYSTEM("be brief\n" + BILLING)]),  # no line of Claude Code's
+    ],
+)
+def test_the_line_for_billing_is_no_part_of_the_system_prompt(system, expected):
+    assert _translate_messages([], system) == expected
+
+
+def test_tools(caplog):
+    chat = lambda **function: {"type": "function", "function": function}
+    hosted = {"type": "web_search_20250305", "name": "web_search"}
+    assert _tools_to_chat_tools([*TOOLS, hosted, {"name": "stop"}, {"type": "custom", "name": "go"}]) == [
+        chat(name="add", description="sums", parameters=TOOLS[0]["input_schema"]),
+        chat(name="stop", description="", parameters={"type": "object", "properties": {}}),
+        chat(name="go", description="", parameters={"type": "object", "properties": {}}),
     ]
-    assert "tools without an input_schema are left out: web_search" in caplog.text
+    assert "tools that the provider would run itself are left out: web_search" in caplog.text
     assert _tools_to_chat_tools(None) is None

@@ -59,5 +59,5 @@ def test_any_body_is_translated_or_refused(adapter, body: dict[str, Any]):
     assert adapter.tree_messages(translated)
     for tool in tools or []:
         name = tool["function"]["name"]
-        text, uses, ill_formed = parse_xml_tool_uses(call_text(name, {"a": "1"}), tools)
-        assert (text, len(uses), ill_formed) == ("", 1, False) or not name.strip() or name != name.strip()
+        text, uses = parse_xml_tool_uses(call_text(name, {"a": "1"}), tools)
+        assert (text, len(uses)) == ("", 1) or not name.strip() or name != name.strip()

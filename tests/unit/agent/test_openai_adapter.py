@@ -67,6 +67,13 @@ def test_a_plain_answer(gateway):
     assert answer.usage.total_tokens == len(g.script.prompts[0]) + 6
 
 
+def test_the_list_of_models(gateway):
+    models = gateway().client.models.list()
+    assert models.object == "list"
+    [model] = models.data
+    assert (model.id, model.object, model.owned_by) == ("slime-actor", "model", "slime")
+
+
 async def test_two_turns_with_a_tool_are_one_clean_sample(gateway):
     g = gateway(ADD, "it is 2")
     first = ask(g.client, user("1+1?"), tools=TOOLS)
@@ -251,7 +258,7 @@ def test_translation(caplog):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
-    assert _translate_messages({"messages": messages}) == [
+    assert _translate_messages(messages) == [
         {"role": "system", "content": "d"},
         {"role": "user", "content": "one\ntwo"},
         calling({"a": 1}),
