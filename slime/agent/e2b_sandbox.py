@@ -28,7 +28,8 @@ class E2BSandbox:
     image in the sandbox's metadata need the key for it (``image_metadata_key``,
     ``SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY``); the template is then ``size`` (``SLIME_AGENT_E2B_SANDBOX_SIZE``, md),
     without a key it is the image. Calls that fail for a passing reason are repeated ``rpc_retries`` times
-    (``SLIME_AGENT_SANDBOX_RPC_RETRIES``, 6), with increasing pauses, unless they may not be.
+    (``SLIME_AGENT_SANDBOX_RPC_RETRIES``, 6), with increasing pauses, unless they may not be. All four variables are
+    also read with ``SWE_`` for ``SLIME_AGENT_``.
     """
 
     def __init__(
@@ -43,12 +44,8 @@ class E2BSandbox:
         self.image = image
         self.timeout = _integer("SLIME_AGENT_SANDBOX_LIFETIME_SEC", 3600) if timeout is None else timeout
         self.rpc_retries = _integer("SLIME_AGENT_SANDBOX_RPC_RETRIES", 6) if rpc_retries is None else rpc_retries
-        self.size = size or os.environ.get("SLIME_AGENT_E2B_SANDBOX_SIZE") or "md"
-        self.image_metadata_key = (
-            image_metadata_key
-            or os.environ.get("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY")
-            or os.environ.get("SWE_SANDBOX_IMAGE_METADATA_KEY")
-        )
+        self.size = size or _variable("SLIME_AGENT_E2B_SANDBOX_SIZE") or "md"
+        self.image_metadata_key = image_metadata_key or _variable("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY")
         self._sandbox: Any = None
 
     @property
@@ -101,16 +98,16 @@ class E2BSandbox:
             raise RuntimeError(f"exit code {code} in sandbox {self.sandbox_id} of {cmd}: {(err or out)[-2000:]}")
         return code, out, err
 
-    async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
+    async def write_file(self, sandbox_path: str, content: str | bytes | Path, *, user: str = "root") -> None:
         """Write text, bytes, or the file of this machine that a Path names."""
         data = await asyncio.to_thread(content.read_bytes) if isinstance(content, Path) else content
         files = self._running().files
-        await self._call(lambda: files.write(path, data, user=user), f"write {path}")
+        await self._call(lambda: files.write(sandbox_path, data, user=user), f"write {sandbox_path}")
 
-    async def read_file(self, path: str, *, user: str = "root") -> str:
+    async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
         """Return the text of a file."""
         files = self._running().files
-        return str(await self._call(lambda: files.read(path, user=user), f"read {path}"))
+        return str(await self._call(lambda: files.read(sandbox_path, user=user), f"read {sandbox_path}"))
 
     def _running(self) -> Any:
         if self._sandbox is None:
@@ -150,8 +147,13 @@ def _async_sandbox_class() -> Any:
     return AsyncSandbox
 
 
+def _variable(name: str) -> str | None:
+    """The environment variable ``name``, or the one with the prefix of older scripts."""
+    return os.environ.get(name) or os.environ.get(name.replace("SLIME_AGENT_", "SWE_", 1))
+
+
 def _integer(name: str, default: int) -> int:
-    text = os.environ.get(name)
+    text = _variable(name)
     try:
         return int(text) if text else default
     except ValueError:

@@ -49,9 +49,10 @@ def parse_model_output(
     reasoning, body = _split_reasoning(raw_output, reasoning_parser_name)
     if not tools_schema:
         return ParsedModelOutput(reasoning, body)
-    text, tool_uses, ill_formed = body, [], False
+    parsed: tuple[str, list[dict[str, Any]], bool] = (body, [], False)
     if tool_parser_name:
-        text, tool_uses, ill_formed = parse_tool_uses(body, tools_schema, tool_parser_name)
+        parsed = parse_tool_uses(body, tools_schema, tool_parser_name)
+    text, tool_uses, ill_formed = parsed
     if not tool_uses:
         text, tool_uses = parse_xml_tool_uses(text, tools_schema)
         if tool_uses or not tool_parser_name:

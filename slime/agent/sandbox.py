@@ -47,10 +47,10 @@ class Sandbox(Protocol):
         RuntimeError; a command that is not ``idempotent`` is never run again after a lost connection."""
         ...
 
-    async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
+    async def write_file(self, sandbox_path: str, content: str | bytes | Path, *, user: str = "root") -> None:
         """Write text, bytes, or the file of this machine that a Path names."""
 
-    async def read_file(self, path: str, *, user: str = "root") -> str:
+    async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
         """Return the text of a file."""
         ...
 
@@ -117,7 +117,13 @@ async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
 
 
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
-    """Make a user ``agent`` without privileges, who owns ``workdir``: agents refuse to work unattended as root."""
+    """Make a user ``agent`` without privileges, who owns ``workdir``: agents refuse to work unattended as root.
+
+    Git is told to trust repositories of other users: those of an image often belong to root.
+    """
     where = shlex.quote(workdir)
     user = f"id -u {AGENT_USER} >/dev/null 2>&1 || useradd --create-home --shell /bin/bash {AGENT_USER}"
-    await sb.exec(f"({user}) && mkdir -p {where} && chown -R {AGENT_USER}: {where}", check=True, timeout=600)
+    own = f"mkdir -p {where} && chown -R {AGENT_USER}: {where}"
+    trusted = "git config --system --get-all safe.directory | grep -Fqx '*'"
+    trust = f"! command -v git >/dev/null || {trusted} || git config --system --add safe.directory '*'"
+    await sb.exec(f"({user}) && {own} && ({trust})", check=True, timeout=600)

@@ -62,15 +62,15 @@ class LocalSandbox:
         assert process.returncode == 0 or not check, err.decode()
         return process.returncode or 0, out.decode(), err.decode()
 
-    async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
+    async def write_file(self, sandbox_path: str, content: str | bytes | Path, *, user: str = "root") -> None:
         data = content.read_bytes() if isinstance(content, Path) else content
         data = data.encode() if isinstance(data, str) else data
-        self.written[path] = data
+        self.written[sandbox_path] = data
         if user != "root":
-            Path(self.here(path)).write_text(self.here(data.decode()))
+            Path(self.here(sandbox_path)).write_text(self.here(data.decode()))
 
-    async def read_file(self, path: str, *, user: str = "root") -> str:
-        return Path(self.here(path)).read_text()
+    async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
+        return Path(self.here(sandbox_path)).read_text()
 
     def add_command(self, name: str, script: str) -> None:
         """Put a shell script on the path."""

@@ -1,4 +1,4 @@
-"""What a harness does: install an agent, point it to the gateway, run it."""
+"""What a harness does: install an agent in a new sandbox, point it to the gateway, run it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BaseHarness(metaclass=_HarnessMeta):
 
     @abc.abstractmethod
     async def install_cli(self, sb: Sandbox) -> None:
-        """Make the agent's command available, unless it is."""
+        """Make the agent's command available, unless it is. Called once per sandbox, before ``run``."""
 
     @abc.abstractmethod
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
@@ -41,12 +41,11 @@ class BaseHarness(metaclass=_HarnessMeta):
     async def run(
         self, sb: Sandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: float, prompt: str
     ) -> int:
-        """Install, configure and run the agent in ``workdir``; return its exit code.
+        """Configure the agent, which ``install_cli`` has installed, and run it in ``workdir``; return its exit code.
 
         ``adapter_url`` is the gateway's address as the sandbox sees it, without a path.
         """
         ctx = HarnessContext(workdir, session_id, adapter_url.rstrip("/"))
         await ensure_agent_user(sb, workdir)
-        await self.install_cli(sb)
         await self.write_config(sb, ctx)
         return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)

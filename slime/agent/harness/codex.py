@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 from slime.agent.harness.base import BaseHarness, HarnessContext
 from slime.agent.harness.common import HOME_OF_AGENT, extra_args, extra_envs, install_npm_cli, run_agent
@@ -19,7 +20,8 @@ class CodexHarness(BaseHarness):
     """
 
     async def install_cli(self, sb: Sandbox) -> None:
-        await install_npm_cli(sb, binary="codex", package="@openai/codex", tarball_env="SLIME_AGENT_CODEX_TARBALL")
+        package = os.environ.get("SLIME_AGENT_CODEX_TARBALL") or "@openai/codex"
+        await install_npm_cli(sb, npm_package=package, check_cmd="codex --version")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         quoted = json.dumps  # a basic string of TOML is written like one of JSON
@@ -39,6 +41,12 @@ class CodexHarness(BaseHarness):
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
         cmd = "codex exec --json --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
-        env = {"OPENAI_API_KEY": ctx.session_id, **extra_envs("SLIME_AGENT_CODEX_EXTRA_ENVS")}
+        env = {
+            "OPENAI_API_KEY": ctx.session_id,
+            "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1",
+            **extra_envs("SLIME_AGENT_CODEX_EXTRA_ENVS"),
+        }
         cmd += f"{extra_args('SLIME_AGENT_CODEX_EXTRA_ARGS')} -"
-        return await run_agent(sb, ctx, cmd=cmd, prompt=prompt, env=env, time_budget_sec=time_budget_sec)
+        return await run_agent(
+            sb, workdir=ctx.workdir, start_cmd=cmd, env=env, time_budget_sec=time_budget_sec, prompt=prompt
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -10,73 +11,105 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from slime.agent.harness.base import HarnessContext
 from slime.agent.sandbox import AGENT_USER, EXIT_TIME_BUDGET_EXCEEDED, Sandbox, exec_and_wait
 
 logger = logging.getLogger(__name__)
 
 NODE_VERSION = "v22.12.0"
+NODE_HOME = "/opt/node22"
+NPM_ATTEMPTS, NPM_PAUSE_S = 3, 2.0
+COMMAND_NOT_FOUND = 127
 INSTALL_TIMEOUT_S = 900
 HOME_OF_AGENT = f"/home/{AGENT_USER}"
 
 
-async def install_node22(sb: Sandbox) -> None:
-    """Install Node 22 unless that or a newer one is there: from the file ``SLIME_AGENT_NODE_TARBALL`` of this machine
-    (a ``.tar.gz`` of Node's own), or from nodejs.org."""
+async def install_node22(sb: Sandbox, tarball: str | Path | None = None) -> None:
+    """Install Node 22 in ``/opt/node22``, with links in ``/usr/local/bin``, unless that or a newer one is there.
+
+    It comes from ``tarball``, a file of this machine (an archive of Node's own), from the one that the variable
+    ``SLIME_AGENT_NODE_TARBALL`` names, or from nodejs.org.
+    """
     code, version, _ = await sb.exec("node --version")
     if code == 0 and _major(version) >= 22:
         return
-    tarball = os.environ.get("SLIME_AGENT_NODE_TARBALL")
+    tarball = tarball or os.environ.get("SLIME_AGENT_NODE_TARBALL")
     if tarball:
-        await sb.write_file("/tmp/node.tar.gz", Path(tarball))
+        await sb.write_file("/tmp/node.tar", Path(tarball))
     else:
         machine = 'case "$(uname -m)" in aarch64|arm64) echo arm64;; *) echo x64;; esac'
         url = f"https://nodejs.org/dist/{NODE_VERSION}/node-{NODE_VERSION}-linux-$({machine}).tar.gz"
-        await sb.exec(f'curl -fsSL -o /tmp/node.tar.gz "{url}"', check=True, timeout=INSTALL_TIMEOUT_S)
-    await sb.exec("tar -xzf /tmp/node.tar.gz -C /usr/local --strip-components=1", check=True, timeout=INSTALL_TIMEOUT_S)
+        await sb.exec(f'curl -fsSL -o /tmp/node.tar "{url}"', check=True, timeout=INSTALL_TIMEOUT_S)
+    unpack = f"mkdir -p {NODE_HOME} && tar -xf /tmp/node.tar -C {NODE_HOME} --strip-components=1"
+    links = f"ln -sf {NODE_HOME}/bin/node {NODE_HOME}/bin/npm {NODE_HOME}/bin/npx /usr/local/bin/"
+    await sb.exec(f"{unpack} && {links}", check=True, timeout=INSTALL_TIMEOUT_S)
 
 
-async def install_npm_cli(sb: Sandbox, *, binary: str, package: str, tarball_env: str) -> None:
-    """Install the command ``binary`` unless it is there, and Node before it: from the file that the variable
-    ``tarball_env`` of this machine names (``npm pack`` makes it), or from npm's registry."""
-    code, _, _ = await sb.exec(f"command -v {shlex.quote(binary)}")
+async def install_npm_cli(
+    sb: Sandbox, *, node_runtime: str | Path | None = None, npm_package: str | Path, check_cmd: str
+) -> None:
+    """Install a command-line tool unless ``check_cmd`` succeeds, and before it Node from ``node_runtime``
+    (``install_node22``).
+
+    ``npm_package`` is the name of a package of npm's registry, or a ``.tgz`` or ``.tar.gz`` of this machine (``npm
+    pack`` makes one). Raises RuntimeError when ``check_cmd`` still fails after three attempts.
+    """
+    code, _, _ = await sb.exec(check_cmd)
     if code == 0:
         return
-    await install_node22(sb)
-    tarball = os.environ.get(tarball_env)
-    source = package
-    if tarball:
-        source = f"/tmp/{binary}.tgz"
-        await sb.write_file(source, Path(tarball))
-    await sb.exec(f"npm install --global {shlex.quote(source)}", check=True, timeout=INSTALL_TIMEOUT_S)
+    await install_node22(sb, node_runtime)
+    source = str(npm_package)
+    if source.endswith((".tgz", ".tar.gz")):
+        source = "/tmp/npm-package.tgz"
+        await sb.write_file(source, Path(npm_package))
+    # not where Node is: its bin directory is on nobody's path
+    install = f"npm install --global --prefix /usr/local {shlex.quote(source)}"
+    for attempt in range(NPM_ATTEMPTS):
+        await asyncio.sleep(NPM_PAUSE_S if attempt else 0)
+        code, out, err = await sb.exec(f"{install} && {check_cmd}", timeout=INSTALL_TIMEOUT_S)
+        if code == 0:
+            return
+    raise RuntimeError(
+        f"{npm_package} could not be installed in sandbox {sb.sandbox_id} in {NPM_ATTEMPTS} attempts; the last one "
+        f"({install} && {check_cmd}) ended with {code}: {(err or out)[-2000:]}"
+    )
 
 
 async def run_agent(
-    sb: Sandbox, ctx: HarnessContext, *, cmd: str, prompt: str, env: Mapping[str, str], time_budget_sec: float
+    sb: Sandbox,
+    *,
+    workdir: str,
+    start_cmd: str,
+    env: Mapping[str, str],
+    time_budget_sec: float,
+    prompt: str | None = None,
 ) -> int:
-    """Run ``cmd`` in the work directory as the user ``agent``, with ``prompt`` on its standard input.
+    """Run ``start_cmd`` in the work directory as the user ``agent``, with ``prompt`` on its standard input if it is
+    given.
 
     Its output is kept in ``<workdir>/.harness/trajectory.jsonl``. Returns its exit code, -1 after
     ``time_budget_sec``.
     """
-    logs = f"{ctx.workdir}/.harness"
+    logs = f"{workdir}/.harness"
     await sb.exec(f"mkdir -p {shlex.quote(logs)}", user=AGENT_USER, check=True)
     await sb.write_file(f"{logs}/.gitignore", "*\n", user=AGENT_USER)  # no part of what the agent changed
-    await sb.write_file(f"{logs}/prompt.txt", prompt, user=AGENT_USER)
+    if prompt is not None:
+        await sb.write_file(f"{logs}/prompt.txt", prompt, user=AGENT_USER)
+        start_cmd = f"{start_cmd} < {shlex.quote(logs + '/prompt.txt')}"
     code, tail = await exec_and_wait(
         sb,
-        cmd=f"{cmd} < {shlex.quote(logs + '/prompt.txt')}",
+        cmd=start_cmd,
         time_budget_sec=time_budget_sec,
         tag=f"agent-{uuid.uuid4().hex[:12]}",
         user=AGENT_USER,
         env={"HOME": HOME_OF_AGENT, **env},
-        workdir=ctx.workdir,
+        workdir=workdir,
         out_file=f"{logs}/trajectory.jsonl",
     )
     if code == EXIT_TIME_BUDGET_EXCEEDED:
-        logger.info("session %s: the agent was not done within %g s", ctx.session_id, time_budget_sec)
+        logger.info("sandbox %s: the agent was not done within %g s", sb.sandbox_id, time_budget_sec)
     elif code != 0:
-        logger.warning("session %s: the agent ended with %d; its last words: %s", ctx.session_id, code, tail)
+        hint = " (not installed? install_cli comes before run)" if code == COMMAND_NOT_FOUND else ""
+        logger.warning("sandbox %s: the agent ended with %d%s; its last words: %s", sb.sandbox_id, code, hint, tail)
     return code
 
 

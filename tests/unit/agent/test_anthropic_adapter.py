@@ -260,10 +260,13 @@ def test_translation(caplog):
     assert "type 'image' is left out" in caplog.text
 
 
-SYSTEM = lambda text: {"role": "system", "content": text}  # noqa: E731
 ANSWER = {"role": "assistant", "content": "a"}
 RESULT = {"type": "tool_result", "content": "r"}
 TEXT = {"type": "text", "text": "t"}
+
+
+def system_message(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
 
 
 def reminder(text: str) -> str:
@@ -277,18 +280,21 @@ X_BLOCK = {"type": "text", "text": reminder("x")}
     ("messages", "expected"),
     [
         ([user("q"), ANSWER], None),
-        ([SYSTEM("x"), user("q")], None),  # the prompt of a body that has no other
-        ([user("q"), SYSTEM("x"), user("r")], [user("q\n" + reminder("x")), user("r")]),
-        ([user("q"), SYSTEM("x"), SYSTEM("y")], [user("q\n" + reminder("x") + "\n" + reminder("y"))]),
-        ([user([RESULT]), SYSTEM("x"), ANSWER], [user([RESULT, X_BLOCK]), ANSWER]),
-        ([user("q"), ANSWER, SYSTEM("x"), user("r")], [user("q"), ANSWER, user(reminder("x") + "r")]),
-        ([ANSWER, SYSTEM("x"), SYSTEM("y"), user("r")], [ANSWER, user(reminder("x") + reminder("y") + "r")]),
-        ([ANSWER, SYSTEM([TEXT]), user("r")], [ANSWER, user(reminder("t") + "r")]),
-        ([ANSWER, SYSTEM("x"), user([TEXT])], [ANSWER, user([X_BLOCK, TEXT])]),
-        ([ANSWER, SYSTEM("x"), user([RESULT, RESULT, TEXT])], [ANSWER, user([RESULT, RESULT, X_BLOCK, TEXT])]),
-        ([user("q"), ANSWER, SYSTEM("x")], [user("q"), ANSWER, user(reminder("x"))]),
-        ([user("q"), ANSWER, SYSTEM("x"), ANSWER], [user("q"), ANSWER, user(reminder("x")), ANSWER]),
-        ([SYSTEM("w"), SYSTEM("x"), user("q")], [SYSTEM("w"), user(reminder("x") + "q")]),
+        ([system_message("x"), user("q")], None),  # the prompt of a body that has no other
+        ([user("q"), system_message("x"), user("r")], [user("q\n" + reminder("x")), user("r")]),
+        ([user("q"), system_message("x"), system_message("y")], [user("q\n" + reminder("x") + "\n" + reminder("y"))]),
+        ([user([RESULT]), system_message("x"), ANSWER], [user([RESULT, X_BLOCK]), ANSWER]),
+        ([user("q"), ANSWER, system_message("x"), user("r")], [user("q"), ANSWER, user(reminder("x") + "r")]),
+        (
+            [ANSWER, system_message("x"), system_message("y"), user("r")],
+            [ANSWER, user(reminder("x") + reminder("y") + "r")],
+        ),
+        ([ANSWER, system_message([TEXT]), user("r")], [ANSWER, user(reminder("t") + "r")]),
+        ([ANSWER, system_message("x"), user([TEXT])], [ANSWER, user([X_BLOCK, TEXT])]),
+        ([ANSWER, system_message("x"), user([RESULT, RESULT, TEXT])], [ANSWER, user([RESULT, RESULT, X_BLOCK, TEXT])]),
+        ([user("q"), ANSWER, system_message("x")], [user("q"), ANSWER, user(reminder("x"))]),
+        ([user("q"), ANSWER, system_message("x"), ANSWER], [user("q"), ANSWER, user(reminder("x")), ANSWER]),
+        ([system_message("w"), system_message("x"), user("q")], [system_message("w"), user(reminder("x") + "q")]),
     ],
 )
 def test_system_messages_in_the_middle_become_reminders_in_the_body(messages, expected):
@@ -298,7 +304,7 @@ def test_system_messages_in_the_middle_become_reminders_in_the_body(messages, ex
 
 
 def test_a_system_message_after_the_system_prompt_is_in_the_middle():
-    body = {"system": "s", "messages": [SYSTEM("x"), user("q")]}
+    body = {"system": "s", "messages": [system_message("x"), user("q")]}
     assert _fold_mid_list_system_into_user(body) is True
     assert body["messages"] == [user(reminder("x") + "q")]
 
@@ -306,7 +312,7 @@ def test_a_system_message_after_the_system_prompt_is_in_the_middle():
 async def test_a_reminder_after_a_tool_result_does_not_fork_the_conversation(gateway):
     """It stays where it was when the conversation goes on."""
     g = gateway("one", "two")
-    first = [user([RESULT]), SYSTEM("x")]
+    first = [user([RESULT]), system_message("x")]
     said = g.post(messages=first).json()["content"]
     g.post(messages=[*first, {"role": "assistant", "content": said}, user("go on")])
     assert g.script.prompts[1].startswith(g.script.prompts[0] + "one")
@@ -331,9 +337,12 @@ async def test_the_line_for_billing_does_not_fork_the_conversation(gateway):
     ("system", "expected"),
     [
         (BILLING, []),
-        (BILLING + "\nbe brief", [SYSTEM("be brief")]),
-        ([{"type": "text", "text": BILLING + "\nbe"}, {"type": "text", "text": "brief"}], [SYSTEM("be\nbrief")]),
-        ("be brief\n" + BILLING, [SYSTEM("be brief\n" + BILLING)]),  # no line of Claude Code's
+        (BILLING + "\nbe brief", [system_message("be brief")]),
+        (
+            [{"type": "text", "text": BILLING + "\nbe"}, {"type": "text", "text": "brief"}],
+            [system_message("be\nbrief")],
+        ),
+        ("be brief\n" + BILLING, [system_message("be brief\n" + BILLING)]),  # no line of Claude Code's
     ],
 )
 def test_the_line_for_billing_is_no_part_of_the_system_prompt(system, expected):

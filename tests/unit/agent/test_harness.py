@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime.agent import sandbox
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
-from slime.agent.harness.common import install_node22, install_npm_cli
+from slime.agent.harness.common import install_node22, install_npm_cli, run_agent
 from tests.support.local_sandbox import LocalSandbox
 
 RUN = {"workdir": "/repo", "session_id": "s-1", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
@@ -18,7 +21,7 @@ ECHO = """
 printf 'args:'; printf ' [%s]' "$@"; echo
 echo "prompt: $(cat)"
 echo "dir: $PWD"
-env | grep -E '^(ANTHROPIC|OPENAI|EXTRA|HOME)' | sort
+env | grep -E '^(ANTHROPIC|CLAUDE_CODE|OPENAI|EXTRA|HOME)' | LC_ALL=C sort
 """
 
 
@@ -47,14 +50,19 @@ async def test_claude_code_is_pointed_to_the_gateway(local, monkeypatch):
         "ANTHROPIC_BASE_URL=http://gw:1",
         "ANTHROPIC_MODEL=other",
         "ANTHROPIC_SMALL_FAST_MODEL=slime-actor",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER=0",
+        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS=1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
         "EXTRA_ONE=1",
         f"HOME={local.root}/home",
     ]
-    assert json.loads((local.root / "home" / ".claude.json").read_text())["hasCompletedOnboarding"] is True
+    config = json.loads((local.root / "home" / ".claude.json").read_text())
+    assert config["hasCompletedOnboarding"] is config["bypassPermissionsModeAccepted"] is True
+    settings = json.loads((local.root / "home" / ".claude" / "settings.json").read_text())
+    assert settings == {"permissions": {"defaultMode": "bypassPermissions"}}
     assert (local.root / "repo" / ".harness" / ".gitignore").read_text() == "*\n"
-    user, found = local.root_commands
+    [user] = local.root_commands  # nothing is installed: that is done where the sandbox begins
     assert "useradd" in user
-    assert found == "command -v claude"
 
 
 async def test_codex_is_pointed_to_the_gateway(local, monkeypatch):
@@ -67,7 +75,7 @@ async def test_codex_is_pointed_to_the_gateway(local, monkeypatch):
         "[--color] [never] [-]"
     )
     assert "prompt: go" in lines
-    assert "OPENAI_API_KEY=s-1" in lines
+    assert {"OPENAI_API_KEY=s-1", "OPENAI_BASE_URL=http://gw:1/v1"} <= set(lines)
     config = tomllib.loads((local.root / "home" / ".codex" / "config.toml").read_text())
     assert (config["model"], config["model_provider"]) == ("slime-actor", "slime")
     assert config["model_providers"]["slime"] == {
@@ -78,37 +86,117 @@ async def test_codex_is_pointed_to_the_gateway(local, monkeypatch):
 async def test_an_agent_that_fails_or_takes_too_long(local, caplog):
     local.add_command("claude", "echo broken; exit 9")
     assert await ClaudeCodeHarness().run(local, prompt="p", **RUN) == 9
-    assert "session s-1: the agent ended with 9; its last words: broken" in caplog.text
+    assert "sandbox local: the agent ended with 9; its last words: broken" in caplog.text
     local.add_command("claude", "sleep 1000")
     assert await ClaudeCodeHarness().run(local, prompt="p", **{**RUN, "time_budget_sec": 0}) == -1
 
 
-async def test_agents_are_installed_where_they_are_missing(tmp_path):
-    missing = {"command -v": (1, "", ""), "node --version": (127, "", "not found")}
-    local = LocalSandbox(tmp_path, missing)
-    await ClaudeCodeHarness().install_cli(local)
+async def test_an_agent_that_is_not_installed_is_said(local, caplog):
+    assert await run_agent(local, workdir="/repo", start_cmd="no-such-agent", env={}, time_budget_sec=60) == 127
+    assert "the agent ended with 127 (not installed? install_cli comes before run)" in caplog.text
+
+
+async def test_an_agent_whose_command_line_has_the_prompt(local):
+    local.add_command("claude", ECHO)
+    env = {"EXTRA_ONE": "1", "HOME": "/home/agent/other"}
+    start_cmd = "claude -p 'fix \"it\"'"
+    code = await run_agent(local, workdir="/repo", start_cmd=start_cmd, env=env, time_budget_sec=60)
+    assert code == 0
+    home = f"HOME={local.root}/home/other"
+    assert log(local) == ['args: [-p] [fix "it"]', "prompt: ", f"dir: {local.root}/repo", "EXTRA_ONE=1", home]
+    assert not (local.root / "repo" / ".harness" / "prompt.txt").exists()
+
+
+class Registry:
+    """Root's shell: ``installs`` of npm fail until there have been so many, then the command is there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, local: LocalSandbox, installs: int) -> None:
+        self.left, self.pauses = installs, []
+
+        async def run(cmd: str, **options: Any) -> tuple[int, str, str]:
+            local.root_commands.append(cmd)
+            if "npm install" in cmd:
+                self.left -= 1
+            node = {"node --version": (127, "", "not found"), "curl": (0, "", ""), "mkdir": (0, "", "")}
+            known = next((reply for key, reply in node.items() if cmd.startswith(key)), None)
+            return known or ((0, "", "") if self.left <= 0 else (1, "", "no network"))
+
+        async def sleep(seconds: float) -> None:
+            self.pauses.append(seconds)
+
+        monkeypatch.setattr(local, "exec", run)
+        monkeypatch.setattr("slime.agent.harness.common.asyncio.sleep", sleep)
+
+
+UNPACK = (
+    "mkdir -p /opt/node22 && tar -xf /tmp/node.tar -C /opt/node22 --strip-components=1 && "
+    "ln -sf /opt/node22/bin/node /opt/node22/bin/npm /opt/node22/bin/npx /usr/local/bin/"
+)
+
+
+@pytest.mark.parametrize(
+    ("harness", "command", "package"),
+    [(ClaudeCodeHarness, "claude", "@anthropic-ai/claude-code"), (CodexHarness, "codex", "@openai/codex")],
+)
+async def test_agents_are_installed_where_they_are_missing(tmp_path, monkeypatch, harness, command, package):
+    local = LocalSandbox(tmp_path)
+    Registry(monkeypatch, local, installs=1)
+    await harness().install_cli(local)
     found, version, download, unpack, install = local.root_commands
-    assert (found, version) == ("command -v claude", "node --version")
-    assert download.startswith('curl -fsSL -o /tmp/node.tar.gz "https://nodejs.org/dist/v22.')
-    assert unpack == "tar -xzf /tmp/node.tar.gz -C /usr/local --strip-components=1"
-    assert install == "npm install --global @anthropic-ai/claude-code"
+    assert (found, version) == (f"{command} --version", "node --version")
+    assert download.startswith('curl -fsSL -o /tmp/node.tar "https://nodejs.org/dist/v22.')
+    assert unpack == UNPACK
+    assert install == f"npm install --global --prefix /usr/local {package} && {command} --version"
     local.root_commands.clear()
-    await CodexHarness().install_cli(local)
-    assert local.root_commands[-1] == "npm install --global @openai/codex"
+    await harness().install_cli(local)
+    assert local.root_commands == [f"{command} --version"]
 
 
-async def test_installs_without_a_network(tmp_path, monkeypatch):
-    for name in ("node.tar.gz", "claude.tgz"):
+async def test_installs_are_tried_three_times(tmp_path, monkeypatch):
+    local = LocalSandbox(tmp_path)
+    registry = Registry(monkeypatch, local, installs=3)
+    await install_npm_cli(local, npm_package="tool", check_cmd="tool -v")
+    assert [pause for pause in registry.pauses if pause] == [2.0, 2.0]
+    registry.left = 4
+    with pytest.raises(RuntimeError, match=r"tool could not be installed in sandbox local in 3 attempts.*no network"):
+        await install_npm_cli(local, npm_package="tool", check_cmd="tool -v")
+    assert registry.left == 1
+
+
+@pytest.mark.parametrize("by_variables", [False, True])
+async def test_installs_without_a_network(tmp_path, monkeypatch, by_variables):
+    for name in ("node.tar.xz", "claude.tgz"):
         (tmp_path / name).write_bytes(name.encode())
-    monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(tmp_path / "node.tar.gz"))
-    monkeypatch.setenv("MY_TARBALL", str(tmp_path / "claude.tgz"))
-    local = LocalSandbox(tmp_path, {"command -v": (1, "", ""), "node --version": (0, "v18.2.0\n", "")})
-    await install_npm_cli(local, binary="claude", package="unused", tarball_env="MY_TARBALL")
-    assert local.written == {"/tmp/node.tar.gz": b"node.tar.gz", "/tmp/claude.tgz": b"claude.tgz"}
+    node, claude = tmp_path / "node.tar.xz", str(tmp_path / "claude.tgz")
+    local = LocalSandbox(tmp_path)
+    Registry(monkeypatch, local, installs=1)
+    if by_variables:
+        monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(node))
+        monkeypatch.setenv("SLIME_AGENT_CC_TARBALL", claude)
+        await ClaudeCodeHarness().install_cli(local)
+    else:
+        await install_npm_cli(local, node_runtime=node, npm_package=claude, check_cmd="claude --version")
+    assert local.written == {"/tmp/node.tar": b"node.tar.xz", "/tmp/npm-package.tgz": b"claude.tgz"}
     assert local.root_commands[2:] == [
-        "tar -xzf /tmp/node.tar.gz -C /usr/local --strip-components=1",
-        "npm install --global /tmp/claude.tgz",
+        UNPACK,
+        "npm install --global --prefix /usr/local /tmp/npm-package.tgz && claude --version",
     ]
+
+
+async def test_a_node_that_is_unpacked_can_be_run(tmp_path, monkeypatch):
+    """The command for a real archive, with this test's directory for the root of the file system."""
+    for name in ("opt", "tmp", "usr/local/bin", "node-v22-linux-x64/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("node", "npm", "npx"):
+        (tmp_path / "node-v22-linux-x64" / "bin" / name).write_text("echo v22")
+    subprocess.run(["tar", "-cf", "tmp/node.tar", "node-v22-linux-x64"], cwd=tmp_path, check=True)
+    local = LocalSandbox(tmp_path, {"node --version": (127, "", "")})
+    await install_node22(local, tmp_path / "tmp" / "node.tar")
+    command = re.sub(r"(?<=\s)/(?=opt|tmp|usr)", f"{tmp_path}/", local.root_commands[-1])
+    subprocess.run(["sh", "-c", command], check=True)
+    for name in ("node", "npm", "npx"):
+        said = subprocess.run(["sh", tmp_path / "usr/local/bin" / name], capture_output=True, text=True, check=True)
+        assert said.stdout == "v22\n"
 
 
 @pytest.mark.parametrize("version", ["v22.0.0\n", "v24.1.0"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -111,6 +113,28 @@ async def test_the_user_of_agents(local):
     assert "chown -R agent: '/repo/it'\"'\"'s here'" in cmd
 
 
+async def test_git_trusts_repositories_of_others_for_the_agent(local, monkeypatch):
+    """The command really run, but for what needs root; a second time nothing changes."""
+    await ensure_agent_user(local, str(local.root / "repo"))
+    [cmd] = local.root_commands
+    config = local.root / "gitconfig"
+    config.write_text("[safe]\n\tdirectory = /srv\n")
+    environment = {**os.environ, "GIT_CONFIG_SYSTEM": str(config)}
+    for _ in range(2):
+        subprocess.run(["sh", "-c", "id() { :; }; chown() { :; }; " + cmd], env=environment, check=True)
+        said = ["git", "config", "--system", "--get-all", "safe.directory"]
+        found = subprocess.run(said, env=environment, capture_output=True, text=True, check=True)
+        assert found.stdout.splitlines() == ["/srv", "*"]
+
+
+async def test_images_without_git_are_served_too(local):
+    await ensure_agent_user(local, str(local.root / "repo"))
+    [cmd] = local.root_commands
+    without = 'id() { :; }; chown() { :; }; git() { echo "git was called"; exit 9; }; command() { return 1; }; '
+    done = subprocess.run(["sh", "-c", without + cmd], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_sandboxes_are_recognised(local):
     assert isinstance(local, Sandbox)
     assert isinstance(E2BSandbox("image"), Sandbox)
@@ -188,8 +212,8 @@ async def test_e2b_is_called_as_its_package_wants(e2b, tmp_path):
         assert sb.sandbox_id == "sb-1"
         assert await sb.exec("ls", user="agent", env={"A": "b"}, timeout=5) == (0, "hello", "")
         await sb.write_file("/a", "text")
-        await sb.write_file("/b", tmp_path / "file", user="agent")
-        assert await sb.read_file("/a") == "text"
+        await sb.write_file(sandbox_path="/b", content=tmp_path / "file", user="agent")
+        assert await sb.read_file(sandbox_path="/a") == "text"
     assert e2b.calls == [
         ("create", {"template": "python:3.11", "timeout": 60}),
         ("run", "ls", {"user": "agent", "envs": {"A": "b"}, "timeout": 5}),
@@ -219,6 +243,19 @@ async def test_services_that_take_the_image_in_the_metadata(e2b, monkeypatch):
     monkeypatch.setenv("SLIME_AGENT_SANDBOX_RPC_RETRIES", "many")
     with pytest.raises(ValueError, match="SLIME_AGENT_SANDBOX_RPC_RETRIES='many': a whole number was expected"):
         E2BSandbox("img")
+
+
+def test_all_variables_may_have_their_older_prefix(monkeypatch):
+    for name, value in [
+        ("SANDBOX_IMAGE_METADATA_KEY", "key"), ("SANDBOX_LIFETIME_SEC", "7"), ("SANDBOX_RPC_RETRIES", "2"),
+        ("E2B_SANDBOX_SIZE", "xl"),
+    ]:  # fmt: skip
+        monkeypatch.setenv(f"SWE_{name}", value)
+    sb = E2BSandbox("img")
+    assert (sb.image_metadata_key, sb.timeout, sb.rpc_retries, sb.size) == ("key", 7, 2, "xl")
+    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "8")
+    assert E2BSandbox("img").timeout == 8
+    assert E2BSandbox("img", timeout=9).timeout == 9
 
 
 async def test_commands_that_fail_are_results_unless_they_are_checked(e2b):

@@ -262,8 +262,13 @@ def test_a_session_without_log_probs_has_samples_without_them():
     assert sample.response_length == 4
 
 
-@pytest.mark.parametrize(("first", "second", "words"), [([-0.1], [], "without log-probs after turns with them"),
-                                                        ([], [-0.1], "with log-probs after turns without them")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ([-0.1], [], "without log-probs after turns with them"),
+        ([], [-0.1], "with log-probs after turns without them"),
+    ],
+)
 def test_either_all_turns_have_log_probs_or_none(first, second, words):
     manager = TrajectoryManager()
     empty = TurnRecord([1], [], "length")
