@@ -78,11 +78,13 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
     tracker.open(writers)
 
 
-def finish_tracking(*, complete: bool = True) -> None:
+def finish_tracking(args: argparse.Namespace | None = None, *, complete: bool = True) -> None:
     """Flush and close the trackers of this process. Safe to call without ``init_tracking``.
 
-    With ``complete`` metrics that other processes of the run still hold are fetched and written before.
+    With ``complete`` metrics that other processes of the run still hold are fetched and written before. ``args`` is
+    part of the public signature, as in ``log``.
     """
+    del args
     get_tracker().close(complete=complete)
 
 

@@ -14,10 +14,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from slime.arguments.plan.nodes import torn_engines
 from slime.arguments.plan.placement import EnginePlan, Layout, engines_of, layout_of
-from slime.arguments.roles import actor_args, critic_args
+from slime.arguments.roles import ACTOR, CRITIC, actor_args, critic_args
 from slime.observability import tracking
 from slime.ray import cluster, role_resume
 from slime.ray.devices import own_gpu_index
+from slime.ray.manager_and_epoch import ManagerAndEpoch, handle_of
 from slime.ray.node_order import node_sort_key
 from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.rollout_manager import RolloutManager
@@ -57,13 +58,14 @@ def create_placement_groups(args: Namespace) -> dict[str, Slots]:
     return {"actor": trainer, "critic": trainer, "rollout": rollout}
 
 
-def create_rollout_manager(args: Namespace, pg: Slots) -> tuple[Any, int | None]:
+def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> ManagerAndEpoch:
     """Start the rollout manager, which starts engines and router in the background.
 
     With ``--offload-rollout`` the engines have given their memory back when this returns, so that trainers find it.
-    Returns its actor handle and the number of rollouts per epoch (None without ``--num-epoch``). Sets
+    Returns the pair of its actor handle and the number of rollouts per epoch (None without ``--num-epoch``). Sets
     ``args.num_rollout`` from ``--num-epoch`` when it is not given. Raises ValueError when an epoch holds no rollout.
     """
+    del wandb_run_id  # of drivers of slime 0.1: metrics go through the driver, which has the run
     here = cluster.current()
     manager: Any = (
         ray.remote(RolloutManager)
@@ -94,11 +96,11 @@ def create_rollout_manager(args: Namespace, pg: Slots) -> tuple[Any, int | None]
     tracking.get_tracker().add_source(lambda: _last_records([manager]))
     if args.offload_rollout or args.check_weight_update_equal:
         RolloutHandle(args, manager).prepare_engines()
-    return manager, per_epoch
+    return ManagerAndEpoch((manager, per_epoch))
 
 
 def create_training_models(
-    args: Namespace, pgs: dict[str, Slots], rollout_manager: Any
+    args: Namespace, pgs: dict[str, Slots], rollout_manager: Any, wandb_run_id: str | None = None
 ) -> tuple[RayTrainGroup | None, RayTrainGroup | None]:
     """Start the trainers, load their weights, and return the actor's group (None without training) and the critic's.
 
@@ -106,6 +108,8 @@ def create_training_models(
     sleep when this returns; ``async_train`` and ``save_model`` wake them for their own time. Sets
     ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was then.
     """
+    del wandb_run_id  # as in create_rollout_manager
+    rollout_manager = handle_of(rollout_manager)
     actor: RayTrainGroup | None = None
     critic: RayTrainGroup | None = None
     start = 0
@@ -151,6 +155,7 @@ def _create_actor_and_critic(
     actor.others = [critic.lives()]
     start = role_resume.check_starts(args, actor.create(rollout_manager), critic_start)
     critic.others = [actor.lives()]
+    actor.connect(critic)
     return actor, critic, start
 
 
@@ -160,18 +165,38 @@ def _last_records(actors: Sequence[Any]) -> list[tracking.Record]:
     return [record for records in found for record in records]
 
 
+def allocate_train_group(
+    args: Namespace,
+    num_nodes: int,
+    num_gpus_per_node: int,
+    pg: Slots,
+    *,
+    role: str = ACTOR,
+    with_ref: bool | None = None,
+    wandb_run_id: str | None = None,
+) -> RayTrainGroup:
+    """Return a group that plays ``role``, not started. ``with_ref`` None: the actor has a reference if its loss asks.
+
+    ``wandb_run_id`` as in ``create_rollout_manager``.
+    """
+    of_role = critic_args(args) if role == CRITIC else actor_args(args)
+    if with_ref is None:
+        with_ref = role == ACTOR and _with_ref(of_role)
+    return RayTrainGroup(
+        of_role, num_nodes, num_gpus_per_node, pg, role=role, with_ref=with_ref, wandb_run_id=wandb_run_id
+    )
+
+
 def create_actor_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> RayTrainGroup:
     """Return the actor's group, not started; of drivers older than ``create_training_models``."""
-    del wandb_run_id  # metrics go through the driver
     warn_moved(f"{__name__}.create_actor_group", f"{__name__}.create_training_models(args, pgs, rollout_manager)")
-    return RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, pg, with_ref=_with_ref(args))
+    return allocate_train_group(args, args.actor_num_nodes, args.actor_num_gpus_per_node, pg, wandb_run_id=wandb_run_id)
 
 
-def create_rollout_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> Any:
-    """Return the handle of a started rollout manager; of drivers older than ``create_rollout_manager``."""
-    del wandb_run_id
+def create_rollout_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> ManagerAndEpoch:
+    """Start the rollout manager; of drivers older than ``create_rollout_manager``, which call it through the result."""
     warn_moved(f"{__name__}.create_rollout_group", f"{__name__}.create_rollout_manager(args, pg)")
-    return create_rollout_manager(args, pg)[0]
+    return create_rollout_manager(args, pg, wandb_run_id)
 
 
 def _with_ref(args: Namespace) -> bool:

@@ -60,6 +60,18 @@ class TrainRayActor:
         return start, dict(self.trainer.parallel_config)
 
     @reports_errors
+    def init(self, master: tuple[str, int], with_ref: bool) -> int:
+        """``setup``, and sleep with ``--offload-train``; return the first rollout id alone."""
+        start, _ = self.setup(master, with_ref)
+        if self.args.offload_train:
+            self.sleep()
+        return start
+
+    def layout(self) -> dict[str, int]:
+        """Return the parallel configuration of this rank."""
+        return dict(self.trainer.parallel_config)
+
+    @reports_errors
     def train(self, rollout_id: int, shards: Sequence[Any], external_data: Any = None) -> dict[str, Any] | None:
         """Train on this rank's shard (``shards`` are boxed references, one per data-parallel rank)."""
         shard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)

@@ -11,10 +11,13 @@ from typing import Any
 
 import ray
 
+from slime.arguments.plan.loop import generates_always
+from slime.arguments.roles import CRITIC, actor_args, critic_args
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.errors import RemoteFailure
 from slime.ray.lives import Lives
+from slime.ray.manager_and_epoch import handle_of
 from slime.ray.release import QUIT_DEADLINE_S, PassingCheckpoints, arguments_to_go_on, end_actors
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.waiting import DAY_S, Peer, wait_all, wait_one
@@ -33,7 +36,7 @@ PUSH_ATTEMPTS = 4
 
 
 class RayTrainGroup:
-    """``num_nodes * num_gpus_per_node`` ranks on the first slots of ``pg``.
+    """``num_nodes * num_gpus_per_node`` ranks on the first slots of ``pg``; each takes ``num_gpus_per_actor`` of one.
 
     Blocking methods return when every rank has answered, and raise ``RemoteFailure`` as soon as one has failed or an
     engine has died. ``async_train`` returns references, for ``ray.get`` or for ``wait``.
@@ -48,17 +51,24 @@ class RayTrainGroup:
         *,
         role: str = "actor",
         with_ref: bool = False,
+        num_gpus_per_actor: float = SHARE,
+        wandb_run_id: str | None = None,
     ) -> None:
+        del wandb_run_id  # metrics go through the driver, which has the run
         self.args, self.role, self.with_ref = args, role, with_ref
         self.world_size = num_nodes * num_gpus_per_node
         self.num_nodes = num_nodes
         self._pg = pg
+        self._share = num_gpus_per_actor
         self._actors: list[Any] = []
         self._rollout_manager: Any = None
         self._watch: list[Any] = []
         self._measured: dict[str, float] = {}
         self.others: list[Lives] = []
         """Trainers of other roles, whose end ends every wait here."""
+        self._critic: RayTrainGroup | None = None
+        self._training: tuple[int, list[Any]] | None = None  # the last rollout that was started on, and its answers
+        self._starting: list[Any] = []
         self._files = WeightFiles(args, self._publish, self._load)
         self._saved: int | None = None
         self._start: int | None = None
@@ -79,7 +89,7 @@ class RayTrainGroup:
             .options(
                 scheduling_strategy=cluster.on_slot(pg, bundles[rank]),
                 runtime_env=here.environment(self._environment()),
-                **here.share_of_slot(SHARE),
+                **here.share_of_slot(self._share),
             )
             .remote(arguments_to_go_on(self.args, self._saved), self.role, rank, self.world_size)
             for rank in range(self.world_size)
@@ -89,21 +99,17 @@ class RayTrainGroup:
         """Build and load the trainers (see ``launch``); return the first rollout id, on which all ranks must agree."""
         if not self._actors:
             self.launch()
-        what = f"starting the {self.role}"
-        loopback = len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
-        master = wait_one(self._actors[0].master.remote(loopback), self._peers()[0], what, START_DEADLINE_S)
         if rollout_manager is not None:
             self.set_rollout_manager(rollout_manager)
-        results = self._all("setup", what, START_DEADLINE_S, master, self.with_ref)
+        results = self._all("setup", f"starting the {self.role}", START_DEADLINE_S, self._master(), self.with_ref)
         starts = {start for start, _ in results}
         if len(starts) != 1:
             raise RuntimeError(
                 f"the ranks of the {self.role} loaded different checkpoints: their next rollouts are {sorted(starts)}. "
                 "Is --load a directory that every node shares?"
             )
-        if rollout_manager is not None and self.role == "actor":
-            config = results[0][1]
-            self._wait([rollout_manager.set_train_parallel_config.remote(config)], "telling the manager the layout")
+        if rollout_manager is not None:
+            self._tell_layout(results[0][1])
         start = int(starts.pop())
         if self._start is None:
             self._start = start
@@ -115,9 +121,28 @@ class RayTrainGroup:
         return list(self._actors)
 
     def set_rollout_manager(self, rollout_manager: Any) -> None:
-        """Take weights to the engines of this manager, and end every wait when one of them dies."""
-        self._rollout_manager = rollout_manager
-        self._watch = [rollout_manager.wait_for_failure.remote()]
+        """Take weights to the engines of this manager, and end every wait when one of them dies.
+
+        After ``async_init`` this waits for its end.
+        """
+        self._rollout_manager = handle_of(rollout_manager)
+        self._watch = [self._rollout_manager.wait_for_failure.remote()]
+        if self._starting:
+            what = f"starting the {self.role}"
+            self._start = wait_all(self._starting, self._peers(), what, START_DEADLINE_S, self._watch)[0]
+            self._starting = []
+            self._tell_layout(self._all("layout", what, START_DEADLINE_S)[0])
+
+    def _tell_layout(self, config: dict[str, int]) -> None:
+        if self.role == "actor":
+            telling = self._rollout_manager.set_train_parallel_config.remote(config)
+            self._wait([telling], "telling the manager the layout")
+
+    def _master(self) -> tuple[str, int]:
+        loopback = len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
+        asked, what = self._actors[0].master.remote(loopback), f"starting the {self.role}"
+        found: tuple[str, int] = wait_one(asked, self._peers()[0], what, START_DEADLINE_S)
+        return found
 
     def lives(self) -> Lives:
         """Return what notices the end of a rank while nobody waits for it."""
@@ -151,14 +176,27 @@ class RayTrainGroup:
     def async_train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> list[Any]:
         """Start one training step on every rank; return one reference per rank.
 
-        ``external_data`` is one reference per rank (a critic's values), or None.
+        ``external_data`` is one reference per rank (a critic's values); left out, it is what the critic that this
+        group is connected to makes of the same rollout.
         """
+        if external_data is None and self._critic is not None:
+            external_data = self._critic.answers(rollout_id)
         per_rank = external_data if external_data is not None else [None] * self.world_size
         self._next = rollout_id + 1
-        return [
+        refs = [
             actor.train.remote(rollout_id, rollout_data_ref, external)
             for actor, external in zip(self._actors, per_rank, strict=True)
         ]
+        self._training = rollout_id, refs
+        return refs
+
+    def connect(self, critic: RayTrainGroup) -> None:
+        """Take the values of ``critic`` where ``async_train`` is given none."""
+        self._critic = critic
+
+    def answers(self, rollout_id: int) -> list[Any] | None:
+        """Return the references of the last ``async_train`` if that was on this rollout, else None."""
+        return self._training[1] if self._training is not None and self._training[0] == rollout_id else None
 
     def wait(self, refs: Sequence[Any], what: str) -> list[Any]:
         """Wait for references of ``async_train``; metrics of the ranks are written afterwards."""
@@ -178,12 +216,16 @@ class RayTrainGroup:
         if force_sync:
             self._passing.saved(rollout_id, due=keep)
 
-    def update_weights(self, synchronous_loop: bool = True) -> int | None:
+    def update_weights(self, synchronous_loop: bool | None = None) -> int | None:
         """Push the weights to the engines; return their new version, None when the run has no engines.
+
+        ``synchronous_loop`` says that nothing generates meanwhile; left out, that depends on the rollout function.
 
         Engines that were lost and started again meanwhile get the weights too, and requests after that. A push that
         fails because an engine has ended or does not answer any more is made again without it.
         """
+        if synchronous_loop is None:
+            synchronous_loop = not generates_always(self.args)
         # Drivers of users wait for generation and training with ``ray.get``, and fetch no metrics.
         self._collect()
         if self._rollout_manager is not None:
@@ -271,6 +313,41 @@ class RayTrainGroup:
     def _complete(self) -> None:
         self._all("finish", f"completing the {self.role}'s checkpoints", SAVE_DEADLINE_S)
         self._collect()
+
+    # What training loops of slime 0.1 call: they wait with ``ray.get`` for lists, which are empty here when all is done
+
+    def async_init(self, args: Namespace, role: str, with_ref: bool = False) -> list[Any]:
+        """Start ranks that play ``role`` and load their weights; each answers with the first rollout id.
+
+        With ``--offload-train`` they sleep afterwards, as after ``create_training_models``.
+        """
+        self.args = critic_args(args) if role == CRITIC else actor_args(args)
+        self.role, self.with_ref = role, with_ref
+        self.launch()
+        master = self._master()
+        self._starting = [actor.init.remote(master, with_ref) for actor in self._actors]
+        return list(self._starting)
+
+    def async_init_weight_update_connections(self, rollout_manager: Any) -> list[Any]:
+        """``set_rollout_manager``; connections are made when weights are first pushed."""
+        self.set_rollout_manager(rollout_manager)
+        return []
+
+    def async_update_weights(self) -> list[Any]:
+        self.update_weights()
+        return []
+
+    def async_save_model(self, rollout_id: int) -> list[Any]:
+        self.save_model(rollout_id)
+        return []
+
+    def async_offload(self) -> list[Any]:
+        self.offload()
+        return []
+
+    def async_onload(self) -> list[Any]:
+        self.onload()
+        return []
 
     # Inside
 

@@ -84,10 +84,15 @@ class SingletonMeta(type):
             SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
         return SingletonMeta._instances[cls]
 
-    @staticmethod
-    def clear_instances() -> None:
-        """Forget every singleton, so that the next call builds a new one."""
-        SingletonMeta._instances.clear()
+    def clear_instances(cls: type | None = None) -> None:
+        """Forget the instance of ``cls``, so that the next call builds a new one; without ``cls`` those of all classes.
+
+        Also as ``SomeClass.clear_instances()``.
+        """
+        if cls is None:
+            SingletonMeta._instances.clear()
+        else:
+            SingletonMeta._instances.pop(cls, None)
 
 
 class Box:

@@ -78,7 +78,7 @@ def train(args):
             ray.get(rollout_manager.eval.remote(rollout_id))
 
     ray.get(rollout_manager.dispose.remote())
-    finish_tracking()
+    finish_tracking(args)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 
 from slime.backends.megatron_utils import update_weight_utils
 from slime.observability import tensorboard_utils, timer, tracking
-from slime.ray import placement_group
 from slime.rollout import sample_hooks
 from slime.utils import data, ppo_utils, wandb_utils
 from slime.utils.misc import Box, SingletonMeta
@@ -38,18 +37,6 @@ def test_wandb_is_one_of_the_trackers(tmp_path, monkeypatch):
     assert tracking.get_tracker().is_primary
     tracking.get_tracker().close()
     assert (tmp_path / "metrics.jsonl").exists()
-
-
-def test_groups_of_old_drivers(monkeypatch):
-    made = []
-    monkeypatch.setattr(placement_group, "RayTrainGroup", lambda *a, **k: made.append((a, k)) or "group")
-    monkeypatch.setattr(placement_group, "create_rollout_manager", lambda args, pg: ("manager", 5))
-    args = Namespace(actor_num_nodes=2, actor_num_gpus_per_node=8, kl_coef=0.0, use_kl_loss=True)
-    with pytest.warns(DeprecationWarning, match="create_training_models"):
-        assert placement_group.create_actor_group(args, "slots", wandb_run_id="x") == "group"
-    assert made == [((args, 2, 8, "slots"), {"with_ref": True})]
-    with pytest.warns(DeprecationWarning, match="create_rollout_manager"):
-        assert placement_group.create_rollout_group(args, "slots") == "manager"
 
 
 def test_parameters_under_their_global_names():

@@ -30,7 +30,7 @@ def test_primary_writes_one_line_per_metric(tmp_path, tracker):
     args = types.SimpleNamespace(run_dir=str(tmp_path))
     logging_utils.init_tracking(args)
     logging_utils.log(args, {"train/step": 7, "train/loss": 0.5, "train/n": np.int64(3)}, "train/step")
-    logging_utils.finish_tracking()
+    logging_utils.finish_tracking(args)
     rows = read(tmp_path / "metrics.jsonl")
     assert [(r["step_key"], r["step"], r["name"], r["value"]) for r in rows] == [
         ("train/step", 7, "train/loss", 0.5),

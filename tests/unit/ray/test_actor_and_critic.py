@@ -36,6 +36,9 @@ class World:
             def offload(self) -> None:
                 world.calls.append(f"offload {self.role}")
 
+            def connect(self, critic: Any) -> None:
+                self.critic = critic
+
             def lives(self) -> str:
                 return f"lives of {self.role}"
 
@@ -58,6 +61,7 @@ def test_the_critic_sleeps_before_the_actor_takes_memory(monkeypatch, tmp_path):
     actor, critic = world.create(ppo(tmp_path))
     assert world.calls == ["launch actor", "create critic", "offload critic", "create actor", "offload actor"]
     assert (actor.others, critic.others) == (["lives of critic"], ["lives of actor"])
+    assert actor.critic is critic  # for drivers that hand no values over
     assert world.args["critic"].save == f"{world.args['actor'].save}/critic"
 
 

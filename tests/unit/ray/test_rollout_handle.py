@@ -61,6 +61,7 @@ def run_args(**changes: Any) -> Any:
         "update_weight_transport": "nccl",
         "debug_rollout_only": False,
         "data_source_path": "slime.rollout.data_source.RolloutDataSource",
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
     }
     return SimpleNamespace(**{**base, **changes})
 

@@ -46,6 +46,25 @@ def test_singletons():
     SingletonMeta.clear_instances()
 
 
+@pytest.mark.parametrize("clear", [lambda cls: SingletonMeta.clear_instances(cls), lambda cls: cls.clear_instances()])
+def test_one_singleton_of_several_is_cleared(clear):
+    class One(metaclass=SingletonMeta):
+        pass
+
+    class Other(metaclass=SingletonMeta):
+        pass
+
+    one, other = One(), Other()
+    clear(One)
+    assert One() is not one
+    assert Other() is other
+    clear(One)
+    clear(One)  # which has no instance any more
+    SingletonMeta.clear_instances()
+    assert Other() is not other
+    SingletonMeta.clear_instances()
+
+
 def test_box_and_group_by():
     assert Box([1]).inner == [1]
     assert group_by([3, 1, 4, 1, 5], key=lambda x: x % 2) == {1: [3, 1, 1, 5], 0: [4]}
