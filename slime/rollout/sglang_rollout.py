@@ -301,7 +301,7 @@ async def generate_and_rm_group(
             state.reward_errors.count_late(args, state.late_failures, samples)
         if caught_up and any(sample.reward is None for sample in samples):
             with trace_span(samples, "group_reward_model"):
-                reward = state.reward_errors.score_batch(args, samples, batched_async_rm)
+                reward = state.reward_errors.score_batch(args, group, batched_async_rm)
                 await _wait_for_reward(state, reward, samples, evaluation)
     return group
 

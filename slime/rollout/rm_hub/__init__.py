@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
 from typing import Any
 
+from slime.rollout.base_types import iter_samples
 from slime.rollout.hooks.hook import Hook, make_hook
 from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.rm_hub import rules
@@ -14,6 +14,7 @@ from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.failure import BadReward
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.group_rewards import nested_like, rewards_of
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.rollout.rm_hub.remote import remote_rm
@@ -102,37 +103,28 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     )
 
 
-async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list[Any]:
     """Return the rewards of several samples, in order; the first failure cancels the others.
 
-    ``args.custom_rm_path`` is called once, with the list. Samples that name a reward of their own, and all samples
-    without ``args.custom_rm_path``, are scored one by one.
+    ``args.custom_rm_path`` is called once, with ``samples`` as they are: a group may hold lists of samples. It may
+    set the rewards itself and return None. Samples that name a reward of their own, and all samples without
+    ``args.custom_rm_path``, are scored one by one. Rewards of lists of samples are lists too.
     """
-    together = [sample for sample in samples if scored_together(args, sample)]
-    if together and len(together) == len(samples):
+    flat = list(iter_samples(samples))
+    together = [sample for sample in flat if scored_together(args, sample)]
+    if together and len(together) == len(flat):
         hook = make_hook(args.custom_rm_path, "custom_rm_path", load=load_function)
-        rewards = await hook.awaited_off_loop(args, samples, **kwargs)
-        check_count(args, samples, rewards)
-        return list(rewards)
-    coros = [async_rm(args, sample, **kwargs) for sample in samples if not scored_together(args, sample)]
+        returned = await hook.awaited_off_loop(args, samples, **kwargs)
+        rewards = rewards_of(args, samples, returned)
+        return nested_like(samples, iter(rewards)) if returned is None else list(returned)
+    coros = [async_rm(args, sample, **kwargs) for sample in flat if not scored_together(args, sample)]
     if not together:
-        return await gather_or_cancel(coros)
-    *alone, rewards = await gather_or_cancel([*coros, batched_async_rm(args, together, **kwargs)])
-    single, joint = iter(alone), iter(rewards)
-    return [next(joint if scored_together(args, sample) else single) for sample in samples]
+        return nested_like(samples, iter(await gather_or_cancel(coros)))
+    *alone, joint = await gather_or_cancel([*coros, batched_async_rm(args, together, **kwargs)])
+    single, shared = iter(alone), iter(joint)
+    return nested_like(samples, (next(shared if scored_together(args, one) else single) for one in flat))
 
 
 def scored_together(args: Any, sample: Sample) -> bool:
     """True when ``args.custom_rm_path`` scores this sample, in the form that is called with a list."""
     return getattr(args, "custom_rm_path", None) is not None and not sample.custom_rm_path
-
-
-def check_count(args: Any, samples: list[Sample], rewards: Any) -> None:
-    """Raise BadReward unless a custom reward returned as many rewards as it was given samples."""
-    sized = hasattr(rewards, "__len__") and not isinstance(rewards, (str, bytes, Mapping))
-    if not sized or len(rewards) != len(samples):
-        hook = make_hook(args.custom_rm_path, "custom_rm_path")
-        raise BadReward(
-            f"{hook} was given {len(samples)} samples (indices {[s.index for s in samples]}) and must return a list of "
-            f"as many rewards, got {rewards!r:.200}"
-        )

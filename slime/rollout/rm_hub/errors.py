@@ -12,11 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from slime.rollout.base_types import iter_samples
 from slime.rollout.hooks.either_form import caller_is_cancelled
 from slime.rollout.hooks.hook import make_hook, with_notes
 from slime.rollout.requests.cancelling import end_if_cancelled, gather_or_cancel
-from slime.rollout.rm_hub import check_count, reward_hook, reward_kind, rules, scored_together
+from slime.rollout.rm_hub import reward_hook, reward_kind, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
+from slime.rollout.rm_hub.group_rewards import rewards_of
 from slime.rollout.rm_hub.late_failures import LateFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
@@ -75,23 +77,25 @@ class RewardErrors:
         if found:
             sample.reward = reward
 
-    async def score_batch(self, args: Any, samples: list[Sample], rm: Callable[..., Awaitable[Any]]) -> None:
-        """Set the rewards of ``samples`` to the list ``rm(args, samples)`` returns.
+    async def score_batch(self, args: Any, samples: list[Any], rm: Callable[..., Awaitable[Any]]) -> None:
+        """Set the rewards of ``samples``, which may be lists of samples, to what ``rm(args, samples)`` returns.
 
-        ``rm`` is called with all samples that ``args.custom_rm_path`` scores, and with each of the others by itself.
+        ``rm`` is called with all samples that ``args.custom_rm_path`` scores, as they are nested if those are all, and
+        with each of the others by itself.
         """
-        together = [sample for sample in samples if scored_together(args, sample)]
-        coros = [self.score_one(args, s, _one_of(rm)) for s in samples if not scored_together(args, s)]
+        flat = list(iter_samples(samples))
+        together = [sample for sample in flat if scored_together(args, sample)]
+        coros = [self.score_one(args, s, _one_of(rm)) for s in flat if not scored_together(args, s)]
         if together:
-            coros.append(self._score_together(args, together, rm))
+            coros.append(self._score_together(args, together if coros else samples, rm))
         await gather_or_cancel(coros)
 
-    async def _score_together(self, args: Any, samples: list[Sample], rm: Callable[..., Awaitable[Any]]) -> None:
+    async def _score_together(self, args: Any, samples: list[Any], rm: Callable[..., Awaitable[Any]]) -> None:
         make_hook(args.custom_rm_path, "custom_rm_path")
-        found, rewards = await self._attempt(args, samples, rm(args, samples))
+        flat = list(iter_samples(samples))
+        found, returned = await self._attempt(args, flat, rm(args, samples))
         if found:
-            check_count(args, samples, rewards)
-            for sample, reward in zip(samples, rewards, strict=True):
+            for sample, reward in zip(flat, rewards_of(args, samples, returned), strict=True):
                 sample.reward = reward
 
     async def _attempt(self, args: Any, samples: Sequence[Sample], reward: Awaitable[Any]) -> tuple[bool, Any]:
