@@ -18,21 +18,14 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.eval_rollout import eval_single_dataset
 from slime.rollout.hooks.custom_generate import call_generate, generate_hook
 from slime.rollout.hooks.hook import Hook, make_hook
+from slime.rollout.requests.bookkeeping import Bookkeeping, bookkeeping_of
 from slime.rollout.requests.cancelling import cancel_all, end_if_cancelled, gather_or_cancel
 from slime.rollout.requests.engine_idle import describe_engines
 from slime.rollout.requests.generate_request import append_output, generate_payload, prompt_token_ids, routing_headers
-from slime.rollout.requests.generate_state import (
-    GroupsInFlight,
-    PendingRewards,
-    PromptTokens,
-    least_used,
-    request_limit,
-    train_sampling_params,
-)
+from slime.rollout.requests.generate_state import GroupsInFlight, least_used, request_limit, train_sampling_params
 from slime.rollout.requests.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
-from slime.rollout.rm_hub.late_failures import LateFailures
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.rollout.stream.group_job import note_prompt
 from slime.rollout.train_rollout import Collection, collect, first_index, give_up, stop_in_flight
@@ -66,10 +59,14 @@ RESUME_PAUSE_S = 0.2
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
-class GenerateState(metaclass=SingletonMeta):
-    """What all requests of this process share: tokenizer, limits, the groups in flight of the present rollout."""
+class GenerateState(Bookkeeping, metaclass=SingletonMeta):
+    """What all requests of this process share: tokenizer, limits, the groups in flight of the present rollout.
+
+    Of what stands in its place ``generate_and_rm`` needs ``semaphore``, ``aborted`` and ``dp_rank_context``.
+    """
 
     def __init__(self, args: Any) -> None:
+        super().__init__(args)
         self.args = args
         trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
         self.tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
@@ -81,16 +78,9 @@ class GenerateState(metaclass=SingletonMeta):
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.dp_counts = [0] * max(1, getattr(args, "sglang_dp_size", None) or 1)
         self.dp_rank = 0
-        self.rollout_id: int | None = None
-        self.reward_errors = RewardErrors(args)
-        self.eval_rollout_id: int | None = None
-        self.eval_reward_errors = RewardErrors()
         self.on_completed: Callable[[list[Sample]], None] | None = None
         self.unused: list[list[Sample]] = []
         """The groups of a rollout that failed."""
-        self.pending_rewards = PendingRewards()
-        self.late_failures = LateFailures()
-        self.prompt_tokens = PromptTokens()
         self.reset()
 
     def reset(self) -> None:
@@ -188,13 +178,14 @@ async def generate_and_rm(
     ABORTED, no reward, and can be passed in again.
     """
     state = GenerateState(args)
+    notes = bookkeeping_of(state)
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         for one in iter_samples(sample):
             if one.response_length > 0:
                 one.loss_mask = [0] * one.response_length
     if isinstance(sample, list):  # a fan-out that came back through the buffer lacks rewards at most
         if not args.group_rm:
-            await _score(args, state, sample, evaluation)
+            await _score(args, notes, sample, evaluation)
         return sample
     result: Sample | list[Sample] = sample
     if sample.status not in _FINISHED:
@@ -207,10 +198,10 @@ async def generate_and_rm(
                     result = await _generate_resumable(args, sample, sampling_params, evaluation)
         if _any_aborted(result):
             return result
-        rollout_id = state.eval_rollout_id if evaluation else state.rollout_id
+        rollout_id = notes.eval_rollout_id if evaluation else notes.rollout_id
         result = await apply_sample_hooks(args, result, rollout_id=rollout_id, evaluation=evaluation)
     if not args.group_rm:
-        await _score(args, state, result, evaluation)
+        await _score(args, notes, result, evaluation)
     return result
 
 
@@ -246,31 +237,31 @@ def _any_aborted(samples: Any) -> bool:
     return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(samples))
 
 
-async def _score(args: Any, state: GenerateState, result: Sample | list[Sample], evaluation: bool) -> None:
-    if not await state.pending_rewards.catch_up(iter_samples(result)):
+async def _score(args: Any, notes: Bookkeeping, result: Sample | list[Sample], evaluation: bool) -> None:
+    if not await notes.pending_rewards.catch_up(iter_samples(result)):
         return
-    errors = state.eval_reward_errors if evaluation else state.reward_errors
-    errors.count_late(args, state.late_failures, iter_samples(result))
+    errors = notes.eval_reward_errors if evaluation else notes.reward_errors
+    errors.count_late(args, notes.late_failures, iter_samples(result))
     if isinstance(result, list):
         unscored = [sample for sample in iter_samples(result) if sample.reward is None]
         if unscored:
             with trace_span(unscored, "reward_model"):
                 reward = errors.score_batch(args, unscored, batched_async_rm)
-                await _wait_for_reward(state, reward, unscored, evaluation)
+                await _wait_for_reward(notes, reward, unscored, evaluation)
     elif result.reward is None:
         with trace_span(result, "reward_model"):
             reward = errors.score_one(args, result, async_rm)
-            await _wait_for_reward(state, reward, [result], evaluation)
+            await _wait_for_reward(notes, reward, [result], evaluation)
 
 
 async def _wait_for_reward(
-    state: GenerateState, reward: Coroutine[Any, Any, None], samples: list[Sample], evaluation: bool
+    notes: Bookkeeping, reward: Coroutine[Any, Any, None], samples: list[Sample], evaluation: bool
 ) -> None:
     """Rewards of training samples may be left behind when the rollout ends, until the samples come back."""
     if evaluation:
         await reward
     else:
-        await state.pending_rewards.wait_for(reward, samples)
+        await notes.pending_rewards.wait_for(reward, samples)
 
 
 async def generate_and_rm_group(
@@ -295,14 +286,14 @@ async def generate_and_rm_group(
     with trace_span(list(iter_samples(group)), "generate_and_rm_group"):
         group = await gather_or_cancel(coros)
     if args.group_rm and not _any_aborted(group):
-        samples = list(iter_samples(group))
-        caught_up = await state.pending_rewards.catch_up(samples)
+        notes, samples = bookkeeping_of(state), list(iter_samples(group))
+        caught_up = await notes.pending_rewards.catch_up(samples)
         if caught_up:
-            state.reward_errors.count_late(args, state.late_failures, samples)
+            notes.reward_errors.count_late(args, notes.late_failures, samples)
         if caught_up and any(sample.reward is None for sample in samples):
             with trace_span(samples, "group_reward_model"):
-                reward = state.reward_errors.score_batch(args, group, batched_async_rm)
-                await _wait_for_reward(state, reward, samples, evaluation)
+                reward = notes.reward_errors.score_batch(args, group, batched_async_rm)
+                await _wait_for_reward(notes, reward, samples, evaluation)
     return group
 
 
@@ -310,7 +301,7 @@ async def _generate_and_note(
     args: Any, sample: Any, params: dict[str, Any], evaluation: bool, number: int, task: asyncio.Task[Any] | None
 ) -> Sample | list[Sample]:
     """Note what came of a sample for the case that its group is not finished."""
-    note = GenerateState(args).groups_in_flight.note
+    note = bookkeeping_of(GenerateState(args)).groups_in_flight.note
     try:
         result = await generate_and_rm(args, sample, params, evaluation=evaluation)
     except asyncio.CancelledError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.rollout.requests.bookkeeping import bookkeeping_of
 from slime.rollout.requests.nuclei import replays_nuclei
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.types import Sample
@@ -95,5 +96,4 @@ def prompt_token_ids(state: Any, sample: Sample) -> list[int]:
         train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
         sample.multimodal_train_inputs = train_inputs or None
         return list(outputs["input_ids"][0])
-    ids: list[int] = state.prompt_tokens.of(state.tokenizer, sample.prompt)
-    return ids
+    return bookkeeping_of(state).prompt_tokens.of(state.tokenizer, sample.prompt)
