@@ -29,8 +29,9 @@ stand in a YAML file: `--config FILE`.
 The namespace attribute is the flag without dashes in front and with `_` for `-`, unless the table names another one.
 Flags come from four sources: slime (below), megatron-core {MEGATRON.pinned}, SGLang {SGLANG.pinned} with the prefix
 `--sglang-`, and sglang-router {ROUTER.pinned} (`--router-*`). With other installed versions their flags are read from
-the installed packages; where Megatron-LM's training scripts can be imported (a checkout on the `PYTHONPATH`) their
-parser decides about Megatron's flags, and what slime does not act on is refused.
+the installed packages. A checkout of Megatron-LM on the `PYTHONPATH` decides about no flag unless
+`SLIME_MEGATRON_CORE=checkout` or megatron-core is not installed: then the parser of its training scripts decides about
+Megatron's flags, and what slime does not act on is refused.
 """
 PASSED = {
     "megatron": "Flags of megatron-core's configuration classes, spelled as Megatron-LM spells them.",

@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import slime
+from slime.arguments.passthrough.source import CORE_VARIABLE
 from slime.observability import run_dir
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
 
@@ -88,6 +89,8 @@ class Cluster:
         env = {RUN_TAG: self.run_id, **KEEP_ENVIRON, "RAY_USE_UVLOOP": "0"}
         env |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in NOSET_VISIBLE_DEVICES}
         env["PYTHONPATH"] = os.pathsep.join(p for p in (_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")) if p)
+        if CORE_VARIABLE in os.environ:
+            env[CORE_VARIABLE] = os.environ[CORE_VARIABLE]
         if self.device_type == "cpu":
             # All processes share few cores; PyTorch's default of one thread per core each would make them fight.
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.megatron_checkout import make_checkout
 from tests.support.run_train import rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -25,14 +27,20 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_colocated(flags: list[str], tmp_path: Path) -> None:
-    """It never says when a trainer is to sleep: they wake for their own time, and engines have the memory otherwise."""
+    """It never says when a trainer is to sleep: they wake for their own time, and engines have the memory otherwise.
+
+    As launch scripts do, it has a checkout of Megatron-LM on the PYTHONPATH, whose megatron.core does nothing.
+    """
     extra = f"--colocate --save {tmp_path / 'save'} {ASYNC_SAVE}".split()
-    run = run_train([*flags, *extra], tmp_path / "run", script=SCRIPT)
+    path = os.pathsep.join([str(make_checkout(tmp_path / "Megatron-LM")), os.environ.get("PYTHONPATH", "")])
+    run = run_train([*flags, *extra], tmp_path / "run", script=SCRIPT, env={"PYTHONPATH": path})
+    assert f"not the copy in {tmp_path / 'Megatron-LM'}" in run.output
     assert len(run.values("train/loss")) == len(run.values("rollout/raw_reward")) == 2
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
     assert sorted(run.metric("eval/held_out")) == [0, 1]
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
     log = (run.run_dir / "logs" / "actor_rank0.log").read_text()
+    assert f"not that in {tmp_path / 'Megatron-LM' / 'megatron' / 'core'}" in log
     assert log.count("trainer sleeps") == 1 + 2 + 2  # at the start, and after every training and checkpoint
 
 

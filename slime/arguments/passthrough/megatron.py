@@ -1,6 +1,7 @@
 """Megatron's flags: the fields of megatron-core's configuration classes, spelled the way Megatron-LM does.
 
-Where Megatron-LM's training scripts can be imported their parser has the last word about what it offers.
+Where Megatron-LM's training scripts can be imported, and megatron.core is not another one than theirs, their parser has
+the last word about what it offers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from slime.arguments.passthrough import catalog
 from slime.arguments.passthrough.megatron_parser import merged
 from slime.arguments.passthrough.megatron_script_flags import script_flags
 from slime.arguments.passthrough.megatron_table import HAND_TABLE, MODEL, NOT_FLAGS, OPTIMISER, PARALLEL
-from slime.arguments.passthrough.source import checkout
+from slime.arguments.passthrough.source import (
+    CHECKOUT,
+    CORE_VARIABLE,
+    MEGATRON,
+    MEGATRON_LM,
+    checkout,
+    installed_directory,
+    installed_version,
+    unused_core,
+)
 
 _PARALLEL_WORDS = ("parallel", "pipeline", "tp_comm", "p2p", "microbatch", "comm_type", "wgrad", "hierarchical")
 
@@ -30,14 +40,26 @@ def megatron_flags() -> tuple[Flag, ...]:
 
 
 def warnings() -> list[str]:
-    """What the user should know about where the flags come from."""
+    """What the user should know about where megatron-core and the flags come from."""
+    version, unused, used = installed_version(MEGATRON), unused_core(), checkout(MEGATRON)
+    found = []
+    if unused is not None:
+        found.append(
+            f"megatron.core is the installed {version}, not the copy in {unused.parents[1]} that comes first on the "
+            f"PYTHONPATH; {CORE_VARIABLE}={CHECKOUT} uses that one, with which slime is not tested"
+        )
+    elif used is not None and installed_directory(MEGATRON) is not None:
+        found.append(
+            f"megatron.core is the copy in {used.parents[1]}, as {CORE_VARIABLE}={CHECKOUT} says, not the installed "
+            f"{version}; slime is tested with {MEGATRON.pinned}"
+        )
     _, reason = _training_scripts()
-    if reason is None:
-        return []
-    return [
-        f"the flags of Megatron-LM in {checkout(catalog.MEGATRON_LM)} cannot be read, those of megatron-core's "
-        f"configuration classes are used: {reason}"
-    ]
+    if reason is not None:
+        found.append(
+            f"the flags of Megatron-LM in {checkout(MEGATRON_LM)} cannot be read, those of megatron-core's "
+            f"configuration classes are used: {reason}"
+        )
+    return found
 
 
 def aliases() -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.passthrough.source import READERS, SGLANG, Source, checkout, identity
+from slime.arguments.passthrough.source import READERS, SGLANG, Source, checkout, identity, unused_core
 
 STAND_INS = Path(__file__).parents[2] / "backends" / "sglang_utils" / "cpu_standins"
 READ_TIMEOUT_S = 300
@@ -57,7 +57,10 @@ def _environment(source: Source) -> dict[str, str]:
     found = checkout(source)
     if found is not None:
         in_front.append(str(found.parents[source.module.count(".")]))
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (*in_front, env.get("PYTHONPATH", "")) if p)
+    given, unused = env.get("PYTHONPATH", "").split(os.pathsep), unused_core()
+    if unused is not None:
+        given = [p for p in given if Path(p, "megatron", "core").absolute() != unused.absolute()]
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (*in_front, *given) if p)
     return env
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+
+from slime.arguments.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ SOURCES = (MEGATRON, SGLANG, ROUTER)
 # The training scripts of Megatron-LM: in no distribution, on the PYTHONPATH of those who have a checkout.
 MEGATRON_LM = Source("Megatron-LM", None, "megatron_training", "megatron.training", ("**/*.py",))
 
+CORE_VARIABLE = "SLIME_MEGATRON_CORE"
+INSTALLED, CHECKOUT = "installed", "checkout"
+"""What the variable may say: which megatron.core a run uses where there are two."""
+
 READERS = Path(__file__).parent / "readers"
 
 
@@ -78,17 +85,43 @@ def module_directory(source: Source) -> Path | None:
     return None
 
 
-def checkout(source: Source) -> Path | None:
-    """The directory of a copy that no version number speaks for: on the PYTHONPATH or installed as editable."""
-    directory = module_directory(source)
-    if directory is None:
-        return None
+def installed_directory(source: Source) -> Path | None:
+    """The directory of the installed package; None without one, and for an editable one, which lies elsewhere."""
     try:
         installed = importlib.metadata.distribution(source.package).locate_file(source.module.replace(".", "/"))
     except importlib.metadata.PackageNotFoundError:
-        return directory
-    installed = Path(str(installed))
-    return None if installed.is_dir() and installed.samefile(directory) else directory
+        return None
+    directory = Path(str(installed))
+    return directory if directory.is_dir() else None
+
+
+def checkout(source: Source) -> Path | None:
+    """The directory of a copy that is used and that no version number speaks for: on the PYTHONPATH or editable."""
+    if source in (MEGATRON, MEGATRON_LM) and unused_core() is not None:
+        return None
+    return _in_front(source)
+
+
+def unused_core() -> Path | None:
+    """The copy of megatron.core that Python would import and slime does not use, since another one is installed.
+
+    Launch scripts put a checkout of Megatron-LM on the PYTHONPATH for its training scripts, and with it another
+    megatron.core than the tested one. Raises ``ArgumentError`` for a value of ``SLIME_MEGATRON_CORE`` that is none.
+    """
+    wanted = os.environ.get(CORE_VARIABLE) or INSTALLED
+    if wanted not in (INSTALLED, CHECKOUT):
+        raise ArgumentError(f"{CORE_VARIABLE} must be {INSTALLED} or {CHECKOUT}, got {wanted!r}")
+    if wanted == CHECKOUT or installed_directory(MEGATRON) is None:
+        return None
+    return _in_front(MEGATRON)
+
+
+def _in_front(source: Source) -> Path | None:
+    """The directory that Python would import, if it is not the installed one."""
+    directory, installed = module_directory(source), installed_directory(source)
+    if directory is None or (installed is not None and installed.samefile(directory)):
+        return None
+    return directory
 
 
 def identity(source: Source) -> str | None:

@@ -33,14 +33,17 @@ __getattr__ = moved(
 def import_megatron() -> None:
     """Import ``megatron.core``, adapted to this machine. Cheap after the first call, safe from several threads.
 
-    Raises RuntimeError when megatron was imported before the adapter could be installed on a machine without CUDA.
+    That is the installed one, also where a checkout of Megatron-LM comes first on the PYTHONPATH, unless
+    ``SLIME_MEGATRON_CORE=checkout``. Raises RuntimeError when another one was imported before, or, on a machine without
+    CUDA, any: the adapter comes first.
     """
     global _done
     with _lock:
         if _done:
             return
-        from slime.backends.megatron_utils import cpu_adapter, repairs
+        from slime.backends.megatron_utils import cpu_adapter, installed_core, repairs
 
+        installed_core.prefer()
         for message in _NOISE:
             warnings.filterwarnings("ignore", message=message)
         adapted = cpu_adapter.install()
