@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from argparse import Namespace
 from typing import Any
 
@@ -13,9 +14,12 @@ _NOW = "slime.observability.logging_utils.init_tracking"
 
 
 def init_wandb_primary(args: Namespace) -> str | None:
-    """Open the trackers of the driver; return the id of the W&B run, None without ``--use-wandb``."""
+    """Open the trackers of the driver, until it exits; return the id of the W&B run, None without ``--use-wandb``."""
+    from slime.observability.logging_utils import finish_tracking
+
     warn_moved(f"{__name__}.init_wandb_primary", f"{_NOW}(args)")
     _init_tracking(args, primary=True)
+    atexit.register(finish_tracking)  # loops of the releases that had this function do not call it
     return getattr(args, "wandb_run_id", None)
 
 

@@ -28,6 +28,8 @@ def test_log_probs_of_tokens():
 
 def test_wandb_is_one_of_the_trackers(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_tracker", tracking.Tracker())
+    at_exit = []
+    monkeypatch.setattr(wandb_utils.atexit, "register", at_exit.append)
     args = Namespace(run_dir=str(tmp_path), use_wandb=False)
     with pytest.warns(DeprecationWarning, match=r"init_tracking\(args, primary=False\)"):
         wandb_utils.init_wandb_secondary(args, "run id", router_addr="http://x")
@@ -35,7 +37,9 @@ def test_wandb_is_one_of_the_trackers(tmp_path, monkeypatch):
     with pytest.warns(DeprecationWarning, match="init_tracking"):
         assert wandb_utils.init_wandb_primary(args) is None
     assert tracking.get_tracker().is_primary
-    tracking.get_tracker().close()
+    (finish,) = at_exit
+    finish()
+    assert not tracking.get_tracker().is_primary
     assert (tmp_path / "metrics.jsonl").exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import os
 import threading
@@ -10,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
 import requests
@@ -28,30 +31,69 @@ TIMEOUT_S = 1800.0
 
 Item = dict[str, Any]
 Messages = list[dict[str, Any]]
-RolloutFunction = Callable[[Item, Any, dict[str, Any]], Messages]
+RolloutFunction = Callable[..., Messages]
+"""``fn(client, messages, sampling_params)``, which is also given the ``item`` if it has a parameter of that name."""
 RewardFunction = Callable[[Item], Any]
 
 
+class Reply(SimpleNamespace):
+    """An object of a JSON reply: its keys are attributes, and those that it lacks are None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 class ChatClient:
-    """Asks the engines' OpenAI-compatible address. Threads may share it."""
+    """Asks the engines' OpenAI-compatible address. Threads may share it.
+
+    ``client.chat.completions.create(messages=..., ...)`` is called and answers as that of the package openai, which
+    takes its place where streams are needed.
+    """
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._sessions = threading.local()
+        self._of_thread = threading.local()
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
 
-    def complete(self, messages: Messages, sampling_params: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return the assistant's message and why it ended (``stop``, ``length``). Raises requests' errors."""
-        if not hasattr(self._sessions, "session"):
-            self._sessions.session = requests.Session()
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last answer of this thread ended (``stop``, ``length``); None before the first."""
+        return getattr(self._of_thread, "finish_reason", None)
+
+    @finish_reason.setter
+    def finish_reason(self, reason: str | None) -> None:
+        self._of_thread.finish_reason = reason
+
+    def _create(
+        self,
+        *,
+        messages: Messages,
+        model: str = "slime",
+        stream: bool = False,
+        extra_body: dict[str, Any] | None = None,
+        extra_headers: dict[str, str] | None = None,
+        timeout: float = TIMEOUT_S,
+        **params: Any,
+    ) -> Reply:
+        """Return the engine's reply. Raises requests' errors, ValueError for a stream."""
+        if stream:
+            raise ValueError("this client reads whole answers: leave stream=True out, or use openai.OpenAI")
+        if not hasattr(self._of_thread, "session"):
+            self._of_thread.session = requests.Session()
+        given = {name: value for name, value in params.items() if value is not None}
+        body = {"model": model, "messages": messages, **given, **(extra_body or {})}
         url = f"{self.base_url}/v1/chat/completions"
-        body = {"model": "slime", "messages": messages, **sampling_params}
-        reply = self._sessions.session.post(url, json=body, headers=self._headers, timeout=TIMEOUT_S)
-        if reply.status_code >= 400:
-            raise requests.HTTPError(f"{url} answered {reply.status_code}: {reply.text[:500]}", response=reply)
-        choice = reply.json()["choices"][0]
-        message = {"role": "assistant", "content": choice["message"].get("content") or ""}
-        return message, str(choice.get("finish_reason") or "stop")
+        headers = {"Content-Type": "application/json", **self._headers, **(extra_headers or {})}
+        text = json.dumps(body, default=vars)  # messages of earlier replies are appended as they are
+        answer = self._of_thread.session.post(url, data=text, headers=headers, timeout=timeout)
+        if answer.status_code >= 400:
+            raise requests.HTTPError(f"{url} answered {answer.status_code}: {answer.text[:500]}", response=answer)
+        reply: Reply = answer.json(object_hook=lambda found: Reply(**found))
+        self.finish_reason = str(reply.choices[0].finish_reason or "stop")
+        return reply
 
 
 class BaseGenerator:
@@ -124,9 +166,11 @@ class BaseGenerator:
         """Return what is written of one item: messages and reward, or, after its last attempt, why there are none."""
         work = {**item, "uid": str(uuid.uuid4()), "sampling_params": dict(self.sampling_params)}
         extra: dict[str, Any] = {"timestamp": time.time()}
+        more = {"item": work} if "item" in inspect.signature(rollout_func).parameters else {}
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                work["messages"] = rollout_func(work, self.client, dict(self.sampling_params))
+                self.client.finish_reason = None
+                work["messages"] = rollout_func(self.client, chat(work), dict(self.sampling_params), **more)
                 work["reward"] = reward_func(work)
                 break
             except Exception as e:  # noqa: BLE001  (it costs this item, and is handed in with it)
@@ -136,8 +180,8 @@ class BaseGenerator:
             work |= {"messages": [*chat(item), {"role": "assistant", "content": ""}], "reward": 0.0}
             extra["error"] = error
         extra["round_number"] = sum(message["role"] == "assistant" for message in work["messages"])
-        if "finish_reason" in work:
-            extra["finish_reason"] = work["finish_reason"]
+        if (reason := work.get("finish_reason", self.client.finish_reason)) is not None:
+            extra["finish_reason"] = reason
         names = ("uid", "instance_id", "messages", "reward")
         return {**{name: work[name] for name in names}, "extra_info": extra}
 
@@ -177,11 +221,12 @@ def chat(item: Item) -> Messages:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def query_single_turn(item: Item, client: ChatClient, sampling_params: dict[str, Any]) -> Messages:
-    """Ask once; the answer's end goes into ``item["finish_reason"]``."""
-    messages = chat(item)
-    answer, item["finish_reason"] = client.complete(messages, sampling_params)
-    return [*messages, answer]
+def query_single_turn(
+    client: Any, messages: Messages, sampling_params: dict[str, Any], tools: list[dict[str, Any]] | None = None
+) -> Messages:
+    """Ask once; return the conversation with the answer."""
+    reply = client.chat.completions.create(messages=messages, model="slime", tools=tools, **sampling_params)
+    return [*messages, {"role": "assistant", "content": reply.choices[0].message.content or ""}]
 
 
 def get_rule_based_math_reward(item: Item) -> int:

@@ -268,8 +268,8 @@ def test_a_subclass_replaces_what_it_needs(served, tmp_path):
     path.write_text("".join(json.dumps({"instance_id": f"t{i}", "prompt": f"p{i}"}) + "\n" for i in range(3)))
     generator = BaseGenerator("http://nowhere", served.url, num_repeat_per_sample=2, skip_instance_ids=["t1"])
 
-    def rollout(item, client, sampling_params):
-        return [{"role": "user", "content": item["prompt"]}, {"role": "assistant", "content": "x"}]
+    def rollout(client, messages, sampling_params):
+        return [*messages, {"role": "assistant", "content": "x"}]
 
     generator.entry(str(path), rollout, lambda item: len(item["messages"]), num_epoch=2)
     fetched = requests.post(f"{served.url}/get_rollout_data", json={}, timeout=30).json()["data"]["data"]
