@@ -25,10 +25,19 @@ OPTIONAL = {
     "transformer_engine": "used where it is installed", "flash_attn": "used where it is installed",
     "torch_memory_saver": "comes with sglang on GPUs", "triton": "comes with torch on GPUs",
     "smg": "the routers extra", "e2b": "the agents extra", "mbridge": "the dev extra; a fallback where it is installed",
-    "qwen_vl_utils": "for multimodal models", "memray": "for --memory-recorder memray", "pynvml": "comes with sglang",
+    "qwen_vl_utils": "the plugins extra", "memray": "for --memory-recorder memray", "pynvml": "comes with sglang",
     "torchvision": "a stand-in", "slime_engine_plugin": "loaded inside engine processes", "sgl_kernel": "a stand-in",
     "huggingface_hub": "comes with transformers", "tokenizers": "comes with transformers",
 }  # fmt: skip
+
+
+def test_what_plugins_expect_to_find_is_an_extra_of_its_own() -> None:
+    names = {"pandas", "mcp", "openai-agents", "qwen-vl-utils"}
+    extra = {re.split(r"[<>=\[; ]", line)[0] for line in PROJECT["optional-dependencies"]["plugins"]}
+    assert extra == names
+    assert not names & {re.split(r"[<>=\[; ]", line)[0] for line in PROJECT["dependencies"]}
+    page = (ROOT / "docs" / "en" / "get_started" / "customization.md").read_text()
+    assert all(name in page.partition("## Packages of plugins")[2] for name in names)
 
 
 @pytest.fixture(scope="module")
