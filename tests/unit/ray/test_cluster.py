@@ -72,6 +72,14 @@ def test_actors_know_the_run_and_see_all_devices(monkeypatch: pytest.MonkeyPatch
     assert "OMP_NUM_THREADS" not in make_cluster("cuda").environment()["env_vars"]
 
 
+@pytest.mark.parametrize("chosen", [None, "checkout"])
+def test_actors_take_megatron_from_where_the_driver_does(monkeypatch: pytest.MonkeyPatch, chosen: str | None) -> None:
+    monkeypatch.delenv("SLIME_MEGATRON_CORE", raising=False)
+    if chosen:
+        monkeypatch.setenv("SLIME_MEGATRON_CORE", chosen)
+    assert make_cluster().environment()["env_vars"].get("SLIME_MEGATRON_CORE") == chosen
+
+
 def test_resources_on_one_line() -> None:
     shown = describe_resources({"memory": 1e9, "GPU": 8.0, "CPU": 64.0, "node:10.0.0.1": 1.0})
     assert shown == "CPU 64, GPU 8"
