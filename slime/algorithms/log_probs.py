@@ -85,16 +85,38 @@ def calculate_log_probs_and_entropy(
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool = False,
     chunk_size: int = -1,
+    log_prob_keep_mask: Tensor | None = None,
+    with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``log_probs_and_entropy`` with the signature and shapes of slime <= 0.3.1.
 
     logits [T, V_local] (divided by the temperature already), tokens [T]; returns log-probs [T, 1] and the entropy [T],
-    which carries a gradient.
+    detached without ``with_entropy_grad``. ``log_prob_keep_mask`` (bool [T, V_local]): what is False in it has
+    probability 0, except for the tokens themselves; the entropy is of all. Raises ValueError for a mask of other shape.
     """
-    log_probs, entropy = log_probs_and_entropy(
-        logits, tokens, tp_group=tp_group, chunk_size=chunk_size, with_entropy=with_entropy, entropy_grad=with_entropy
-    )
+    log_probs = entropy = None
+    if log_prob_keep_mask is not None:
+        kept = _keep_only(logits, tokens, log_prob_keep_mask, 0 if tp_group is None else tp_group.rank())
+        log_probs, _ = log_probs_and_entropy(kept, tokens, tp_group=tp_group, chunk_size=chunk_size)
+    if log_probs is None or with_entropy:
+        whole, entropy = log_probs_and_entropy(
+            logits,
+            tokens,
+            tp_group=tp_group,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+            entropy_grad=with_entropy_grad,
+        )
+        log_probs = whole if log_probs is None else log_probs
     return log_probs.unsqueeze(-1), entropy
+
+
+def _keep_only(logits: Tensor, tokens: Tensor, keep: Tensor, tp_rank: int) -> Tensor:
+    """A copy of ``logits`` with -inf where ``keep`` is False, except in the columns of ``tokens``."""
+    if keep.shape != logits.shape:
+        raise ValueError(f"log_prob_keep_mask: expected the shape {tuple(logits.shape)}, got {tuple(keep.shape)}")
+    vocabulary = torch.arange(logits.size(1), device=logits.device) + tp_rank * logits.size(1)
+    return logits.masked_fill(~(keep.bool() | (vocabulary == tokens.unsqueeze(1))), -torch.inf)
 
 
 def default_chunk_size(vocab_local: int, device: torch.device) -> int:

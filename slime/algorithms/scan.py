@@ -36,6 +36,6 @@ def _discounted_prefix_sums(values: Tensor, decay: float, chunk_size: int) -> Te
     return sums.flatten(-2)[..., :length]
 
 
-def chunked_discounted_returns(rewards: Tensor, gamma: float, chunk_size: int = 128) -> Tensor:
-    """Return ``G_t = sum_k gamma^k r_{t+k}`` for rewards [..., T]."""
-    return discounted_suffix_sums(rewards, gamma, chunk_size)
+def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
+    """Return ``G_t = sum_k discount^k r_{t+k}`` for rewards [..., T]."""
+    return discounted_suffix_sums(rewards, discount, chunk_size)

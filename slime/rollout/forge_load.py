@@ -8,6 +8,7 @@ from typing import Any
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.debug_data import load_rollout
 from slime.utils.misc import group_by
+from slime.utils.moved import also_named
 from slime.utils.types import Sample
 
 __all__ = ["generate_rollout"]
@@ -15,6 +16,7 @@ __all__ = ["generate_rollout"]
 DATASET_NAME = "forge_eval"
 
 
+@also_named(data_buffer="data_source")
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

@@ -18,6 +18,7 @@ from slime.rollout.stream.generation_stream import GenerationStream
 from slime.rollout.stream.group_job import Group
 from slime.rollout.train_rollout import first_index
 from slime.utils.async_utils import get_async_loop, run
+from slime.utils.moved import also_named
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async", "get_global_worker", "stop_global_worker"]
 
@@ -28,15 +29,15 @@ WAITING_NOTE_S = 60.0
 
 
 class AsyncRolloutWorker:
-    """Keeps groups of ``data_source`` in flight, at most ``concurrency``, and as many waiting to be consumed.
+    """Keeps groups of ``data_buffer`` in flight, at most ``concurrency``, and as many waiting to be consumed.
 
     It lives on the process's asyncio loop and has no thread of its own; methods may be called from any other thread.
     """
 
-    def __init__(self, args: Any, data_source: Any, concurrency: int | None = None) -> None:
+    def __init__(self, args: Any, data_buffer: Any, concurrency: int | None = None) -> None:
         self.args = args
-        self.data_source = data_source
-        self.stream = GenerationStream(args, data_source, concurrency)
+        self.data_source = data_buffer
+        self.stream = GenerationStream(args, data_buffer, concurrency)
 
     def start(self) -> None:
         """Begin to generate; consuming a rollout does so too."""
@@ -157,6 +158,7 @@ def unconsumed_groups() -> list[Group]:
     return [] if worker is None else worker.unconsumed()
 
 
+@also_named(data_buffer="data_source")
 def generate_rollout_fully_async(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

@@ -10,6 +10,7 @@ from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.async_utils import run
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
@@ -24,6 +25,7 @@ def mask_generator(checkpoint: str, loss_mask_type: str, trust_remote_code: bool
     return MultiTurnLossMaskGenerator(load_tokenizer(checkpoint, trust_remote_code=trust_remote_code), loss_mask_type)
 
 
+@also_named(data_buffer="data_source")
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

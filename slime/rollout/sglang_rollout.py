@@ -32,6 +32,7 @@ from slime.rollout.train_rollout import Collection, collect, first_index, give_u
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
+from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -401,6 +402,7 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
     return await eval_single_dataset(args, rollout_id, dataset_cfg, GenerateState(args), generate_and_rm)
 
 
+@also_named(data_buffer="data_source")
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

@@ -6,6 +6,8 @@ import logging
 import time
 from typing import Any, NoReturn
 
+from slime.utils.moved import also_named
+
 __all__ = ["sleep"]
 
 logger = logging.getLogger(__name__)
@@ -13,6 +15,7 @@ logger = logging.getLogger(__name__)
 LOG_INTERVAL_S = 3600.0
 
 
+@also_named(data_buffer="data_source")
 def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
     """Never return; say so every hour."""
     began = time.monotonic()

@@ -156,31 +156,33 @@ def _parse_tools(value: Any, where: str) -> list[Any]:
     return value
 
 
-def filter_long_prompt(samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None) -> list[Sample]:
+def filter_long_prompt(
+    origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
+) -> list[Sample]:
     """Return the samples, in order, whose prompt has at most ``max_length`` tokens.
 
     All are kept, with a warning, when prompts are message lists: their length depends on a chat template.
     """
-    if max_length is None or not samples:
-        return samples
-    if not isinstance(samples[0].prompt, str):
+    if max_length is None or not origin_samples:
+        return origin_samples
+    if not isinstance(origin_samples[0].prompt, str):
         logger.warning("prompts are message lists: the limit of %d prompt tokens is not applied to them", max_length)
-        return samples
+        return origin_samples
     kept = []
     if processor is not None:
         from slime.utils.processing_utils import build_processor_kwargs
 
-        for sample in samples:
+        for sample in origin_samples:
             kwargs = build_processor_kwargs(sample.multimodal_inputs)
             if len(processor(text=sample.prompt, **kwargs)["input_ids"][0]) <= max_length:
                 kept.append(sample)
     else:
-        for start in range(0, len(samples), _TOKENIZE_AT_ONCE):
-            chunk = samples[start : start + _TOKENIZE_AT_ONCE]
+        for start in range(0, len(origin_samples), _TOKENIZE_AT_ONCE):
+            chunk = origin_samples[start : start + _TOKENIZE_AT_ONCE]
             all_ids = tokenizer([s.prompt for s in chunk], add_special_tokens=False)["input_ids"]
             kept += [sample for sample, ids in zip(chunk, all_ids, strict=True) if len(ids) <= max_length]
-    dropped = len(samples) - len(kept)
-    logger.info("%d of %d prompts have more than %d tokens and are dropped", dropped, len(samples), max_length)
+    dropped = len(origin_samples) - len(kept)
+    logger.info("%d of %d prompts have more than %d tokens and are dropped", dropped, len(origin_samples), max_length)
     return kept
 
 

@@ -1,11 +1,15 @@
-"""Names at paths that older releases had: they still import, and say where they are now."""
+"""Names that older releases had: paths still import and say where they are now, parameters have either name."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -32,3 +36,23 @@ def warn_moved(old: str, new: str, *, stacklevel: int = 2) -> None:
         DeprecationWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def also_named(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function whose callers give parameters other ``names`` (other name -> own name) by keyword.
+
+    Which name slime had differs between releases <= 0.3.1 or between their functions. Calls that use both names raise
+    TypeError.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            own = {names.get(name, name): value for name, value in kwargs.items()}
+            if len(own) < len(kwargs):
+                raise TypeError(f"{function.__name__}() got one parameter under two names: {', '.join(kwargs)}")
+            return function(*args, **own)  # type: ignore[arg-type]
+
+        return call
+
+    return decorate

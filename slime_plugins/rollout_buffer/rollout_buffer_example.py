@@ -15,6 +15,7 @@ from slime.utils.async_utils import run
 from slime.utils.http_client import HttpClient, HttpRequestError
 from slime.utils.http_utils import _wrap_ipv6
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.utils.moved import also_named
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.buffer import KEY_VARIABLE
 
@@ -48,6 +49,7 @@ class Progress:
 _started: dict[str, Progress] = {}
 
 
+@also_named(data_buffer="data_source")
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """Return ``rollout_batch_size`` groups from the buffer at ``--rollout-buffer-url``.
 

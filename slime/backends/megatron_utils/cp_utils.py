@@ -22,27 +22,43 @@ Values = TypeVar("Values", list[float], Tensor)
 
 
 def get_logits_and_tokens_offset_with_cp(
-    total_length: int, response_length: int
+    total_length: int, response_length: int, qkv_format: str = "thd", max_seq_len: int | None = None
 ) -> tuple[int, tuple[Range, Range], tuple[Range, Range], tuple[Range, Range]]:
     """Return (chunk size, position chunks, logits ranges, token ranges) of one sample on this rank.
 
-    All are half-open position ranges from the start of the prompt; empty ranges are (0, 0).
+    All are half-open position ranges from the start of the prompt; empty ranges are (0, 0). Raises ValueError for a
+    ``qkv_format`` other than ``thd``, in which ``max_seq_len`` means nothing.
     """
+    _check_packed(qkv_format)
     cp = context_parallel()
     return layout.logits_and_tokens_offsets(total_length, response_length, cp_rank=cp.rank, cp_size=cp.size)
 
 
-def slice_with_cp(tokens: Tensor, pad_value: float = 0) -> Tensor:
-    """Return this rank's positions [2 * chunk, ...] of a whole sequence [L, ...], padded with ``pad_value``."""
+def slice_with_cp(
+    tokens: Tensor, pad_value: float = 0, qkv_format: str = "thd", max_seq_len: int | None = None
+) -> Tensor:
+    """Return this rank's positions [2 * chunk, ...] of a whole sequence [L, ...], padded with ``pad_value``.
+
+    ``qkv_format`` and ``max_seq_len`` as in ``get_logits_and_tokens_offset_with_cp``.
+    """
+    _check_packed(qkv_format)
     cp = context_parallel()
     return layout.slice_with_cp(tokens, pad_value, cp_rank=cp.rank, cp_size=cp.size)
 
 
-def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
+def slice_log_prob_with_cp(
+    log_prob: Values,
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_token_len: int | None = None,
+) -> Values:
     """Return this rank's part of per-response-token values [response_length] (a list or a tensor).
 
-    Raises ValueError when there is not one value per response token.
+    ``qkv_format`` and ``max_token_len`` as ``max_seq_len`` in ``get_logits_and_tokens_offset_with_cp``. Raises
+    ValueError when there is not one value per response token.
     """
+    _check_packed(qkv_format)
     cp = context_parallel()
     if torch.is_tensor(log_prob):
         return layout.slice_response_with_cp(log_prob, total_length, response_length, cp_rank=cp.rank, cp_size=cp.size)
@@ -105,20 +121,32 @@ def get_sum_of_sample_mean(
     response_lengths: Sequence[int],
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
-    *,
-    rollout_mask_sums: Any = None,
+    qkv_format: str = "thd",
+    max_seq_lens: Sequence[int] | None = None,
+    sample_denoms: Any = None,
 ) -> Reducer:
     """Return the reducer of a micro-batch: local per-token values [R_local] -> scalar.
 
     Default: the sum over samples of ``sum(x * mask) / max(denominator, 1)``, where the denominator is
-    ``rollout_mask_sums[i]`` (all trained tokens of the sample's rollout execution) or, without it, the sample's own
-    mask sum. With ``calculate_per_token_loss``: the sum over tokens of ``x * mask``. Sum the results over micro-batches
-    and CP ranks to have the value of the batch. ``loss_masks`` are whole [response_length].
+    ``sample_denoms[i]`` (the trainer passes all trained tokens of the sample's rollout execution) or, without it, the
+    sample's own mask sum. With ``calculate_per_token_loss``: the sum over tokens of ``x * mask``, without denominators.
+    Sum the results over micro-batches and CP ranks to have the value of the batch. ``loss_masks`` are whole
+    [response_length]. ``qkv_format`` and ``max_seq_lens`` as in ``get_logits_and_tokens_offset_with_cp``.
     """
+    _check_packed(qkv_format)
     local = [
         slice_log_prob_with_cp(mask, total, response)
         for mask, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True)
     ]
-    if rollout_mask_sums is None:
-        rollout_mask_sums = torch.stack([mask.sum() for mask in loss_masks])
-    return make_reducer(local, rollout_mask_sums, calculate_per_token_loss=calculate_per_token_loss)
+    if sample_denoms is None:
+        sample_denoms = torch.stack([mask.sum() for mask in loss_masks])
+    return make_reducer(local, sample_denoms, calculate_per_token_loss=calculate_per_token_loss)
+
+
+def _check_packed(qkv_format: str) -> None:
+    """Raise ValueError for the layout with a padded row per sample, which slime <= 0.3.0 had too."""
+    if qkv_format != "thd":
+        raise ValueError(
+            f"qkv_format={qkv_format!r}: expected 'thd'; samples are packed one after the other and never padded to "
+            "max_seq_lens, so leave both arguments out"
+        )

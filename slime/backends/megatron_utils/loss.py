@@ -104,7 +104,7 @@ def loss_function(
         batch["response_lengths"],
         masks,
         per_token,
-        rollout_mask_sums=batch.get("rollout_mask_sums"),
+        sample_denoms=batch.get("rollout_mask_sums"),
     )
     function = _loss_by_type(args)
     if getattr(args, "recompute_loss_function", False):

@@ -192,7 +192,7 @@ def _reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor]) -> Red
         batch["response_lengths"],
         masks,
         bool(getattr(args, "calculate_per_token_loss", False)),
-        rollout_mask_sums=sums,
+        sample_denoms=sums,
     )
 
 

@@ -41,16 +41,31 @@ def get_responses(
     unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None = None,
+    apply_temperature: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield per sample (logits [n, V_local] float32 divided by the rollout temperature, tokens [n] they predict).
+    """Yield per sample (logits [n, V_local] float32, tokens [n] they predict).
 
-    ``logits`` is [1, T_local, V_local]; n counts the response tokens whose logits this rank holds and may be 0. It
-    copies logits: for log-probs use ``get_log_probs_and_entropy``, which does not.
+    ``logits`` is [1, T_local, V_local]; n counts the response tokens whose logits this rank holds and may be 0. They
+    are divided by ``args.rollout_temperature`` unless ``apply_temperature`` is False. ``max_seq_lens`` has no effect:
+    it is of samples in a padded row each, which ``packed_row`` refuses. This copies logits: for log-probs use
+    ``get_log_probs_and_entropy``, which does not.
     """
+    row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    temperature = getattr(args, "rollout_temperature", 1.0)
+    temperature = getattr(args, "rollout_temperature", 1.0) if apply_temperature else 1.0
     for sample_rows, sample_targets in zip(rows.split(sizes), targets.split(sizes), strict=True):
-        yield logits[0][sample_rows].float() / temperature, sample_targets
+        yield row[sample_rows].float() / temperature, sample_targets
+
+
+def packed_row(outputs: Tensor) -> Tensor:
+    """Return [T_local, ...] of a model's ``outputs`` [1, T_local, ...]; raises ValueError for more than one row."""
+    if outputs.dim() != 3 or outputs.size(0) != 1:
+        raise ValueError(
+            f"expected the outputs of one row of packed samples, [1, T, ...], got {tuple(outputs.shape)}: samples in a "
+            "row each, padded to max_seq_lens, are not supported"
+        )
+    return outputs.squeeze(0)
 
 
 def get_log_probs_and_entropy(
@@ -62,28 +77,35 @@ def get_log_probs_and_entropy(
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     non_loss_data: bool = True,
+    max_seq_lens: Sequence[int] | None = None,
+    apply_temperature: bool = True,
+    with_entropy_grad: bool | None = None,
     top_p_token_ids: Sequence[Tensor] | None = None,
     top_p_token_offsets: Sequence[Tensor] | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Return (empty tensor, {"log_probs": [...], "entropy": [...]}), one float32 tensor [n_local] per sample.
 
-    ``logits`` [1, T_local, V_local] are divided by ``args.rollout_temperature``; the vocabulary may be split over the
-    tensor-parallel group; padding columns past ``args.vocab_size`` have probability 0. The entropy carries a gradient
-    only when ``args.entropy_coef`` is not 0. With the nuclei that the response tokens were sampled among (per sample
+    ``logits`` [1, T_local, V_local] are divided by ``args.rollout_temperature`` unless ``apply_temperature`` is False;
+    the vocabulary may be split over the tensor-parallel group; padding columns past ``args.vocab_size`` have
+    probability 0. The entropy carries a gradient ``with_entropy_grad``, by default when ``args.entropy_coef`` is not 0.
+    ``max_seq_lens`` as in ``get_responses``. With the nuclei that the response tokens were sampled among (per sample
     ids [k] and offsets [response_length + 1]) log-probs are those among them; the entropy is of all. The pair has the
     form of Megatron's loss functions, so this can be passed to its schedules; ``non_loss_data`` is what they pass and
     has no effect. With ``overwrite_logits``, for callers that do nothing else with the logits, their gradient takes
     their place in memory.
     """
-    del non_loss_data
+    del non_loss_data, max_seq_lens
+    row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    temperature = getattr(args, "rollout_temperature", 1.0)
+    temperature = getattr(args, "rollout_temperature", 1.0) if apply_temperature else 1.0
+    if with_entropy_grad is None:
+        with_entropy_grad = getattr(args, "entropy_coef", 0.0) != 0
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
         log_probs = nucleus_log_probs(
-            logits.squeeze(0),
+            row,
             targets,
             local_nuclei(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths),
             rows=rows,
@@ -92,7 +114,7 @@ def get_log_probs_and_entropy(
         )
     if log_probs is None or with_entropy:
         whole, entropy = log_probs_and_entropy(
-            logits.squeeze(0),
+            row,
             targets,
             rows=rows,
             tp_group=tensor_parallel().group,
@@ -100,7 +122,7 @@ def get_log_probs_and_entropy(
             chunk_size=getattr(args, "log_probs_chunk_size", -1),
             temperature=temperature,
             with_entropy=with_entropy,
-            entropy_grad=getattr(args, "entropy_coef", 0.0) != 0,
+            entropy_grad=with_entropy_grad,
             overwrite_logits=overwrite_logits and log_probs is None and _not_needed_by_their_maker(logits),
         )
         log_probs = whole if log_probs is None else log_probs

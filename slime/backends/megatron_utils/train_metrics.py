@@ -41,7 +41,7 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
         data["total_lengths"],
         data["response_lengths"],
         data["loss_masks"],
-        rollout_mask_sums=data.get("rollout_mask_sums"),
+        sample_denoms=data.get("rollout_mask_sums"),
     )
     sizes = [
         slice_log_prob_with_cp(mask, total, response).shape

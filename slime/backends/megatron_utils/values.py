@@ -15,7 +15,7 @@ from torch import Tensor
 from slime.algorithms.value_loss import compute_value_loss
 from slime.backends.megatron_utils.cp_utils import Reducer, response_rows_and_targets, slice_log_prob_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, sample_name
-from slime.backends.megatron_utils.response_logits import note_finite_samples
+from slime.backends.megatron_utils.response_logits import note_finite_samples, packed_row
 
 
 def get_values(
@@ -27,6 +27,7 @@ def get_values(
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     non_loss_data: bool = True,
+    max_seq_lens: Sequence[int] | None = None,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Return (empty tensor, {"values": [...]}), one float32 tensor [n_local] per sample.
 
@@ -35,11 +36,11 @@ def get_values(
     ``rollout_temperature``. The signature is that of ``get_log_probs_and_entropy``. Raises ValueError for an output
     with more than one column.
     """
-    del args, with_entropy, non_loss_data
+    del args, with_entropy, non_loss_data, max_seq_lens
     if logits.size(-1) != 1:
         raise ValueError(f"expected one value per position, got {tuple(logits.shape)}: the output of a language model?")
     rows, _, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    values = logits[0, :, 0].float()[rows]
+    values = packed_row(logits)[:, 0].float()[rows]
     return torch.empty(0, device=logits.device), {"values": list(values.split(sizes))}
 
 

@@ -15,9 +15,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 
 
-def normalize_answer(text: str) -> str:
-    """Return ``text`` in lower case without punctuation and articles, words separated by single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+def normalize_answer(s: str) -> str:
+    """Return ``s`` in lower case without punctuation and articles, words separated by single spaces."""
+    return " ".join(_ARTICLES.sub(" ", s.lower().translate(_PUNCTUATION)).split())
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:

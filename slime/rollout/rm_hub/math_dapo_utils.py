@@ -35,10 +35,10 @@ _REMOVED = (
 )  # fmt: skip
 
 
-def remove_boxed(boxed: str) -> str:
+def remove_boxed(s: str) -> str:
     r"""Return what is inside ``\boxed{...}``. Raises AssertionError for anything else."""
-    inner = _remove_boxed(boxed) if boxed.startswith("\\boxed{") else None
-    assert inner is not None, f"not a closed box: {boxed!r}"
+    inner = _remove_boxed(s) if s.startswith("\\boxed{") else None
+    assert inner is not None, f"not a closed box: {s!r}"
     return inner
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from slime.rollout.rm_hub.answer_text import without_end_tokens
 from slime.rollout.rm_hub.math_expression import equal_values, latex_to_plain, unknown_letters
+from slime.utils.moved import also_named
 
 __all__ = [
     "extract_answer",
@@ -36,6 +37,7 @@ _INTEGER_FRACTION = re.compile(r"-?\d+/\d+")
 _DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
 
 
+@also_named(s="string")
 def last_boxed_only_string(string: str) -> str | None:
     r"""Return the last ``\boxed{...}`` (or, without one, ``\fbox{...}``) of ``string``; None when it is not closed.
 
@@ -64,11 +66,11 @@ def last_boxed_only_string(string: str) -> str | None:
     return None
 
 
-def remove_boxed(boxed: str | None) -> str | None:
+def remove_boxed(s: str | None) -> str | None:
     r"""Return what is inside ``\boxed{...}``, ``\fbox{...}`` or after ``\boxed``; None for anything else."""
-    if boxed is None:
+    if s is None:
         return None
-    match = re.fullmatch(r"\\(?:boxed|fbox) *(?:\{(.*)\}|([^\s{].*))", boxed, re.DOTALL)
+    match = re.fullmatch(r"\\(?:boxed|fbox) *(?:\{(.*)\}|([^\s{].*))", s, re.DOTALL)
     if match is None:
         return None
     return match[1] if match[1] is not None else match[2]

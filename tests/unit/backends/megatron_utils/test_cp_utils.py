@@ -89,7 +89,7 @@ def test_reducer_is_the_masked_sum_over_ranks(as_rank, size: int, per_token: boo
     got = 0.0
     for rank in range(size):
         as_rank(rank, size)
-        reduce = cp_utils.get_sum_of_sample_mean(totals, responses, masks, per_token, rollout_mask_sums=rollout_sums)
+        reduce = cp_utils.get_sum_of_sample_mean(totals, responses, masks, per_token, sample_denoms=rollout_sums)
         local = [cp_utils.slice_log_prob_with_cp(v, t, r) for v, t, r in zip(values, totals, responses, strict=True)]
         got += float(reduce(torch.cat(local)))
     assert got == pytest.approx(expected, rel=1e-5)

@@ -81,7 +81,7 @@ def reducer(args: Any, batch: dict[str, Any]) -> Any:
         RESPONSES,
         batch["loss_masks"],
         args.calculate_per_token_loss,
-        rollout_mask_sums=batch["rollout_mask_sums"],
+        sample_denoms=batch["rollout_mask_sums"],
     )
 
 
