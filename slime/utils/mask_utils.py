@@ -1,11 +1,13 @@
 """Token ids and loss masks of multi-turn conversations: 1 on what the assistant wrote, 0 elsewhere.
 
 The conversation is rendered once, by the tokenizer's own chat template, and tokenized once; the assistant's turns are
-found in that text. So the ids are exactly those the model sees, whatever the template does to earlier turns.
+found in that text. So the ids are exactly those the model sees, whatever the template does to earlier turns. What the
+generation prompt already holds (the header, and the ``<think>`` of some templates) is not trained.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +16,8 @@ Messages = list[dict[str, Any]]
 
 ASSISTANT_HEADER = "<|im_start|>assistant\n"
 TURN_END = "<|im_end|>"
+THINK = "<think>\n"
+QUESTION = {"role": "user", "content": "?"}
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
@@ -52,40 +56,51 @@ class MultiTurnLossMaskGenerator:
     def gen_multi_turn_loss_mask_qwen(
         self, messages: Messages, tools: list[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Mask the turns of a ChatML conversation (Qwen2, Qwen2.5): from after the header through the turn's end."""
-        text = self._render(messages, tools)
+        """Mask the turns of a ChatML conversation (Qwen2, Qwen2.5), from after the generation prompt through their end.
+
+        Of every turn as many tokens are left out as the generation prompt has, also where a turn begins otherwise.
+        """
+        text, spans = self._turns(messages, tools)
         trained = self._trained_turns(messages)
-        spans = _assistant_spans(text)
-        if len(spans) != len(trained):
-            raise ValueError(
-                f"the rendered conversation has {len(spans)} turns that begin with {ASSISTANT_HEADER!r}, but "
-                f"{len(trained)} assistant messages. Either the chat template is not ChatML (see --loss-mask-type) or "
-                "a message contains the marker itself."
-            )
-        kept = [span for span, wanted in zip(spans, trained, strict=True) if wanted]
-        return self._tokenize(text, kept)
+        return self._tokenize(text, [span for span, wanted in zip(spans, trained, strict=True) if wanted])
 
     def gen_multi_turn_loss_mask_qwen3(
         self, messages: Messages, tools: list[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """As for Qwen2. Qwen3's template drops the thinking of turns before the last question, here as in use."""
-        return self.gen_multi_turn_loss_mask_qwen(messages, tools)
+        """As for Qwen2, with every turn of the assistant as the template renders it when it is the last one.
+
+        So the reasoning of earlier turns stays and is trained, which Qwen3's template drops from a whole conversation.
+        """
+        text, spans = self._turns(messages, tools)
+        said = [message for message in messages if message["role"] == "assistant"]
+        whole, kept, position = "", [], 0
+        for message, wanted, (start, stop) in zip(said, self._trained_turns(messages), spans, strict=True):
+            alone, ((begin, end),) = self._turns([QUESTION, message], None)
+            whole += text[position:start] + alone[begin:end]
+            if wanted:
+                kept.append((len(whole) - (end - begin), len(whole)))
+            position = stop
+        return self._tokenize(whole + text[position:], kept)
 
     def gen_multi_turn_loss_mask_qwen3_5(
         self, messages: Messages, tools: list[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """As for Qwen3."""
+        """As for Qwen2: the template drops the reasoning of turns before the last question, here as in use."""
         return self.gen_multi_turn_loss_mask_qwen(messages, tools)
 
     def gen_multi_turn_loss_mask_distill_qwen(
         self, messages: Messages, tools: list[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Mask the last message, verbatim, after the rendered prompt (R1-Distill templates would cut its thinking)."""
+        """Mask the last message, verbatim, after the rendered prompt (R1-Distill templates would cut its thinking).
+
+        A ``<think>`` line that the prompt ends with is not repeated. Nothing is added at the end either.
+        """
         prompt = self.tokenizer.apply_chat_template(
             messages[:-1], tokenize=False, add_generation_prompt=True, tools=tools
         )
+        answer = messages[-1]["content"]
         prompt_ids = self._ids(prompt)
-        response_ids = self._ids(messages[-1]["content"])
+        response_ids = self._ids(answer.removeprefix(THINK) if prompt.endswith(THINK) else answer)
         trained = int(messages[-1].get("step_loss_mask", 1) == 1)
         return prompt_ids + response_ids, [0] * len(prompt_ids) + [trained] * len(response_ids)
 
@@ -111,6 +126,7 @@ class MultiTurnLossMaskGenerator:
             raise ValueError(f"found {len(spans)} assistant turns in the token ids, expected {len(trained)}")
         mask = [0] * len(ids)
         for (start, stop), wanted in zip(spans, trained, strict=True):
+            start += min(self._prompted_tokens, stop - start)
             mask[start:stop] = [int(wanted)] * (stop - start)
         return ids, mask
 
@@ -129,9 +145,25 @@ class MultiTurnLossMaskGenerator:
     def _trained_turns(messages: Messages) -> list[bool]:
         return [m.get("step_loss_mask", 1) == 1 for m in messages if m["role"] == "assistant"]
 
-    def _render(self, messages: Messages, tools: list[Any] | None) -> str:
+    def _turns(self, messages: Messages, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendered conversation and where each turn of the assistant is in it, without its header."""
         plain = [{key: value for key, value in m.items() if key != "step_loss_mask"} for m in messages]
-        return str(self.tokenizer.apply_chat_template(plain, tokenize=False, tools=tools))
+        text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, tools=tools))
+        spans, expected = _assistant_spans(text), sum(message["role"] == "assistant" for message in messages)
+        if len(spans) != expected:
+            raise ValueError(
+                f"the rendered conversation has {len(spans)} turns that begin with {ASSISTANT_HEADER!r}, but "
+                f"{expected} assistant messages. Either the chat template is not ChatML (see --loss-mask-type) or "
+                "a message contains the marker itself."
+            )
+        return text, spans
+
+    @functools.cached_property
+    def _prompted_tokens(self) -> int:
+        """How many tokens the generation prompt has after the header of the assistant's turn."""
+        prompt = self.tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
+        _, header, more = str(prompt).rpartition(ASSISTANT_HEADER)
+        return len(self._ids(header + more)) - len(self._ids(header)) if header else 0
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -143,10 +175,14 @@ class MultiTurnLossMaskGenerator:
         ids, mask = list(encoded["input_ids"]), []
         remaining = iter(spans)
         start, stop = next(remaining, (len(text), len(text)))
+        prompted = self._prompted_tokens
         for begin, _ in encoded["offset_mapping"]:
             while begin >= stop and stop < len(text):
                 start, stop = next(remaining, (len(text), len(text)))
-            mask.append(int(start <= begin < stop))
+                prompted = self._prompted_tokens
+            inside = start <= begin < stop
+            mask.append(int(inside and prompted <= 0))
+            prompted -= inside
         return ids, mask
 
     def _tokenize_pieces(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -155,10 +191,10 @@ class MultiTurnLossMaskGenerator:
         mask: list[int] = []
         position = 0
         for start, stop in [*spans, (len(text), len(text))]:
-            for piece, trained in ((text[position:start], 0), (text[start:stop], 1)):
-                piece_ids = self._ids(piece) if piece else []
-                ids += piece_ids
-                mask += [trained] * len(piece_ids)
+            before, turn = self._ids(text[position:start]), self._ids(text[start:stop])
+            prompted = min(self._prompted_tokens, len(turn))
+            ids += before + turn
+            mask += [0] * (len(before) + prompted) + [1] * (len(turn) - prompted)
             position = stop
         return ids, mask
 
