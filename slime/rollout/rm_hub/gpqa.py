@@ -91,6 +91,8 @@ def _correct_letter(label: Any, metadata: Mapping[str, Any], letters: list[str],
     stated = metadata.get("correct_letter")
     if isinstance(stated, str) and stated.strip().upper() in letters:
         return stated.strip().upper()
+    if isinstance(label, float) and label.is_integer():  # as columns with gaps are read
+        label = int(label)
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     if isinstance(label, str) and label.strip().strip("().").upper() in letters:

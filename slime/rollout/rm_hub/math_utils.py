@@ -220,9 +220,9 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
 
 def ground_truth_answer(ground_truth: object) -> str | None:
     r"""Return a label's answer as text: the content of its own ``\boxed`` where it has one; None for no label."""
-    if ground_truth is None or ground_truth == "":
+    text = "" if ground_truth is None else str(ground_truth)
+    if not text.strip():
         return None
-    text = str(ground_truth)
     return extract_answer(text) if "\\boxed" in text or "\\fbox" in text else text
 
 

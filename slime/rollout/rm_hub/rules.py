@@ -26,7 +26,7 @@ def _dapo(response: str, label: Any, metadata: Mapping[str, Any]) -> dict[str, A
 
 
 def _f1(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    return f1_score(response, label or "")[0]
+    return f1_score(response, "" if label is None else label)[0]
 
 
 RULES: dict[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
