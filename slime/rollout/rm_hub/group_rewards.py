@@ -33,8 +33,8 @@ def rewards_of(args: Any, samples: list[Any], returned: Any) -> list[Any]:
     seen = f"None, and left {lacking[:20]} without one" if returned is None else f"{returned!r:.200}"
     raise BadReward(
         f"{make_hook(args.custom_rm_path, 'custom_rm_path')} was given {len(flat)} samples (indices "
-        f"{[sample.index for sample in flat]}) and must return a list of as many rewards, or None after it has set "
-        f"the reward of each; got {seen}"
+        f"{[sample.index for sample in flat]}) and must return a list of as many rewards, got {seen} (None is right "
+        "after it has set the reward of each)"
     )
 
 
