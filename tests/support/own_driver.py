@@ -68,11 +68,13 @@ def train(args):
 
         if not args.offload_train:
             actor_model.clear_memory()
+        # By tags, as loops of slime 0.2 do, which import these from sglang.srt.constants.
         if args.offload_rollout and not args.release_train:
-            ray.get(rollout_manager.onload_weights.remote())
+            ray.get(rollout_manager.onload.remote(tags=["weights"]))
         actor_model.update_weights()
         if args.offload_rollout:
-            ray.get(rollout_manager.onload_kv.remote())
+            ray.get(rollout_manager.onload.remote(tags=["cuda_graph"]))
+            ray.get(rollout_manager.onload.remote(tags=["kv_cache"]))
 
         if should_run_periodic_action(rollout_id, args.eval_interval, num_rollout_per_epoch):
             ray.get(rollout_manager.eval.remote(rollout_id))
