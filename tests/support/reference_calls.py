@@ -38,6 +38,8 @@ def split(call: inspect.Signature, given: dict[str, Any], form: str) -> tuple[li
     """Return ``given`` as (args, kwargs); in the positional form all go by position that can."""
     args: list[Any] = []
     kwargs = dict(given)
+    if KINDS.VAR_POSITIONAL in {parameter.kind for parameter in call.parameters.values()}:
+        form = POSITIONAL  # what stands before *args has no other
     for parameter in call.parameters.values():
         if parameter.kind is KINDS.VAR_POSITIONAL:
             args += kwargs.pop(f"*{parameter.name}", [])
@@ -95,7 +97,7 @@ def is_true(result: Any) -> None:
 def forms(row: Name) -> list[str]:
     """The forms in which users can call ``row``: one where no parameter can go by position and by keyword."""
     kinds = [parameter.kind for parameter in parse_call(row.call).parameters.values()]
-    if KINDS.POSITIONAL_OR_KEYWORD not in kinds:
+    if KINDS.POSITIONAL_OR_KEYWORD not in kinds or KINDS.VAR_POSITIONAL in kinds:
         return [KEYWORD]
     return [POSITIONAL, KEYWORD]
 

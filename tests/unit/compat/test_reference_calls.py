@@ -11,9 +11,9 @@ from slime.utils.moved import also_named
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 from tests.support.public_surface import read_table
 from tests.support.reference_calls import Call, forms, perform
-from tests.unit.compat import losses
+from tests.unit.compat import helpers, losses, rewards, samples, services
 
-CALLS: list[Call] = [*losses.CALLS]
+CALLS: list[Call] = [*losses.CALLS, *samples.CALLS, *rewards.CALLS, *helpers.CALLS, *services.CALLS]
 ROWS = {row.path: row for row in read_table()}
 
 
