@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import multiprocessing.process
+import warnings
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from slime.backends.megatron_utils import cp_utils
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_responses, get_values
+from slime.utils import accelerator, http_utils
+from slime.utils.misc import SingletonMeta
 from slime.utils.moved import also_named
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
-from tests.support.public_surface import read_table
-from tests.support.reference_calls import Call, forms, perform
-from tests.unit.compat import helpers, losses, rewards, samples, services
+from tests.support.imports import ROOT
+from tests.support.public_surface import Name, parse_call, read_table
+from tests.support.reference_calls import Call, forms, named, perform
+from tests.unit.compat import helpers, losses, rewards, samples, services, wholes
+from tests.unit.compat.test_rollout_calls import MAKERS
 
-CALLS: list[Call] = [*losses.CALLS, *samples.CALLS, *rewards.CALLS, *helpers.CALLS, *services.CALLS]
+TABLES = (losses, samples, rewards, helpers, services, wholes)
+CALLS: list[Call] = [call for table in TABLES for call in table.CALLS]
 ROWS = {row.path: row for row in read_table()}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What calls change of the process is as before after each: patches, the client, singletons, the accelerator."""
+    monkeypatch.setattr(http_utils, "_http_client", None)
+    yield
+    while wholes.PATCHES:
+        wholes.PATCHES.pop().undo()
+    SingletonMeta.clear_instances()
+    accelerator.reset_accelerator()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -24,6 +46,90 @@ ROWS = {row.path: row for row in read_table()}
 )
 def test_calls_in_the_reference_form(call: Call, form: str) -> None:
     perform(ROWS[call.path], call, form)
+
+
+RAY = "tests/unit/ray/"
+CALLED_IN: dict[str, str] = {
+    "slime.ray.placement_group.create_actor_group": "tests/unit/test_old_names.py",
+    "slime.ray.placement_group.create_rollout_group": "tests/unit/test_old_names.py",
+    "slime.ray.placement_group.": RAY + "test_placement_group.py",
+    "slime.ray.train_group.RayTrainGroup": RAY + "test_rollout_handle.py",
+    "slime.ray.rollout.RolloutManager": RAY + "test_manager_and_engines.py",
+    "train.train": "tests/unit/test_driver.py",
+    "train_async.train": "tests/unit/test_driver.py",
+    "slime_plugins.models.": "tests/integration/test_model_families.py",
+    "slime.observability.logging_utils.": "tests/unit/observability/test_tracking.py",
+    "slime.observability.tensorboard_utils.": "tests/unit/test_old_names.py",
+    "slime.utils.wandb_utils.": "tests/unit/test_old_names.py",
+    "slime.backends.megatron_utils.update_weight_utils.named_parameters": "tests/unit/test_old_names.py",
+    "slime.utils.external_utils.command_utils.fp8_cast_bf16": "tests/unit/utils/external_utils/test_fp8_checkpoint.py",
+    "slime.utils.external_utils.command_utils.": "tests/unit/utils/external_utils/test_command_utils.py",
+    "slime.utils.arguments.slime_validate_args": "tests/unit/arguments/test_rules.py",
+    "slime.utils.arguments.parse_args": "tests/unit/arguments/test_command_line.py",
+    "slime.utils.eval_config.build_eval_dataset_configs": "tests/unit/utils/test_eval_config.py",
+    "slime.utils.processing_utils.process_vision_info": "tests/unit/utils/test_processing_utils.py",
+    "slime.rollout.rm_hub.ifbench.": "tests/unit/rollout/test_ifbench.py",
+    "slime.rollout.on_policy_distillation.reward_func": "tests/unit/rollout/test_on_policy_distillation.py",
+    "slime.rollout.sglang_rollout.GenerateState.submit_generate_tasks": "tests/unit/rollout/test_generate_state.py",
+    "slime.rollout.fully_async_rollout.AsyncRolloutWorker.start": "tests/unit/rollout/test_fully_async_rollout.py",
+    "slime_plugins.rollout_buffer.": "tests/unit/slime_plugins/test_rollout_buffer.py",
+}
+"""Names (or what they begin with) whose calls need Ray, engines or a whole set-up, and where those are made."""
+ABSTRACT = {"slime.rollout.data_source.DataSource"}
+CALLABLE = ("function", "coroutine", "class", "method")
+OTHERS = "slime.agent."  # have a table of their own
+
+
+def is_the_new_name(row: Name) -> bool:
+    """Whether an old name is a mere path to the new one, which has its own row."""
+    home, _, name = row.note.rpartition(".")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return row.state == "old" and row.load() is getattr(importlib.import_module(home), name)
+
+
+def test_every_public_callable_is_called() -> None:
+    called = {call.path for call in CALLS} | set(MAKERS)
+    missing = [
+        path
+        for path, row in ROWS.items()
+        if row.kind in CALLABLE and path not in called | ABSTRACT and not path.startswith((OTHERS, *CALLED_IN))
+        if not is_the_new_name(row)
+    ]
+    assert missing == []
+
+
+def test_every_reason_is_needed_and_names_a_test() -> None:
+    called = {call.path for call in CALLS} | set(MAKERS)
+    seen: set[str] = set()
+    for prefix, where in CALLED_IN.items():
+        excused = [row for path, row in ROWS.items() if path.startswith(prefix) and path not in called | seen]
+        seen |= {row.path for row in excused}
+        text = (ROOT / where).read_text()
+        by_flag = prefix == "slime_plugins.models."  # --spec names them in the families' argument files
+        absent = [row.path for row in excused if row.kind in CALLABLE and row.leaf not in text and not by_flag]
+        assert (bool(excused), absent) == (True, []), prefix
+
+
+def test_every_argument_that_users_give_is_given() -> None:
+    given: dict[str, set[str]] = {}
+    for call in CALLS:
+        if not callable(call.given):
+            given.setdefault(call.path, set()).update(call.given)
+        else:
+            given.setdefault(call.path, set()).update(arguments_of(call))
+    missing = {path: named(parse_call(ROWS[path].call)) - names for path, names in given.items()}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+def arguments_of(call: Call) -> set[str]:
+    arguments = call.arguments()
+    for value in arguments.values():
+        if inspect.iscoroutine(value):
+            value.close()
+        elif isinstance(value, multiprocessing.process.BaseProcess):
+            value.kill()
+    return set(arguments)
 
 
 PADDED = {"qkv_format": "bshd"}
