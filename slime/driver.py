@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from slime.arguments.plan.loop import generates_always, refuse_impossible_loop
 from slime.arguments.roles import CRITIC, critic_args
+from slime.arguments.rules import model_defaults
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.steps import rollout_step
@@ -299,6 +300,8 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     refuse_impossible_loop(args, overlap=overlap)
     run_dir.prepare(args)
     logger.info("run directory: %s", args.run_dir)
+    for what, words in model_defaults.summary(args):
+        logger.info("model, %s: %s", what, words)
     rollout: RolloutHandle | None = None
     finished = False
     try:

@@ -16,7 +16,26 @@ HUB = "https://huggingface.co"
 OPENING = """<!-- Written by tools/gen_models_doc.py from slime/arguments/models/facts.yaml. -->
 # Models
 
-Megatron wants the architecture of a model as flags. Each script below defines them as the bash array `MODEL_ARGS`:
+The architecture of a model, which Megatron takes as flags, is read from `config.json` of `--hf-checkpoint`:
+
+```bash
+python train.py --hf-checkpoint /models/Qwen3-4B --dry-run
+```
+
+Every model flag that is not given gets the checkpoint's value: sizes, attention, norms and their epsilon, rotary
+embedding, biases, vocabulary, experts and their router, and `--spec` where a family has layers of its own. The dry run
+(section "Model") and the log of a run say in one line which flags were taken. Flags that are given are compared, as
+described below. A command line that has `--num-layers`, `--hidden-size` and `--num-attention-heads` describes its model
+itself: only the architecture is completed then, and what decides how it is computed (fusions, the dispatcher of
+experts) stays Megatron's default.
+
+`--hidden-dropout` and `--attention-dropout` are 0 unless they are given (Megatron's own default is 0.1): neither the
+engines nor the passes that take log-probs drop anything.
+
+With `--megatron-config-path` a role whose `load` is a Hugging Face checkpoint of another size gets the model flags of
+that checkpoint, where neither the file nor the command line says otherwise.
+
+Each script below defines the flags of a model as the bash array `MODEL_ARGS`, for command lines that say everything:
 
 ```bash
 source scripts/models/qwen3-4B.sh
@@ -33,14 +52,14 @@ The model flags of every run are compared with `config.json` of `--hf-checkpoint
 norms, vocabulary, experts and their router. All differences are reported at once, each with both values, and the run
 stops. Flags that say how something is computed (fusions, dispatchers, padding) are yours to choose.
 
-With `--dry-run` the checkpoint need not be there. The flags are then compared with the published model that the
-directory is named after, and the plan says so: `/models/Qwen3-4B`, `Qwen/Qwen3-4B` and `Qwen3-4B-FP8` are all
-Qwen/Qwen3-4B. Of a name that is not in the table the plan says that nothing was compared.
+With `--dry-run` the checkpoint need not be there. The flags are then taken from the published model that the directory
+is named after, or compared with it, and the plan says so: `/models/Qwen3-4B`, `Qwen/Qwen3-4B` and `Qwen3-4B-FP8` are
+all Qwen/Qwen3-4B. Of a name that is not in the table the plan says that nothing was compared.
 
-A model that is not in the table trains with flags of your own. When they are missing, the error lists what its config
-says in numbers; of a family the table does not know, activation, norms, biases and router are for you to add. With a
-layer specification (`--spec`) or `--custom-model-provider-path` of your own only the values of the config are
-compared, not what its family implies.
+Of a family that the table does not know, only the numbers are in the config; activation, norms, biases and router are
+for you to describe, and the error lists the numbers to add them to. With a layer specification (`--spec`) or
+`--custom-model-provider-path` of your own only the values of the config are compared, not what its family implies; a
+command line that describes such a model itself is completed by them alone, too.
 
 ## Families
 

@@ -9,30 +9,26 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from unittest import mock
 
 from examples.quickstart import recipe
 from examples.quickstart.stages import show_command
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "get_started" / "quick_start.md"
 ROOT = Path("runs/quickstart")
-MODEL_FLAGS = '"${MODEL_FLAGS[@]}"'
 _BLOCK = re.compile(r"(<!-- recipe: (\w+) -->\n```bash\n)(?:(?!```).*\n)*(```)")
 
 
 def commands() -> dict[str, str]:
-    """Return name -> shell text of every command of the quickstart, with seed 0 and the model's flags in an array."""
+    """Return name -> shell text of every command of the quickstart, with seed 0."""
     paths = recipe.Paths(ROOT)
-    with mock.patch.object(recipe, "megatron_flags", return_value=[MODEL_FLAGS]):
-        grpo = {
-            name: ["train.py", *recipe.grpo(paths, 0, rollouts=recipe.GRPO_ROLLOUTS, shuffled=shuffled)]
-            for name, shuffled in (("grpo", False), ("shuffled", True))
-        }
-        lines = {"sft": ["train.py", *recipe.sft(paths, 0)], **grpo}
-    shown = {name: show_command(["python", *words]) for name, words in lines.items()}
-    shown["model"] = f"MODEL_FLAGS=($({show_command(['python', '-m', *recipe.make_model(paths, 0)])}))"
-    shown["data"] = show_command(["python", "-m", *recipe.make_data(paths, 0)])
-    return {name: text.replace(f"'{MODEL_FLAGS}'", MODEL_FLAGS) for name, text in shown.items()}
+    grpo = {
+        name: ["train.py", *recipe.grpo(paths, 0, rollouts=recipe.GRPO_ROLLOUTS, shuffled=shuffled)]
+        for name, shuffled in (("grpo", False), ("shuffled", True))
+    }
+    modules = {"model": recipe.make_model(paths, 0), "data": recipe.make_data(paths, 0)}
+    lines = {"sft": ["train.py", *recipe.sft(paths, 0)], **grpo}
+    lines |= {name: ["-m", *words] for name, words in modules.items()}
+    return {name: show_command(["python", *words]) for name, words in lines.items()}
 
 
 def render() -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tools.tiny_model import megatron_flags
 
 MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "num-attention-heads": 8,
          "num-key-value-heads": 4}  # fmt: skip
@@ -72,7 +71,7 @@ def make_data(paths: Paths, seed: int) -> list[str]:
 def sft(paths: Paths, seed: int) -> list[str]:
     """Return the arguments of ``train.py`` for SFT."""
     return [
-        "--hf-checkpoint", str(paths.model), *megatron_flags(paths.model),
+        "--hf-checkpoint", str(paths.model),
         "--prompt-data", str(paths.data / "sft.jsonl"), "--input-key", "messages",
         "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout",
         "--loss-type", "sft_loss", "--calculate-per-token-loss", "--disable-compute-advantages-and-returns",
@@ -94,7 +93,7 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
     """Return the arguments of ``train.py`` for GRPO: two engines behind the router, one trainer."""
     control = ["--custom-reward-post-process-path", "examples.quickstart.reward.shuffled_rewards"] if shuffled else []
     return [
-        "--hf-checkpoint", str(paths.sft_model), *megatron_flags(paths.sft_model),
+        "--hf-checkpoint", str(paths.sft_model),
         "--prompt-data", str(paths.data / "train.jsonl"), "--input-key", "messages", "--label-key", "label",
         "--apply-chat-template", "--rollout-shuffle", "--rollout-seed", str(42 + seed),
         "--custom-rm-path", "examples.quickstart.reward.exact_answer", *control,

@@ -31,6 +31,12 @@ def all_flags() -> tuple[Flag, ...]:
     return tuple(first_of_each([*slime_flags(), *megatron_flags(), *sglang.sglang_flags(), *router.router_flags()]))
 
 
+@cache
+def flags_by_option() -> dict[str, Flag]:
+    """Option -> the flag that has it."""
+    return {option: flag for flag in all_flags() for option in flag.options}
+
+
 def build_parser(
     flags: Sequence[Flag], add_custom_arguments: AddCustomArguments | None = None
 ) -> argparse.ArgumentParser:

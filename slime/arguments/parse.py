@@ -69,12 +69,12 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     given = {**file.given, **typed}
     given |= custom_config.read(given.get("custom_config_path"), flags)
     changed = {**parser.custom_defaults, **file.defaults, **given}  # type: ignore[attr-defined]
-    _check_required(changed, flags)
-    _check_custom_required(given, parser)
     args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
     for name, value in changed.items():
         setattr(args, name, value)
     unchecked.begin(args)
+    _check_required(args, changed, flags)
+    _check_custom_required(args, given, parser)
     if ignored:
         unchecked.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
     for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own.keys(), flags):
@@ -114,17 +114,18 @@ def _answer_dry_run(args: argparse.Namespace) -> NoReturn:
     sys.exit(0)
 
 
-def _check_required(given: dict[str, Any], flags: Sequence[Flag]) -> None:
-    missing = [f"{flag.option} ({flag.help})" for flag in flags if flag.required and flag.dest not in given]
-    if missing:
-        raise ArgumentError("missing: " + "; ".join(missing))
+def _check_required(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[Flag]) -> None:
+    stand_ins = {"hf_checkpoint": "HF_CHECKPOINT", "rollout_batch_size": given.get("global_batch_size") or 1}
+    for flag in flags:
+        if flag.required and flag.dest not in given:
+            unchecked.need(args, flag.dest, f"missing: {flag.option} ({flag.help})", stand_ins[flag.dest])
 
 
-def _check_custom_required(given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
+def _check_custom_required(args: argparse.Namespace, given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
     required: dict[str, str] = parser.custom_required  # type: ignore[attr-defined]
-    missing = [option for dest, option in required.items() if dest not in given]
-    if missing:
-        raise ArgumentError(f"missing: {', '.join(missing)} (added by add_custom_arguments)")
+    for dest, option in required.items():
+        if dest not in given:
+            unchecked.need(args, dest, f"missing: {option} (added by add_custom_arguments)")
 
 
 def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:

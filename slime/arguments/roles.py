@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import cache
 from typing import Any
 
+from slime.arguments.command_line import all_flags
 from slime.arguments.files.role_config import overrides_of, parse_megatron_role_args
 from slime.arguments.passthrough import megatron
+from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import is_hf_checkpoint, is_megatron_checkpoint
+from slime.arguments.rules.hf_config import read_config
+from slime.arguments.rules.megatron import derive_model
 
 ACTOR, CRITIC = "actor", "critic"
 CRITIC_DIRECTORY = "critic"
 """Where in the actor's ``--save`` and ``--load`` the critic's checkpoints are, unless the file says otherwise."""
 
 _WEIGHTS_ALONE = ("no_load_optim", "no_load_rng", "finetune")
+_FOLLOWING = ("ffn_hidden_size", "kv_channels", "padded_vocab_size")  # from other sizes, unless they are said
 # What belongs to a policy: a critic has no log-probs, no experts' choices to repeat and nothing to export.
 _WITHOUT_POLICY: dict[str, Any] = {
     "loss_type": "value_loss",
@@ -67,6 +73,20 @@ def _role(args: Namespace, role: str) -> Namespace:
     return found
 
 
+def _describe(role: Namespace, args: Namespace, overrides: dict[str, Any]) -> None:
+    """Let ``config.json`` of the role's own Hugging Face checkpoint say what neither flags nor the file say."""
+    given = {*overrides, *args.explicit_flags}
+    for name in {*model_defaults.taken(args), *_FOLLOWING} - given:
+        setattr(role, name, _flag_defaults()[name])
+    model_defaults.fill(role, read_config(role.load, "--megatron-config-path: load"), given)
+    derive_model(role)
+
+
+@cache
+def _flag_defaults() -> dict[str, Any]:
+    return {flag.dest: flag.default for flag in all_flags()}
+
+
 def _given_load(args: Namespace) -> str | None:
     """``--load`` as it was given to the actor: before its first checkpoint, ``args.load`` is where weights are from."""
     overrides = overrides_of(args.megatron_config_path, ACTOR)
@@ -88,5 +108,7 @@ def _start_from(
                 setattr(role, name, name in args.explicit_flags and getattr(args, name))
         return
     role.load = load if is_hf_checkpoint(load) else else_weights_of
+    if role.load == load and not model_defaults.SIZES.issubset(args.explicit_flags):
+        _describe(role, args, overrides)
     for name in _WEIGHTS_ALONE:
         setattr(role, name, True)

@@ -77,8 +77,41 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     for candidate in (*(prefix + stem for prefix in _PREFIXES), stem.removeprefix("no-"), "no-" + stem):
         if candidate in exact:
             return exact[candidate]
-    matches = difflib.get_close_matches(stem, list(exact), n=1, cutoff=0.72)
-    return exact[matches[0]] if matches else None
+    matches = difflib.get_close_matches(stem, list(exact), n=5, cutoff=0.72)
+    near = next((match for match in matches if _is_slip(stem, match)), None)
+    return None if near is None else exact[near]
+
+
+def _is_slip(stem: str, known: str) -> bool:
+    """Whether ``stem`` is ``known`` with slips: words that are misspelled, or left out behind the first.
+
+    A first word more or less is another thing: ``lora-rank`` is neither ``q-lora-rank`` nor ``local-rank``.
+    """
+    words, others = stem.split("-"), known.split("-")
+    if stem.replace("-", "") == known.replace("-", ""):
+        return True
+    if len(words) == len(others):
+        return all(_misspelled(*pair) for pair in zip(words, others, strict=True))
+    return _misspelled(words[0], others[0])
+
+
+def _misspelled(one: str, other: str) -> bool:
+    """Whether at most a third of the letters were added, left out, exchanged or swapped with their neighbor."""
+    return _edits(one, other) <= max(1, min(len(one), len(other)) // 3)
+
+
+def _edits(one: str, other: str) -> int:
+    """The edit distance with swaps of neighbors (optimal string alignment)."""
+    rows = [list(range(len(other) + 1))]
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b))
+            if i > 1 and j > 1 and (a, b) == (other[j - 2], one[i - 2]):
+                best = min(best, rows[-2][j - 2] + 1)
+            row.append(best)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def stray_message(word: str, words: Sequence[str], known: Mapping[str, Action]) -> str:

@@ -6,6 +6,7 @@ the last word about what it offers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,9 @@ from slime.arguments.passthrough.source import (
     unused_core,
 )
 
+# Where slime's default is not Megatron's. Engines and the passes that take log-probs drop nothing: a policy
+# that is trained with dropout is not the one that generates.
+DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _PARALLEL_WORDS = ("parallel", "pipeline", "tp_comm", "p2p", "microbatch", "comm_type", "wgrad", "hierarchical")
 
 
@@ -36,7 +40,8 @@ def megatron_flags() -> tuple[Flag, ...]:
     fields = [_flag_of(r) for r in found if r["name"] not in taken and r["name"] not in NOT_FLAGS]
     ours = first_of_each([*HAND_TABLE, *fields, *script_flags()])
     offered, _ = _training_scripts()
-    return tuple(ours if offered is None else merged(ours, offered))
+    flags = ours if offered is None else merged(ours, offered)
+    return tuple(replace(flag, default=DEFAULTS.get(flag.dest, flag.default)) for flag in flags)
 
 
 def warnings() -> list[str]:

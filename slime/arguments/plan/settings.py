@@ -9,6 +9,7 @@ from typing import Any
 from slime.arguments.command_line import all_flags
 from slime.arguments.flag import Flag
 from slime.arguments.plan.words import labelled
+from slime.arguments.rules import model_defaults
 from slime.utils.secrets import MASK, is_secret
 
 PARALLEL_SIZES = ("world_size", "data_parallel_size")
@@ -29,12 +30,16 @@ def given_lines(args: Namespace) -> list[str]:
 
 
 def derived_lines(args: Namespace) -> list[str]:
-    """The flags whose value differs from the default without having been given, and the trainer's sizes."""
+    """The flags whose value differs from the default without having been given, and the trainer's sizes.
+
+    Those of the model that are its configuration's have a section of their own.
+    """
     groups: dict[str, list[str]] = {}
+    told = model_defaults.taken(args)
     known = {flag.dest: flag for flag in all_flags()}
     for flag in known.values():
         value = getattr(args, flag.dest, flag.default)
-        if flag.dest not in args.explicit_flags and value != flag.default and flag.group not in SETTLED:
+        if flag.dest not in {*args.explicit_flags, *told} and value != flag.default and flag.group not in SETTLED:
             groups.setdefault(flag.group, []).append(_words(flag, value))
     sizes = [] if args.debug_rollout_only else [f"{name}={getattr(args, name)}" for name in PARALLEL_SIZES]
     return _wrapped([*groups.items(), ("parallel sizes", sizes)])

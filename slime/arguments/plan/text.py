@@ -10,6 +10,7 @@ from slime.arguments.plan.batch import batch_rows
 from slime.arguments.plan.placement_text import placement_lines
 from slime.arguments.plan.settings import derived_lines, given_lines
 from slime.arguments.plan.words import WIDTH, bullets, count, labelled, wrapped
+from slime.arguments.rules import model_defaults
 
 
 def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
@@ -38,6 +39,7 @@ def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
 
     found = [
         ("Given", given_lines(args)),
+        ("Model", labelled(model_defaults.summary(args))),
         ("Derived", derived_lines(args)),
         ("Loop", labelled(planned.loop.rows)),
         ("Batches", labelled(batch_rows(planned.batch))),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 
+from slime.arguments import unchecked
+from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import (
     algorithm,
     batches,
@@ -20,6 +22,7 @@ from slime.arguments.rules import (
     evaluation,
     hf_config,
     megatron,
+    model_defaults,
     nuclei,
     optimizer,
     placement,
@@ -45,6 +48,7 @@ RULES = (
     templates.check,
     debug.choose_loop,
     hf_config.check_readable,
+    model_defaults.take_from_checkpoint,
     evaluation.resolve_datasets,
     checkpoints.fall_back_to_hf_checkpoint,
     checkpoints.resolve_load,
@@ -77,6 +81,7 @@ RULES = (
     quantization.check,
     megatron.derive,
     routing_replay.check,
+    model_defaults.warn_of_dropout,
     optimizer.check,
     roles.check_together,
     algorithm.check_advantages,
@@ -86,6 +91,20 @@ RULES = (
 
 
 def apply_rules(args: argparse.Namespace) -> None:
-    """Apply every rule to ``args`` in place. Raises ``ArgumentError``."""
+    """Apply every rule to ``args`` in place. Raises ``ArgumentError``; what is missing is said all at once."""
     for rule in RULES:
-        rule(args)
+        try:
+            rule(args)
+        except ArgumentError as error:
+            if not unchecked.needed(args):
+                raise
+            if _is_known(args):
+                unchecked.needed(args)[""] = str(error)
+            break
+    if messages := unchecked.needed(args).values():
+        raise ArgumentError("\n".join(messages))
+
+
+def _is_known(args: argparse.Namespace) -> bool:
+    """Whether what the rules say next is about what was given, not about what stands in for what is missing."""
+    return not {"hf_checkpoint", "rollout_batch_size"}.intersection(unchecked.needed(args))

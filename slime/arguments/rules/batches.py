@@ -20,8 +20,12 @@ def derive_global_batch_size(args: Namespace) -> None:
     steps = args.num_steps_per_rollout
     if steps is None:
         if args.global_batch_size is None:
-            raise ArgumentError(
-                f"the batch size is missing: {made}; give --global-batch-size, or --num-steps-per-rollout to split them"
+            given = "" if "rollout_batch_size" in unchecked.needed(args) else f"{made}; "
+            unchecked.need(
+                args,
+                "global_batch_size",
+                f"the batch size is missing: {given}give --global-batch-size, or --num-steps-per-rollout to split them",
+                stand_in=samples,
             )
         if samples < args.global_batch_size and not _makes_its_own_number(args):
             raise ArgumentError(

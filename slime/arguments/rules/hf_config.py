@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import unchecked
+from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
-from slime.arguments.flag import Flag
 from slime.arguments.models import hf_fields
+from slime.arguments.models.facts import family_of
 from slime.arguments.models.known import known_model
 from slime.arguments.models.megatron_flags import Description, describe
 from slime.arguments.models.model_flag import ModelFlag, pattern, plain
@@ -47,8 +47,26 @@ def read_config(hf_checkpoint: str, option: str = "--hf-checkpoint") -> dict[str
     return hf_fields.text_part(config)
 
 
+def config_of(args: Namespace) -> tuple[dict[str, Any], str] | None:
+    """What ``--hf-checkpoint`` says of its model, and its name in messages; None when it is not there.
+
+    Where a dry run finds no checkpoint it is the published model of that name. Raises ``ArgumentError``.
+    """
+    if _is_there(args.hf_checkpoint):
+        return read_config(args.hf_checkpoint), f"{args.hf_checkpoint}/config.json"
+    known = known_model(args.hf_checkpoint)
+    return None if known is None else (known.config, f"the published {known.repository}")
+
+
+def family_is_unknown(config: dict[str, Any]) -> bool:
+    """Whether only the numbers of the model are known: neither activation nor norms nor kind of positions."""
+    return config.get("megatron") is None and family_of(config) is None
+
+
 def check_readable(args: Namespace) -> None:
     """The checkpoint must be there; a dry run says what it compares with instead."""
+    if "hf_checkpoint" in unchecked.needed(args):
+        return  # what is missing is said already
     if args.dry_run and not _is_there(args.hf_checkpoint):
         unchecked.missing(args, _instead(args))
     elif not args.debug_rollout_only:
@@ -56,26 +74,20 @@ def check_readable(args: Namespace) -> None:
 
 
 def check_consistency(args: Namespace) -> None:
-    """Compare every field both sides have; all differences are reported at once.
-
-    Where a dry run finds no checkpoint, the other side is the published model of that name.
-    """
+    """Compare every field both sides have; all differences are reported at once."""
     if args.debug_rollout_only:
         return
-    if _is_there(args.hf_checkpoint):
-        config, name = read_config(args.hf_checkpoint), f"{args.hf_checkpoint}/config.json"
-    else:
-        known = known_model(args.hf_checkpoint)
-        if known is None:
-            return
-        config, name = known.config, f"the published {known.repository}"
+    found = config_of(args)
+    if found is None:
+        return
+    config, name = found
     description = describe(config)
     wrong = _differences(args, description, config.get("model_type")) + prediction.differences(args, config)
     if wrong:
         raise ArgumentError(
             f"the model flags do not describe {name}: {'; '.join(wrong)}. Correct the flags or the checkpoint"
         )
-    if not _is_own_model(args, description):
+    if not is_own_model(args, description):
         for note in description.notes:
             unchecked.warn(args, f"{name}: {note}")
 
@@ -118,14 +130,14 @@ def _instead(args: Namespace) -> str:
     return f"{start}: the model flags were compared with the published {known.repository}"
 
 
-def _is_own_model(args: Namespace, description: Description) -> bool:
+def is_own_model(args: Namespace, description: Description) -> bool:
     """Whether the user builds the model: then only what the config says is compared, not what its family implies."""
     return bool(args.custom_model_provider_path) or (args.spec is not None and args.spec not in description.specs)
 
 
 def _differences(args: Namespace, description: Description, family: str | None) -> list[str]:
-    flags = _flags_by_option()
-    own = _is_own_model(args, description)
+    flags = flags_by_option()
+    own = is_own_model(args, description)
     found = []
     if description.specs and args.spec is None and not own:
         found.append(f"--spec is absent but for {family} it must be {' '.join(description.specs[0])}")
@@ -141,13 +153,6 @@ def _differences(args: Namespace, description: Description, family: str | None) 
         if seen != wanted.value and not (wanted.option == "--vocab-size" and seen is None):
             found.append(_difference(wanted, seen, family))
     return found
-
-
-@cache
-def _flags_by_option() -> dict[str, Flag]:
-    from slime.arguments.command_line import all_flags
-
-    return {option: flag for flag in all_flags() for option in flag.options}
 
 
 def _seen(args: Namespace, option: str, dest: str) -> Any:

@@ -20,7 +20,7 @@ def derive(args: Namespace) -> None:
     pipeline.derive_stages(args)
     parallelism.check_batches(args)
     experts.check(args)
-    _derive_model(args)
+    derive_model(args)
     _check_recompute(args)
     _check_precision(args)
 
@@ -34,15 +34,16 @@ def _check_model(args: Namespace) -> None:
         "num_attention_heads": "--num-attention-heads",
     }
     missing = [option for name, option in needed.items() if not getattr(args, name)]
+    if args.vocab_size is None and args.padded_vocab_size is None:
+        missing.append("--vocab-size")
     if missing:
         suggestion = suggested_flags(args.hf_checkpoint)
         way_out = f"; the checkpoint's values are: {suggestion}" if suggestion else ""
         raise ArgumentError(f"the model is not described: {', '.join(missing)} missing{way_out}")
-    if args.vocab_size is None and args.padded_vocab_size is None:
-        raise ArgumentError("--vocab-size is missing (or --padded-vocab-size): the vocabulary of the checkpoint")
 
 
-def _derive_model(args: Namespace) -> None:
+def derive_model(args: Namespace) -> None:
+    """Fill in the sizes that follow from others where they are not set. Raises ``ArgumentError``."""
     if args.ffn_hidden_size is None:
         # Megatron-LM's defaults: 4h, and 2/3 of it in multiples of 64 with a gate
         hidden = args.hidden_size

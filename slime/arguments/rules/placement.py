@@ -32,7 +32,8 @@ def fit_rollout_only(args: Namespace) -> None:
 def _give_all_slots_to_engines(args: Namespace) -> None:
     if args.rollout_num_gpus is None:
         if not args.colocate:
-            raise ArgumentError("--debug-rollout-only needs --rollout-num-gpus: how many slots generate?")
+            message = "--debug-rollout-only needs --rollout-num-gpus: how many slots generate?"
+            unchecked.need(args, "rollout_num_gpus", message)
         args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     elif args.rollout_num_gpus == 0:
         args.actor_num_gpus_per_node = args.actor_num_nodes = 0
@@ -58,9 +59,12 @@ def share_or_split(args: Namespace) -> None:
         if args.rollout_num_gpus is None:
             args.rollout_num_gpus = actor_slots
     elif args.rollout_num_gpus is None and not args.debug_train_only and not args.rollout_external:
-        raise ArgumentError(
+        unchecked.need(
+            args,
+            "rollout_num_gpus",
             "--rollout-num-gpus is missing: how many slots generate? With --colocate the training slots do; "
-            "with --debug-train-only none does"
+            "with --debug-train-only none does",
+            stand_in=args.rollout_num_gpus_per_engine,
         )
     args.rollout_num_engines = (
         len(args.rollout_external_engine_addrs)

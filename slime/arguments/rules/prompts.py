@@ -19,9 +19,8 @@ def check(args: Namespace) -> None:
     draws = args.rollout_global_dataset and args.load_debug_rollout_data is None and args.num_rollout != 0
     if args.prompt_data is None:
         if draws and built_in:
-            raise ArgumentError(
-                "--prompt-data is missing; --disable-rollout-global-dataset says that there are no prompts"
-            )
+            message = "--prompt-data is missing; --disable-rollout-global-dataset says that there are no prompts"
+            unchecked.need(args, "prompt_data", message)
         return
     if not args.rollout_global_dataset:
         unchecked.warn(args, f"--prompt-data {args.prompt_data} has no effect with --disable-rollout-global-dataset")

@@ -77,9 +77,11 @@ def _check_lengths(args: Namespace) -> None:
     response = args.rollout_max_response_len
     generates = args.rollout_function_path in GENERATE_WITH_ENGINES and args.custom_generate_function_path is None
     if response is None and context is None and generates and not args.debug_train_only and args.num_rollout != 0:
-        raise ArgumentError(
+        unchecked.need(
+            args,
+            "rollout_max_response_len",
             "how long may a response get? Give --rollout-max-response-len, or --rollout-max-context-len for prompt and "
-            "response together"
+            "response together",
         )
     if response is not None and engine is not None and response >= engine and not args.debug_train_only:
         raise ArgumentError(
@@ -90,7 +92,7 @@ def _check_lengths(args: Namespace) -> None:
 
 def _check_run_length(args: Namespace) -> None:
     if args.num_rollout is None and args.num_epoch is None:
-        raise ArgumentError("how long is the run? Give --num-rollout or --num-epoch")
+        unchecked.need(args, "num_rollout", "how long is the run? Give --num-rollout or --num-epoch", stand_in=1)
     if args.num_rollout is None and not args.rollout_global_dataset:
         raise ArgumentError(
             "--num-epoch counts passes over the prompts, of which --disable-rollout-global-dataset has none; "

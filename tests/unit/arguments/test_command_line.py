@@ -21,6 +21,9 @@ from tests.support.arguments import minimal_flags, parse
         ("--policy", "--router-policy"),
         ("--no-swiglu", "--swiglu"),
         ("--advantage-estimater", "--advantage-estimator"),
+        ("--num-alyers", "--num-layers"),
+        ("--tensor-model-parallel", "--tensor-model-parallel-size"),
+        ("--max-tokens-gpu", "--max-tokens-per-gpu"),
     ],
 )
 def test_nearest_known_flag(typed, meant, parser):
@@ -29,6 +32,12 @@ def test_nearest_known_flag(typed, meant, parser):
 
 def test_no_flag_is_near_to_nonsense(parser):
     assert nearest("--zzyzx-qqq", list(parser._option_string_actions)) is None
+
+
+@pytest.mark.parametrize("typed", ["--lora-rank", "--lora-alpha", "--critic-lr-warmup", "--actor-lr", "--grpo"])
+def test_a_flag_of_another_name_is_not_near(typed, parser):
+    """A first word more or less says something else: there is --q-lora-rank, --local-rank, --lr-warmup-init."""
+    assert nearest(typed, list(parser._option_string_actions)) is None
 
 
 def test_an_abbreviation_is_unknown(parser):

@@ -58,7 +58,6 @@ def test_both_names_of_a_megatron_value_agree():
 
 def test_defaults_are_megatron_lms():
     args = parse()
-    assert args.attention_dropout == args.hidden_dropout == 0.1
     assert (args.lr_decay_style, args.min_lr, args.lr_warmup_iters) == ("linear", 0.0, 0)
     assert args.make_vocab_size_divisible_by == 128
     assert args.adam_beta1 == 0.9
