@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-
 MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "num-attention-heads": 8,
          "num-key-value-heads": 4}  # fmt: skip
 SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128

@@ -464,6 +464,9 @@ def train_args(**changes):
         "ref_update_interval": None,
         "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         "debug_rollout_only": False,
+        "hf_checkpoint": "/models/mine",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
     }
     return SimpleNamespace(**{**base, **changes})
 

@@ -60,7 +60,7 @@ def fill(args: Namespace, config: dict[str, Any], given: Collection[str]) -> dic
 
 
 def taken(args: Namespace) -> dict[str, list[str]]:
-    """Attribute -> the words of a command line, of the flags that ``take_from_checkpoint`` has set."""
+    """Attribute -> the words of a command line, of the flags that ``take_from_checkpoint`` has changed."""
     found = None if args.debug_rollout_only else hf_config.config_of(args)
     words: dict[str, list[str]] = {}
     for wanted in describe(found[0]).flags if found is not None else ():
@@ -68,7 +68,7 @@ def taken(args: Namespace) -> dict[str, list[str]]:
         if flag is None or flag.dest in args.explicit_flags:
             continue
         value = _value(flag, wanted)
-        if value is not None and getattr(args, flag.dest) == value:
+        if value is not None and value != flag.default and getattr(args, flag.dest) == value:
             words[flag.dest] = wanted.words()
     return words
 

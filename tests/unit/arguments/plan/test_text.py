@@ -54,7 +54,7 @@ def test_the_configuration_comes_first_and_is_yaml(tmp_path: Any) -> None:
     assert yaml.safe_load(configuration)["data"]["num_rollout"] == 7
     assert summary.strip() == summary_text(args, overlap=False)
     titles = [line for line in summary.splitlines() if line and not line.startswith(" ")]
-    assert titles[:6] == ["Given", "Derived", "Loop", "Batches", "Placement", "Memory"]
+    assert titles[:7] == ["Given", "Model", "Derived", "Loop", "Batches", "Placement", "Memory"]
 
 
 def test_secrets_are_not_shown() -> None:
