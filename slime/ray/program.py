@@ -17,8 +17,25 @@ from slime.ray.errors import RemoteFailure, clean_traceback, one_line_kind
 SHORT_MESSAGE_LINES = 6
 
 
-class Terminated(BaseException):
-    """SIGTERM arrived."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived.
+
+    Where it interrupts Ray's own code, Ray knows KeyboardInterrupt alone: it stops waiting and raises a plain one, and
+    of anything else it makes a SystemError.
+    """
+
+
+class _Sigterm:
+    """Turns SIGTERM into ``Terminated``, and remembers that it came."""
+
+    arrived = False
+
+    def __call__(self, *_: Any) -> None:
+        self.arrived = True
+        raise Terminated
+
+
+_sigterm = _Sigterm()
 
 
 def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
@@ -27,15 +44,14 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
     The cause of a failure is the last thing said; the whole story is in ``<run_dir>/logs/failure.txt``.
     """
     configure_logger("driver")
+    _sigterm.arrived = False
     handle_sigterm()
     try:
         body()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        return 128 + signal.SIGINT
-    except Terminated:
-        print("terminated", file=sys.stderr, flush=True)
-        return 128 + signal.SIGTERM
+    except KeyboardInterrupt as e:
+        terminated = _sigterm.arrived or isinstance(e, Terminated)
+        print("terminated" if terminated else "interrupted", file=sys.stderr, flush=True)
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     except ArgumentError as e:
         print(f"{Path(sys.argv[0]).name}: error: {e}", file=sys.stderr, flush=True)
         return 2
@@ -48,11 +64,7 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
 def handle_sigterm() -> None:
     """Turn SIGTERM into ``Terminated``, so that the run is cleaned up. Does nothing outside the main thread."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _raise_terminated)
-
-
-def _raise_terminated(*_: Any) -> None:
-    raise Terminated
+        signal.signal(signal.SIGTERM, _sigterm)
 
 
 def _tell(args: Namespace, error: Exception) -> None:

@@ -21,6 +21,7 @@ from slime.rollout.durable.recovery import Recovery, Unconsumed, may_be_saved, s
 from slime.rollout.durable.state_codec import decode_group, decode_value, encode_group, encode_value
 from slime.rollout.group_copy import copy_prompt
 from slime.rollout.hooks.hook import describe, make_hook
+from slime.rollout.requests.engine_context import longest_prompt
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
@@ -106,6 +107,7 @@ class RolloutDataSource(DataSource):
             tokenizer=load_tokenizer(args.hf_checkpoint, **trust),
             processor=load_processor(args.hf_checkpoint, **trust) if multimodal else None,
             max_length=args.rollout_max_prompt_len,
+            engine_max_length=longest_prompt(args),
             prompt_key=args.input_key,
             multimodal_keys=multimodal,
             label_key=args.label_key,

@@ -12,6 +12,7 @@ from slime.observability.progress import progress_bar
 from slime.rollout.base_types import iter_samples
 from slime.rollout.group_copy import copy_prompt
 from slime.rollout.requests.cancelling import cancel_all
+from slime.rollout.requests.engine_context import longest_prompt
 from slime.rollout.requests.generate_state import Completions, describe_waits
 from slime.utils.data import Dataset
 from slime.utils.types import Sample
@@ -34,6 +35,7 @@ def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
             tokenizer=state.tokenizer,
             processor=state.processor,
             max_length=args.eval_max_prompt_len,
+            engine_max_length=longest_prompt(args),
             prompt_key=config.input_key,
             label_key=config.label_key,
             tool_key=config.tool_key,

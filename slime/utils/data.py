@@ -29,6 +29,12 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
     Blank lines are ignored. Lines that are not JSON objects are logged with their number and skipped, and a file in
     which no line is good raises ValueError. Raises FileNotFoundError, and ValueError for any other kind of file.
     """
+    for _, row in read_rows(path):
+        yield row
+
+
+def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ``(where, row)`` for the rows of ``read_file``: ``where`` names the file and the line, or the row."""
     path, rows = _split_slice(path)
     if not os.path.exists(path):
         raise FileNotFoundError(f"prompt file {path!r} does not exist (current directory {os.getcwd()})")
@@ -54,35 +60,43 @@ def _split_slice(path: str) -> tuple[str, slice | None]:
     return match["path"], slice(start, stop)
 
 
-def _read_jsonl(path: str) -> Iterator[dict[str, Any]]:
+def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     good, bad = 0, 0
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 if not isinstance(row, dict):
                     raise ValueError(f"expected a JSON object, got {type(row).__name__}")
             except ValueError as e:
                 bad += 1
                 if bad <= _BAD_LINES_SHOWN:
-                    logger.error("%s line %d is skipped: %s: %.80r", path, number, e, line.strip())
+                    shown = line.decode("utf-8", "backslashreplace").strip()
+                    logger.error("%s line %d is skipped: %s: %.80r", path, number, e, shown)
                 continue
             good += 1
-            yield row
+            yield f"{path} line {number}", row
     if bad:
-        logger.error("%s: %d of %d lines are not JSON objects and were skipped", path, bad, good + bad)
+        logger.error("%s: %d of %d lines are not JSON objects in UTF-8 and were skipped", path, bad, good + bad)
         if not good:
-            raise ValueError(f"{path}: none of its {bad} lines is a JSON object")
+            raise ValueError(f"{path}: none of its {bad} lines is a JSON object in UTF-8")
 
 
-def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
+def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as table:
-        for batch in table.iter_batches():
-            yield from batch.to_pylist()
+    number = 0
+    try:
+        with pq.ParquetFile(path) as table:
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as e:
+        raise ValueError(f"{path} cannot be read as a parquet file behind row {number}: {e}") from e
 
 
 def _column(row: Mapping[str, Any], key: str, what: str, where: str) -> Any:
@@ -106,6 +120,7 @@ def build_messages(
     prompt = _column(row, prompt_key, "prompt", where)
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
+    _check_prompt(prompt, as_conversation, f"{where}: column {prompt_key!r}")
     if not as_conversation:
         return prompt
     messages: list[dict[str, Any]] = (
@@ -129,6 +144,17 @@ def build_messages(
         surplus = len(list(left))
         assert surplus == 0, f"{where}: {surplus} more media items than {placeholder} placeholders in the prompt"
     return messages
+
+
+def _check_prompt(prompt: Any, as_conversation: bool, where: str) -> None:
+    """Refuse what no template and no tokenizer takes. Without either a list may be anything that a plug-in reads."""
+    if not isinstance(prompt, str | list):
+        raise ValueError(f"{where} must hold text or a list of chat messages, got {type(prompt).__name__}")
+    if not as_conversation or isinstance(prompt, str):
+        return
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not {"role", "content"}.issubset(message):
+            raise ValueError(f"{where}: message {number} must have a role and a content, got {message!r:.80}")
 
 
 def _split_content(
@@ -159,7 +185,7 @@ def _parse_tools(value: Any, where: str) -> list[Any]:
 def filter_long_prompt(
     origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Return the samples, in order, whose prompt has at most ``max_length`` tokens.
+    """Return the origin_samples, in order, whose prompt has at most ``max_length`` tokens.
 
     All are kept, with a warning, when prompts are message lists: their length depends on a chat template.
     """
@@ -179,11 +205,30 @@ def filter_long_prompt(
     else:
         for start in range(0, len(origin_samples), _TOKENIZE_AT_ONCE):
             chunk = origin_samples[start : start + _TOKENIZE_AT_ONCE]
-            all_ids = tokenizer([s.prompt for s in chunk], add_special_tokens=False)["input_ids"]
-            kept += [sample for sample, ids in zip(chunk, all_ids, strict=True) if len(ids) <= max_length]
-    dropped = len(origin_samples) - len(kept)
-    logger.info("%d of %d prompts have more than %d tokens and are dropped", dropped, len(origin_samples), max_length)
+            # A token stands for one byte at least: what is short enough in bytes need not be counted in tokens.
+            lengths = [len(sample.prompt.encode("utf-8", "surrogatepass")) for sample in chunk]
+            long = [i for i, length in enumerate(lengths) if length > max_length]
+            for i, ids in zip(long, _token_ids(tokenizer, [chunk[i].prompt for i in long]), strict=True):
+                lengths[i] = len(ids)
+            kept += [sample for sample, length in zip(chunk, lengths, strict=True) if length <= max_length]
+    if dropped := len(origin_samples) - len(kept):
+        logger.warning(
+            "%d of %d prompts have more than %d tokens and are dropped", dropped, len(origin_samples), max_length
+        )
     return kept
+
+
+def _token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def _rendered(tokenizer: Any, messages: Any, tools: list[Any] | None, keywords: Mapping[str, Any], where: str) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **keywords
+        )
+    except Exception as e:
+        raise ValueError(f"{where}: the chat template cannot render it: {type(e).__name__}: {e}") from e
 
 
 class Dataset:
@@ -191,7 +236,10 @@ class Dataset:
 
     With ``apply_chat_template`` a prompt becomes the rendered template, else it stays what the file holds. ``shuffle``
     puts ``samples`` in the order of an epoch, which depends on ``seed + epoch`` only. Raises KeyError for a missing
-    column and ValueError when no prompt is left.
+    column and ValueError when no prompt is left or a row is not what it should be.
+
+    Prompts of more than ``max_length`` tokens are dropped; when it is None, rendered ones of more than
+    ``engine_max_length``, which an engine would refuse.
     """
 
     def __init__(
@@ -201,6 +249,7 @@ class Dataset:
         processor: Any,
         max_length: int | None,
         *,
+        engine_max_length: int | None = None,
         prompt_key: str = "text",
         multimodal_keys: Mapping[str, str] | None = None,
         label_key: str | None = None,
@@ -214,8 +263,7 @@ class Dataset:
         self.seed = seed
         self.epoch_id = -1
         samples = []
-        for number, row in enumerate(read_file(path)):
-            where = f"{path} row {number}"
+        for where, row in read_rows(path):
             messages = build_messages(
                 row, prompt_key, apply_chat_template or bool(multimodal_keys), multimodal_keys, where
             )
@@ -228,10 +276,7 @@ class Dataset:
                 metadata = {**metadata, "tools": tools}
             prompt: Any = messages
             if apply_chat_template:
-                prompt = tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True,
-                    **(apply_chat_template_kwargs or {}),
-                )  # fmt: skip
+                prompt = _rendered(tokenizer, messages, tools, apply_chat_template_kwargs or {}, where)
             inputs = None
             if processor is not None and isinstance(messages, list):
                 from slime.utils.processing_utils import process_vision_info
@@ -240,6 +285,8 @@ class Dataset:
             label = _column(row, label_key, "label", where) if label_key is not None else None
             samples.append(Sample(prompt=prompt, label=label, metadata=metadata, multimodal_inputs=inputs))
         total = len(samples)
+        if max_length is None and all(isinstance(sample.prompt, str) for sample in samples):
+            max_length = engine_max_length
         self.origin_samples = filter_long_prompt(samples, tokenizer, processor, max_length)
         if not self.origin_samples:
             why = f"{total} rows, all longer than {max_length} tokens" if total else "no rows, or none in the slice"

@@ -101,6 +101,7 @@ def test_signals_end_everything(flags, tmp_path, signum, code):
         ended = run.finish(30)
         assert ended.returncode == code
         assert "Traceback" not in ended.output
+        assert "SystemError" not in ended.output
         run.assert_nothing_left(5)
 
 

@@ -15,6 +15,8 @@ from tests.support.run_train import Run, rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
+# By a signal that comes before the run handles it, Python itself ends the process.
+CODES = {signal.SIGKILL: (-9,), signal.SIGINT: (130, -2, 1), signal.SIGTERM: (143, -15)}
 COUNT = int(os.environ.get("SLIME_SOAK_KILLS", "20"))
 
 
@@ -43,7 +45,8 @@ def test_signals_at_random_moments(tmp_path: Path, signum: signal.Signals):
             code = run.process.wait(45)
             run.assert_nothing_left()
             slowest = max(slowest, time.monotonic() - killed_at)
-            assert code != 0
+            assert code in CODES[signum]
+            assert "SystemError" not in run.output
     print(f"{signum.name} at {COUNT} random moments: slowest end {slowest:.1f} s")
 
 

@@ -28,6 +28,9 @@ class Reward(ArgumentGroup):
     reward_time_limit: float = flag(
         5.0, "seconds of CPU time a built-in reward may take; six times as many on the clock", gt=0
     )
+    reward_timeout: float | None = flag(
+        None, "seconds one reward may take, your own included; default: --rollout-request-timeout", gt=0
+    )
     reward_failure_tolerance: float = flag(
         0.1,
         "share of a rollout's rewards that may fail before the run stops (four may in any case); 0: the first one "

@@ -39,7 +39,7 @@ class Rollout(ArgumentGroup):
     rollout_max_prompt_len: int | None = flag(
         None,
         "largest number of tokens of a prompt; longer ones are dropped when the data is loaded. Default: one "
-        "less than --rollout-max-context-len, else no limit",
+        "less than --rollout-max-context-len, else than the longest sequence that the engines take",
         gt=0,
     )
     rollout_max_response_len: int | None = flag(None, "largest number of tokens of a response", gt=0)
@@ -117,7 +117,7 @@ class Rollout(ArgumentGroup):
         "qwen",
         "chat format by which the loss mask of messages is found (SFT and agents): what the assistant said is trained",
     )
-    rollout_request_timeout: float = flag(1800.0, "seconds one request to an engine, or one reward, may take", gt=0)
+    rollout_request_timeout: float = flag(1800.0, "seconds one request to an engine may take", gt=0)
     sglang_router_ip: str | None = flag(None, "address of a running router; no router is started then")
     sglang_router_port: int | None = flag(
         None, "port of that router, or of the one that is started; default: a free one", ge=1, le=65535

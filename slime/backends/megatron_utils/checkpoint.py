@@ -6,12 +6,15 @@ learning-rate schedule, random states. The iteration of a checkpoint is the roll
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import pickle
 import random
 import shutil
 import threading
+import zipfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,9 @@ _CONTENT = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
+
+# What torch and pickle raise for files that are not what was written.
+_DAMAGE = (EOFError, OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 @dataclass
@@ -68,7 +74,8 @@ def load_checkpoint(
     from torch.distributed.checkpoint.api import CheckpointException
 
     directory, iteration = checkpoint_dir.find_checkpoint(root, step)
-    common = dist_checkpointing.load_common_state_dict(str(directory))
+    with _naming_damage(directory):
+        common = dist_checkpointing.load_common_state_dict(str(directory))
     finetune = weights_only or getattr(args, "finetune", False)
     goes_on = state.optimizer is not None and not finetune and not getattr(args, "no_load_optim", False)
     with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
@@ -85,7 +92,8 @@ def load_checkpoint(
     for name, _ in _named_chunks(state.model) if without is not None else ():
         request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
     try:
-        loaded = dist_checkpointing.load(request, str(directory))
+        with _naming_damage(directory):
+            loaded = dist_checkpointing.load(request, str(directory))
     except (CheckpointingException, CheckpointException) as e:
         if with_optimizer and content.get("non_homogeneous_layers", False) != _freezes_some(state.model):
             raise ValueError(
@@ -113,6 +121,36 @@ def load_checkpoint(
         logger.info("random states of %s are not restored: %s", directory, why)
     logger.info("loaded %s (optimizer: %s, random states: %s)", directory, with_optimizer, with_rng)
     return None if finetune else iteration
+
+
+@contextlib.contextmanager
+def _naming_damage(directory: Path) -> Iterator[None]:
+    """Name the checkpoint in what reading it raises. Raises ValueError for files that are damaged or cut off."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except _DAMAGE as e:
+        raise ValueError(_damaged(directory, e)) from e
+    except CheckpointException as e:
+        causes = [failure[0] for failure in e.failures.values()]
+        if any(isinstance(cause, _DAMAGE) and not _is_of_planning(cause) for cause in causes):
+            raise ValueError(_damaged(directory, causes[0])) from e
+        e.add_note(f"while reading the checkpoint {directory}")
+        raise
+
+
+def _is_of_planning(cause: BaseException) -> bool:
+    """Whether what is asked for does not fit what is there: other shapes or names, not other bytes."""
+    return any(word in str(cause) for word in ("Missing key", "Size mismatch", "size mismatch", "shape"))
+
+
+def _damaged(directory: Path, cause: BaseException) -> str:
+    sizes = ", ".join(f"{path.name} {path.stat().st_size}" for path in sorted(directory.iterdir()) if path.is_file())
+    return (
+        f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {type(cause).__name__}: "
+        f"{str(cause)[:300]} (files and bytes: {sizes[:1000]}). Choose another iteration with --ckpt-step"
+    )
 
 
 class CheckpointSaver:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from slime.rollout.requests.bookkeeping import bookkeeping_of
+from slime.rollout.requests.engine_context import engine_context_len
 from slime.rollout.requests.nuclei import replays_nuclei
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 
 def generate_payload(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> dict[str, Any] | None:
-    """Return the body of the request for the rest of ``sample``; None, and status TRUNCATED, when nothing is left."""
+    """Return the body of the request for the rest of ``sample``; None, and status TRUNCATED, when nothing is left.
+
+    A prompt that leaves no room at all takes its sample out of training, with a warning.
+    """
     left = _tokens_left(args, sample, sampling_params, evaluation)
     assert left >= 0, (
         f"sample index={sample.index} has {sample.response_length} response tokens, "
@@ -21,6 +28,12 @@ def generate_payload(
     )
     if left == 0:
         sample.status = Sample.Status.TRUNCATED
+        if sample.response_length == 0:
+            sample.remove_sample = True
+            logger.warning(
+                "sample index=%s is left out of training: its prompt of %d tokens leaves no room for a response",
+                sample.index, len(sample.tokens),
+            )  # fmt: skip
         return None
     params = {**sampling_params, "max_new_tokens": left}
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
@@ -73,12 +86,15 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
 
 def _tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
     limit = sampling_params.get("max_new_tokens")
-    context = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
-    room = None if context is None else int(context) - len(sample.tokens)
+    contexts = (
+        getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None),
+        engine_context_len(args),
+    )
+    room = min((int(context) - len(sample.tokens) for context in contexts if context is not None), default=None)
     left = None if limit is None else int(limit) - sample.response_length
     if left is not None and (room is None or left < 0):
         return left
-    if room is None:
+    if room is None or (left is None and contexts[0] is None):
         raise ValueError("the response has no length limit: set --rollout-max-response-len")
     return max(0, room if left is None else min(left, room))
 

@@ -13,18 +13,20 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.hooks.either_form import caller_is_cancelled
+from slime.rollout.hooks.either_form import caller_is_cancelled, innermost
 from slime.rollout.hooks.hook import make_hook, with_notes
 from slime.rollout.requests.cancelling import end_if_cancelled, gather_or_cancel
 from slime.rollout.rm_hub import reward_hook, reward_kind, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.group_rewards import rewards_of
 from slime.rollout.rm_hub.late_failures import LateFailures
+from slime.rollout.rm_hub.slow_rewards import SlowRewards
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+_slow = SlowRewards()
 
 TOLERATED_ERRORS, TOLERATED_SHARE = 4, 0.1
 """A rollout goes on with this many failed rewards, or ``--reward-failure-tolerance``, whichever is more."""
@@ -184,18 +186,22 @@ def _one_of(batched: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
 
 
 async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sample]) -> Any:
-    """Await a reward; errors name the samples. The deadline is ``rollout_request_timeout``.
+    """Await a reward; errors name the samples, and so does a warning when it is slow.
 
-    RuntimeError for one that is cancelled though nobody cancelled the caller.
+    The deadline is ``reward_timeout``, else ``rollout_request_timeout``. RuntimeError for one that is cancelled though
+    nobody cancelled the caller.
     """
-    limit = getattr(args, "rollout_request_timeout", None) or 1800.0
+    limit = getattr(args, "reward_timeout", None) or getattr(args, "rollout_request_timeout", None) or 1800.0
+    hook = reward_hook(args, samples[0])
+    name, function = (reward_kind(args, samples[0]), None) if hook is None else (str(hook), innermost(hook.function))
     names = f"samples {[s.index for s in samples]}"
     try:
-        async with asyncio.timeout(limit) as scope:
-            return await reward
+        with _slow.watching([s.index for s in samples], limit, name, function):
+            async with asyncio.timeout(limit) as scope:
+                return await reward
     except TimeoutError as e:
         if scope.expired():
-            raise TimeoutError(f"the reward of {names} took more than {limit:g} s (--rollout-request-timeout)") from e
+            raise TimeoutError(f"the reward of {names} took more than {limit:g} s (--reward-timeout)") from e
         e.add_note(f"while computing the reward of {names}")
         raise
     except asyncio.CancelledError as e:

@@ -42,6 +42,21 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert run_as_program(args, lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
 
 
+def test_a_termination_that_ray_turns_into_an_interrupt_is_still_one(tmp_path: Path) -> None:
+    """Ray's compiled code knows KeyboardInterrupt alone: it stops waiting, and raises a plain one in its place."""
+
+    def wait_in_ray() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    args = Namespace(run_dir=str(tmp_path))
+    assert issubclass(program.Terminated, KeyboardInterrupt)
+    assert run_as_program(args, wait_in_ray) == 143
+    assert run_as_program(args, raising(KeyboardInterrupt())) == 130  # of an earlier run nothing is left
+
+
 def test_the_cause_is_said_last_and_the_story_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failure = RemoteFailure("ValueError: reward is nan\n  in actor rank 0, during training", "Traceback: here")
     assert run_as_program(Namespace(run_dir=str(tmp_path)), raising(failure)) == 1

@@ -423,7 +423,13 @@ async def test_custom_rewards_must_answer_in_time_and_for_all():
         await RewardErrors().score_batch(args(custom_rm_path=f"{HERE}.too_few"), [sample("a"), sample("b")], too_few)
     late = sample("a")
     await RewardErrors().score_one(args(rollout_request_timeout=0.1), late, never)
-    assert "the reward of samples [1] took more than 0.1 s (--rollout-request-timeout)" in late.metadata["reward_error"]
+    assert "the reward of samples [1] took more than 0.1 s (--reward-timeout)" in late.metadata["reward_error"]
+
+
+async def test_a_reward_has_a_deadline_of_its_own():
+    late = sample("a")
+    await RewardErrors().score_one(args(rollout_request_timeout=60.0, reward_timeout=0.1), late, never)
+    assert "took more than 0.1 s (--reward-timeout)" in late.metadata["reward_error"]
 
 
 @pytest.mark.parametrize(("path", "error"), [("no.such.module", ImportError), (f"{HERE}.no_such", AttributeError)])

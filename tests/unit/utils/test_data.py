@@ -74,7 +74,7 @@ def test_labels_metadata_and_tools(tmp_path):
 
 
 def test_missing_columns_name_the_row_and_what_there_is(ten):
-    with pytest.raises(KeyError, match=r"row 0 has no column 'answer' for the label; it has \['input', 'n'\]"):
+    with pytest.raises(KeyError, match=r"line 1 has no column 'answer' for the label; it has \['input', 'n'\]"):
         make(ten, label_key="answer")
     with pytest.raises(KeyError, match="no column 'text' for the prompt"):
         Dataset(ten, CharTokenizer(), None, None)
@@ -147,3 +147,78 @@ def test_sources():
     assert get_source(sample) == "books"
     sample.source = "web"
     assert get_source(sample) == "web"
+
+
+def test_text_in_another_encoding_is_named_by_file_and_line(tmp_path, caplog):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes('{"input": "é"}\n'.encode() + '{"input": "é"}\n'.encode("latin-1") + b'{"input": "b"}\n')
+    assert [row["input"] for row in read_file(str(path))] == ["é", "b"]
+    assert f"{path} line 2 is skipped: 'utf-8' codec can't decode" in caplog.text
+    path.write_bytes('{"input": "a"}\n'.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"x\.jsonl: none of its 2 lines is a JSON object in UTF-8"):
+        list(read_file(str(path)))
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"input": "a"}\n')
+    assert list(read_file(str(path))) == [{"input": "a"}]
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"PAR1 cut off")
+    with pytest.raises(ValueError, match=r"x\.parquet cannot be read as a parquet file behind row 0"):
+        list(read_file(str(path)))
+
+
+@pytest.mark.parametrize("prompt", [None, 3, 1.5, {"role": "user"}, True])
+def test_a_prompt_of_another_type_is_named_by_file_and_line(prompt, tmp_path):
+    path = write(tmp_path / "x.jsonl", [{"input": "a"}, {"input": prompt}])
+    kind = type(prompt).__name__
+    with pytest.raises(ValueError, match=rf"x\.jsonl line 2: column 'input' must hold text or a list .*, got {kind}"):
+        make(path)
+
+
+@pytest.mark.parametrize("message", ["text", {"content": "no role"}, {"role": "user"}])
+def test_a_message_of_another_form_is_named(message, tmp_path):
+    rows = [{"input": [{"role": "user", "content": "a"}, message]}]
+    path = write(tmp_path / "x.jsonl", rows)
+    with pytest.raises(ValueError, match=r"line 1: column 'input': message 1 must have a role and a content"):
+        make(path, apply_chat_template=True)
+    assert make(path)[0].prompt == rows[0]["input"]  # nothing renders it: a plug-in may read what it likes
+
+
+def test_what_the_template_refuses_is_named_by_its_line(tmp_path):
+    class Strict(CharTokenizer):
+        def apply_chat_template(self, *args, **kwargs):
+            raise TypeError("roles must alternate")
+
+    path = write(tmp_path / "x.jsonl", [{"input": "a"}])
+    with pytest.raises(ValueError, match=r"line 1: the chat template cannot render it: TypeError: roles must"):
+        Dataset(path, Strict(), None, None, prompt_key="input", apply_chat_template=True)
+
+
+def test_prompts_that_no_engine_takes_are_dropped_without_being_asked_to(tmp_path, caplog):
+    path = write(tmp_path / "x.jsonl", [{"input": "x" * n} for n in (3, 9, 5)])
+    assert [len(s.prompt) for s in make(path, engine_max_length=5).samples] == [3, 5]
+    assert "1 of 3 prompts have more than 5 tokens and are dropped" in caplog.text
+    assert len(make(path, engine_max_length=5, max_length=9)) == 3  # what is given wins
+    messages = write(tmp_path / "m.jsonl", [{"input": [{"role": "user", "content": "x" * 50}]}])
+    caplog.clear()
+    assert len(make(messages, engine_max_length=5)) == 1
+    assert caplog.text == ""
+
+
+def test_only_what_may_be_too_long_is_tokenized(tmp_path):
+    class Counting(CharTokenizer):
+        seen = 0
+
+        def __call__(self, texts, **kwargs):
+            Counting.seen += len(texts)
+            return super().__call__(texts, **kwargs)
+
+    path = write(tmp_path / "x.jsonl", [{"input": text} for text in ("abc", "éééé", "x" * 9)])
+    data = Dataset(path, Counting(), None, 5, prompt_key="input")
+    assert [s.prompt for s in data.samples] == ["abc", "éééé"]  # 4 tokens, though 8 bytes
+    assert Counting.seen == 2

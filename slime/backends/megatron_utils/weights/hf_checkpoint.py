@@ -14,7 +14,28 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {hf_dir} is not a Hugging Face checkpoint directory")
-    return json.loads(path.read_text())
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> Any:
+    """Raises ValueError naming the file where it holds no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON file: {e}. Fetch the checkpoint again") from e
+
+
+def _open(path: Path) -> Any:
+    """Raises ValueError naming the file where it is damaged or cut off."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as e:
+        size = path.stat().st_size if path.is_file() else 0
+        raise ValueError(
+            f"{path} ({size} bytes) is no whole safetensors file: {e}. Fetch or export the checkpoint again"
+        ) from e
 
 
 class HfCheckpoint:
@@ -34,7 +55,7 @@ class HfCheckpoint:
     def _index(self) -> dict[str, Path]:
         index = self.path / INDEX
         if index.is_file():
-            files = {name: self.path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            files = {name: self.path / file for name, file in _read_json(index)["weight_map"].items()}
             absent = sorted({path.name for path in files.values() if not path.is_file()})
             if absent:
                 raise FileNotFoundError(f"{index} names files that are not there: {', '.join(absent)}")
@@ -53,9 +74,7 @@ class HfCheckpoint:
 
     @staticmethod
     def _handle_names(path: Path) -> list[str]:
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as handle:
+        with _open(path) as handle:
             return list(handle.keys())
 
     @property
@@ -69,9 +88,7 @@ class HfCheckpoint:
 
     def slice(self, name: str) -> Any:
         """Return a lazy view of tensor ``name``: ``get_shape()``, and indexing reads just those elements."""
-        from safetensors import safe_open
-
         path = self._files[name]
         if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
+            self._open[path] = _open(path)
         return self._open[path].get_slice(name)

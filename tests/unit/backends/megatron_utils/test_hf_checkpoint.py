@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint, read_config
+from slime.backends.megatron_utils.weights.hf_checkpoint import INDEX, HfCheckpoint, read_config
 
 TENSORS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(4)}
 
@@ -59,3 +59,22 @@ def test_config(tmp_path: Path) -> None:
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_config(tmp_path) == {"model_type": "llama"}
+
+
+@pytest.mark.parametrize("size", [0, 5, 60, 200])
+def test_a_file_that_is_cut_off_is_named(size, tmp_path):
+
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(100)}, path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=rf"model\.safetensors \({size} bytes\) is no whole safetensors file"):
+        HfCheckpoint(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.raises(ValueError, match=r"model\.safetensors .* is no whole safetensors file"):
+        HfCheckpoint(tmp_path).slice("a")
+
+
+def test_a_damaged_index_is_named(tmp_path):
+    (tmp_path / INDEX).write_text('{"weight_map": ')
+    with pytest.raises(ValueError, match=r"index\.json is no JSON file"):
+        HfCheckpoint(tmp_path)
