@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -223,6 +224,7 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
         return False
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
+    _keep_sigterm_handler()
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
         try:
@@ -270,6 +272,12 @@ def _keep_to_loopback() -> None:
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _keep_sigterm_handler() -> None:
+    """Let Ray leave a SIGTERM handler that is there: its own ends the process with code 15, out of whatever runs."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        ray._private.utils.set_sigterm_handler = lambda handler: None
 
 
 def _short_temp_dir() -> str | None:

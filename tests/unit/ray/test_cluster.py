@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from slime.ray import cluster
 from slime.ray.cluster import SLOT, Cluster, describe_resources, device_of_cluster, slot_resources
+from slime.ray.program import handle_sigterm
 
 
 def make_cluster(device: Any = "cpu", *, has_slots: bool = True, janitor: Any = None) -> Cluster:
@@ -156,3 +159,20 @@ def test_shutdown_sweeps_once_everything_else_has_ended(
     here.shutdown()
     assert order == ["kill actor there", "ray.shutdown", "sweep"]
     assert not cluster.is_connected()
+
+
+def test_a_handler_of_sigterm_survives_the_start_of_ray(monkeypatch):
+    """During ``ray.init`` Ray's own handler would end a run with exit code 15."""
+    monkeypatch.setattr(ray._private.utils, "set_sigterm_handler", ray._private.utils.set_sigterm_handler)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        cluster._keep_sigterm_handler()
+        ray._private.utils.set_sigterm_handler(lambda *_: None)  # nobody handles it: Ray does
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        handle_sigterm()
+        ours = signal.getsignal(signal.SIGTERM)
+        cluster._keep_sigterm_handler()
+        ray._private.utils.set_sigterm_handler(lambda *_: None)
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
