@@ -50,7 +50,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     # Megatron: families and formats that have no weight map or kernel yet
     "fp8": ANY,
     "fp4": ANY,
-    "moe_token_dispatcher_type": ("flex",),
     "moe_token_drop_policy": ("position",),
     "experimental_attention_variant": ANY,
     "enable_experimental": ANY,
@@ -74,10 +73,6 @@ NOT_YET_MEGATRON: tuple[str, ...] = (
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_use_legacy_grouped_gemm",
-    "moe_enable_deepep",
-    "moe_flex_dispatcher_backend",
-    "moe_deepep_num_sms",
-    "moe_hybridep_num_sms",
     "moe_latent_size",
     "moe_extended_tp",
     "moe_use_upcycling",

@@ -24,7 +24,9 @@ _TOKENIZE_AT_ONCE = 1024
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ``.jsonl`` or ``.parquet`` file; a suffix ``@[a:b]`` selects rows as Python slices do.
+    """Yield the rows of a ``.jsonl``, ``.json`` or ``.parquet`` file; ``@[a:b]`` behind it selects rows as slices do.
+
+    A ``.json`` file is a list of objects, or one object per line like ``.jsonl``.
 
     Blank lines are ignored. Lines that are not JSON objects are logged with their number and skipped, and a file in
     which no line is good raises ValueError. Raises FileNotFoundError, and ValueError for any other kind of file.
@@ -40,10 +42,12 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise FileNotFoundError(f"prompt file {path!r} does not exist (current directory {os.getcwd()})")
     if path.endswith(".jsonl"):
         reader = _read_jsonl(path)
+    elif path.endswith(".json"):
+        reader = _read_json(path)
     elif path.endswith(".parquet"):
         reader = _read_parquet(path)
     else:
-        raise ValueError(f"prompt file {path!r} must end in .jsonl or .parquet")
+        raise ValueError(f"prompt file {path!r} must end in .jsonl, .json or .parquet")
     if rows is None:
         yield from reader
     elif any(bound is not None and bound < 0 for bound in (rows.start, rows.stop)):
@@ -82,6 +86,23 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         logger.error("%s: %d of %d lines are not JSON objects in UTF-8 and were skipped", path, bad, good + bad)
         if not good:
             raise ValueError(f"{path}: none of its {bad} lines is a JSON object in UTF-8")
+
+
+def _read_json(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        is_list = file.read(4096).lstrip().startswith("[")
+    if not is_list:
+        yield from _read_jsonl(path)
+        return
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            rows = json.load(file)
+    except ValueError as e:
+        raise ValueError(f"{path} begins with [ but is no JSON list in UTF-8: {e}") from e
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: entry {number} of its list is {type(row).__name__}, expected a JSON object")
+        yield f"{path} entry {number}", row
 
 
 def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -57,7 +57,7 @@ class EvalDataset(EvalDefaults):
     """One entry of ``datasets``; in a mapping of data sets the key is the name."""
 
     name: str = Field(min_length=1, description="name in the metrics")
-    path: str = Field(min_length=1, description="`.jsonl` or `.parquet` file, `path@[a:b]` for a slice")
+    path: str = Field(min_length=1, description="`.jsonl`, `.json` or `.parquet` file, `path@[a:b]` for a slice")
 
 
 class EvalSection(FileModel):

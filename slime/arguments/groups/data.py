@@ -30,7 +30,7 @@ class Data(ArgumentGroup):
     data_source_path: DottedPath = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "dotted path of the data-source class"
     )
-    prompt_data: str | None = flag(None, "file of prompts, .jsonl or .parquet; FILE@[a:b] takes rows a to b")
+    prompt_data: str | None = flag(None, "file of prompts, .jsonl, .json or .parquet; FILE@[a:b] takes rows a to b")
     apply_chat_template: bool = flag(False, "render the prompt, a list of messages, with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] = flag(
         {}, 'JSON object of extra arguments of --apply-chat-template, e.g. {"enable_thinking": false}'

@@ -125,9 +125,10 @@ def derive(args: Namespace) -> None:
         args.grpo_std_normalization = False
         _warn_of_groups_of_one(args)
     if args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout:
-        raise ArgumentError(
+        unchecked.warn(
+            args,
             f"--num-critic-only-steps {args.num_critic_only_steps} is not below --num-rollout {args.num_rollout}: the "
-            "actor would never be trained"
+            "critic alone is trained, and the actor stays as it is",
         )
 
 

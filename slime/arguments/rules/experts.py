@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 
 from slime.arguments import unchecked
@@ -106,6 +107,7 @@ def _check_experts(args: Namespace) -> None:
     if args.num_experts < 1:
         raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
     _check_parallel_sizes(args)
+    _choose_dispatcher(args)
     _check_router(args)
     _check_balancing(args)
     _check_layers(args)
@@ -122,6 +124,31 @@ def _check_parallel_sizes(args: Namespace) -> None:
         raise ArgumentError(
             f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tp} needs --sequence-parallel; add it"
         )
+
+
+def _choose_dispatcher(args: Namespace) -> None:
+    """DeepEP carries tokens where it can; elsewhere alltoall does, which computes the same.
+
+    A dry run keeps it: the trainers may have what this machine has not.
+    """
+    if args.moe_token_dispatcher_type != "flex":
+        return
+    if args.moe_enable_deepep and args.moe_flex_dispatcher_backend == "hybridep":
+        raise ArgumentError(
+            "--moe-enable-deepep and --moe-flex-dispatcher-backend hybridep name two backends; leave one of them out"
+        )
+    if args.expert_model_parallel_size * _tensor_size(args) == 1:
+        why = "all experts are on every rank, so that there is nothing to send"
+    elif importlib.util.find_spec("deep_ep") is None:
+        why = "the package deep_ep, which it needs, is not installed"
+    else:
+        return
+    message = f"--moe-token-dispatcher-type flex: {why}; alltoall is used"
+    if getattr(args, "dry_run", False) and "deep_ep" in why:
+        unchecked.missing(args, f"{message} where that holds for the trainers")
+        return
+    unchecked.warn(args, message)
+    args.moe_token_dispatcher_type, args.moe_enable_deepep = "alltoall", False
 
 
 def _check_router(args: Namespace) -> None:

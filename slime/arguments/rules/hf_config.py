@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from argparse import Namespace
 from pathlib import Path
@@ -147,12 +148,20 @@ def _differences(args: Namespace, description: Description, family: str | None) 
             continue
         if wanted.option == "--num-query-groups" and not args.group_query_attention:
             continue  # Megatron does not read it; the missing switch is what is reported
+        if wanted.option == "--rotary-base" and _same_positions(args, wanted.value):
+            continue
         seen = _seen(args, wanted.option, flag.dest)
         if flag.action in ("true", "false"):
             seen = seen == (flag.action == "true")
         if seen != wanted.value and not (wanted.option == "--vocab-size" and seen is None):
             found.append(_difference(wanted, seen, family))
     return found
+
+
+def _same_positions(args: Namespace, theta: float) -> bool:
+    """Whether the base of the rotary embedding makes no difference: it is not used, or the same in fp32."""
+    rotates = args.multi_latent_attention or args.position_embedding_type == "rope"
+    return not rotates or math.isclose(float(args.rotary_base), float(theta), rel_tol=2**-24)
 
 
 def _seen(args: Namespace, option: str, dest: str) -> Any:

@@ -10,6 +10,7 @@ from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 
 BUILT_IN_SOURCES = "slime.rollout.data_source."
+KINDS = (".jsonl", ".json", ".parquet")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]")
 
 
@@ -29,10 +30,10 @@ def check(args: Namespace) -> None:
 
 
 def check_file(args: Namespace, given: str, text: str) -> None:
-    """Refuse what is no ``.jsonl`` or ``.parquet`` file or slice of one. ``given`` names the flag in messages."""
+    """Refuse what is no file of a kind in ``KINDS`` or slice of one. ``given`` names the flag in messages."""
     path = Path(_path_of(given, text))
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ArgumentError(f"{given}: expected a .jsonl or .parquet file, path@[a:b] for a slice")
+    if path.suffix not in KINDS:
+        raise ArgumentError(f"{given}: expected a .jsonl, .json or .parquet file, path@[a:b] for a slice")
     if path.is_file():
         return
     whole = text == str(path)

@@ -37,6 +37,8 @@ def check(args: Namespace) -> None:
             )
         if attribute == "ci_save_grad_norm" and args.advantage_estimator == "ppo":
             needed = (*needed, "role")
+        if _is_written_once(args, attribute):
+            needed = tuple(name for name in needed if name != "rollout_id")
         absent = [name for name in needed if name not in found]
         if absent:
             every = {"rollout_id": "rollout", "step_id": "step", "role": "role"}[absent[0]]
@@ -44,6 +46,11 @@ def check(args: Namespace) -> None:
                 f"{given} has no {{{absent[0]}}} in it, so every {every} would overwrite the last one; "
                 f"write for example {example}"
             )
+
+
+def _is_written_once(args: Namespace, attribute: str) -> bool:
+    """Whether there is one rollout to write; evaluations are dumped to the path of rollouts too."""
+    return args.num_rollout == 1 and (attribute != "save_debug_rollout_data" or args.eval_interval is None)
 
 
 def _names(template: str, given: str, example: str) -> list[str]:

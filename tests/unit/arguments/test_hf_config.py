@@ -34,6 +34,17 @@ def test_each_difference_is_found(changes, message, tmp_path):
         parse("--hf-checkpoint", write(tmp_path, **changes))
 
 
+def test_a_rotary_base_that_makes_no_difference_is_accepted(tmp_path):
+    """Rounded to fp32 it is the same number; a model of the user's own that has other positions does not use it."""
+    parse("--hf-checkpoint", write(tmp_path, rope_parameters={"rope_theta": 10000.0003}))
+    path = write(tmp_path, model_type="own", rope_parameters={"rope_theta": 1e6})
+    words = [word for word in minimal_flags() if word != "--use-rotary-position-embeddings"]
+    words += ["--hf-checkpoint", path, "--custom-model-provider-path", "own.model.provider"]
+    assert parse_args([*words, "--position-embedding-type", "none"]).rotary_base == 10000
+    with pytest.raises(ArgumentError, match="--rotary-base 10000 but rope_theta is 1000000"):
+        parse_args([*words, "--position-embedding-type", "rope"])
+
+
 def test_all_differences_are_reported_at_once(tmp_path):
     with pytest.raises(ArgumentError) as caught:
         parse("--hf-checkpoint", write(tmp_path, hidden_size=128, num_hidden_layers=3, vocab_size=1))

@@ -37,6 +37,25 @@ def test_parquet_gives_the_same_rows(tmp_path, ten):
     assert [row["n"] for row in read_file(f"{tmp_path}/ten.parquet@[-3:-1]")] == [7, 8]
 
 
+@pytest.mark.parametrize("written", [json.dumps, lambda rows: "\n" + json.dumps(rows, indent=2)])
+def test_a_json_file_is_a_list_or_lines(tmp_path, ten, written):
+    rows = list(read_file(ten))
+    as_list, as_lines = tmp_path / "list.json", tmp_path / "lines.json"
+    as_list.write_text(written(rows))
+    write(as_lines, rows)
+    assert list(read_file(str(as_list))) == list(read_file(str(as_lines))) == rows
+    assert [row["n"] for row in read_file(f"{as_list}@[2:4]")] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [('[{"a": 1}', "is no JSON list"), ('[{"a": 1}, 2]', "entry 1 of its list is int")]
+)
+def test_a_broken_json_list_is_refused(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        list(read_file(str(tmp_path / "x.json")))
+
+
 def test_bad_lines_are_reported_and_skipped(tmp_path, caplog):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"a": 1}\n\n{"a": \n[1]\n   \n{"a": 2}\n')
@@ -52,7 +71,7 @@ def test_bad_lines_are_reported_and_skipped(tmp_path, caplog):
 def test_missing_and_unknown_files():
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         list(read_file("nowhere.jsonl@[1:2]"))
-    with pytest.raises(ValueError, match=r"must end in \.jsonl or \.parquet"):
+    with pytest.raises(ValueError, match=r"must end in \.jsonl, \.json or \.parquet"):
         list(read_file(__file__))
 
 
