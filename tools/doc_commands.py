@@ -13,6 +13,7 @@ from pathlib import Path
 from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import all_flags, build_parser, nearest, read_words
 from slime.arguments.errors import ArgumentError
+from slime.arguments.older_flags import older_flags
 from tools.markdown import Fence, Page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +135,7 @@ def _check_module(module: str, words: list[str]) -> Iterator[str]:
 @cache
 def options() -> frozenset[str]:
     """Every spelling of every flag of ``train.py``."""
-    return frozenset({option for flag in all_flags() for option in flag.options} | {"--help"})
+    return frozenset({option for flag in all_flags() for option in flag.options} | {"--help", *older_flags()})
 
 
 @cache

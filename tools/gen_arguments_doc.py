@@ -13,6 +13,7 @@ from slime.arguments.command_line import all_flags
 from slime.arguments.flag import Flag
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.help import default_text, form
+from slime.arguments.older_flags import CRITIC, NOTHING, OVERRIDES, REFUSED, OlderFlag, older_flags
 from slime.arguments.passthrough.catalog import MEGATRON, ROUTER, SGLANG
 from slime.arguments.passthrough.megatron_script_flags import SCRIPT
 from tools.markdown import slug
@@ -42,6 +43,14 @@ PASSED = {
 SCRIPT_WORDS = "Flags that only Megatron-LM's own training scripts read; launch scripts may keep them."
 
 
+OLDER = "flags of older releases"
+OLDER_WORDS = """\
+Launch scripts of slime <= 0.3.0, and those for the flags of SGLang 0.4.9 to 0.5.19, may keep these. A warning says what
+each is now: on the command line, in `--config`, `--custom-config-path` and role files, and (without the prefix
+`--sglang-`) in the `overrides` of `--sglang-config`. Where the current flag is given too, it wins in a file, and on the
+command line the later one does. A refused flag ends the run; a dry run lists it and goes on."""
+
+
 def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
@@ -65,6 +74,24 @@ def _table(flags: Iterable[Flag]) -> str:
     return "\n".join(["| Flag | Default | Meaning |", "|---|---|---|", *map(_row, flags)])
 
 
+def _older_row(row: OlderFlag) -> str:
+    name = row.option + (f" {row.value}" if row.value else "")
+    if row.now == NOTHING:
+        meaning = "without effect"
+    elif row.now == REFUSED:
+        meaning = "**refused**"
+    elif row.now.startswith(CRITIC):
+        meaning = f"`{row.target}` of the critic: `{OVERRIDES}`, or `--megatron-config-path`"
+    else:
+        meaning = f"`{row.now}`"
+    return f"| `{name}` | {_escape(meaning + (f': {row.about}' if row.about else ''))} |"
+
+
+def _older_table() -> str:
+    rows = [row for rows in older_flags().values() for row in rows]
+    return "\n".join(["| Flag | Now |", "|---|---|", *map(_older_row, rows)])
+
+
 def _heading(title: str) -> str:
     return f"{title[0].upper()}{title[1:]}"
 
@@ -78,7 +105,7 @@ def _contents(titles: Iterable[str]) -> str:
 def render() -> str:
     """The whole page."""
     flags = all_flags()
-    parts = [OPENING, _contents(dict.fromkeys(flag.group for flag in flags))]
+    parts = [OPENING, _contents(dict.fromkeys([*(flag.group for flag in flags), OLDER]))]
     for group in ALL_GROUPS:
         members = [flag for flag in flags if flag.group == group.title]
         parts.append(f"## {_heading(group.title)}\n\n{_table(members)}\n")
@@ -88,6 +115,7 @@ def render() -> str:
             words = SCRIPT_WORDS if title == SCRIPT else PASSED[source]
             members = sorted((flag for flag in passed if flag.group == title), key=lambda flag: flag.option)
             parts.append(f"## {_heading(title)}\n\n{words}\n\n{_table(members)}\n")
+    parts.append(f"## {_heading(OLDER)}\n\n{OLDER_WORDS}\n\n{_older_table()}\n")
     return "\n".join(parts)
 
 

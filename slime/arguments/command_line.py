@@ -15,6 +15,10 @@ from slime.arguments.passthrough import catalog, router, sglang
 from slime.arguments.passthrough.megatron import megatron_flags
 from slime.arguments.spelling import dashes_are_foreign, looks_like_flag, nearest, parser_message, stray_message
 
+OF_YOUR_OWN = (
+    "flags of your own code are declared by a function that --custom-arguments-path names; --ignore-unknown-flags "
+    "drops such flags with a warning"
+)
 AddCustomArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
@@ -83,7 +87,9 @@ def read_words(
     known = parser._option_string_actions
     unknown = [w.split("=", 1)[0] for w in words if looks_like_flag(w, known) and w.split("=", 1)[0] not in known]
     if unknown and not ignore_unknown:
-        raise ArgumentError("\n".join(_unknown_message(name, known) for name in dict.fromkeys(unknown)))
+        messages = [_unknown_message(name, known) for name in dict.fromkeys(unknown)]
+        own = [OF_YOUR_OWN] if any(message.startswith("unknown flag") for message in messages) else []
+        raise ArgumentError("\n".join([*messages, *own]))
     namespace, rest = parser.parse_known_args(list(words))
     if rest and not unknown:
         raise ArgumentError(stray_message(rest[0], words, known))

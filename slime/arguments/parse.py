@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from slime.arguments import unchecked
+from slime.arguments import custom_arguments, older_flags, unchecked
 from slime.arguments.availability import inert_messages, unavailable_messages
 from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
@@ -40,7 +40,7 @@ def parse_args(
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         flags = all_flags()
-        parser = build_parser(flags, add_custom_arguments)
+        parser = build_parser(flags, custom_arguments.found(words, add_custom_arguments))
         _answer_help(words, flags, parser)
         args = resolve(words, flags, parser)
         if args.dry_run:
@@ -63,11 +63,13 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     from slime.arguments.files import run_config
     from slime.arguments.rules import apply_rules
 
-    typed, ignored = read_words(parser, words, ignore_unknown="--ignore-unknown-flags" in words)
+    current = older_flags.translate(words, parser)
+    typed, ignored = read_words(parser, current.words, ignore_unknown="--ignore-unknown-flags" in words)
     own = {action.dest: action for action in parser._actions}
     file = run_config.read(typed["config"], flags, own) if typed.get("config") else run_config.RunConfig()
     given = {**file.given, **typed}
-    given |= custom_config.read(given.get("custom_config_path"), flags)
+    notes = [*current.notes, *file.warnings]
+    given |= custom_config.read(given.get("custom_config_path"), flags, notes.append)
     changed = {**parser.custom_defaults, **file.defaults, **given}  # type: ignore[attr-defined]
     args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
     for name, value in changed.items():
@@ -75,13 +77,15 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     unchecked.begin(args)
     _check_required(args, changed, flags)
     _check_custom_required(args, given, parser)
+    for note in notes:
+        unchecked.warn(args, note)
     if ignored:
         unchecked.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
     for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own.keys(), flags):
         unchecked.warn(args, message)
     for warning in megatron.warnings():
         unchecked.warn(args, warning)
-    _check_availability(args, changed, flags)
+    _check_availability(args, changed, flags, current.refused)
     _check_groups(args, changed)
     args.explicit_flags = frozenset(given)
     for name, value in megatron.config_defaults().items():
@@ -98,11 +102,16 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     return args
 
 
-def _check_availability(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[Flag]) -> None:
-    """Refuse features that do not exist yet, in a dry run keep them; warn of flags without effect."""
+def _check_availability(
+    args: argparse.Namespace, given: dict[str, Any], flags: Sequence[Flag], refused: Sequence[str]
+) -> None:
+    """Refuse features that do not exist (yet), in a dry run keep them; warn of flags without effect.
+
+    ``refused``: sentences about flags of older releases.
+    """
     for message in inert_messages(given, flags):
         unchecked.warn(args, message)
-    args.not_available = unavailable_messages(given, flags)
+    args.not_available = [*refused, *unavailable_messages(given, flags)]
     if args.not_available and not args.dry_run:
         raise ArgumentError("\n".join(args.not_available))
 

@@ -1,4 +1,7 @@
-"""The arguments of actor and critic: the command line's, with what ``--megatron-config-path`` says of the role."""
+"""The arguments of actor and critic: the command line's, with what is given for the role.
+
+That is ``--megatron-config-path``, and for the critic ``--critic-overrides`` too.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _WITHOUT_POLICY: dict[str, Any] = {
 
 def actor_args(args: Namespace) -> Namespace:
     """Return what the actor's ranks get: ``args`` itself when the file says nothing of the actor."""
-    overrides = overrides_of(args.megatron_config_path, ACTOR)
+    overrides = overrides_of(args, ACTOR)
     if not overrides:
         return args
     role = _role(args, ACTOR)
@@ -52,7 +55,7 @@ def critic_args(args: Namespace) -> Namespace:
     Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save`` (a run that goes
     on from what it saves reads the ``save`` too); without one it starts from the weights that the actor starts from.
     """
-    actor, overrides = actor_args(args), overrides_of(args.megatron_config_path, CRITIC)
+    actor, overrides = actor_args(args), overrides_of(args, CRITIC)
     role = _role(args, CRITIC)
     for name, value in _WITHOUT_POLICY.items():
         setattr(role, name, value)
@@ -89,7 +92,7 @@ def _flag_defaults() -> dict[str, Any]:
 
 def _given_load(args: Namespace) -> str | None:
     """``--load`` as it was given to the actor: before its first checkpoint, ``args.load`` is where weights are from."""
-    overrides = overrides_of(args.megatron_config_path, ACTOR)
+    overrides = overrides_of(args, ACTOR)
     if "load" in overrides:
         return str(overrides["load"])
     return args.save if getattr(args, "continues_own_checkpoints", False) else args.load

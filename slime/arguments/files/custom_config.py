@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from slime.arguments.files.flag_values import FlagNames, read_flags
@@ -18,11 +18,11 @@ NAMES_OF_EXAMPLES = frozenset({"tis_level", "tis_mode", "tis_lower_bound", "tis_
 """No mistakes, however much they look like flags: published plug-ins read them."""
 
 
-def read(path: str | None, flags: Iterable[Flag]) -> dict[str, Any]:
+def read(path: str | None, flags: Iterable[Flag], warn: Callable[[str], object] | None = None) -> dict[str, Any]:
     """Attribute -> value of the file; values of flags are typed and checked as on the command line.
 
-    They count as given, so every check sees them. Other names are attributes of users' own plug-ins. Raises
-    ``ArgumentError`` for all mistakes at once.
+    They count as given, so every check sees them. Other names are attributes of users' own plug-ins. ``warn`` is told
+    what is to be said about the file. Raises ``ArgumentError`` for all mistakes at once.
     """
     if path is None:
         return {}
@@ -35,6 +35,9 @@ def read(path: str | None, flags: Iterable[Flag]) -> dict[str, Any]:
             document.note(place, "expected the name of an attribute: letters, digits and underscores")
         own[name.replace("-", "_")] = document.value(place)
     document.check()
+    if warn is not None:
+        for message in document.warnings:
+            warn(message)
     for name, value in found.items():
         logger.info("%s sets %s to %r", OPTION, name, value)
     return {**found, **own}

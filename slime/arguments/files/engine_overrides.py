@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from slime.arguments.files.flag_values import typed
+from slime.arguments.files.flag_values import of_older_flag, typed
 from slime.arguments.files.yaml_source import Document, KeyPath
 from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog
@@ -24,13 +24,19 @@ def check_overrides(document: Document) -> list[str]:
             place = (*at, name)
             flag = known.get(str(name).replace("-", "_"))
             if flag is None:
-                warnings.append(_unknown(document, place, list(known)))
+                renamed = of_older_flag(document, place, prefix="sglang-")
+                if renamed is None:
+                    warnings.append(_unknown(document, place, list(known)))
+                else:
+                    del overrides[name]
+                    fields = {dest.removeprefix("sglang_"): value for dest, value in renamed.items()}
+                    overrides.update({**fields, **overrides})
             elif _is_checked(flag, overrides[name]):
                 try:
                     overrides[name] = typed(flag, document, place)
                 except ValueError as error:
                     document.note(place, str(error))
-    return warnings
+    return [*document.warnings, *warnings]
 
 
 def _is_checked(flag: Flag, value: object) -> bool:

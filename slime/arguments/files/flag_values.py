@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 
+from slime.arguments.errors import ArgumentError
 from slime.arguments.files.schema import message
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.flag import CONVERTERS, KIND_WORDS, Flag
 from slime.arguments.groups import ALL_GROUPS
+from slime.arguments.older_flags import older_flags, translate_value
 from slime.arguments.passthrough import router, sglang
 from slime.arguments.spelling import nearest
 
@@ -79,9 +83,14 @@ def read_flags(document: Document, at: KeyPath, names: FlagNames) -> tuple[dict[
             continue
         flag = names.find(name)
         if flag is None:
-            others[name] = place
+            older = of_older_flag(document, place)
+            if older is None:
+                others[name] = place
+            for dest, value in (older or {}).items():
+                found[dest] = found.get(dest, value)  # what is given under the current name wins
+                places.setdefault(dest, place)
             continue
-        if flag.dest in places:
+        if flag.dest in places and names.find(str(places[flag.dest][-1])) is not None:
             line = document.line(places[flag.dest])
             document.note(place, f"the same flag is given on line {line} already; keep one")
             continue
@@ -96,6 +105,32 @@ def read_flags(document: Document, at: KeyPath, names: FlagNames) -> tuple[dict[
         document.note((*places[dest], *below), reason)
         found.pop(dest, None)
     return found, others
+
+
+def of_older_flag(document: Document, at: KeyPath, prefix: str = "") -> dict[str, Any] | None:
+    """What an entry of an older release sets now, by attribute; None where its name is no older flag.
+
+    ``prefix``: what stands before such a name on the command line and not in this file.
+    """
+    option = "--" + prefix + _plain(str(at[-1])).replace("_", "-")
+    if option not in older_flags():
+        return None
+    try:
+        done = translate_value(option, document.value(at), _parser())
+    except ArgumentError as error:
+        document.note(at, str(error))
+        return {}
+    if done is None:
+        return None
+    document.warn(at, done[1])
+    return done[0]
+
+
+@cache
+def _parser() -> ArgumentParser:
+    from slime.arguments.command_line import all_flags, build_parser
+
+    return build_parser(all_flags())
 
 
 def typed(flag: Flag, document: Document, at: KeyPath) -> Any:

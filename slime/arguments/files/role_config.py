@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.files.yaml_source import read as read_yaml
 
 OPTION = "--megatron-config-path"
+CRITIC_OPTION = "--critic-overrides"
 PLACEMENT_KEYS = frozenset({"num_nodes", "num_gpus_per_node"})
 ROLES = ("actor", "critic")
 CRITIC_VALUES: dict[str, Any] = {
@@ -54,10 +55,13 @@ class RoleConfig(FileModel):
     megatron: list[RoleEntry] = Field(description="at most one entry per role")
 
 
-def read_roles(path: str, more_roles: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+def read_roles(
+    path: str, more_roles: Iterable[str] = (), warn: Callable[[str], object] | None = None
+) -> dict[str, dict[str, Any]]:
     """Role -> attribute -> value of the file ``path``; values of flags are typed and checked as on the command line.
 
-    ``more_roles`` are accepted beside ``ROLES``. Raises ``ArgumentError`` for all mistakes at once.
+    ``more_roles`` are accepted beside ``ROLES``; ``warn`` is told what is to be said about the file. Raises
+    ``ArgumentError`` for all mistakes at once.
     """
     document = read_yaml(path, OPTION)
     config = validate(document, RoleConfig)
@@ -71,12 +75,21 @@ def read_roles(path: str, more_roles: Iterable[str] = ()) -> dict[str, dict[str,
     entries = document.value(("megatron",))
     overrides = [_overrides(document, place) for place in range(len(entries) if isinstance(entries, list) else 0)]
     document.check()
+    if warn is not None:
+        for message in document.warnings:
+            warn(message)
     return dict(zip(roles, overrides, strict=True))
 
 
-def overrides_of(path: str | None, role: str) -> dict[str, Any]:
-    """Attribute -> value that the YAML file ``path`` has for ``role``; none without a file or an entry."""
-    return {} if path is None else read_roles(path, (role,)).get(role, {})
+def overrides_of(args: Namespace, role: str) -> dict[str, Any]:
+    """Attribute -> value for ``role``, of ``--critic-overrides`` and of ``--megatron-config-path``, which wins."""
+    return _overrides_of(args, args.megatron_config_path, role)
+
+
+def _overrides_of(args: Namespace, path: str | None, role: str) -> dict[str, Any]:
+    of_file = {} if path is None else read_roles(path, (role,)).get(role, {})
+    of_flag: dict[str, Any] = getattr(args, "critic_overrides", {}) if role == "critic" else {}
+    return {**of_flag, **of_file}
 
 
 def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) -> Namespace:
@@ -86,15 +99,16 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
     copy unless overridden. Raises ``ArgumentError``.
     """
     args = copy.deepcopy(base_args)
-    overrides = overrides_of(path, role)
+    overrides = _overrides_of(base_args, path, role)
+    where = f"{OPTION} {path}, role {role}" if path is not None else CRITIC_OPTION
     for name, value in overrides.items():
         if name in PLACEMENT_KEYS:
-            logger.warning("%s: %s of role %s is ignored; roles share the actor's placement", path, name, role)
+            logger.warning("%s: %s of role %s is ignored; roles share the actor's placement", where, name, role)
             continue
         if not hasattr(args, name):
-            unchecked.warn(base_args, f"{OPTION} {path}, role {role}: {name}: {_flag_names().unknown(name)}")
+            unchecked.warn(base_args, f"{where}: {name}: {_flag_names().unknown(name)}")
         existing = getattr(args, name, None)
-        setattr(args, name, _like(existing, value, f"{OPTION} {path}: role {role}: {name}"))
+        setattr(args, name, _like(existing, value, f"{where}: {name}"))
     _derive_again(args, overrides)
     if role == "critic":
         for name, value in CRITIC_VALUES.items():

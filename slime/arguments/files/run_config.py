@@ -29,11 +29,15 @@ SECTIONS = ("versions", "arguments", "defaults", "derived")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A file's contents: attributes that count as given, defaults that are not slime's, and derived attributes."""
+    """A file's contents: attributes that count as given, defaults that are not slime's, and derived attributes.
+
+    ``warnings``: what is to be said about it.
+    """
 
     given: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     derived: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def read(path: str, flags: Sequence[Flag], own: Mapping[str, Action] | None = None) -> RunConfig:
@@ -49,7 +53,7 @@ def read(path: str, flags: Sequence[Flag], own: Mapping[str, Action] | None = No
     if not any(section in document.data for section in SECTIONS):
         given = _values(document, (), names, own)
         document.check()
-        return RunConfig(given=given)
+        return RunConfig(given=given, warnings=tuple(document.warnings))
     for name in document.data:
         if name not in SECTIONS:
             inside = isinstance(name, str) and names.find(name) is not None
@@ -62,7 +66,7 @@ def read(path: str, flags: Sequence[Flag], own: Mapping[str, Action] | None = No
     document.check()
     same = {flag.dest for flag in flags if flag.dest in defaults and defaults[flag.dest] == flag.default}
     changed = {name: value for name, value in defaults.items() if name not in same}
-    return RunConfig(given, changed, document.data.get("derived") or {})
+    return RunConfig(given, changed, document.data.get("derived") or {}, tuple(document.warnings))
 
 
 def _refuse_resolved(document: Document) -> None:

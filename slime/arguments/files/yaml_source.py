@@ -25,7 +25,8 @@ _INT = re.compile(r"^(?:[-+]?0b[0-1_]+|[-+]?0[0-7_]+|[-+]?(?:0|[1-9][0-9_]*)|[-+
 
 
 class Document:
-    """The contents of a file: ``data`` (plain values), the lines they stand on, and the mistakes found so far.
+    """The contents of a file: ``data`` (plain values), the lines they stand on, and what was found so far: mistakes,
+    and ``warnings``.
 
     ``at`` is always the path of keys and list places that leads to a value: ``("datasets", 1, "path")``.
     """
@@ -34,6 +35,7 @@ class Document:
         self.option, self.path = option, path
         self.data: dict[str, Any] = {}
         self._source, self._root = source, root
+        self.warnings: list[str] = []
         self._mistakes: list[tuple[int, str]] = []
         self._children: dict[int, dict[str | int, tuple[Any, Any]]] = {}
 
@@ -62,14 +64,20 @@ class Document:
 
     def note(self, at: KeyPath, message: str) -> None:
         """Remember a mistake at ``at``."""
-        line = self.line(at)
-        place = f", {written(at)}" if at else ""
-        self._mistakes.append((line, f"{self.option} {self.path}, line {line}{place}: {message}"))
+        self._mistakes.append((self.line(at), self._located(at, message)))
+
+    def warn(self, at: KeyPath, message: str) -> None:
+        """Remember something that is to be said about ``at``."""
+        self.warnings.append(self._located(at, message))
 
     def check(self) -> None:
         """Raise one ``ArgumentError`` for all mistakes, in the order of their lines."""
         if self._mistakes:
             raise ArgumentError("\n".join(message for _, message in sorted(self._mistakes, key=lambda m: m[0])))
+
+    def _located(self, at: KeyPath, message: str) -> str:
+        place = f", {written(at)}" if at else ""
+        return f"{self.option} {self.path}, line {self.line(at)}{place}: {message}"
 
     def _nodes(self, at: KeyPath) -> tuple[Any, Any]:
         """The node that says where ``at`` is, and the one with its value (None when ``at`` does not exist)."""

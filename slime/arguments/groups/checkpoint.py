@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slime.arguments.group import ArgumentGroup, flag
 
 
@@ -23,6 +25,9 @@ class Checkpoint(ArgumentGroup):
     )
     ref_ckpt_step: int | None = flag(None, "step of the checkpoint --ref-load; default: its latest", ge=0)
     megatron_config_path: str | None = flag(None, "YAML file with flags of the roles actor and critic")
+    critic_overrides: dict[str, Any] = flag(
+        {}, "attributes of the arguments and their values for the critic; --megatron-config-path wins"
+    )
     seed: int = flag(1234, "seed of training", ge=1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.arguments.group import ArgumentGroup, flag
+from slime.arguments.types import DottedPath
 
 
 class Configuration(ArgumentGroup):
@@ -21,5 +22,10 @@ class Configuration(ArgumentGroup):
     )
     custom_config_path: str | None = flag(
         None, "YAML mapping whose keys are set on the namespace (the values of your own plug-ins)"
+    )
+    custom_arguments_path: DottedPath | None = flag(
+        None,
+        "dotted path of your own function(parser), which adds flags of yours and returns the parser; default: "
+        "$SLIME_CUSTOM_ARGUMENTS_PATH",
     )
     ignore_unknown_flags: bool = flag(False, "warn about unknown flags instead of refusing them (old launch scripts)")

@@ -8,7 +8,7 @@ from slime.arguments import roles as role_args
 from slime.arguments import unchecked
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files.role_config import OPTION, overrides_of, read_roles
+from slime.arguments.files.role_config import CRITIC_OPTION, OPTION, overrides_of, read_roles
 
 # Ranks of actor and critic with the same number work on the same samples, and values go from one to the other.
 LAYOUT = (
@@ -38,9 +38,11 @@ OF_TRAINERS = {
 
 def check(args: Namespace) -> None:
     """The file must be right before anything starts; the roles read it when they do."""
+    if args.critic_overrides and not args.use_critic:
+        unchecked.warn(args, f"{CRITIC_OPTION} has no effect without --advantage-estimator ppo")
     if args.megatron_config_path is None:
         return
-    roles = read_roles(args.megatron_config_path)
+    roles = read_roles(args.megatron_config_path, warn=lambda message: unchecked.warn(args, message))
     if role_args.CRITIC in roles and not args.use_critic:
         unchecked.warn(
             args,
@@ -87,8 +89,8 @@ def check_together(args: Namespace) -> None:
 
 
 def _check_overrides(args: Namespace, role: str) -> None:
-    overrides = overrides_of(args.megatron_config_path, role)
-    where = f"{OPTION} {args.megatron_config_path}, role {role}"
+    overrides = overrides_of(args, role)
+    where = f"{OPTION} {args.megatron_config_path}, role {role}" if args.megatron_config_path else CRITIC_OPTION
     for name in BATCHES:
         if name in overrides and overrides[name] != getattr(args, name):
             raise ArgumentError(

@@ -43,6 +43,8 @@ CONSUMED_WHILE_PARSING = {
     "num_layers_per_virtual_pipeline_stage": "rules/pipeline.py",  # these two: virtual_pipeline_model_parallel_size
     "num_virtual_stages_per_pipeline_rank": "rules/pipeline.py",
     "megatron_config_path": "roles.py",  # values of single roles
+    "critic_overrides": "files/role_config.py",  # values of the critic
+    "custom_arguments_path": "custom_arguments.py",  # flags of a user's own
 }  # fmt: skip
 
 # Attributes read under a name that is put together, or passed on, at run time -> where.
