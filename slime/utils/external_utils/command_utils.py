@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 from slime.utils.external_utils.env_vars import get_bool_env_var
-from slime.utils.external_utils.train_command import ExecuteTrainConfig, execute_train, repo_base_dir
-from slime.utils.misc import exec_command
+from slime.utils.external_utils.train_command import ExecuteTrainConfig, execute_train, is_dry_run, repo_base_dir
+from slime.utils.misc import exec_command as run_command
 
 __all__ = [
     "ExecuteTrainConfig",
@@ -36,6 +36,14 @@ __all__ = [
 
 HOME = str(Path.home())
 """Where checkpoints and data sets are by default: in the containers that such scripts run in, the home of root."""
+
+
+def exec_command(cmd: str, capture_output: bool = False) -> str | None:
+    """Run a bash command line as ``slime.utils.misc.exec_command`` does; a dry run prints it alone."""
+    if is_dry_run():
+        print(f"EXEC, but not in a dry run: {cmd}", flush=True)
+        return "" if capture_output else None
+    return run_command(cmd, capture_output)
 
 
 def convert_checkpoint(
@@ -59,6 +67,9 @@ def convert_checkpoint(
     if target.exists():
         print(f"{target} exists already", flush=True)
         return
+    if is_dry_run():
+        print(f"{target} would be a link to {source}, but not in a dry run", flush=True)
+        return
     if not (source / "config.json").is_file():
         raise FileNotFoundError(
             f"{source} is no Hugging Face checkpoint (it has no config.json), so {target} cannot be made of it; "
@@ -80,6 +91,8 @@ def hf_download_dataset(full_name: str, data_dir: str = f"{HOME}/datasets") -> N
     if not owner or not name or "/" in name:
         raise ValueError(f"a data set of the hub is named owner/name, got {full_name!r}")
     hf = shutil.which("hf", path=Path(sys.executable).parent) or shutil.which("hf")
+    if hf is None and is_dry_run():
+        hf = "hf"
     if hf is None:
         raise FileNotFoundError("the program `hf` downloads data sets: pip install huggingface_hub")
     exec_command(
@@ -96,6 +109,9 @@ def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
 
     if Path(path_dst).exists():
         print(f"{path_dst} exists already", flush=True)
+        return
+    if is_dry_run():
+        print(f"{path_dst} would be {path_src} in bf16, but not in a dry run", flush=True)
         return
     cast_to_bf16(Path(path_src), Path(path_dst))
 
@@ -141,5 +157,5 @@ def check_has_nvlink() -> bool:
     """Return whether GPUs of this machine are connected by NVLink; False without ``nvidia-smi``."""
     if shutil.which("nvidia-smi") is None:
         return False
-    links = exec_command("nvidia-smi topo -m 2>/dev/null | { grep -Eo 'NV[0-9]+' || true; } | wc -l", True)
+    links = run_command("nvidia-smi topo -m 2>/dev/null | { grep -Eo 'NV[0-9]+' || true; } | wc -l", True)
     return int(links or 0) > 0

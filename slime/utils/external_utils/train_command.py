@@ -62,7 +62,7 @@ def execute_train(
     RuntimeError, with the exit status, when the run fails.
     """
     config = config or ExecuteTrainConfig()
-    dry_run = os.environ.get("SLIME_DRY_RUN", "0") != "0"
+    dry_run = is_dry_run()
     dashboard = None if dry_run else _dashboard()
     if config.num_nodes > 1 and not (dry_run or dashboard or os.environ.get("RAY_ADDRESS")):
         raise ValueError(
@@ -84,6 +84,11 @@ def execute_train(
     status = _wait_for(subprocess.Popen(["bash", "-c", line], env={**os.environ, **environment}))
     if status != 0:
         raise RuntimeError(f"{train_script} exited with {status}")
+
+
+def is_dry_run() -> bool:
+    """Whether ``SLIME_DRY_RUN`` asks for a check of the flags alone: nothing is fetched, converted or started."""
+    return os.environ.get("SLIME_DRY_RUN", "0") != "0"
 
 
 def _wait_for(run: subprocess.Popen[bytes]) -> int:

@@ -265,5 +265,23 @@ def test_nvlink(tmp_path, monkeypatch):
     assert command_utils.check_has_nvlink() is False
 
 
-def test_commands_are_those_of_misc():
-    assert command_utils.exec_command is exec_command
+def test_commands_are_run_as_misc_runs_them(capsys):
+    for run in (exec_command, command_utils.exec_command):
+        assert run("echo $((1+2))", capture_output=True) == "3\n"
+        with pytest.raises(RuntimeError, match="command exited with 3: exit 3"):
+            run("exit 3")
+    one, other = (line for line in capsys.readouterr().out.splitlines() if "echo" in line)
+    assert one == other
+
+
+def test_a_dry_run_prepares_nothing(tmp_path, monkeypatch, capsys):
+    """Neither fetched nor converted nor linked: what a launcher would do is printed."""
+    monkeypatch.setenv("SLIME_DRY_RUN", "1")
+    monkeypatch.setattr(command_utils.shutil, "which", lambda *a, **k: None)
+    assert command_utils.exec_command(f"touch {tmp_path}/made") is None
+    assert command_utils.exec_command("echo 1", capture_output=True) == ""
+    command_utils.hf_download_dataset("a/b", str(tmp_path))
+    command_utils.convert_checkpoint("Tiny", "tiny", 8, dir_dst=str(tmp_path))
+    command_utils.fp8_cast_bf16(f"{tmp_path}/fp8", f"{tmp_path}/bf16")
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out.count("not in a dry run") == 5
