@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from slime.arguments.availability import unavailable_messages
-from slime.arguments.command_line import all_flags, build_parser, nearest, read_words
+from slime.arguments.command_line import OF_YOUR_OWN, all_flags, build_parser, nearest, read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.older_flags import older_flags
 from tools.markdown import Fence, Page
@@ -97,7 +97,7 @@ def _check_train(words: list[str]) -> Iterator[str]:
     try:
         given, _ = read_words(build_parser(flags), words)
     except ArgumentError as error:
-        yield from str(error).splitlines()
+        yield from (line for line in str(error).splitlines() if line != OF_YOUR_OWN)
         return
     if not given.get("dry_run"):
         yield from unavailable_messages(given, flags)

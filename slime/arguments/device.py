@@ -20,6 +20,8 @@ CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
     "persist_layer_norm": (False, None),
     "moe_grouped_gemm": (False, None),  # a module without kernels computes the same
     "moe_permute_fusion": (False, None),
+    "moe_token_dispatcher_type": ("alltoall", None),  # DeepEP computes the same, with kernels
+    "moe_enable_deepep": (False, None),
     "tp_comm_overlap": (False, "--tp-comm-overlap"),
     "use_nccl_ub": (False, "--use-nccl-ub"),
     "optimizer_cpu_offload": (False, "--optimizer-cpu-offload"),

@@ -24,15 +24,15 @@ SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/models/qwen3-4B.sh"
 
 CKPT_ARGS=(
-   --hf-checkpoint /root/Qwen3-4B
-   --ref-load /root/Qwen3-4B_torch_dist
-   --load /root/Qwen3-4B_slime/
-   --save /root/Qwen3-4B_slime/
+   --hf-checkpoint /data/Qwen3-4B
+   --ref-load /data/Qwen3-4B_torch_dist
+   --load /data/Qwen3-4B_slime/
+   --save /data/Qwen3-4B_slime/
    --save-interval 20
 )
 
 ROLLOUT_ARGS=(
-   --prompt-data /root/dapo-math-17k/dapo-math-17k.jsonl
+   --prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl
    --input-key prompt
    --label-key label
    --apply-chat-template
@@ -83,19 +83,19 @@ OPTIMIZER_ARGS=(
 )
 
 DEBUG_ARGS=(
-   --load-debug-rollout-data /root/dump/{rollout_id}.pt
+   --load-debug-rollout-data /data/dump/{rollout_id}.pt
    --load-debug-rollout-data-subsample 0.5
-   --save-debug-train-data /root/train/{rollout_id}_{rank}.pt
+   --save-debug-train-data /data/train/{rollout_id}_{rank}.pt
    --record-memory-history
    --memory-recorder torch
-   --memory-snapshot-dir /root/snapshots
+   --memory-snapshot-dir /data/snapshots
    --memory-snapshot-num-steps 3
    --profile-target train_overall train_actor
    --ci-test
    --ci-disable-kl-checker
    --ci-train-rollout-logprob-abs-diff-threshold 0.1
-   --ci-save-grad-norm /root/norms/{role}_{rollout_id}_{step_id}.pt
-   --ci-load-grad-norm /root/norms0/{role}_{rollout_id}_{step_id}.pt
+   --ci-save-grad-norm /data/norms/{role}_{rollout_id}_{step_id}.pt
+   --ci-load-grad-norm /data/norms0/{role}_{rollout_id}_{step_id}.pt
 )
 
 MISC_ARGS=(
@@ -112,7 +112,7 @@ ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus 8 --disable-usage-s
 
 RUNTIME_ENV_JSON="{
   \"env_vars\": {
-    \"PYTHONPATH\": \"/root/Megatron-LM/\",
+    \"PYTHONPATH\": \"/data/Megatron-LM/\",
     \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",
     \"NCCL_NVLS_ENABLE\": \"${HAS_NVLINK}\"
   }

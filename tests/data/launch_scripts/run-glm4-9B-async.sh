@@ -24,12 +24,12 @@ SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/models/glm4-9B.sh"
 
 CKPT_ARGS=(
-   --hf-checkpoint /root/GLM-Z1-9B-0414
-   --ref-load /root/GLM-Z1-9B-0414_torch_dist
-   --load /root/GLM-Z1-9B-0414_slime/
-   --save /root/GLM-Z1-9B-0414_slime/
+   --hf-checkpoint /data/GLM-Z1-9B-0414
+   --ref-load /data/GLM-Z1-9B-0414_torch_dist
+   --load /data/GLM-Z1-9B-0414_slime/
+   --save /data/GLM-Z1-9B-0414_slime/
    --save-interval 20
-   --save-hf /root/GLM-Z1-9B-0414_hf/{rollout_id}
+   --save-hf /data/GLM-Z1-9B-0414_hf/{rollout_id}
    --async-save
    --no-save-optim
    --ref-ckpt-step 100
@@ -37,7 +37,7 @@ CKPT_ARGS=(
 )
 
 ROLLOUT_ARGS=(
-   --prompt-data /root/dapo-math-17k/dapo-math-17k.jsonl
+   --prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl
    --input-key prompt
    --label-key label
    --apply-chat-template
@@ -74,7 +74,7 @@ ROLLOUT_ARGS=(
 
 EVAL_ARGS=(
    --eval-interval 20
-   --eval-prompt-data aime /root/aime-2024/aime-2024.jsonl gpqa /root/gpqa/gpqa.jsonl
+   --eval-prompt-data aime /data/aime-2024/aime-2024.jsonl gpqa /data/gpqa/gpqa.jsonl
    --eval-function-path slime.rollout.sglang_rollout.generate_rollout
    --eval-input-key prompt
    --eval-label-key label
@@ -166,7 +166,7 @@ ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus 8 --disable-usage-s
 
 RUNTIME_ENV_JSON="{
   \"env_vars\": {
-    \"PYTHONPATH\": \"/root/Megatron-LM/\",
+    \"PYTHONPATH\": \"/data/Megatron-LM/\",
     \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",
     \"NCCL_NVLS_ENABLE\": \"${HAS_NVLINK}\"
   }

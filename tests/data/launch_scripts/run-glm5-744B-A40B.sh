@@ -24,15 +24,15 @@ SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/models/glm5-744B-A40B.sh"
 
 CKPT_ARGS=(
-   --hf-checkpoint /root/GLM-5
-   --ref-load /root/GLM-5_torch_dist
-   --load /root/GLM-5_slime/
-   --save /root/GLM-5_slime/
+   --hf-checkpoint /data/GLM-5
+   --ref-load /data/GLM-5_torch_dist
+   --load /data/GLM-5_slime/
+   --save /data/GLM-5_slime/
    --save-interval 20
 )
 
 ROLLOUT_ARGS=(
-   --prompt-data /root/dapo-math-17k/dapo-math-17k.jsonl
+   --prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl
    --input-key prompt
    --label-key label
    --apply-chat-template
@@ -125,7 +125,7 @@ ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus 8 --disable-usage-s
 
 RUNTIME_ENV_JSON="{
   \"env_vars\": {
-    \"PYTHONPATH\": \"/root/Megatron-LM/\",
+    \"PYTHONPATH\": \"/data/Megatron-LM/\",
     \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",
     \"NCCL_NVLS_ENABLE\": \"${HAS_NVLINK}\"
   }

@@ -24,15 +24,15 @@ SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/models/qwen3-next-80B-A3B.sh"
 
 CKPT_ARGS=(
-   --hf-checkpoint /root/Qwen3-Next-80B-A3B-Thinking
-   --ref-load /root/Qwen3-Next-80B-A3B-Thinking_torch_dist
-   --load /root/Qwen3-Next-80B-A3B-Thinking_slime/
-   --save /root/Qwen3-Next-80B-A3B-Thinking_slime/
+   --hf-checkpoint /data/Qwen3-Next-80B-A3B-Thinking
+   --ref-load /data/Qwen3-Next-80B-A3B-Thinking_torch_dist
+   --load /data/Qwen3-Next-80B-A3B-Thinking_slime/
+   --save /data/Qwen3-Next-80B-A3B-Thinking_slime/
    --save-interval 20
 )
 
 ROLLOUT_ARGS=(
-   --prompt-data /root/dapo-math-17k/dapo-math-17k.jsonl
+   --prompt-data /data/dapo-math-17k/dapo-math-17k.jsonl
    --input-key prompt
    --label-key label
    --apply-chat-template
@@ -113,7 +113,7 @@ ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus 8 --disable-usage-s
 
 RUNTIME_ENV_JSON="{
   \"env_vars\": {
-    \"PYTHONPATH\": \"/root/Megatron-LM/\",
+    \"PYTHONPATH\": \"/data/Megatron-LM/\",
     \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\",
     \"NCCL_NVLS_ENABLE\": \"${HAS_NVLINK}\"
   }

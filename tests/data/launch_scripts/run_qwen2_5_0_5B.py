@@ -11,15 +11,15 @@ NUM_GPUS = 2 if FEW_GPU else 4
 
 
 def prepare():
-    U.exec_command("mkdir -p /root/models /root/datasets")
-    U.exec_command(f"hf download Qwen/{MODEL_NAME} --local-dir /root/models/{MODEL_NAME}")
+    U.exec_command("mkdir -p /data/models /data/datasets")
+    U.exec_command(f"hf download Qwen/{MODEL_NAME} --local-dir /data/models/{MODEL_NAME}")
     U.hf_download_dataset("zhuzilin/gsm8k")
 
 
 def execute():
-    ckpt_args = f"--hf-checkpoint /root/models/{MODEL_NAME}/ --ref-load /root/models/{MODEL_NAME}/ "
+    ckpt_args = f"--hf-checkpoint /data/models/{MODEL_NAME}/ --ref-load /data/models/{MODEL_NAME}/ "
     rollout_args = (
-        "--prompt-data /root/datasets/gsm8k/train.parquet "
+        "--prompt-data /data/datasets/gsm8k/train.parquet "
         "--input-key messages "
         "--label-key label "
         "--apply-chat-template "
@@ -36,7 +36,7 @@ def execute():
     )
     eval_args = (
         "--eval-interval 20 "
-        "--eval-prompt-data gsm8k /root/datasets/gsm8k/test.parquet "
+        "--eval-prompt-data gsm8k /data/datasets/gsm8k/test.parquet "
         "--n-samples-per-eval-prompt 1 "
         "--eval-max-response-len 1024 "
         "--eval-top-k 1 "

@@ -15,26 +15,26 @@ class ScriptArgs(U.ExecuteTrainConfig):
 
 
 def prepare(args: ScriptArgs):
-    U.exec_command("mkdir -p /root/models /root/datasets")
-    U.exec_command(f"hf download Qwen/{args.model_name} --local-dir /root/models/{args.model_name}")
+    U.exec_command("mkdir -p /data/models /data/datasets")
+    U.exec_command(f"hf download Qwen/{args.model_name} --local-dir /data/models/{args.model_name}")
     U.hf_download_dataset("zhuzilin/dapo-math-17k")
     U.convert_checkpoint(
         model_name=args.model_name,
         megatron_model_type=args.megatron_model_type,
         num_gpus_per_node=args.num_gpus_per_node,
-        dir_dst="/root/models",
+        dir_dst="/data/models",
     )
 
 
 def execute(args: ScriptArgs):
-    load_save_path = f"/root/shared_data/{args.run_id}/checkpoints"
+    load_save_path = f"/data/shared_data/{args.run_id}/checkpoints"
     ckpt_args = (
-        f"--hf-checkpoint /root/models/{args.model_name} "
-        f"--ref-load /root/models/{args.model_name}_torch_dist "
+        f"--hf-checkpoint /data/models/{args.model_name} "
+        f"--ref-load /data/models/{args.model_name}_torch_dist "
         f"--load {load_save_path} --save {load_save_path} --save-interval 20 "
     )
     rollout_args = (
-        "--prompt-data /root/datasets/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label "
+        "--prompt-data /data/datasets/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label "
         "--apply-chat-template --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 "
         "--n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-temperature 1 --global-batch-size 256 "
         "--balance-data "
@@ -57,7 +57,7 @@ def execute(args: ScriptArgs):
         "--attention-softmax-in-fp32 --attention-backend flash "
         f"--actor-num-nodes {args.num_nodes} --actor-num-gpus-per-node {args.num_gpus_per_node} --colocate "
         "--moe-token-dispatcher-type flex --moe-enable-deepep --use-fault-tolerance "
-        f"--dump-details /root/shared_data/{args.run_id}/dump_details "
+        f"--dump-details /data/shared_data/{args.run_id}/dump_details "
     )
     U.execute_train(
         train_args=f"{ckpt_args}{rollout_args}{optimizer_args}{grpo_args}{perf_args}{sglang_args}{misc_args}"
@@ -66,7 +66,7 @@ def execute(args: ScriptArgs):
         num_gpus_per_node=args.num_gpus_per_node,
         megatron_model_type=args.megatron_model_type,
         extra_env_vars={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
-        megatron_path="/root/Megatron-LM",
+        megatron_path="/data/Megatron-LM",
     )
 
 

@@ -10,9 +10,9 @@ sglang_cuda_graph_max_bs: 32
 
 def execute():
     train_args = (
-        "--hf-checkpoint /root/models/Qwen3-4B-Base --ref-load /root/models/Qwen3-4B-Base "
+        "--hf-checkpoint /data/models/Qwen3-4B-Base --ref-load /data/models/Qwen3-4B-Base "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout "
-        "--prompt-data /root/datasets/openhermes.json --input-key messages --rollout-shuffle --num-epoch 3 "
+        "--prompt-data /data/datasets/openhermes.json --input-key messages --rollout-shuffle --num-epoch 3 "
         "--rollout-batch-size 128 --global-batch-size 128 --loss-type sft_loss --calculate-per-token-loss "
         "--disable-compute-advantages-and-returns --debug-train-only "
         "--tensor-model-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
@@ -26,6 +26,6 @@ def execute():
 
 
 if __name__ == "__main__":
-    U.exec_command("hf download Qwen/Qwen3-4B-Base --local-dir /root/models/Qwen3-4B-Base")
-    U.fp8_cast_bf16("/root/models/Qwen3-4B-FP8", "/root/models/Qwen3-4B-bf16")
+    U.exec_command("hf download Qwen/Qwen3-4B-Base --local-dir /data/models/Qwen3-4B-Base")
+    U.fp8_cast_bf16("/data/models/Qwen3-4B-FP8", "/data/models/Qwen3-4B-bf16")
     execute()

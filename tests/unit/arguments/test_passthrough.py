@@ -164,7 +164,7 @@ def test_flags_of_engines_stay_valid_without_engines(mode):
 def test_an_unknown_flag_of_a_package_says_what_is_installed(parser, option, package):
     with pytest.raises(ArgumentError) as raised:
         read_words(parser, [option, "1"])
-    assert str(raised.value) == (
+    assert str(raised.value).splitlines()[0] == (
         f"unknown flag {option}; {package} has no such flag; `--help xyzzy` lists the flags that mention 'xyzzy'"
     )
 

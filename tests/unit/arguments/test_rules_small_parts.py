@@ -87,7 +87,7 @@ def test_what_is_no_address_is_refused(text):
 
 def test_templates_that_pass_can_be_filled_in():
     values = {"rollout_id": 7, "rank": 1, "role": "actor", "step_id": 2}
-    nothing = {"advantage_estimator": "grpo", **dict.fromkeys(templates.TEMPLATES)}
+    nothing = {"advantage_estimator": "grpo", "num_rollout": 2, **dict.fromkeys(templates.TEMPLATES)}
     for attribute, (known, needed, example) in templates.TEMPLATES.items():
         names = [f"{{{name}}}" for name in (*known, "epoch")]
         for count in range(len(names) + 1):
