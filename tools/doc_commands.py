@@ -139,6 +139,14 @@ def options() -> frozenset[str]:
 
 
 @cache
+def tool_options() -> frozenset[str]:
+    """The flags that commands in ``tools`` declare."""
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "tools").glob("*.py"))
+    calls = (call for text in sources for call in re.findall(r"\.add_argument\(([^)]*)", text))
+    return frozenset(flag for call in calls for flag in re.findall(r'"(--[a-z][\w-]*)"', call))
+
+
+@cache
 def make_targets() -> frozenset[str]:
     """The targets of the Makefile."""
     return frozenset(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -156,7 +164,11 @@ def check_spans(page: Page) -> Iterator[tuple[int, str]]:
     for line, span in page.spans:
         if re.match(r"--[A-Za-z]", span):
             words = [w.rstrip(",;") for w in span.split() if w.startswith("--")]
-            yield from ((line, mistake) for w in words if w not in ELSEWHERE and (mistake := flag_mistake(w)))
+            yield from (
+                (line, mistake)
+                for w in words
+                if w not in {*ELSEWHERE, *tool_options()} and (mistake := flag_mistake(w))
+            )
         elif re.fullmatch(rf"({'|'.join(OWN)})/[\w./-]*", span):
             if not (ROOT / span).exists():
                 yield line, f"there is no {span}"

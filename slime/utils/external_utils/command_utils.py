@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from slime.utils.external_utils.checkpoint_links import make_loadable
 from slime.utils.external_utils.env_vars import get_bool_env_var
 from slime.utils.external_utils.train_command import ExecuteTrainConfig, execute_train, is_dry_run, repo_base_dir
 from slime.utils.misc import exec_command as run_command
@@ -58,8 +59,8 @@ def convert_checkpoint(
     """Make ``<dir_dst>/<model_name>_torch_dist`` usable as ``--ref-load`` or ``--load``; leave it when it exists.
 
     Trainers read Hugging Face checkpoints themselves, so it becomes a link to ``hf_checkpoint`` (default
-    ``~/models/<model_name>``) and the other arguments are not needed. Raises FileNotFoundError when that is no
-    Hugging Face checkpoint.
+    ``~/models/<model_name>``), or a bf16 copy of one in FP8, and the other arguments are not needed. Raises
+    FileNotFoundError when that is no Hugging Face checkpoint.
     """
     del megatron_model_type, num_gpus_per_node, multinode, extra_args
     source = Path(hf_checkpoint or f"{HOME}/models/{model_name}")
@@ -68,17 +69,9 @@ def convert_checkpoint(
         print(f"{target} exists already", flush=True)
         return
     if is_dry_run():
-        print(f"{target} would be a link to {source}, but not in a dry run", flush=True)
+        print(f"{target} would be made of {source}, but not in a dry run", flush=True)
         return
-    if not (source / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{source} is no Hugging Face checkpoint (it has no config.json), so {target} cannot be made of it; "
-            "download the model there, or say where it is with hf_checkpoint=..."
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)  # a link to something that has gone
-    target.symlink_to(source.resolve(), target_is_directory=True)
-    print(f"{target} is a link to {source}: trainers read Hugging Face checkpoints, nothing to convert", flush=True)
+    make_loadable(source, target)
 
 
 def hf_download_dataset(full_name: str, data_dir: str = f"{HOME}/datasets") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint, read_config
@@ -29,16 +29,23 @@ def _extra_layers(checkpoint: HfCheckpoint) -> range:
 
 
 def write_carried(source: Path, target: Path, family: Family, written: Iterable[str]) -> tuple[dict[str, str], int]:
-    """Copy what ``family`` carries of the checkpoint ``source`` to ``target``, but for the names ``written`` already.
+    """Copy what ``family`` carries of the checkpoint ``source`` to ``target``, but for the names in ``written``."""
+    with HfCheckpoint(source) as checkpoint:
+        names = carried_names(checkpoint, family) - set(written)
+    return copy_tensors(source, target, names)
 
-    One file per file of the source: ``carried-00001.safetensors``... Return ``tensor name -> file``, and the bytes.
+
+def copy_tensors(source: Path, target: Path, tensor_names: Collection[str]) -> tuple[dict[str, str], int]:
+    """Copy tensors of the checkpoint ``source`` to ``target``, one file per file: ``carried-00001.safetensors``...
+
+    Return ``tensor name -> file``, and the bytes.
     """
     from safetensors.torch import save_file
 
     files: dict[str, str] = {}
     size = 0
     with HfCheckpoint(source) as checkpoint:
-        names = sorted(carried_names(checkpoint, family) - set(written))
+        names = sorted(tensor_names)
         for number, path in enumerate(sorted({checkpoint.file_of(name) for name in names}), 1):
             file = f"carried-{number:05d}.safetensors"
             tensors = {n: checkpoint.slice(n)[:] for n in names if checkpoint.file_of(n) == path}

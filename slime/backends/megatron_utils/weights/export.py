@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,10 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.weights import hf_writer
 from slime.backends.megatron_utils.weights.carried import write_carried, write_copies
-from slime.backends.megatron_utils.weights.hf_checkpoint import INDEX
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
 from slime.backends.megatron_utils.weights.naming import model_family
-
-MAX_SHARD_BYTES = 5 * 2**30
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 
 
 def export_hf(
@@ -29,7 +23,7 @@ def export_hf(
     args: Namespace,
     out_dir: str | Path,
     *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = hf_writer.MAX_SHARD_BYTES,
 ) -> None:
     """Write ``model-00001-of-000NN.safetensors``, the index and the non-weight files of ``args.hf_checkpoint``.
 
@@ -41,8 +35,8 @@ def export_hf(
     import_megatron()
     out = Path(os.path.abspath(out_dir))
     _refuse_source(out, args)
-    partial = out.with_name(f".{out.name}.partial")
-    _everywhere(f"preparing {partial}", lambda: _prepare(partial) if dist.get_rank() == 0 else None)
+    partial = hf_writer.partial_of(out)
+    _everywhere(f"preparing {partial}", lambda: hf_writer.begin(out) if dist.get_rank() == 0 else None)
     plans = _everywhere("planning the shards", lambda: _plan(model_chunks, args, max_shard_bytes))
     _everywhere(f"writing to {partial}", lambda: _write_stage(model_chunks, args, partial, plans))
     _everywhere(f"completing {out}", lambda: _complete(args, partial, out, plans) if dist.get_rank() == 0 else None)
@@ -71,13 +65,6 @@ def _everywhere(what: str, action: Any) -> list[Any]:
     if errors:
         raise RuntimeError(f"Hugging Face export failed while {what}: {'; '.join(errors)}")
     return [result for result, _ in gathered]
-
-
-def _prepare(partial: Path) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
 
 
 def _is_writer() -> bool:
@@ -117,7 +104,7 @@ def _file_names(plans: list[Any]) -> dict[int, list[str]]:
     total = sum(len(shards) for shards in stages.values())
     names, number = {}, 0
     for stage, shards in stages.items():
-        names[stage] = [f"model-{number + i + 1:05d}-of-{total:05d}.safetensors" for i in range(len(shards))]
+        names[stage] = [hf_writer.shard_name(number + i + 1, total) for i in range(len(shards))]
         number += len(shards)
     return names
 
@@ -146,18 +133,11 @@ def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> No
         copies, more = write_copies(source, partial, family, shards)
         shards, size = {**shards, **copies}, size + more
     carried, more = write_carried(source, partial, family, shards)
-    index = {"metadata": {"total_size": size + more}, "weight_map": dict(sorted({**shards, **carried}.items()))}
-    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    _copy_other_files(source, partial)
-    _write_dtype(partial, plans)
-    old = out.with_name(f".{out.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if out.exists():
-        out.rename(old)
-    partial.rename(out)
-    if old.exists():
-        shutil.rmtree(old)
+    hf_writer.write_index(partial, {**shards, **carried}, size + more)
+    hf_writer.copy_other_files(source, partial)
+    described = [tensor for plan in plans if plan is not None for shard in plan[1] for tensor in shard]
+    hf_writer.write_dtype(partial, ((shape, dtype) for _, shape, dtype in described))
+    hf_writer.publish(partial, out)
 
 
 def _written(plans: list[Any]) -> tuple[dict[str, str], int]:
@@ -168,27 +148,3 @@ def _written(plans: list[Any]) -> tuple[dict[str, str], int]:
             files.update({described[0]: file for described in shard})
             total += sum(_bytes(described) for described in shard)
     return files, total
-
-
-def _copy_other_files(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and the like: top-level files that are neither weights nor an index of weights."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
-
-
-def _write_dtype(partial: Path, plans: list[Any]) -> None:
-    """Let ``config.json`` name the dtype that was written, which need not be the source's: that of most numbers.
-
-    The biases of experts are fp32 whatever the weights are.
-    """
-    numbers: Counter[torch.dtype] = Counter()
-    for _, shape, dtype in (tensor for plan in plans if plan is not None for shard in plan[1] for tensor in shard):
-        numbers[dtype] += torch.Size(shape).numel()
-    path = partial / "config.json"
-    config = json.loads(path.read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if numbers:
-        written = str(numbers.most_common(1)[0][0]).removeprefix("torch.")
-        if config.get(key) != written:
-            path.write_text(json.dumps({**config, key: written}, indent=2) + "\n")

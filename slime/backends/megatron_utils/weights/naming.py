@@ -127,12 +127,20 @@ def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family:
     for name, parameter in global_named_parameters(model_chunks):
         if is_value_head(parameter):
             continue
-        rule, place = family.find(name)
-        layer = place.layer
-        if layer is not None and name.startswith(MTP) and family.prediction and family.prediction.pattern is None:
-            layer += args.num_layers
-        hf_names = tuple(rule.hf_names(layer, place.expert))
+        rule, layer, expert, hf_names = hf_place(name, family, args.num_layers)
         if tied(args):
             hf_names = tuple(family.embedding if name == LM_HEAD else name for name in hf_names)
-        weights.append(Weight(name, parameter, rule, layer, place.expert, hf_names))
+        weights.append(Weight(name, parameter, rule, layer, expert, hf_names))
     return weights
+
+
+def hf_place(name: str, family: Family, num_layers: int) -> tuple[Rule, int | None, int | None, tuple[str, ...]]:
+    """Return the rule of the global Megatron ``name``, its layer and expert on Hugging Face's side, and its tensors.
+
+    ``num_layers``: those of the decoder, after which MTP layers are numbered on in some families.
+    """
+    rule, place = family.find(name)
+    layer = place.layer
+    if layer is not None and name.startswith(MTP) and family.prediction and family.prediction.pattern is None:
+        layer += num_layers
+    return rule, layer, place.expert, tuple(rule.hf_names(layer, place.expert))

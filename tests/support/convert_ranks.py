@@ -1,0 +1,25 @@
+"""What the ranks of ``tests/integration/test_convert_checkpoints.py`` do."""
+
+from __future__ import annotations
+
+from tests.support.megatron_model import model_args, switch_layout
+from tests.support.model_families import LAYOUTS
+
+
+def save_all(checkpoints: dict[str, str], cases: dict[str, tuple[str, ...]]) -> None:
+    """Load each checkpoint under its layouts and save it as a trainer does, to ``<checkpoint>-<layout>``."""
+    from slime.backends.megatron_utils import import_megatron
+
+    import_megatron()
+    from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import load_hf
+
+    for name, layouts in cases.items():
+        for layout in layouts:
+            checkpoint = checkpoints[name]
+            args = model_args(checkpoint, "--save", f"{checkpoint}-{layout}", *LAYOUTS[layout])
+            switch_layout(args)
+            model = get_model(args)
+            load_hf(model, checkpoint, args)
+            CheckpointSaver(args).save(3, TrainerState(model))
