@@ -1,3 +1,7 @@
 """slime: reinforcement-learning post-training for large language models."""
 
+from slime.utils import old_paths
+
 __version__ = "0.4.0"
+
+old_paths.install()

@@ -1,4 +1,4 @@
-"""Names that older releases had: paths still import and say where they are now, parameters have either name."""
+"""Names of older releases: paths that still import and say where their home is, parameters with either name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``module``, under which ``homes`` (name -> new dotted path) can still be imported.
+def moved(module: str, homes: Mapping[str, str], *, warn: bool = True) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``module``, under which ``homes`` (name -> path of its home) can be imported.
 
-    The new module is imported when a name is first asked for, with a DeprecationWarning that names the new path. Any
+    The home is imported when a name is first asked for, with a DeprecationWarning that names it where ``warn``. Any
     other name raises AttributeError.
     """
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warn_moved(f"{module}.{name}", homes[name])
+            known = "" if name.startswith("__") else f"; it has {', '.join(sorted(homes))}"
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{known}")
+        if warn:
+            warn_moved(f"{module}.{name}", homes[name])
         home, _, attribute = homes[name].rpartition(".")
         return getattr(import_module(home), attribute)
 

@@ -103,6 +103,10 @@ class Family:
             )
         return self._by_template[place.template], place
 
+    def knows(self, megatron_name: str) -> bool:
+        """Return whether a rule is about this global Megatron name."""
+        return as_template(megatron_name).template in self._by_template
+
     def knows_hf(self, hf_name: str) -> bool:
         """Return whether a rule mentions this Hugging Face name (of any layer and expert)."""
         return as_template(hf_name).template in self._hf_templates

@@ -1,0 +1,78 @@
+"""Process groups beside the default one, for code that trains or syncs weights on its own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_gloo_group: Any = None
+
+
+def init_gloo_group() -> Any:
+    """Make the group of all ranks whose messages go over gloo, and return it; collective, once per process."""
+    global _gloo_group
+    if _gloo_group is None:
+        _gloo_group = dist.new_group(backend="gloo")
+    return _gloo_group
+
+
+def get_gloo_group() -> Any:
+    """Return the group of :func:`init_gloo_group`. Raises RuntimeError before that."""
+    if _gloo_group is None:
+        raise RuntimeError("there is no gloo group yet: call init_gloo_group() on every rank first")
+    return _gloo_group
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: Any = None,
+    pg_options: Any = None,
+) -> Any:
+    """Return a new process group, as ``torch.distributed.init_process_group`` makes the default one, but beside it.
+
+    Its ranks need not be ranks of the default group, and there need be none. ``group_name`` is the prefix in the store:
+    all members give the same one (SGLang's engines do as here).
+    """
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+    timeout = timeout or timedelta(minutes=30)
+    if (store is None) == (init_method is None):
+        raise ValueError("give either store or init_method")
+    if init_method is not None:
+        store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        store = PrefixStore(group_name or "default_pg", store)
+    group, _ = _new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        Backend(backend) if backend else Backend("undefined"),
+        store,
+        group_name=group_name,
+        backend_options=pg_options,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def distributed_masked_whiten(
+    values: Tensor, mask: Tensor, process_group: Any = None, shift_mean: bool = True, epsilon: float = 1e-8
+) -> Tensor:
+    """Return ``values`` [N] whitened over the masked entries of all ranks of ``process_group``, by default of all.
+
+    See ``slime.algorithms.whitening.masked_whiten``.
+    """
+    from slime.algorithms.whitening import masked_whiten
+
+    if process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
+    return masked_whiten(values, mask, group=process_group, shift_mean=shift_mean, epsilon=epsilon)

@@ -1,0 +1,180 @@
+"""Modules of slime <= 0.3.1 that are no files here: what users import from them, and where that lives.
+
+``import slime`` puts a finder behind Python's own ones, so that a file of the same path always wins. Its modules are
+empty until a name is asked for. A function is patched at its home, which is where slime looks it up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from slime.utils.moved import moved
+
+_MEGATRON = "slime.backends.megatron_utils"
+_WEIGHTS = f"{_MEGATRON}.weights"
+
+
+def _at(home: str, names: str) -> dict[str, str]:
+    return {name: f"{home}.{name}" for name in names.split()}
+
+
+_METRICS = {"compute_rollout_step": "slime.observability.steps.rollout_step"}
+_TIMER = _at("slime.observability.timer", "timer")
+_UPDATERS = "slime.weight_sync.named_updaters"
+_HF_NAMES = f"{_WEIGHTS}.hf_names"
+_WANDB = _at("slime.utils.wandb_utils", "init_wandb_primary init_wandb_secondary")
+_EXAMPLE = "GenerateState abort eval_rollout generate generate_and_rm generate_and_rm_group generate_rollout"
+_TRACE = (
+    "TRACE_CHILDREN_KEY TraceHandle bind_trace bind_trace_carrier build_sglang_meta_trace_attrs export_trace "
+    "import_trace trace_event trace_function trace_next_attempt trace_span"
+)
+_CONVERTERS = (  # modules of hf_to_megatron and megatron_to_hf
+    *("deepseekv3", "glm4", "glm4moe", "llama", "mimo", "minimax_m2", "qwen2", "qwen3_5", "qwen3_next", "qwen3moe"),
+)
+
+# Importable for good: name -> home.
+PUBLIC: dict[str, dict[str, str]] = {
+    "slime.utils.dp_schedule": _at("slime.batching.schedule", "DpSchedule build_dp_schedule leftover_positions"),
+    "slime.utils.seqlen_balancing": _at(
+        "slime.batching.seqlen_balancing",
+        "expand_bins_by_splitting first_fit_pack get_reverse_idx get_seqlen_balanced_partitions karmarkar_karp",
+    ),
+    "slime.utils.flops_utils": {
+        **_at("slime.utils.old_calls", "calculate_fwd_flops"),
+        **_at("slime.batching.flops", "FlopsModel flops_model forward_flops"),
+    },
+    "slime.utils.health_monitor": _at("slime.ray.engines.health", "EngineHealth HealthLimits HealthMonitor"),
+    "slime.utils.routing_replay": _at(f"{_MEGATRON}.routing_replay", "RoutingReplay build_routing_replay"),
+    "slime.utils.tensor_backper": {"TensorBackuper": f"{_MEGATRON}.weight_backup.WeightBackup"},
+    "slime.utils.accelerator.torch_accelerator": {
+        "TorchAccelerator": "slime.utils.accelerator.cuda.CudaAccelerator",
+        "CpuAccelerator": "slime.utils.accelerator.cpu.CpuAccelerator",
+    },
+    "slime.observability.rollout_data_utils": _at("slime.rollout.debug_data", "load_rollout save_rollout subsample"),
+    "slime.observability.rollout_metrics": {
+        **_at("slime.ray.rollout_metrics", "eval_metrics pass_rates rollout_metrics sample_metrics zero_std_counts"),
+        **_METRICS,
+    },
+    "slime.observability.train_data_utils": {
+        **_at(f"{_MEGATRON}.train_dump", "save_train_dump"),
+        **_at(f"{_MEGATRON}.data", "build_micro_batch micro_batch_iterators prepare_rollout_data"),
+    },
+    "slime.observability.train_metric_utils": _at(
+        f"{_MEGATRON}.train_metrics", "log_perf log_rollout_metrics log_train_metrics rollout_means"
+    ),
+    "slime.observability.metric_utils": {
+        **_METRICS,
+        **_at("slime.utils.old_calls", "compute_statistics dict_add_prefix"),
+        "has_repetition": "slime.ray.rollout_metrics.is_repetitive",
+    },
+    "slime.observability.profile_utils": {
+        **_at("slime.observability.profiling", "Profiling"),
+        **_at("slime.observability.profiling.torch_profile", "TorchProfile profile_dir"),
+        **_at("slime.observability.profiling.memory_recorder", "MemrayRecorder TorchRecorder recorder_of"),
+    },
+    "slime.observability.wandb_utils": _WANDB,
+    "slime.ray.actor_group": _at("slime.ray.train_group", "RayTrainGroup"),
+    "slime.ray.utils": {
+        "Lock": "slime.ray.engines.control.Lock",
+        "NOSET_VISIBLE_DEVICES_ENV_VARS_LIST": "slime.ray.cluster.NOSET_VISIBLE_DEVICES",
+    },
+    "slime.backends.sglang_utils.server_control": {
+        **_at("slime.servers.loads", "num_requests_from_load"),
+        **_at("slime.servers.idle", "abort_server_until_idle abort_servers_until_idle"),
+    },
+    "slime.backends.sglang_utils.sglang_engine": {"SGLangEngine": "slime.ray.engines.actor.EngineActor"},
+    f"{_MEGATRON}.actor": {"MegatronTrainRayActor": "slime.ray.train_actor.TrainRayActor"},
+    f"{_MEGATRON}.model": _at(f"{_MEGATRON}.model_provider", "get_model model_provider padded_vocab_size"),
+    f"{_MEGATRON}.ci_utils": _at(f"{_MEGATRON}.ci_checks", "check_rollout check_steps"),
+    f"{_MEGATRON}.hf_checkpoint_saver": _at(f"{_WEIGHTS}.export", "export_hf"),
+    f"{_MEGATRON}.hf_to_megatron": _at(f"{_WEIGHTS}.load", "load_hf"),
+    f"{_MEGATRON}.misc_utils": _at(_HF_NAMES, "strip_param_name_prefix"),
+    f"{_MEGATRON}.sglang": {
+        "FlattenedTensorBucket": "sglang.srt.weight_sync.tensor_bucket.FlattenedTensorBucket",
+        "MultiprocessingSerializer": "sglang.srt.utils.MultiprocessingSerializer",
+        "monkey_patch_torch_reductions": "sglang.srt.utils.patch_torch.monkey_patch_torch_reductions",
+    },
+    f"{_MEGATRON}.megatron_to_hf": _at(_HF_NAMES, "convert_to_hf remove_padding"),
+    **{f"{_MEGATRON}.megatron_to_hf.{name}": _at(_HF_NAMES, f"convert_{name}_to_hf") for name in _CONVERTERS},
+    f"{_MEGATRON}.megatron_to_hf.processors.padding_remover": _at(_HF_NAMES, "remove_padding"),
+    f"{_MEGATRON}.update_weight.update_weight_from_tensor": _at(_UPDATERS, "UpdateWeightFromTensor"),
+    f"{_MEGATRON}.update_weight.update_weight_from_distributed": _at(_UPDATERS, "UpdateWeightFromDistributed"),
+}
+
+# Importable until the next major version, with a warning.
+OLD: dict[str, dict[str, str]] = {
+    "slime.rollout.agent_rollout": _at("slime_plugins.rollout_buffer.rollout_buffer_example", "generate_rollout"),
+    "slime.rollout.sft_example": _at("slime.rollout.sft_rollout", "generate_rollout"),
+    "slime.rollout.sglang_example": _at("slime.rollout.sglang_rollout", f"{_EXAMPLE} generate_rollout_async"),
+    "slime.utils.logging_utils": _at(
+        "slime.observability.logging_utils", "configure_logger finish_tracking init_tracking log"
+    ),
+    "slime.utils.metric_utils": _METRICS,
+    "slime.utils.timer": _TIMER,
+    "slime.utils.timer_utils": _TIMER,
+    "slime.utils.trace_utils": _at("slime.observability.trace_utils", _TRACE),
+}
+
+# Modules of features that this version lacks, with everything below them.
+LACKING: dict[str, str] = {
+    "slime.utils.disk_delta": "weight sync by deltas (--update-weight-mode delta)",
+    "slime.utils.reloadable_process_group": "process groups that are rebuilt when a sleeping trainer wakes",
+    "slime.utils.rocm_checkpoint_writer": "a checkpoint writer for ROCm",
+    "slime.utils.accelerator.musa": "MUSA devices (slime.utils.accelerator.register_accelerator adds a kind of device)",
+    "slime.backends.sglang_utils.arguments": (
+        "a parser of SGLang's flags of its own: slime.arguments.parse_args reads them from the installed package"
+    ),
+    "slime.backends.sglang_utils.external": "engines that slime did not start (--rollout-external-engine-addrs)",
+    **{
+        f"{_MEGATRON}.hf_to_megatron.{name}": f"loaders of single families: {_WEIGHTS}.load_hf loads all"
+        for name in _CONVERTERS
+    },
+    f"{_MEGATRON}.server": "a Megatron server for teachers",
+    f"{_MEGATRON}.alignment": "trainer kernels that equal the engine's bit for bit",
+    f"{_MEGATRON}.kernels": "quantization-aware training (INT4)",
+    f"{_MEGATRON}.megatron_to_hf.processors.quantizer_fp8": "pushing weights in FP8",
+    f"{_MEGATRON}.megatron_to_hf.processors.quantizer_compressed_tensors": "pushing weights in INT4",
+    f"{_MEGATRON}.update_weight.update_weight_from_disk_delta": "weight sync by deltas (--update-weight-mode delta)",
+    "slime_plugins.models.flash_dot_product_attention": "attention by FlashAttention's own module",
+    "slime_plugins.models.learnable_softmax_attention": "attention with a learnable softmax offset",
+    "slime_plugins.models.glm5.ops": "sparse attention (GLM-5, DeepSeek-V3.2)",
+    "slime_plugins.models.qwen3_5_vl_utils": "training on images",
+    "slime_plugins.models.qwen_gdn_backend": "a choice of kernels for gated delta nets",
+}
+
+
+class OldPathFinder:
+    """Finds the modules of the tables, which importers that look for files have not found."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of an old path. Raises ModuleNotFoundError that names the feature which is lacking."""
+        feature = next((why for old, why in LACKING.items() if f"{fullname}.".startswith(f"{old}.")), None)
+        if feature is not None:
+            raise ModuleNotFoundError(f"there is no {fullname}: this version of slime lacks {feature}", name=fullname)
+        is_package = any(old.startswith(f"{fullname}.") for old in (*PUBLIC, *OLD, *LACKING))
+        if fullname in PUBLIC or fullname in OLD or (is_package and fullname.startswith(f"{_MEGATRON}.")):
+            return ModuleSpec(fullname, _OldModule(), is_package=is_package)  # type: ignore[arg-type]
+        return None
+
+
+class _OldModule:
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module will do."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        homes = PUBLIC.get(name) or OLD.get(name) or {}
+        module.__doc__ = "A path of slime <= 0.3.1; see slime.utils.old_paths."
+        module.__all__ = list(homes)  # type: ignore[attr-defined]
+        module.__getattr__ = moved(name, homes, warn=name in OLD)  # type: ignore[method-assign]
+
+
+def install() -> None:
+    """Let old paths be imported; does nothing the second time."""
+    if not any(isinstance(finder, OldPathFinder) for finder in sys.meta_path):
+        sys.meta_path.append(OldPathFinder())
