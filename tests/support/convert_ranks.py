@@ -18,7 +18,8 @@ def save_all(checkpoints: dict[str, str], cases: dict[str, tuple[str, ...]]) -> 
     for name, layouts in cases.items():
         for layout in layouts:
             checkpoint = checkpoints[name]
-            args = model_args(checkpoint, "--save", f"{checkpoint}-{layout}", *LAYOUTS[layout])
+            mtp = ("--mtp-num-layers", 1) if "predicting" in name else ()
+            args = model_args(checkpoint, "--save", f"{checkpoint}-{layout}", *mtp, *LAYOUTS[layout])
             switch_layout(args)
             model = get_model(args)
             load_hf(model, checkpoint, args)
