@@ -9,7 +9,7 @@ from typing import Literal
 from slime.arguments.errors import ArgumentError
 from slime.arguments.plan.batch import FULLY_ASYNC_ROLLOUT, SFT_ROLLOUT
 from slime.arguments.plan.words import count
-from slime.arguments.rules.checkpoints import needs_reference
+from slime.arguments.rules.checkpoints import first_weights, needs_reference
 
 Kind = Literal[
     "synchronous",
@@ -61,7 +61,7 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
     if args.eval_interval is not None:
         rows.append(("evaluation", _evaluation(args, kind)))
     if not args.debug_rollout_only:
-        rows.append(("first weights", str(args.load)))
+        rows.append(("first weights", first_weights(args)))
         rows.append(("checkpoints", _checkpoints(args)))
     return LoopPlan(kind, tuple(rows))
 

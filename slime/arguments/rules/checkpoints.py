@@ -70,13 +70,43 @@ def _same_directory(one: str | None, other: str | None) -> bool:
 
 
 def _start_from_reference(args: Namespace) -> None:
-    if args.load is not None and args.load not in (args.save, args.ref_load):
-        unchecked.warn(args, f"--load {args.load} is no checkpoint (yet): the run starts from {args.ref_load}")
+    if args.load not in (None, args.ref_load) and not args.debug_rollout_only:
+        _refuse_nothing_to_load(args)
     if not Path(args.ref_load).is_dir() and not args.debug_rollout_only and not needs_reference(args):
         unchecked.missing(args, f"--ref-load {args.ref_load} is no directory, and the first weights are read from it")
     args.load = args.ref_load
     if args.ref_ckpt_step is not None:
         args.ckpt_step = args.ref_ckpt_step
+
+
+def _refuse_nothing_to_load(args: Namespace) -> None:
+    """Only the directory of ``--save`` may be empty: the first start of a run that is to be resumed finds it so."""
+    if _same_directory(args.load, args.save):
+        return
+    found = f"has neither {TRACKER} nor config.json" if Path(args.load).is_dir() else "is no directory"
+    unchecked.missing(
+        args,
+        f"--load {args.load} {found}, so there is nothing to load; correct the path, leave it out to start from "
+        f"--ref-load {args.ref_load}, or let --load be --save for a run that goes on whenever it is started again",
+    )
+
+
+def first_weights(args: Namespace) -> str:
+    """Return where the first weights of a run come from, and whether it goes on or starts afresh."""
+    if is_megatron_checkpoint(args.load) and not args.finetune:
+        step = args.ckpt_step if args.ckpt_step is not None else _last_step(args.load)
+        return f"{args.load}, after rollout {step}" if isinstance(step, int) else str(args.load)
+    if args.continues_own_checkpoints:
+        return f"{args.load}, from rollout {args.start_rollout_id}: --save {args.save} holds no checkpoint yet"
+    return str(args.load)
+
+
+def _last_step(directory: str) -> int | None:
+    """The last complete checkpoint; None for ``release``, and for a tracker file that cannot be read."""
+    try:
+        return int((Path(directory) / TRACKER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _check_resume(args: Namespace) -> None:
@@ -110,8 +140,30 @@ def check_save(args: Namespace) -> None:
         return
     if args.save_interval is None:
         unchecked.warn(args, f"--save {args.save}: nothing is saved without --save-interval N")
+    else:
+        _refuse_to_overwrite(args)
     if not getattr(args, "dry_run", False):
         _check_writable(args)
+
+
+def _refuse_to_overwrite(args: Namespace) -> None:
+    """Checkpoints of another run stay: only the run that goes on with them writes beside them."""
+    last = _last_step(args.save)
+    if last is None or args.num_rollout == 0:
+        return
+    if not args.continues_own_checkpoints:
+        why = ", and --finetune starts at rollout 0" if _same_directory(args.load, args.save) else ""
+        raise ArgumentError(
+            f"--save {args.save} holds the checkpoints of another run, the last of rollout {last}{why}: this run would "
+            f"overwrite them; choose another directory, or go on with them: --load {args.save}"
+            + (" without --finetune" if why else "")
+        )
+    if args.ckpt_step is not None and args.ckpt_step < last:
+        unchecked.warn(
+            args,
+            f"--ckpt-step {args.ckpt_step}: the checkpoints of --save {args.save} after rollout {args.ckpt_step}, up "
+            f"to rollout {last}, will be replaced by those of this run",
+        )
 
 
 def _check_writable(args: Namespace) -> None:

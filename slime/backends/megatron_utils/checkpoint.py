@@ -26,6 +26,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
 from slime.backends.megatron_utils.checkpoint_writer import in_process_strategy
 from slime.backends.megatron_utils.offload import torch_optimizers
+from slime.backends.megatron_utils.optimizer import with_length_of_run
 from slime.backends.megatron_utils.optimizer_chain import check_optimizers, complete_steps, for_chain
 from slime.backends.megatron_utils.parallel import data_parallel, pipeline_parallel, tensor_parallel
 
@@ -113,7 +114,7 @@ def load_checkpoint(
     elif state.optimizer is not None:
         state.optimizer.reload_model_params()
     if goes_on:
-        _load_scheduler(state.scheduler, loaded, directory)
+        _load_scheduler(args, state.scheduler, loaded, directory)
     if with_rng:
         _restore_rng(loaded["rng_state"])
     elif not finetune and not getattr(args, "no_load_rng", False):
@@ -319,11 +320,11 @@ def _restore_limits(optimizer: Any, rates: list[dict[str, Any]]) -> None:
                 group.pop(name, None)
 
 
-def _load_scheduler(scheduler: Any | None, loaded: dict[str, Any], directory: Path) -> None:
+def _load_scheduler(args: Namespace, scheduler: Any | None, loaded: dict[str, Any], directory: Path) -> None:
     if scheduler is None or "opt_param_scheduler" not in loaded:
         return
     try:
-        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        scheduler.load_state_dict(with_length_of_run(args, scheduler, loaded["opt_param_scheduler"]))
     except AssertionError as error:
         raise ValueError(
             f"the learning-rate schedule of this run differs from that in {directory} ({error}). "

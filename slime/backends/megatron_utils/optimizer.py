@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,6 +14,8 @@ import torch
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.stateless_adam import instead_of_adam
+
+logger = logging.getLogger(__name__)
 
 # Types that --main-grads-dtype and its kin name; fp8 is kept as bytes with a scale.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
@@ -131,6 +134,31 @@ def build_scheduler(args: Namespace, optimizer: Any) -> Any:
         wsd_decay_steps=wsd_iters * batch if wsd_iters is not None else None,
         lr_wsd_decay_style=getattr(args, "lr_wsd_decay_style", None) or "exponential",
     )
+
+
+def with_length_of_run(args: Namespace, scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``saved`` state of a schedule, whose lengths are those of ``scheduler`` where no flag gives them.
+
+    They follow from ``--num-rollout`` then, and a run that is to be longer than the one that was saved goes on.
+    ``--use-checkpoint-opt_param-scheduler`` keeps those that were saved.
+    """
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        return saved
+    derived = ["wd_incr_steps"]
+    if getattr(args, "lr_decay_iters", None) is None:
+        derived.append("lr_decay_steps")
+        if getattr(args, "lr_warmup_fraction", None) is not None:
+            derived.append("lr_warmup_steps")
+    own = {name: getattr(scheduler, name) for name in derived if name in saved}
+    before = saved.get("lr_decay_steps")
+    if own.get("lr_decay_steps", before) != before and scheduler.lr_decay_style != "constant":
+        batch = args.global_batch_size
+        logger.warning(
+            "the learning rate (--lr-decay-style %s) now decays over the %g optimiser steps of --num-rollout %d, over "
+            "%g until now; --lr-decay-iters %g keeps the end of its decay where it was",
+            scheduler.lr_decay_style, own["lr_decay_steps"] / batch, args.num_rollout, before / batch, before / batch,
+        )  # fmt: skip
+    return {**saved, **own}
 
 
 def _first(value: float | None, default: float) -> float:

@@ -112,6 +112,16 @@ def test_what_a_dry_run_leaves_unchecked_is_refused_by_a_run():
         assert str(caught.value) == sentence
 
 
+def test_going_back_to_an_earlier_checkpoint_is_told(tmp_path):
+    for step in (1, 3):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    own = ["--load", tmp_path, "--save", tmp_path, "--save-interval", 1, "--ckpt-step"]
+    [said] = [warning for warning in dry(*own, 1).warnings if "--ckpt-step" in warning]
+    assert said.endswith("after rollout 1, up to rollout 3, will be replaced by those of this run")
+    assert not [warning for warning in dry(*own, 3).warnings if "--ckpt-step" in warning]
+
+
 def test_rollout_only_gives_all_slots_to_engines():
     for slots, nodes, per_node in [(4, 1, 4), (8, 1, 8), (16, 2, 8), (0, 0, 0)]:
         args = parse("--debug-rollout-only", "--colocate", "--rollout-num-gpus", slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,18 @@ def test_the_synchronous_loop() -> None:
     assert said["checkpoints"] == "none are written (--save)"
     assert "taking turns" not in said
     assert "evaluation" not in said
+
+
+def test_where_the_first_weights_come_from(tmp_path: Path) -> None:
+    assert rows("--hf-checkpoint /m")["first weights"] == "/m"
+    own = f"--hf-checkpoint /m --load {tmp_path} --save {tmp_path}/ --save-interval 1"
+    assert rows(own)["first weights"] == f"/m, from rollout 0: --save {tmp_path}/ holds no checkpoint yet"
+    for step in (3, 5):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5\n")
+    assert rows(own)["first weights"] == f"{tmp_path}, after rollout 5"
+    assert rows(f"{own} --ckpt-step 3")["first weights"] == f"{tmp_path}, after rollout 3"
+    assert rows(f"--load {tmp_path} --finetune")["first weights"] == str(tmp_path)
 
 
 def test_the_overlapped_loop_syncs_between_generations() -> None:
