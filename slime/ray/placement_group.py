@@ -35,6 +35,8 @@ SIGN_OF_LIFE_S = 30.0
 MANAGER_THREADS = 16
 MANAGER_START_DEADLINE_S = 600.0
 LAST_RECORDS_S = 10.0
+PROCESSES_PER_CORE = 2
+"""More slots than that per core of a machine without GPUs are worth a warning."""
 
 
 class PlacementError(RuntimeError):
@@ -207,6 +209,8 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
     here = cluster.current()
     if here.own:
         _refuse_what_cannot_fit(here, layout)
+    if "GPU" not in here.slot:
+        _warn_of_few_cores(layout, int(ray.cluster_resources().get("CPU", 0)))
     pg = placement_group([dict(here.slot)] * layout.slots, strategy="PACK")
     started = time.monotonic()
     next_sign = SIGN_OF_LIFE_S
@@ -247,6 +251,16 @@ def _refuse_what_cannot_fit(here: cluster.Cluster, layout: Layout) -> None:
     short = {k: v * layout.slots for k, v in here.slot.items() if v * layout.slots > totals.get(k, 0) + 1e-6}
     if short:
         raise PlacementError(_what_is_missing(here, layout, f"more than this machine has ({', '.join(short)})"))
+
+
+def _warn_of_few_cores(layout: Layout, cores: int) -> None:
+    """Without GPUs nothing keeps a command line for eight of them from starting as many processes on a laptop."""
+    if cores and layout.slots > PROCESSES_PER_CORE * cores:
+        logger.warning(
+            "there is no GPU: %d slots (%d train, %d generate) are as many processes, which share %d CPU cores; lower "
+            "--actor-num-gpus-per-node and --rollout-num-gpus, unless it may take long",
+            layout.slots, layout.trainer_slots, layout.rollout_slots, cores,
+        )  # fmt: skip
 
 
 def _what_is_missing(here: cluster.Cluster, layout: Layout, state: str) -> str:

@@ -32,6 +32,8 @@ def derive_global_batch_size(args: Namespace) -> None:
                 f"{made}, fewer than --global-batch-size {args.global_batch_size}: no optimiser step could be made; "
                 "lower it or generate more"
             )
+        if not _makes_its_own_number(args) and not args.debug_rollout_only and args.load_debug_rollout_data is None:
+            _warn_of_left_over(args, made, samples)
         return
     if samples % steps != 0:
         raise ArgumentError(f"{made} cannot be split into --num-steps-per-rollout {steps} equal steps")
@@ -41,6 +43,25 @@ def derive_global_batch_size(args: Namespace) -> None:
             f"= {args.global_batch_size * steps}; use --global-batch-size {samples // steps} or leave it out"
         )
     args.global_batch_size = samples // steps
+
+
+def _warn_of_left_over(args: Namespace, made: str, samples: int) -> None:
+    size = args.global_batch_size
+    left, rollouts = samples % size, args.num_rollout
+    if not left or rollouts == 0:
+        return
+    at_the_end = (rollouts - (args.start_rollout_id or 0)) * samples % size if rollouts else None
+    lost = f", and the last {at_the_end} of the run train no step" if at_the_end else ""
+    unchecked.warn(
+        args,
+        f"{made}, no multiple of --global-batch-size {size}: {left} of the first rollout wait and are trained on after "
+        f"the next one, when the weights are no longer those that made them{lost}; a rollout is divided evenly by "
+        f"--global-batch-size {_nearest_divisor(samples, size)}, or by --num-steps-per-rollout",
+    )
+
+
+def _nearest_divisor(number: int, to: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - to))
 
 
 def _makes_its_own_number(args: Namespace) -> bool:

@@ -20,6 +20,12 @@ def check(args: Namespace) -> None:
     _check_data_sets(args)
     if args.custom_rm_path is not None:
         _check_distillation(args)
+        if args.rm_type is not None:
+            unchecked.warn(
+                args,
+                f"--rm-type {args.rm_type} has no effect beside --custom-rm-path {args.custom_rm_path}, which scores "
+                "every sample; leave one of them out, unless that function reads args.rm_type",
+            )
         return
     if args.rm_type is None:
         _warn_of_none(args)
