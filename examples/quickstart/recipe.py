@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 """One pass over the demonstrations: batches of 1280, ten optimiser steps each; the same budget for every seed."""
 
 GRPO_ROLLOUTS = 100
+STEPS_PER_ROLLOUT, EVAL_INTERVAL = 2, 10
 PPO_ROLES = "examples/quickstart/ppo_roles.yaml"
 Algorithm = Literal["grpo", "ppo"]
 DATASET = "addition"
@@ -43,6 +45,11 @@ class Paths:
         """The model after SFT, in Hugging Face format."""
         return self.root / "sft_model" / str(SFT_ROLLOUTS - 1)
 
+    @property
+    def sft_save(self) -> Path:
+        """The checkpoint after SFT, in Megatron's format."""
+        return self.root / "sft_save"
+
     def grpo(self, shuffled: bool) -> Path:
         """The run directory of GRPO, or of its control."""
         return self.root / ("grpo_shuffled" if shuffled else "grpo")
@@ -51,6 +58,12 @@ class Paths:
     def ppo(self) -> Path:
         """The run directory of PPO."""
         return self.root / "ppo"
+
+
+def unused(run_dir: Path) -> Path:
+    """Return ``run_dir``, or the first unused of ``run_dir-2``, ``-3``, ...: metrics of two runs do not mix."""
+    names = itertools.chain([run_dir], (run_dir.with_name(f"{run_dir.name}-{n}") for n in itertools.count(2)))
+    return next(path for path in names if not path.exists())
 
 
 def make_model(paths: Paths, seed: int) -> list[str]:
@@ -82,7 +95,7 @@ def sft(paths: Paths, seed: int) -> list[str]:
         "--lr", "4e-3", "--min-lr", "0", "--lr-decay-style", "cosine", "--lr-warmup-iters", "20",
         "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
         "--seed", str(1234 + seed),
-        "--save", str(paths.root / "sft_save"), "--save-interval", str(SFT_ROLLOUTS), "--no-save-optim",
+        "--save", str(paths.sft_save), "--save-interval", str(SFT_ROLLOUTS), "--no-save-optim",
         "--save-hf", str(paths.root / "sft_model" / "{rollout_id}"),
         "--run-dir", str(paths.sft),
     ]  # fmt: skip
@@ -90,6 +103,7 @@ def sft(paths: Paths, seed: int) -> list[str]:
 
 def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]:
     """Return the arguments of ``train.py`` for GRPO: two engines behind the router, one trainer."""
+    evaluate_every, steps = min(EVAL_INTERVAL, rollouts), STEPS_PER_ROLLOUT * rollouts
     control = ["--custom-reward-post-process-path", "examples.quickstart.reward.shuffled_rewards"] if shuffled else []
     return [
         "--hf-checkpoint", str(paths.sft_model),
@@ -97,30 +111,33 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--apply-chat-template", "--rollout-shuffle", "--rollout-seed", str(42 + seed),
         "--custom-rm-path", "examples.quickstart.reward.exact_answer", *control,
         "--num-rollout", str(rollouts), "--rollout-batch-size", "64", "--n-samples-per-prompt", "8",
-        "--num-steps-per-rollout", "2", "--rollout-max-response-len", "6", "--rollout-temperature", "1",
+        "--num-steps-per-rollout", str(STEPS_PER_ROLLOUT),
+        "--rollout-max-response-len", "6", "--rollout-temperature", "1",
         "--eval-prompt-data", DATASET, str(paths.data / "held_out.jsonl"), "--n-samples-per-eval-prompt", "4",
-        "--eval-interval", "10",
+        "--eval-interval", str(evaluate_every),
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
         "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "1",
         "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28",
         "--use-kl-loss", "--kl-loss-coef", "0.15", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
-        "--lr", "1.5e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", "10",
+        "--lr", "1.5e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", str(min(10, steps // 2)),
         "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
         "--seed", str(1234 + seed),
-        "--run-dir", str(paths.grpo(shuffled)),
+        "--run-dir", str(unused(paths.grpo(shuffled))),
     ]  # fmt: skip
 
 
 def ppo(paths: Paths, seed: int, *, rollouts: int) -> list[str]:
     """Return the arguments of ``train.py`` for PPO: the same as GRPO's, with a critic in the place of groups.
 
-    It learns alone for five rollouts, so that its values say something when the actor starts to follow them.
+    It learns alone for five rollouts (half of a shorter run), so that its values say something when the actor starts to
+    follow them.
     """
     words = grpo(paths, seed, rollouts=rollouts, shuffled=False)
     words[words.index("--advantage-estimator") + 1] = "ppo"
-    words[words.index("--run-dir") + 1] = str(paths.ppo)
+    words[words.index("--run-dir") + 1] = str(unused(paths.ppo))
     return [
-        *words, "--num-critic-only-steps", "5", "--normalize-advantages", "--gamma", "1", "--lambd", "1",
-        "--value-clip", "0.2", "--megatron-config-path", PPO_ROLES,
+        *words, "--num-critic-only-steps", str(min(5, rollouts // 2)),
+        "--normalize-advantages", "--gamma", "1", "--lambd", "1", "--value-clip", "0.2",
+        "--megatron-config-path", PPO_ROLES,
     ]  # fmt: skip

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -22,20 +24,19 @@ INTRODUCTION = """\
 slime quickstart: a Qwen3 model of half a million parameters is made from nothing and taught to add two numbers.
 First it imitates a hasty teacher whose answers are more often wrong than right (SFT); then it tries for itself and is
 told only whether an answer was right (GRPO). The loop is slime's real one: a Megatron trainer and two SGLang engines
-behind a router, on Ray. On 2 CPU cores this takes five to ten minutes; everything goes to
-{root}"""
+behind a router, on Ray. {expected}
+Everything goes to {root}"""
+
+EXPECTED_S = {"model and data": 20, "SFT": 180, "GRPO": 450}
+"""Seconds of each stage on two slow CPU cores; GRPO's with the number of rollouts that is the default."""
 
 DEADLINES = {"model": 120.0, "data": 60.0, "sft": 600.0, "grpo": 1200.0, "ppo": 2400.0}
 
 
 def accuracy(run_dir: Path) -> list[tuple[int, float]]:
-    """Return (rollout, held-out accuracy) of every evaluation of a run."""
-    found = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["name"] == f"eval/{recipe.DATASET}":
-            found[row["step"]] = float(row["value"])
-    return sorted(found.items())
+    """Return (rollout, held-out accuracy) of every evaluation of a run, in order; two of rollout 0 are possible."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], float(row["value"])) for row in rows if row["name"] == f"eval/{recipe.DATASET}"]
 
 
 def describe_sft(row: dict[str, Any]) -> str | None:
@@ -49,8 +50,19 @@ def describe_grpo(row: dict[str, Any]) -> str | None:
     if row["name"] == "rollout/raw_reward" and row["step"] % 5 == 0:
         return f"rollout {row['step']:2d}: {row['value']:.0%} of the samples right"
     if row["name"] == f"eval/{recipe.DATASET}":
-        return f"held-out accuracy {'at the start' if row['step'] == 0 else ''}: {row['value']:.1%}".replace(" :", ":")
+        return f"rollout {row['step']:2d}: held-out accuracy {row['value']:.1%}"
     return None
+
+
+def expected_time(paths: Paths, rollouts: int, algorithm: recipe.Algorithm) -> str:
+    """Say how long the stages take that are not done yet; of PPO that is not known."""
+    if algorithm == "ppo":
+        return "Each stage prints the time that it took."
+    stages = dict(EXPECTED_S) if not paths.sft_model.exists() else {"GRPO": EXPECTED_S["GRPO"]}
+    stages["GRPO"] *= 0.1 + 0.9 * rollouts / recipe.GRPO_ROLLOUTS  # a tenth is the start
+    named = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in stages.items())
+    minutes = math.ceil(sum(stages.values()) / 60)
+    return f"On two slow CPU cores with nothing else to do this takes about {minutes} min ({named})."
 
 
 def quickstart(
@@ -65,6 +77,8 @@ def quickstart(
             log = logs / f"{name}.log"
             seconds[name] = run_stage(name, ["python", "-m", *command], log, deadline_s=DEADLINES[name])
         print("\n== 2. SFT: imitate the hasty teacher")
+        for leftover in (paths.sft, paths.sft_save):  # of an SFT that did not come to its end
+            shutil.rmtree(leftover, ignore_errors=True)
         seconds["sft"] = run_stage(
             "SFT", ["python", "train.py", *recipe.sft(paths, seed)], logs / "sft.log",
             deadline_s=DEADLINES["sft"], metrics=paths.sft / "metrics.jsonl", describe=describe_sft,
@@ -72,9 +86,10 @@ def quickstart(
     name = algorithm.upper()
     print(f"\n== 3. {name}: learn from {'shuffled rewards (a control)' if shuffled else 'being right or wrong'}")
     if algorithm == "ppo":
-        run_dir, flags = paths.ppo, recipe.ppo(paths, seed, rollouts=rollouts)
+        flags = recipe.ppo(paths, seed, rollouts=rollouts)
     else:
-        run_dir, flags = paths.grpo(shuffled), recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)
+        flags = recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)
+    run_dir = Path(flags[flags.index("--run-dir") + 1])
     seconds[algorithm] = run_stage(
         name, ["python", "train.py", *flags], logs / f"{run_dir.name}.log", deadline_s=DEADLINES[algorithm],
         metrics=run_dir / "metrics.jsonl", describe=describe_grpo,
@@ -102,7 +117,7 @@ def conclude(paths: Paths, result: dict[str, Any]) -> None:
 == Done ({took})
 
 Held-out accuracy, sampled at temperature 1: {accuracies}
-(every ten rollouts: {during}).
+(of every evaluation: {during}).
 
 Curves, time per stage and samples, to open in a browser:
     {os.path.relpath(result["report"])}
@@ -128,14 +143,17 @@ def main() -> int:
     parser.add_argument("--shuffled-rewards", action="store_true", help="the control: rewards dealt out at random")
     parser.add_argument("--dir", type=Path, help="directory; where it holds an SFT model, only the third stage is run")
     options = parser.parse_args()
+    if options.rollouts < 1:
+        parser.error(f"--rollouts {options.rollouts}: expected at least 1")
     if options.shuffled_rewards and options.algorithm != "grpo":
         parser.error("--shuffled-rewards is a control of --algorithm grpo, whose rewards are those of groups")
     root = options.dir or Path("runs") / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
     paths = Paths(Path(os.path.relpath(root, ROOT)) if root.absolute().is_relative_to(ROOT) else root.absolute())
     os.chdir(ROOT)
-    print(INTRODUCTION.format(root=os.path.relpath(paths.root)), flush=True)
+    shuffled, algorithm = options.shuffled_rewards, options.algorithm
+    expected = expected_time(paths, options.rollouts, algorithm)
+    print(INTRODUCTION.format(expected=expected, root=os.path.relpath(paths.root)), flush=True)
     try:
-        shuffled, algorithm = options.shuffled_rewards, options.algorithm
         conclude(paths, quickstart(paths, options.seed, options.rollouts, shuffled, algorithm))
     except StageError as error:
         print(f"\nquickstart: {error}", file=sys.stderr)

@@ -72,7 +72,9 @@ def run_stage(
         process.stop(GRACE_S)
     if code:
         raise StageError(f"{name} failed with exit status {code}\n{_end_of(log, process)}")
-    return time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    print(f"  {name} took {seconds:.0f} s", flush=True)
+    return seconds
 
 
 def _tell(rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str | None]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import statistics
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
 from examples.quickstart import make_data, recipe, reward, stages
+from examples.quickstart import run as quickstart
 from examples.quickstart.stages import StageError, run_stage, show_command
 from slime.arguments import parse_args
 from slime.arguments.roles import critic_args
@@ -74,7 +77,9 @@ def test_shuffled_rewards_keep_the_numbers_but_not_their_owners():
     assert reward.shuffled_rewards(None, samples)[1] == normalised
 
 
-def test_the_command_lines_are_accepted_by_train_py(tmp_path):
+@pytest.fixture
+def paths(tmp_path):
+    """A quickstart's directory with the model after SFT, and data, by name only."""
     paths = recipe.Paths(tmp_path)
     for directory in (paths.model, paths.sft_model):
         directory.mkdir(parents=True)
@@ -85,6 +90,10 @@ def test_the_command_lines_are_accepted_by_train_py(tmp_path):
     paths.data.mkdir(parents=True)
     for name in ("sft", "train", "held_out"):
         (paths.data / f"{name}.jsonl").touch()
+    return paths
+
+
+def test_the_command_lines_are_accepted_by_train_py(paths):
     sft = parse_args(recipe.sft(paths, 0))
     assert sft.num_rollout * sft.rollout_batch_size == recipe.SFT_ROLLOUTS * recipe.SFT_BATCH
     grpo = parse_args(recipe.grpo(paths, 1, rollouts=60, shuffled=True))
@@ -92,6 +101,42 @@ def test_the_command_lines_are_accepted_by_train_py(tmp_path):
     assert grpo.custom_reward_post_process_path == "examples.quickstart.reward.shuffled_rewards"
     ppo = parse_args(recipe.ppo(paths, 1, rollouts=60))
     assert (ppo.num_rollout, ppo.use_critic, ppo.num_critic_only_steps, critic_args(ppo).lr) == (60, True, 5, 1e-3)
+
+
+@pytest.mark.parametrize("rollouts", [1, 2, 5, 10])
+def test_few_rollouts_are_warmed_up_and_evaluated_at_both_ends(paths, rollouts):
+    for flags in (recipe.grpo(paths, 0, rollouts=rollouts, shuffled=False), recipe.ppo(paths, 0, rollouts=rollouts)):
+        args = parse_args(flags)
+        assert rollouts % args.eval_interval == 0
+        assert args.lr_warmup_iters < 2 * rollouts
+        assert getattr(args, "num_critic_only_steps", 0) < rollouts
+
+
+def test_a_second_run_in_a_directory_has_metrics_of_its_own(paths):
+    """Those of the first are neither printed again nor counted as its evaluations."""
+
+    def directory():
+        return Path(parse_args(recipe.grpo(paths, 0, rollouts=5, shuffled=False)).run_dir)
+
+    assert directory() == paths.grpo(False)
+    rows = [{"name": "eval/addition", "step": step, "value": 0.5} for step in (0, 9)]
+    paths.grpo(False).mkdir()
+    (paths.grpo(False) / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert directory() == paths.root / "grpo-2"
+    directory().mkdir()
+    assert directory() == paths.root / "grpo-3"
+    assert quickstart.accuracy(paths.grpo(False)) == [(0, 0.5), (9, 0.5)]
+
+
+def test_what_it_says_about_time_counts_only_what_is_left_to_do(paths, tmp_path):
+    def told(*args):
+        text = quickstart.expected_time(*args)
+        return int(re.search(r"about (\d+) min", text).group(1))
+
+    fresh = recipe.Paths(tmp_path / "elsewhere")
+    assert (
+        told(fresh, recipe.GRPO_ROLLOUTS, "grpo") > told(paths, recipe.GRPO_ROLLOUTS, "grpo") > told(paths, 5, "grpo")
+    )
 
 
 def test_a_shown_command_can_be_pasted():
