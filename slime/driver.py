@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from slime.arguments.plan.loop import generates_always, refuse_impossible_loop
 from slime.arguments.roles import CRITIC, critic_args
 from slime.arguments.rules import model_defaults
+from slime.arguments.rules.checkpoints import first_weights
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
+from slime.observability.progress import Starting
 from slime.observability.steps import rollout_step
 from slime.observability.timer import get_timers, timer
 from slime.ray import cluster, critic_turn
@@ -84,10 +87,11 @@ class Loop:
         self._trained: dict[str, float] = {}
         self._trained_step: int | None = None
 
-    def run(self) -> None:
-        """Take the trained weights to the engines, then rollout after rollout until ``--num-rollout``."""
+    def run(self, started: Callable[[], None] = lambda: None) -> None:
+        """Take the trained weights to the engines, call ``started``; then one rollout after the other to the last."""
         args = self.args
         self.first_sync()
+        started()
         if args.num_rollout == 0:
             self.evaluate(0)
         elif args.start_rollout_id >= args.num_rollout:
@@ -302,21 +306,32 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     logger.info("run directory: %s", args.run_dir)
     for what, words in model_defaults.summary(args):
         logger.info("model, %s: %s", what, words)
+    if not args.debug_rollout_only:
+        logger.info("first weights: %s", first_weights(args))
+    start = Starting()
     rollout: RolloutHandle | None = None
     finished = False
     try:
+        start.waits_for("Ray, and the slots of the run")
         groups = create_placement_groups(args)
         handle_sigterm()  # Ray has put its own handler there
         init_tracking(_with_roles(args), primary=True)
+        start.waits_for("the rollout manager, which loads prompts and hooks; engines start meanwhile")
         manager, per_epoch = create_rollout_manager(args, groups["rollout"])
         rollout = RolloutHandle(args, manager)
+        if not args.debug_rollout_only:
+            start.waits_for("the trainers, which load the first weights")
         trainer, critic = create_training_models(args, groups, manager)
         if trainer is not None and critic is not None:
             rollout.lives = [trainer.lives(), critic.lives()]
+        if not args.debug_train_only:
+            start.waits_for("the engines and their router")
         rollout.wait_ready()
         loop = Loop(args, rollout, trainer, per_epoch, overlap=overlap, critic=critic)
         rollout.supply_weights = loop.supply_weights
-        loop.run()
+        if not args.debug_train_only and trainer is not None:
+            start.waits_for("the trainer's weights on their way to the engines")
+        loop.run(start.done)
         finished = True
     finally:
         _end(rollout, gently=finished)

@@ -48,8 +48,10 @@ class RolloutHandle:
         return self._wait_generating(started, f"generating rollout {rollout_id}")
 
     def eval(self, rollout_id: int) -> None:
-        """Evaluate; its metrics are written when this returns."""
-        self._wait_generating(self.manager.eval.remote(rollout_id), f"evaluating after rollout {rollout_id}")
+        """Evaluate and say how it went; its metrics are written when this returns."""
+        lines = self._wait_generating(self.manager.eval.remote(rollout_id), f"evaluating after rollout {rollout_id}")
+        for line in lines or []:
+            logger.info("evaluation at rollout %d: %s", rollout_id, line)
 
     def save(self, rollout_id: int) -> None:
         """Save the state of the prompts as of rollout ``rollout_id``.

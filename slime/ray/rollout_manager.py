@@ -18,11 +18,12 @@ from slime.observability.logging_utils import log
 from slime.observability.samples import write as write_samples
 from slime.observability.steps import rollout_step
 from slime.ray import rollout_dumps, worker
+from slime.ray.constant_rewards import ConstantRewards
 from slime.ray.conversion import Converter, carried_over_path, write_carried_over
 from slime.ray.engines.control import EngineControl
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.errors import EngineDied, reports_errors
-from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
+from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, eval_summary, rollout_metrics
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
@@ -51,6 +52,7 @@ class RolloutManager(EngineControl):
         worker.begin(args, "rollout_manager")
         super().__init__(args)
         self._carried_snapshots: dict[int, bytes | None] = {}
+        self._constant_rewards = ConstantRewards(args)
 
     @reports_errors
     def setup(self, pg: Any, wiring: dict[str, Any]) -> None:
@@ -91,6 +93,7 @@ class RolloutManager(EngineControl):
             if self.args.save_debug_rollout_data:
                 rollout_dumps.save(self.args, rollout_id, samples)
             write_samples(self.args, rollout_id, samples)
+            self._constant_rewards.look(rollout_id, samples)
             self._report(rollout_id, samples, metrics, seconds)
             boxes = None
             if not self.args.debug_rollout_only:
@@ -99,10 +102,10 @@ class RolloutManager(EngineControl):
             return boxes
 
     @reports_errors
-    def eval(self, rollout_id: int) -> None:
-        """Evaluate on every evaluation data set and log the result."""
+    def eval(self, rollout_id: int) -> list[str]:
+        """Evaluate on every evaluation data set and log the result; return a line about each."""
         if self.args.debug_train_only:
-            return
+            return []
         with self._generating:
             set_current_rollout_id(rollout_id)
             self._wait_for_engines()
@@ -116,6 +119,7 @@ class RolloutManager(EngineControl):
             write_samples(self.args, rollout_id, output.data, evaluation=True)
             if self._log_eval is None or not self._log_eval(rollout_id, self.args, output.data, output.metrics):
                 self._log(rollout_id, eval_metrics(self.args, output.data) | (output.metrics or {}), "eval/step")
+            return eval_summary(output.data)
 
     @reports_errors
     def save(self, rollout_id: int) -> None:

@@ -87,6 +87,23 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
     return found
 
 
+def eval_summary(data: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line per evaluation data set: accuracy where rewards are 0 or 1, else their mean, and the samples."""
+    lines = []
+    for name, result in data.items():
+        rewards = [float(r) for r in result.get("rewards") or [] if isinstance(r, numbers.Real)]
+        if not rewards:
+            lines.append(f"{name}: no rewards that are numbers")
+            continue
+        mean = sum(rewards) / len(rewards)
+        parts = [f"accuracy {mean:.1%}" if set(rewards) <= {0.0, 1.0} else f"mean reward {mean:.4g}"]
+        parts.append(f"{len(rewards)} samples")
+        if truncated := result.get("truncated"):
+            parts.append(f"{_share(map(bool, truncated)):.1%} of them truncated")
+        lines.append(f"{name}: {', '.join(parts)}")
+    return lines
+
+
 def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return what training and evaluation rollouts have in common: lengths, truncation, repetition, cache, versions."""
     found = statistics([s.effective_response_length for s in samples], "response_len/")

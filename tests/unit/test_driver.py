@@ -132,6 +132,13 @@ def _fresh_timers():
     get_timers().drain()
 
 
+def test_who_waits_for_the_start_is_told_when_the_engines_have_their_weights():
+    calls: list[str] = []
+    loop = Loop(loop_args(num_rollout=1), RolloutRecorder(calls), TrainerRecorder(calls), None, overlap=False)
+    loop.run(lambda: calls.append("started"))
+    assert calls[:3] == ["sync", "started", "start 0"]
+
+
 def test_one_after_the_other():
     assert run() == ["sync"] + ["start 0", "wait 0", "train 0", "sync"] + ["start 1", "wait 1", "train 1", "sync"] + [
         "finish"
@@ -467,6 +474,10 @@ def train_args(**changes):
         "hf_checkpoint": "/models/mine",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "debug_train_only": False,
+        "load": None,
+        "save": None,
+        "continues_own_checkpoints": False,
     }
     return SimpleNamespace(**{**base, **changes})
 
@@ -535,6 +546,6 @@ def test_the_loop_learns_how_it_runs(monkeypatch):
     for overlap in (False, True):
         World(monkeypatch)
         monkeypatch.setattr(driver, "create_rollout_manager", lambda args, pg: ("manager", 7))
-        monkeypatch.setattr(driver.Loop, "run", lambda self: seen.append((self.overlap, self.rollouts_per_epoch)))
+        monkeypatch.setattr(driver.Loop, "run", lambda self, _: seen.append((self.overlap, self.rollouts_per_epoch)))
         driver.train(train_args(), overlap=overlap)
     assert seen == [(False, 7), (True, 7)]

@@ -245,15 +245,25 @@ def careless(args: Any, rollout_id: int, source: Any, evaluation: bool = False) 
 def test_evaluation(make_manager: Any, tmp_path: Path) -> None:
     template = str(tmp_path / "dumps" / "{rollout_id}.pt")
     manager = make_manager(save_debug_rollout_data=template)
-    manager.eval(4)  # nothing under --debug-train-only
+    assert manager.eval(4) == []  # nothing under --debug-train-only
     assert manager.drain_records() == []
     manager.args.debug_train_only = False  # engines of another kind than the fleet's: none to wait for
-    manager.eval(4)
+    assert manager.eval(4) == ["held_out: accuracy 50.0%, 2 samples, 50.0% of them truncated"]
     records = {r["name"]: (r["value"], r["step"], r["step_key"]) for r in manager.drain_records()}
     assert records["eval/held_out"] == (0.5, 4, "eval/step")
     assert records["eval/held_out-truncated_ratio"] == (0.5, 4, "eval/step")
     assert (tmp_path / "dumps" / "eval_4.pt").exists()
     assert (tmp_path / "run" / "samples" / "eval-4.jsonl").exists()
+
+
+def test_a_reward_that_never_differs_is_told(make_manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    manager = make_manager()
+    manager._make_rollout = lambda args, rollout_id, source, evaluation=False: [
+        [Sample(reward=0.25, tokens=[1, 2], response_length=1, group_index=i)] for i in range(4)
+    ]
+    for rollout_id in range(4):
+        manager.generate(rollout_id)
+    assert [m for m in caplog.messages if "the reward of all 12 samples of rollouts 0 to 2 is 0.25" in m]
 
 
 def test_rollouts_per_epoch(make_manager: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slime.ray.rollout_metrics import (
     asked_for_metrics,
     eval_metrics,
+    eval_summary,
     headline,
     is_repetitive,
     pass_rates,
@@ -336,3 +337,16 @@ def test_rewards_of_an_evaluation_that_are_objects_are_named():
     data = {"sums": {"rewards": [1.0, {"score": 1}], "truncated": [False, False]}}
     with pytest.raises(ValueError, match=r"'sums'.*\{'score': 1\}.*--eval-reward-key"):
         eval_metrics(args(), data)
+
+
+def test_a_line_about_each_evaluation_data_set() -> None:
+    data = {
+        "sums": {"rewards": [1, 0.0, 1.0, 1], "truncated": [False, True, False, False]},
+        "essays": {"rewards": [0.25, 0.5]},
+        "odd": {"rewards": [{"a": 1}]},
+    }
+    assert eval_summary(data) == [
+        "sums: accuracy 75.0%, 4 samples, 25.0% of them truncated",
+        "essays: mean reward 0.375, 2 samples",
+        "odd: no rewards that are numbers",
+    ]
