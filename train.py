@@ -3,6 +3,7 @@
 import sys
 
 from slime.arguments import parse_args
+from slime.first_look.start import look
 
 
 def train(args):
@@ -12,7 +13,7 @@ def train(args):
 
 
 if __name__ == "__main__":
-    parsed = parse_args()
+    parsed = parse_args(look=look)
     from slime import driver
 
     sys.exit(driver.run(parsed))

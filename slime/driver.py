@@ -11,10 +11,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from slime.arguments.errors import ArgumentError
 from slime.arguments.plan.loop import generates_always, refuse_impossible_loop
 from slime.arguments.roles import CRITIC, critic_args
 from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import first_weights
+from slime.first_look.start import look
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.progress import Starting
@@ -299,9 +301,11 @@ class Loop:
 def train(args: Namespace, *, overlap: bool = False) -> None:
     """Start everything, run the loop, and end everything. For ``overlap`` see ``Loop``.
 
-    Raises ArgumentError, before anything is started, for flags that the schedule cannot follow.
+    Raises ArgumentError, before anything is started, for flags that the schedule cannot follow, and for prompts and
+    hooks that would end the run.
     """
     refuse_impossible_loop(args, overlap=overlap)
+    _look_first(args)
     run_dir.prepare(args)
     logger.info("run directory: %s", args.run_dir)
     for what, words in model_defaults.summary(args):
@@ -335,6 +339,16 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         finished = True
     finally:
         _end(rollout, gently=finished)
+
+
+def _look_first(args: Namespace) -> None:
+    """Look at prompts and hooks before anything starts. Raises ArgumentError for what would end the run later."""
+    logger.info("looking at prompts and hooks (--skip-first-look: not)")
+    found = look(args)
+    for sentence in [*found.warnings, *found.unchecked]:
+        logger.warning("%s", sentence)
+    if found.errors:
+        raise ArgumentError("\n".join(found.errors))
 
 
 def _with_roles(args: Namespace) -> Namespace:

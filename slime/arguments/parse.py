@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,13 +26,17 @@ HELP = ("-h", "--help")
 
 
 def parse_args(
-    argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None
+    argv: Sequence[str] | None = None,
+    add_custom_arguments: AddCustomArguments | None = None,
+    *,
+    look: Callable[..., Any] | None = None,
 ) -> argparse.Namespace:
     """Parse, check and derive. ``argv`` None reads ``sys.argv``.
 
     ``add_custom_arguments(parser)`` may add a user's own flags. On a wrong command line: a message on stderr and exit
     status 2 when ``sys.argv`` is read, an ``ArgumentError`` when ``argv`` is given. ``--help [WORD]`` and
     ``--dry-run`` print and exit with status 0.
+    ``look(args, dry_run=True)`` returns what a dry run finds beyond the flags (``slime.first_look.Findings``).
     ``args.explicit_flags`` (a frozenset of attributes) says what was given on the command line.
     """
     if callable(argv):  # slime <= 0.3.1 takes add_custom_arguments first
@@ -44,7 +48,7 @@ def parse_args(
         _answer_help(words, flags, parser)
         args = resolve(words, flags, parser)
         if args.dry_run:
-            _answer_dry_run(args)
+            _answer_dry_run(args, look)
     except ArgumentError as error:
         if argv is not None:
             raise
@@ -116,9 +120,15 @@ def _check_availability(
         raise ArgumentError("\n".join(args.not_available))
 
 
-def _answer_dry_run(args: argparse.Namespace) -> NoReturn:
+def _answer_dry_run(args: argparse.Namespace, look: Callable[..., Any] | None) -> NoReturn:
     from slime.arguments.plan.text import plan_text
 
+    if look is not None:
+        found = look(args, dry_run=True)
+        if found.errors:
+            raise ArgumentError("\n".join(found.errors))
+        args.warnings += found.warnings
+        args.unchecked += found.unchecked
     _print(plan_text(args))
     sys.exit(0)
 

@@ -13,8 +13,10 @@ from typing import Any
 from slime.arguments import ArgumentError
 from slime.observability.logging_utils import configure_logger
 from slime.ray.errors import RemoteFailure, clean_traceback, one_line_kind
+from slime.utils.user_code import users_frames
 
 SHORT_MESSAGE_LINES = 6
+USERS_LINES = 10
 
 
 class Terminated(KeyboardInterrupt):
@@ -53,7 +55,8 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
         print("terminated" if terminated else "interrupted", file=sys.stderr, flush=True)
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     except ArgumentError as e:
-        print(f"{Path(sys.argv[0]).name}: error: {e}", file=sys.stderr, flush=True)
+        for line in str(e).splitlines():
+            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
         return 2
     except Exception as e:  # noqa: BLE001  (the program's last resort: told, and turned into an exit code)
         _tell(args, e)
@@ -78,5 +81,7 @@ def _tell(args: Namespace, error: Exception) -> None:
     message = one_line_kind(error)
     # A long message tells its own story (an engine's last lines); a short one needs the place it came from.
     if len(message.splitlines()) <= SHORT_MESSAGE_LINES:
-        print(f"{details}\n", file=sys.stderr)
+        own = users_frames(details) if where else []  # of a user's mistake the user's lines, of others all
+        shown = "\n".join(["in your code:", *own[-USERS_LINES:]]) if own else details
+        print(f"{shown}\n", file=sys.stderr)
     print(f"error: {message}{where}", file=sys.stderr, flush=True)

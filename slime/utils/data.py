@@ -37,7 +37,7 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
 
 def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ``(where, row)`` for the rows of ``read_file``: ``where`` names the file and the line, or the row."""
-    path, rows = _split_slice(path)
+    path, rows = split_slice(path)
     if not os.path.exists(path):
         raise FileNotFoundError(f"prompt file {path!r} does not exist (current directory {os.getcwd()})")
     if path.endswith(".jsonl"):
@@ -56,7 +56,8 @@ def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from itertools.islice(reader, rows.start, rows.stop)
 
 
-def _split_slice(path: str) -> tuple[str, slice | None]:
+def split_slice(path: str) -> tuple[str, slice | None]:
+    """Return the file of ``path@[a:b]`` and its slice, None of a path without one."""
     match = _SLICED_PATH.match(path)
     if match is None:
         return path, None

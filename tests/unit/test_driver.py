@@ -477,6 +477,7 @@ def train_args(**changes):
         "debug_train_only": False,
         "load": None,
         "save": None,
+        "skip_first_look": True,
         "continues_own_checkpoints": False,
     }
     return SimpleNamespace(**{**base, **changes})

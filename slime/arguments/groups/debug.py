@@ -17,6 +17,9 @@ class Debug(ArgumentGroup):
         False,
         "start the trainer but no engines: train on what the rollout function makes without them (SFT), or on dumps",
     )
+    skip_first_look: bool = flag(
+        False, "start without a look at prompts and hooks, which imports hooks and calls custom rewards once"
+    )
     save_debug_rollout_data: str | None = flag(
         None, "path template with {rollout_id}: dump the samples of every rollout"
     )

@@ -80,6 +80,26 @@ def test_a_long_message_is_not_buried_under_a_traceback(tmp_path: Path, capsys: 
     assert "Traceback" in (tmp_path / "logs" / "failure.txt").read_text()
 
 
+def test_of_a_mistake_in_users_code_only_the_users_lines_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = f'  File "{program.__file__}", line 3, in call\n    call()\n' * 20
+    own = '  File "/somewhere/my_rl.py", line 9, in reward\n    return 1 / 0\n           ~~^~~\n'
+    details = f"Traceback (most recent call last):\n{ours}{own}ZeroDivisionError: division by zero"
+    failure = RemoteFailure("ZeroDivisionError: division by zero\n  in --custom-rm-path 'my_rl.reward'", details)
+    assert run_as_program(Namespace(run_dir=str(tmp_path)), raising(failure)) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[:4] == ["in your code:", *own.splitlines()]
+    assert len(said) == 8
+    assert ours in (tmp_path / "logs" / "failure.txt").read_text()
+
+
+def test_every_mistake_of_prompts_and_hooks_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_as_program(Namespace(run_dir=None), raising(ArgumentError("one\ntwo"))) == 2
+    program_name = Path(sys.argv[0]).name
+    assert capsys.readouterr().err == f"{program_name}: error: one\n{program_name}: error: two\n"
+
+
 def test_wrong_flags_found_late_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     args = Namespace(run_dir=str(tmp_path))
     assert run_as_program(args, raising(ArgumentError("--bf16 needs a GPU; leave it out"))) == 2

@@ -1,0 +1,58 @@
+"""The process that looks: reads the arguments from stdin, writes each finding as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import IO, Any
+
+from slime.first_look import Findings
+from slime.first_look.data import look_at_data
+from slime.first_look.hooks import look_at_hooks
+from slime.first_look.reward import look_at_reward
+from slime.first_look.start import DEADLINE_S
+
+
+class _Lines(list[str]):
+    """A list whose entries are written when they are appended."""
+
+    def __init__(self, out: IO[str], kind: str) -> None:
+        super().__init__()
+        self.out, self.kind = out, kind
+
+    def append(self, text: str) -> None:
+        super().append(text)
+        print(json.dumps({"kind": self.kind, "text": text}), file=self.out, flush=True)
+
+
+class _Reported(Findings):
+    def __init__(self, out: IO[str]) -> None:
+        super().__init__(_Lines(out, "errors"), _Lines(out, "warnings"), _Lines(out, "unchecked"))
+        self.steps = _Lines(out, "begins")
+
+    def begins(self, what: str) -> None:
+        self.steps.append(what)
+
+
+def main() -> None:
+    """Look, and end at once: threads of users' code are not waited for."""
+    signal.alarm(int(DEADLINE_S) + 30)  # in case that nobody is left to end this process
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what users' code prints is no finding
+    args, dry_run = pickle.load(sys.stdin.buffer)
+    sys.argv[:] = [str(Path(sys.argv[0]))]
+    look(args, dry_run, _Reported(out))
+    print(json.dumps({"kind": "done"}), file=out, flush=True)
+    os._exit(0)
+
+
+def look(args: Namespace, dry_run: bool, found: Findings) -> None:
+    """Look at everything; the cheap things come first, and one mistake does not hide another."""
+    samples: dict[str, Any] = look_at_data(args, dry_run, found)
+    if look_at_hooks(args, dry_run, found):
+        look_at_reward(args, samples, found)
