@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,7 @@ def _path(words: Sequence[str]) -> tuple[str | None, str]:
 
 def _value_of(option: str, words: Sequence[str]) -> str | None:
     last = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*words, ""]):
         name, equals, joined = word.partition("=")
         if name == option:
             last = joined if equals else following

@@ -97,7 +97,7 @@ def _is_slip(stem: str, known: str) -> bool:
 
 def _misspelled(one: str, other: str) -> bool:
     """Whether at most a third of the letters were added, left out, exchanged or swapped with their neighbor."""
-    return _edits(one, other) <= max(1, min(len(one), len(other)) // 3)
+    return _edits(one, other) <= max(1, max(len(one), len(other)) // 3)
 
 
 def _edits(one: str, other: str) -> int:

@@ -101,11 +101,6 @@ def _look_at_rows(file: PromptFile, found: Findings) -> bool:
             if problem := _row_problem(file, row):
                 found.errors.append(f"{file} row {number - 1}: {problem}")
                 return False
-    except UnicodeDecodeError as e:
-        found.errors.append(
-            f"{file} line {_undecodable_line(split_slice(file.path)[0])}: this is not UTF-8: {e.reason}"
-        )
-        return False
     except Exception as e:  # noqa: BLE001  (a file can be broken in every way)
         found.errors.append(f"{file}: after {number} good rows: {type(e).__name__}: {e}")
         return False
@@ -129,9 +124,6 @@ def _look_at_other_rows(file: PromptFile, found: Findings) -> bool:
                 continue
             try:
                 row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as e:
-                found.errors.append(f"{file} line {_line_number(file.path, place)}: this is not UTF-8: {e.reason}")
-                return False
             except ValueError as e:
                 found.warnings.append(f"{file} line {_line_number(file.path, place)} is no JSON and is skipped: {e}")
                 continue
@@ -245,16 +237,6 @@ def _first_rows(path: str) -> str:
     if start < 0 or (stop is not None and stop < 0):
         return path
     return f"{file}@[{start}:{start + FIRST_ROWS if stop is None else min(start + FIRST_ROWS, stop)}]"
-
-
-def _undecodable_line(path: str) -> int | None:
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
-    return None
 
 
 def _line_number(path: str, place: int) -> int:

@@ -17,6 +17,7 @@ from slime.agent.harness.common import install_node22, install_npm_cli, run_agen
 from tests.support.local_sandbox import LocalSandbox
 
 RUN = {"workdir": "/repo", "session_id": "s-1", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
+AGENT_HOME = "/home/agent"
 ECHO = """
 printf 'args:'; printf ' [%s]' "$@"; echo
 echo "prompt: $(cat)"
@@ -98,7 +99,7 @@ async def test_an_agent_that_is_not_installed_is_said(local, caplog):
 
 async def test_an_agent_whose_command_line_has_the_prompt(local):
     local.add_command("claude", ECHO)
-    env = {"EXTRA_ONE": "1", "HOME": "/home/agent/other"}
+    env = {"EXTRA_ONE": "1", "HOME": f"{AGENT_HOME}/other"}
     start_cmd = "claude -p 'fix \"it\"'"
     code = await run_agent(local, workdir="/repo", start_cmd=start_cmd, env=env, time_budget_sec=60)
     assert code == 0

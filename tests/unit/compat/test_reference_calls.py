@@ -49,9 +49,18 @@ def test_calls_in_the_reference_form(call: Call, form: str) -> None:
 
 
 RAY = "tests/unit/ray/"
+OLD_PATHS = (  # the same objects as at their homes, which test_old_paths.py checks
+    "slime.ray.utils.",
+    "slime.backends.megatron_utils.misc_utils.",
+    "slime.backends.sglang_utils.sglang_engine.",
+    "slime.backends.sglang_utils.server_control.",
+    "slime.observability.metric_utils.",
+    "slime.utils.tensor_backper.",
+)
 CALLED_IN: dict[str, str] = {
-    "slime.ray.placement_group.create_actor_group": "tests/unit/test_old_names.py",
-    "slime.ray.placement_group.create_rollout_group": "tests/unit/test_old_names.py",
+    "slime.ray.placement_group.create_actor_group": RAY + "test_older_drivers.py",
+    "slime.ray.placement_group.create_rollout_group": RAY + "test_older_drivers.py",
+    "slime.ray.placement_group.allocate_train_group": RAY + "test_older_drivers.py",
     "slime.ray.placement_group.": RAY + "test_placement_group.py",
     "slime.ray.train_group.RayTrainGroup": RAY + "test_rollout_handle.py",
     "slime.ray.rollout.RolloutManager": RAY + "test_manager_and_engines.py",
@@ -72,6 +81,14 @@ CALLED_IN: dict[str, str] = {
     "slime.rollout.on_policy_distillation.reward_func": "tests/unit/rollout/test_on_policy_distillation.py",
     "slime.rollout.sglang_rollout.GenerateState.submit_generate_tasks": "tests/unit/rollout/test_generate_state.py",
     "slime.rollout.fully_async_rollout.AsyncRolloutWorker.start": "tests/unit/rollout/test_fully_async_rollout.py",
+    "slime.ray.actor_group.": RAY + "test_rollout_handle.py",
+    "slime.ray.ray_actor.": "tests/unit/utils/test_old_paths.py",
+    "slime.backends.megatron_utils.megatron_to_hf.": "tests/unit/utils/test_old_paths.py",
+    "slime.utils.memory_utils.": "tests/unit/utils/test_old_paths.py",
+    "slime.utils.distributed_utils.": "tests/unit/utils/test_old_paths.py",
+    "slime.utils.flops_utils.": "tests/unit/utils/test_old_paths.py",
+    "slime.utils.external_utils.typer_utils.": "tests/unit/utils/external_utils/test_typer_utils.py",
+    **dict.fromkeys(OLD_PATHS, "tests/data/old_paths.tsv"),
     "slime_plugins.rollout_buffer.": "tests/unit/slime_plugins/test_rollout_buffer.py",
 }
 """Names (or what they begin with) whose calls need Ray, engines or a whole set-up, and where those are made."""

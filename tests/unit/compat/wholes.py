@@ -262,7 +262,7 @@ CALLS = [
         lambda found: found.device_type == "cpu" or pytest.fail(found.device_type),
     ),
     Call(MANAGER + "generate", {"rollout_id": 0}, two_ranks, on=manager),
-    Call(MANAGER + "eval", {"rollout_id": 0}, None, on=manager),
+    Call(MANAGER + "eval", {"rollout_id": 0}, [], on=manager),
     Call(MANAGER + "save", {"rollout_id": 0}, state_is_written, on=generated_manager),
     Call(MANAGER + "load", {"rollout_id": 0}, None, on=manager),
     Call(MANAGER + "get_num_rollout_per_epoch", {}, 10 // 3, on=manager),

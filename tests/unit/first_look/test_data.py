@@ -42,7 +42,6 @@ def test_columns(words, error, found):
         ([{**CHAT, "prompt": 5}], "row 0: column --input-key prompt holds int 5; expected a string or a list of chat"),
         ([CHAT, {**CHAT, "prompt": [{"content": "x"}]}], "row 1: column --input-key prompt holds list [{'content'"),
         ([CHAT, CHAT, {"prompt": "x"}], "row 2: there is no column --label-key label"),
-        ([CHAT, b'{"prompt": "caf\xe9", "label": "1"}'], "line 2: this is not UTF-8: invalid continuation byte"),
         ([b"1,2"], "none of its 1 lines is a JSON object"),
         ([b""], "holds no row"),
         ([{**CHAT, "prompt": [{"role": "user"}]}], "prompts.jsonl: "),  # whatever the template says to it

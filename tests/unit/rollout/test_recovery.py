@@ -65,7 +65,8 @@ def test_a_first_start_keeps_what_the_second_takes_up(tmp_path: Path) -> None:
     journals = [recovery.Recovery(args).journal for args in (first, second)]
     assert None not in journals
     assert recovery._setting(first) == recovery._setting(second)
-    assert recovery.Recovery(parse(*words, "--finetune")).journal is None
+    elsewhere = ("--load", save, "--save", tmp_path / "other", "--save-interval", 2, "--finetune")
+    assert recovery.Recovery(parse(*elsewhere)).journal is None
 
 
 def finish(group: list[Sample], status: Status = Status.COMPLETED) -> list[Sample]:
