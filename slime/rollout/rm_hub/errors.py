@@ -24,6 +24,7 @@ from slime.rollout.rm_hub.slow_rewards import SlowRewards
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
+from slime.utils.user_code import users_frames
 
 logger = logging.getLogger(__name__)
 _slow = SlowRewards()
@@ -174,8 +175,12 @@ def _kind_of(error: Exception) -> str:
 
 
 def _details(error: Exception) -> str:
-    """Return the traceback where the reward failed: in its worker, if it had one."""
-    return error.details if isinstance(error, RewardFailure) else "".join(traceback.format_exception(error))
+    """Return the traceback where the reward failed: in its worker, if it had one, or in the user's code."""
+    if isinstance(error, RewardFailure):
+        return error.details
+    text = "".join(traceback.format_exception(error))
+    own = users_frames(text)
+    return "\n".join([*own, *traceback.format_exception_only(error)]) if own else text
 
 
 def _one_of(batched: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
