@@ -27,6 +27,9 @@ def look(args: Namespace, *, dry_run: bool = False) -> Findings:
     found = Findings()
     if args.skip_first_look:
         return found
+    if dry_run and not os.path.exists(args.hf_checkpoint or "") and not _prompts_are_here(args):
+        found.unchecked.append("prompts and hooks: neither the checkpoint nor the prompts are on this machine")
+        return found
     path = [os.path.abspath(entry) for entry in sys.path] + [os.getcwd()]  # where Ray's workers look too
     try:
         request = pickle.dumps((args, dry_run))
@@ -51,6 +54,12 @@ def look(args: Namespace, *, dry_run: bool = False) -> Findings:
             last = said.read().decode(errors="replace").splitlines()[-_SHOWN:]
             found.warnings.append(_unfinished(doing, child.returncode, last))
     return found
+
+
+def _prompts_are_here(args: Namespace) -> bool:
+    from slime.utils.data import split_slice
+
+    return bool(args.prompt_data) and os.path.exists(split_slice(args.prompt_data)[0])
 
 
 def _read(output: bytes, found: Findings) -> str | None:

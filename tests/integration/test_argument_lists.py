@@ -52,8 +52,9 @@ def checkout(monkeypatch, tmp_path):
     return directory
 
 
-def test_a_checkout_of_megatron_core_is_read_instead_of_the_installed_one(checkout):
+def test_a_checkout_of_megatron_core_is_read_where_it_is_chosen(checkout, monkeypatch):
     """It has the version of the installed package and a field more."""
+    monkeypatch.setenv("SLIME_MEGATRON_CORE", "checkout")
     installed = module_directory(catalog.MEGATRON)
     assert installed is not None
     shutil.copytree(installed, checkout / "core", ignore=shutil.ignore_patterns("__pycache__"))

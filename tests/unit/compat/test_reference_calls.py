@@ -57,11 +57,18 @@ OLD_PATHS = (  # the same objects as at their homes, which test_old_paths.py che
     "slime.observability.metric_utils.",
     "slime.utils.tensor_backper.",
 )
+OLDER_METHODS = (
+    "async_init_weight_update_connections", "async_init", "async_update_weights", "async_save_model", "async_offload",
+    "async_onload", "connect",
+)  # fmt: skip
 CALLED_IN: dict[str, str] = {
     "slime.ray.placement_group.create_actor_group": RAY + "test_older_drivers.py",
     "slime.ray.placement_group.create_rollout_group": RAY + "test_older_drivers.py",
     "slime.ray.placement_group.allocate_train_group": RAY + "test_older_drivers.py",
     "slime.ray.placement_group.": RAY + "test_placement_group.py",
+    **dict.fromkeys(
+        (f"slime.ray.train_group.RayTrainGroup.{name}" for name in OLDER_METHODS), RAY + "test_older_drivers.py"
+    ),
     "slime.ray.train_group.RayTrainGroup": RAY + "test_rollout_handle.py",
     "slime.ray.rollout.RolloutManager": RAY + "test_manager_and_engines.py",
     "train.train": "tests/unit/test_driver.py",
