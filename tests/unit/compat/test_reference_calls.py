@@ -57,6 +57,7 @@ OLD_PATHS = (  # the same objects as at their homes, which test_old_paths.py che
     "slime.observability.metric_utils.",
     "slime.utils.tensor_backper.",
 )
+GENERATOR = "slime_plugins.rollout_buffer.generator.base_generator."
 OLDER_METHODS = (
     "async_init_weight_update_connections", "async_init", "async_update_weights", "async_save_model", "async_offload",
     "async_onload", "connect",
@@ -95,7 +96,13 @@ CALLED_IN: dict[str, str] = {
     "slime.utils.distributed_utils.": "tests/unit/utils/test_old_paths.py",
     "slime.utils.flops_utils.": "tests/unit/utils/test_old_paths.py",
     "slime.utils.external_utils.typer_utils.": "tests/unit/utils/external_utils/test_typer_utils.py",
+    "slime.observability.metric_utils.compute_statistics": "tests/unit/utils/test_old_paths.py",
     **dict.fromkeys(OLD_PATHS, "tests/data/old_paths.tsv"),
+    **dict.fromkeys(
+        (f"{GENERATOR}{name}" for name in ("BaseGenerator.send", "query_single_turn", "get_rule")),
+        "tests/unit/slime_plugins/test_base_generator.py",
+    ),
+    f"{GENERATOR}run_rollout": "tests/unit/slime_plugins/test_buffer_server.py",
     "slime_plugins.rollout_buffer.": "tests/unit/slime_plugins/test_rollout_buffer.py",
 }
 """Names (or what they begin with) whose calls need Ray, engines or a whole set-up, and where those are made."""

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import requests
 
-from slime_plugins.rollout_buffer.generator.base_generator import BaseGenerator, ChatClient, query_single_turn
+from slime_plugins.rollout_buffer.generator.base_generator import (
+    BaseGenerator,
+    ChatClient,
+    get_rule_based_math_reward,
+    query_single_turn,
+)
 from tests.support.rollout_buffers import ChatEngine, ServedBuffer
 
 QUESTION = [{"role": "user", "content": "what is 7?"}]
@@ -91,3 +96,24 @@ def test_a_rollout_function_gets_client_prompt_and_sampling_and_the_item_if_it_a
     made = generator.trajectory(item, with_item, lambda item: item["messages"][-1]["content"])
     assert made["reward"] == "seven"
     assert "finish_reason" not in made["extra_info"]  # nothing was asked
+
+
+@pytest.mark.parametrize(("said", "reward"), [(r"so \boxed{7}", 1), (r"so \boxed{8}", 0), ("seven", 0)])
+def test_the_reward_of_the_last_message(said: str, reward: int) -> None:
+    item = {"messages": [*QUESTION, {"role": "assistant", "content": said}], "label": "7"}
+    assert get_rule_based_math_reward(item) == reward
+    assert get_rule_based_math_reward(item=item) == reward
+
+
+def test_a_trajectory_is_posted_to_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    posted: list[tuple[str, Any]] = []
+
+    def post(url: str, json: Any, **kwargs: Any) -> SimpleNamespace:
+        posted.append((url, json))
+        return SimpleNamespace(status_code=200)
+
+    monkeypatch.setattr(requests, "post", post)
+    generator = BaseGenerator("http://engine", "http://buffer")
+    generator.send_data_to_buffer({"uid": "a"})
+    generator.send_data_to_buffer(data={"uid": "b"})
+    assert posted == [("http://buffer/buffer/write", {"uid": "a"}), ("http://buffer/buffer/write", {"uid": "b"})]
