@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from argparse import Namespace
@@ -107,6 +108,9 @@ def _look_at_rows(file: PromptFile, found: Findings) -> bool:
     if number == 0:
         found.errors.append(f"{file} holds no row")
         return False
+    path = split_slice(file.path)[0]
+    if path.endswith(".jsonl") and (bad := _skipped_line(path)):
+        found.warnings.append(f"{file} line {bad[0]} is no JSON and is skipped: {bad[1]}")
     if number == FIRST_ROWS and file.path.endswith(".jsonl"):
         return _look_at_other_rows(file, found)
     return True
@@ -237,6 +241,17 @@ def _first_rows(path: str) -> str:
     if start < 0 or (stop is not None and stop < 0):
         return path
     return f"{file}@[{start}:{start + FIRST_ROWS if stop is None else min(start + FIRST_ROWS, stop)}]"
+
+
+def _skipped_line(path: str) -> tuple[int, ValueError] | None:
+    """The first of the first lines that the reader leaves out, and why."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(itertools.islice(lines, FIRST_ROWS), 1):
+            try:
+                json.loads(line.decode("utf-8-sig") if line.strip() else "{}")
+            except ValueError as e:
+                return number, e
+    return None
 
 
 def _line_number(path: str, place: int) -> int:

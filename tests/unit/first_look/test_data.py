@@ -53,6 +53,11 @@ def test_rows(rows, error, found, prompts):
     assert "--prompt-data" in said
 
 
+def test_a_line_that_is_not_utf8_is_named(found, prompts):
+    [said] = found("--prompt-data", prompts(CHAT, b'{"prompt": "caf\xe9", "label": "1"}')).warnings
+    assert "line 2 is no JSON and is skipped: 'utf-8' codec can't decode byte 0xe9" in said
+
+
 def test_rows_far_into_the_file(found, prompts):
     """Those that are looked at lie at equal distances; a mistake in all that follows a place is found, by its line."""
     good, bad = json.dumps(CHAT).encode(), json.dumps({"question": "x", "label": "1"}).encode()
