@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shlex
 import tempfile
@@ -45,6 +46,25 @@ def parse(*flags: Any, **keywords: Any) -> argparse.Namespace:
     from slime.arguments import parse_args
 
     return parse_args([*minimal_flags(), *map(str, flags)], **keywords)
+
+
+@cache
+def _parsed(*flags: str) -> argparse.Namespace:
+    return parse(*flags)
+
+
+def run_args(*flags: Any, **overrides: Any) -> argparse.Namespace:
+    """Return the parsed arguments of a run: ``minimal_flags`` and ``flags``, with ``overrides`` set afterwards.
+
+    A command line is parsed once per process and copied. The checks of the command line do not see ``overrides``, so
+    a test may set what they would refuse or derive; a name that no run has is a ``TypeError``.
+    """
+    args = copy.deepcopy(_parsed(*map(str, flags)))
+    unknown = sorted(overrides.keys() - vars(args).keys())
+    if unknown:
+        raise TypeError(f"parsed arguments have no attribute {', '.join(unknown)}")
+    vars(args).update(copy.deepcopy(overrides))
+    return args
 
 
 def dry(*flags: Any) -> argparse.Namespace:

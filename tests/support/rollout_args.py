@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tests.support.arguments import run_args
 
 
 class CharTokenizer:
@@ -24,67 +27,27 @@ class CharTokenizer:
         return "".join(f"{m['role']}:{m['content']}\n" for m in messages)
 
 
-def rollout_args(**overrides: Any) -> SimpleNamespace:
-    """Return what the rollout reads of the namespace, with the defaults of the flags."""
+def rollout_args(**overrides: Any) -> Namespace:
+    """Return parsed arguments as the rollout reads them: two engines, groups of two, nothing read from disk."""
     values: dict[str, Any] = {
-        "apply_chat_template": False,
-        "apply_chat_template_kwargs": {},
-        "buffer_filter_path": None,
-        "custom_generate_function_path": None,
-        "custom_rm_path": None,
-        "dynamic_sampling_filter_path": None,
-        "eval_datasets": [],
-        "eval_max_context_len": None,
-        "eval_max_prompt_len": None,
-        "eval_reward_key": None,
-        "group_rm": False,
         "hf_checkpoint": "none",
-        "input_key": "input",
         "label_key": "label",
         "load": None,
-        "log_multi_turn": False,
-        "log_passrate": False,
-        "mask_offpolicy_in_partial_rollout": False,
-        "metadata_key": "metadata",
-        "multimodal_keys": None,
         "n_samples_per_prompt": 2,
-        "over_sampling_batch_size": 4,
-        "partial_rollout": False,
         "prompt_data": None,
-        "reward_key": None,
         "rm_type": "f1",
-        "rm_url": None,
-        "rollout_all_samples_process_path": None,
-        "rollout_batch_size": 4,
-        "rollout_global_dataset": True,
-        "rollout_max_context_len": None,
-        "rollout_max_prompt_len": None,
         "rollout_max_response_len": 16,
         "rollout_num_engines": 2,
         "rollout_request_timeout": 120.0,
-        "rollout_sample_filter_path": None,
-        "rollout_sample_hook_path": [],
-        "rollout_seed": 42,
-        "rollout_shuffle": False,
-        "rollout_skip_special_tokens": False,
-        "rollout_stop": None,
-        "rollout_stop_token_ids": None,
-        "rollout_temperature": 1.0,
-        "rollout_top_k": -1,
-        "rollout_top_p": 1.0,
         "router_policy": None,
         "save": None,
-        "sglang_enable_deterministic_inference": False,
         "sglang_router_ip": "127.0.0.1",
         "sglang_router_port": 1,
         "sglang_server_concurrency": 64,
-        "sglang_speculative_algorithm": None,
-        "tool_key": "tools",
-        "trust_remote_code": False,
     }
     values |= overrides
     values.setdefault("continues_own_checkpoints", values["save"] is not None and values["save"] == values["load"])
-    return SimpleNamespace(**values)
+    return run_args(**values)
 
 
 def write_prompts(path: Path, count: int) -> Path:

@@ -114,7 +114,7 @@ def manager_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     monkeypatch.setattr(rollout_manager, "ray", SimpleNamespace(put=lambda shard: shard))
     monkeypatch.setattr(rollout_manager, "leave_out_what_is_loaded", lambda: None)  # not in the process of the tests
 
-    def build(**changes: Any) -> RolloutManager:
+    def build(gates: dict[int, Any] | None = None, **changes: Any) -> RolloutManager:
         base: dict[str, Any] = {
             "run_dir": str(tmp_path / "run"),
             "save": str(tmp_path / "save"),
@@ -145,9 +145,10 @@ def manager_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
             "log_reward_category": None,
             "wandb_always_use_train_step": False,
             "dump_details": None,
-            "gates": {},
         }
-        manager = RolloutManager(rollout_args(**{**base, **changes}))  # type: ignore[arg-type]
+        args = rollout_args(**{**base, **changes})
+        args.gates = gates or {}
+        manager = RolloutManager(args)
         manager.setup((None, [], []), {})
         manager.set_train_parallel_config(
             {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}

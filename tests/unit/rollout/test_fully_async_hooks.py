@@ -100,7 +100,8 @@ def raise_on_the_first_calls(args: Any, group: list[Sample], **_: Any) -> bool:
 
 
 def test_a_filter_that_raises_for_a_finished_group_costs_it_nothing(cluster, start, caplog):
-    args, source = start(dynamic_sampling_filter_path=f"{HERE}.raise_on_the_first_calls", raises=MAX_FAILURES - 1)
+    args, source = start(dynamic_sampling_filter_path=f"{HERE}.raise_on_the_first_calls")
+    args.raises = MAX_FAILURES - 1
     source.add_samples([finish(source.get_samples(1)[0])])
     output = generate_rollout_fully_async(args, 0, source)
     assert CALLS == [[0]] * MAX_FAILURES
@@ -110,7 +111,8 @@ def test_a_filter_that_raises_for_a_finished_group_costs_it_nothing(cluster, sta
 
 
 def test_a_filter_that_always_raises_stops_the_run_and_keeps_the_group(cluster, start):
-    args, source = start(dynamic_sampling_filter_path=f"{HERE}.raise_on_the_first_calls", raises=MAX_FAILURES)
+    args, source = start(dynamic_sampling_filter_path=f"{HERE}.raise_on_the_first_calls")
+    args.raises = MAX_FAILURES
     source.add_samples([finish(source.get_samples(1)[0])])
     with pytest.raises(ValueError, match="the filter broke") as raised:
         generate_rollout_fully_async(args, 0, source)
@@ -132,9 +134,8 @@ async def fail_after_the_rollout(args: Any, sample: Sample, **_: Any) -> float:
 
 
 def test_rewards_that_fail_in_a_later_rollout_than_they_began_in_are_counted(cluster, start):
-    args, source = start(
-        custom_rm_path=f"{HERE}.fail_after_the_rollout", begun=threading.Semaphore(0), fails=threading.Event()
-    )
+    args, source = start(custom_rm_path=f"{HERE}.fail_after_the_rollout")
+    args.begun, args.fails = threading.Semaphore(0), threading.Event()
     first = generate_rollout_fully_async(args, 0, source)
     for _ in range(args.n_samples_per_prompt):
         assert args.begun.acquire(timeout=30)

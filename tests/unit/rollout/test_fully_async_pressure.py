@@ -85,8 +85,9 @@ def test_nothing_is_lost_and_nothing_grows(tokenizer, tmp_path, monkeypatch, gro
             prompt_data=str(write_prompts(tmp_path / "prompts.jsonl", 50)), sglang_router_ip=cluster.host,
             sglang_router_port=cluster.port, sglang_server_concurrency=16, rollout_batch_size=BATCH, max_staleness=2,
             n_samples_per_prompt=1, custom_generate_function_path=f"{HERE}.unreliable", rollout_max_response_len=64,
-            dynamic_sampling_filter_path=f"{HERE}.drop_some", dropped=set(),
+            dynamic_sampling_filter_path=f"{HERE}.drop_some",
         )  # fmt: skip
+        args.dropped = set()
         http_utils.init_http_client(args)
         source = RolloutDataSourceWithBuffer(args)
         try:

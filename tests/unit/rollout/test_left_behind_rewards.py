@@ -87,8 +87,9 @@ def leave_one_behind(make_args: Any, **changes: Any) -> tuple[Any, RolloutDataSo
     """Return what there is after a rollout that left the rewards of group 1 behind."""
     args = make_args(
         partial_rollout=True, rollout_batch_size=1, over_sampling_batch_size=2, custom_rm_path=f"{HERE}.fail_late",
-        custom_generate_function_path=f"{HERE}.numbered", fails=threading.Event(), **changes,
+        custom_generate_function_path=f"{HERE}.numbered", **changes,
     )  # fmt: skip
+    args.fails = threading.Event()
     source = RolloutDataSourceWithBuffer(args)
     metrics = generate_rollout(args, 0, source).metrics
     assert (metrics["rollout/reward/left_behind"], metrics["rollout/reward/failures"]) == (2, 0)
