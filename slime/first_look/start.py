@@ -17,6 +17,8 @@ from slime.first_look import Findings
 DEADLINE_S = 180.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from slime.first_look.child import main; main()"
 _SHOWN = 5
+FILE_FLAGS = frozenset({"custom_arguments_path", "custom_config_path", "megatron_config_path", "memory_snapshot_path"})
+"""The flags whose name ends in ``_path`` like that of a hook, and which take a file."""
 
 
 def look(args: Namespace, *, dry_run: bool = False) -> Findings:
@@ -28,8 +30,9 @@ def look(args: Namespace, *, dry_run: bool = False) -> Findings:
     if args.skip_first_look:
         return found
     if dry_run and not os.path.exists(args.hf_checkpoint or "") and not _prompts_are_here(args):
-        found.unchecked.append("prompts and hooks: neither the checkpoint nor the prompts are on this machine")
-        return found
+        if not _hooks_are_given(args):
+            found.unchecked.append("prompts: neither the checkpoint nor the prompts are on this machine")
+            return found
     path = [os.path.abspath(entry) for entry in sys.path] + [os.getcwd()]  # where Ray's workers look too
     try:
         request = pickle.dumps((args, dry_run))
@@ -60,6 +63,10 @@ def _prompts_are_here(args: Namespace) -> bool:
     from slime.utils.data import split_slice
 
     return bool(args.prompt_data) and os.path.exists(split_slice(args.prompt_data)[0])
+
+
+def _hooks_are_given(args: Namespace) -> bool:
+    return any(name.endswith("_path") and name not in FILE_FLAGS for name in args.explicit_flags)
 
 
 def _read(output: bytes, found: Findings) -> str | None:

@@ -45,6 +45,15 @@ def test_a_look_that_takes_too_long_is_ended(flags, tmp_path, monkeypatch):
     assert "the import of --custom-rm-path first_look_slow.f" in said or "tokenizer" in said or "start of" in said
 
 
+def test_hooks_are_looked_at_where_neither_checkpoint_nor_prompts_are(flags, tmp_path):
+    absent = ["--hf-checkpoint", tmp_path / "model", "--prompt-data", tmp_path / "prompts.jsonl"]
+    found = look(dry(*flags, *absent, "--custom-rm-path", f"{HERE}.no_such_function"), dry_run=True)
+    assert len(found.errors) == 1
+    assert "no_such_function" in found.errors[0]
+    [said] = look(dry(*flags, *absent), dry_run=True).unchecked
+    assert said.startswith("prompts: neither")
+
+
 def test_it_can_be_left_out(flags):
     assert look(dry(*flags, "--custom-rm-path", "no.such", "--skip-first-look")) == Findings()
 
