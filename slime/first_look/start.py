@@ -29,10 +29,10 @@ def look(args: Namespace, *, dry_run: bool = False) -> Findings:
     found = Findings()
     if args.skip_first_look:
         return found
-    if dry_run and not os.path.exists(args.hf_checkpoint or "") and not _prompts_are_here(args):
-        if not _hooks_are_given(args):
-            found.unchecked.append("prompts: neither the checkpoint nor the prompts are on this machine")
-            return found
+    absent = dry_run and not os.path.exists(args.hf_checkpoint or "") and not _prompts_are_here(args)
+    if absent and not _hooks_are_given(args):
+        found.unchecked.append("prompts: neither the checkpoint nor the prompts are on this machine")
+        return found
     path = [os.path.abspath(entry) for entry in sys.path] + [os.getcwd()]  # where Ray's workers look too
     try:
         request = pickle.dumps((args, dry_run))

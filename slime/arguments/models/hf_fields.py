@@ -43,6 +43,16 @@ def partial_rotary_factor(config: Config) -> float | None:
     return float(stated) if isinstance(stated, int | float) else None
 
 
+def sliding_window(config: Config) -> int:
+    """The window of the layers that attend to the last tokens only; 0 when all layers attend to everything.
+
+    Qwen configs state a window that ``use_sliding_window`` switches on; in others a stated window is in use.
+    """
+    kinds = config.get("layer_types")
+    used = "sliding_attention" in kinds if isinstance(kinds, list) else config.get("use_sliding_window", True)
+    return _count(config, "sliding_window") if used else 0
+
+
 def is_latent(config: Config) -> bool:
     """Whether attention is multi-head latent attention."""
     return config.get("kv_lora_rank") is not None

@@ -234,6 +234,8 @@ def _notes(config: Config, family: Config | None) -> Iterator[str]:
             f"the family {name} is not known: activation, biases, norms, the kind of position embedding and, with "
             "experts, the router are for you to describe"
         )
+    else:
+        yield from _layer_notes(config)
     scaling = hf_fields.rope_scaling(config)
     if scaling is None:
         return
@@ -244,3 +246,17 @@ def _notes(config: Config, family: Config | None) -> Iterator[str]:
         given = ", ".join(f"{key} {scaling.get(key, value)}" for key, value in _LLAMA3.items())
         wanted = ", ".join(f"{key} {value}" for key, value in _LLAMA3.items())
         yield f"its rope_scaling has {given}; Megatron's has {wanted}"
+
+
+def _layer_notes(config: Config) -> Iterator[str]:
+    """What a config may change in the layers of a known family, and what its flags compute otherwise."""
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        yield f"its hidden_act is {activation}, for which there are no flags; --swiglu computes silu"
+    if config.get("mlp_bias"):
+        yield "its mlp_bias is true, for which there are no flags; the MLPs are computed without biases"
+    if window := hf_fields.sliding_window(config):
+        yield (
+            f"its sliding_window is {window}, for which there are no flags; the trainer attends to all tokens, so its "
+            f"log-probs differ from the engines' in sequences of more than {window} tokens"
+        )

@@ -177,3 +177,22 @@ def test_positions_that_flags_cannot_stretch_are_warned_of(tmp_path):
     assert check(source("qwen3-4B"), str(tmp_path)) == [
         f"{tmp_path}/config.json: its rope_scaling of the type yarn has no flags"
     ]
+
+
+@pytest.mark.parametrize(
+    ("stated", "sentence"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 128}, "sliding_window is 128"),
+        ({"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "sliding_window": 4096}, None),
+        ({"layer_types": ["full_attention"] * 36, "sliding_window": 128}, None),
+        ({"sliding_window": None}, None),
+    ],
+)
+def test_layers_that_flags_cannot_describe_are_warned_of(tmp_path, stated, sentence):
+    (tmp_path / "config.json").write_text(json.dumps({**known_config("Qwen3-4B"), **stated}))
+    said = check(source("qwen3-4B"), str(tmp_path))
+    assert len(said) == (sentence is not None)
+    assert all(sentence in line for line in said)
