@@ -220,7 +220,7 @@ class Loop:
         """
         assert self.trainer is not None
         if self.args.debug_train_only:
-            if getattr(self.args, "keep_old_actor", False):  # no weights go anywhere, but they count as synced
+            if self.args.keep_old_actor:  # no weights go anywhere, but they count as synced
                 self.trainer.update_weights(synchronous_loop=not self.overlap)
             if self.args.release_train:
                 self.trainer.release()

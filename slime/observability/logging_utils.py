@@ -65,11 +65,11 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
         raise RuntimeError("init_tracking was called twice in this process; call finish_tracking in between")
     writers: list[Writer] = []
     try:
-        if getattr(args, "run_dir", None):
+        if args.run_dir:
             writers.append(JsonlWriter(Path(args.run_dir) / "metrics.jsonl"))
-        if getattr(args, "use_tensorboard", False):
+        if args.use_tensorboard:
             writers.append(TensorBoardWriter(tensorboard_dir(args)))
-        if getattr(args, "use_wandb", False):
+        if args.use_wandb:
             writers.append(WandbWriter(args))
     except BaseException:
         for writer in writers:

@@ -40,7 +40,7 @@ def prepare(args: argparse.Namespace) -> Path:
     ``--run-dir`` names it; without one it is ``runs/<date>-<time>-<pid>``. An existing directory is continued: metrics
     are appended, the configuration of an earlier start is kept beside the new one (``config.<n>.yaml``).
     """
-    path = Path(getattr(args, "run_dir", None) or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    path = Path(args.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     for directory in (path, path / "logs", path / "samples"):
         directory.mkdir(parents=True, exist_ok=True)
     args.run_dir = str(path)

@@ -32,7 +32,7 @@ def write(
     ``{data set: {"samples": [...]}}`` or ``{data set: [...]}``. Does nothing (returns None) without a run directory.
     Evaluations go to ``eval-<rollout_id>.jsonl``. The file appears whole or not at all.
     """
-    if not getattr(args, "run_dir", None):
+    if not args.run_dir:
         return None
     rows = []
     for dataset, group in _datasets(samples):

@@ -10,6 +10,6 @@ def rollout_step(args: Namespace, rollout_id: int) -> int:
 
     With ``--wandb-always-use-train-step``: the optimiser steps that the samples of earlier rollouts were meant for.
     """
-    if not getattr(args, "wandb_always_use_train_step", False):
+    if not args.wandb_always_use_train_step:
         return rollout_id
     return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)

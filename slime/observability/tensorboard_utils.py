@@ -19,7 +19,7 @@ class _TensorboardAdapter(metaclass=SingletonMeta):
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        if not getattr(args, "use_tensorboard", False):
+        if not args.use_tensorboard:
             raise ValueError("_TensorboardAdapter writes event files only with --use-tensorboard")
         self._writer = TensorBoardWriter(tensorboard_dir(args))
 

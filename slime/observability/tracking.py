@@ -192,11 +192,11 @@ def tensorboard_dir(args: argparse.Namespace) -> str:
     """Return ``$TENSORBOARD_DIR`` or ``tensorboard_log/<project>/<experiment>`` (default: a timestamp)."""
     if directory := os.environ.get("TENSORBOARD_DIR"):
         return directory
-    project = getattr(args, "tb_project_name", None)
+    project = args.tb_project_name
     if not project:
         raise ValueError(
             "--use-tensorboard needs to know where to write: give --tb-project-name NAME (writes to "
             "tensorboard_log/NAME/...) or set the environment variable TENSORBOARD_DIR"
         )
-    experiment = getattr(args, "tb_experiment_name", None) or time.strftime("%Y%m%d-%H%M%S")
+    experiment = args.tb_experiment_name or time.strftime("%Y%m%d-%H%M%S")
     return os.path.join("tensorboard_log", project, experiment)

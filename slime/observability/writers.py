@@ -90,25 +90,25 @@ class WandbWriter:
     def __init__(self, args: argparse.Namespace) -> None:
         import wandb
 
-        mode: Any = getattr(args, "wandb_mode", None) or os.environ.get("WANDB_MODE") or "online"
-        host = getattr(args, "wandb_host", None)
-        if mode == "online" and getattr(args, "wandb_key", None):
+        mode: Any = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
+        host = args.wandb_host
+        if mode == "online" and args.wandb_key:
             wandb.login(key=args.wandb_key, host=host)
-        group = getattr(args, "wandb_group", None)
+        group = args.wandb_group
         name = group
-        if group and getattr(args, "wandb_random_suffix", True):
+        if group and args.wandb_random_suffix:
             group = f"{group}_{uuid.uuid4().hex[:8]}"
             name = f"{group}-RANK_{getattr(args, 'rank', 0) or 0}"
-        directory = getattr(args, "wandb_dir", None)
+        directory = args.wandb_dir
         if directory:
             os.makedirs(directory, exist_ok=True)
         self._run = wandb.init(
-            entity=getattr(args, "wandb_team", None),
-            project=getattr(args, "wandb_project", None) or "slime",
+            entity=args.wandb_team,
+            project=args.wandb_project or "slime",
             group=group,
             name=name,
-            id=getattr(args, "wandb_run_id", None),
-            resume="allow" if getattr(args, "wandb_run_id", None) else None,
+            id=args.wandb_run_id,
+            resume="allow" if args.wandb_run_id else None,
             dir=directory,
             mode=mode,
             config=wandb_config(args),

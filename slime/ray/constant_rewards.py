@@ -22,15 +22,15 @@ class ConstantRewards:
         self.args = args
         self._value: float | None = None
         self._in_a_row = self._samples = 0
-        own = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
-        other_loss = getattr(args, "use_opd", False) or getattr(args, "loss_type", "policy_loss") != "policy_loss"
-        self._watches = not other_loss and not any(getattr(args, name, None) for name in own)
+        other_loss = args.use_opd or args.loss_type != "policy_loss"
+        own = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
+        self._watches = not other_loss and not own
 
     def look(self, rollout_id: int, samples: Sequence[Sample]) -> None:
         """Look at the rewards of a rollout, those of samples that are left out of the loss excepted."""
         if not self._watches:
             return
-        key = getattr(self.args, "reward_key", None)
+        key = self.args.reward_key
         rewards = [sample.reward for sample in samples if not sample.remove_sample]
         if key:
             rewards = [reward.get(key) if isinstance(reward, Mapping) else None for reward in rewards]
@@ -53,7 +53,7 @@ class ConstantRewards:
 
 
 def _reward(args: Namespace) -> str:
-    if path := getattr(args, "custom_rm_path", None):
+    if path := args.custom_rm_path:
         return f"--custom-rm-path {path}"
-    kind = getattr(args, "rm_type", None)
+    kind = args.rm_type
     return f"--rm-type {kind}" if kind else 'metadata["rm_type"]'

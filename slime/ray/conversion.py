@@ -59,7 +59,7 @@ class Converter:
         self.carried = CarriedOver()
         self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
         self._post_process = find_hook(args, "custom_reward_post_process_path")
-        makers = [] if getattr(args, "load_debug_rollout_data", None) else find_hooks(args, *_MAKERS)
+        makers = [] if args.load_debug_rollout_data else find_hooks(args, *_MAKERS)
         self._makers = [hook for hook in makers if not hook.path.startswith("slime.")]
 
     def shards(self, samples: Sequence[Sample]) -> list[RolloutShard]:

@@ -38,7 +38,7 @@ class CriticTurn:
 
     def take(self, rollout_id: int, data: Any, *, save: bool) -> list[Any]:
         """Train on the rollout; return the values for the actor, a reference per rank. The critic sleeps afterwards."""
-        if getattr(self.args, "async_save", False):
+        if self.args.async_save:
             self.critic.finish_saving()  # the actor publishes its last one when it trains: not before the critic's
         with timer("onload_critic"):
             self.critic.onload()

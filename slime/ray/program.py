@@ -73,7 +73,7 @@ def handle_sigterm() -> None:
 def _tell(args: Namespace, error: Exception) -> None:
     details = error.details if isinstance(error, RemoteFailure) and error.details else clean_traceback(error)
     where = ""
-    if getattr(args, "run_dir", None):
+    if args.run_dir:
         path = Path(args.run_dir) / "logs" / "failure.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{one_line_kind(error)}\n\n{details}\n")

@@ -77,7 +77,7 @@ class PassingCheckpoints:
     def saved(self, rollout_id: int, *, due: bool) -> None:
         """Take in that the checkpoint of ``rollout_id`` is whole."""
         before, self._passing = self._passing, None
-        interval = getattr(self.args, "ref_update_interval", None)
+        interval = self.args.ref_update_interval
         if not due and not (interval and (rollout_id + 1) % interval == 0):
             self._passing = rollout_id
         if before is not None and before != rollout_id:

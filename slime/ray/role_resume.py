@@ -73,14 +73,14 @@ def check_starts(args: Namespace, actor_start: int, critic_start: int) -> int:
 
 def _asks_for_step(role: Namespace) -> bool:
     """Whether ``--ckpt-step`` says where a role goes on; in a fresh start it is where its first weights come from."""
-    return getattr(role, "ckpt_step", None) is not None and not role.finetune
+    return role.ckpt_step is not None and not role.finetune
 
 
 def _last(args: Namespace) -> int | None:
     """The iteration that a role would go on from, None where it starts with rollout 0."""
     if not is_megatron_checkpoint(args.load) or args.finetune:
         return None
-    return find_checkpoint(args.load, getattr(args, "ckpt_step", None))[1]
+    return find_checkpoint(args.load, args.ckpt_step)[1]
 
 
 def _last_of_both(

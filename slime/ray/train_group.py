@@ -230,7 +230,7 @@ class RayTrainGroup:
         self._collect()
         if self._rollout_manager is not None:
             tracking.ingest(self._ask("drain_records", "collecting metrics"))
-        if self.args.debug_train_only and getattr(self.args, "keep_old_actor", False):
+        if self.args.debug_train_only and self.args.keep_old_actor:
             self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
             return None
@@ -260,7 +260,7 @@ class RayTrainGroup:
 
         Before the first training it is what the run starts with. Weights that no training changed count as before.
         """
-        given = getattr(self.args, "start_rollout_id", None)
+        given = self.args.start_rollout_id
         step = self._next if self._next is not None else self._start if given is None else given
         if step is not None and step != self._told:
             self._wait([self._rollout_manager.weights_updated.remote(version, step)], "telling the weight version")
@@ -387,6 +387,6 @@ class RayTrainGroup:
             "NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"),
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1"),
         }
-        if getattr(self.args, "use_routing_replay", False):
+        if self.args.use_routing_replay:
             env["ENABLE_ROUTING_REPLAY"] = "1"
         return env | {key: str(value) for key, value in (self.args.train_env_vars or {}).items()}

@@ -47,5 +47,5 @@ def begin(args: Namespace, component: str) -> Path:
     handler.setFormatter(logging.Formatter(f"[{component}] %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     init_tracking(args, primary=False)
-    logger.info("%s of run %s: pid %d", component, getattr(args, "run_id", None), os.getpid())
+    logger.info("%s of run %s: pid %d", component, args.run_id, os.getpid())
     return path

@@ -25,7 +25,7 @@ def ensure_api_key(args: Namespace, host: str) -> str | None:
     ``--sglang-admin-api-key`` does not cover all of those endpoints, ``--sglang-api-key`` covers everything but health
     and metrics.
     """
-    key: str | None = getattr(args, "sglang_api_key", None)
+    key: str | None = args.sglang_api_key
     if key is None and not is_loopback(host):
         key = secrets.token_urlsafe(32)
         args.sglang_api_key = key

@@ -159,7 +159,7 @@ class Sample:
 
     def get_reward_value(self, args: Any) -> Any:
         """Return the reward, or its ``args.reward_key`` entry when that flag is set."""
-        if not getattr(args, "reward_key", None):
+        if not args.reward_key:
             return self.reward
         if not isinstance(self.reward, Mapping) or args.reward_key not in self.reward:
             raise KeyError(
@@ -217,7 +217,7 @@ class Sample:
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Fold a finished engine call into the counters, weight versions and status."""
-        if getattr(args, "sglang_speculative_algorithm", None):
+        if args is not None and args.sglang_speculative_algorithm:
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
         if meta_info.get("weight_version") is not None:

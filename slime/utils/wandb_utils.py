@@ -20,7 +20,7 @@ def init_wandb_primary(args: Namespace) -> str | None:
     warn_moved(f"{__name__}.init_wandb_primary", f"{_NOW}(args)")
     _init_tracking(args, primary=True)
     atexit.register(finish_tracking)  # loops of the releases that had this function do not call it
-    return getattr(args, "wandb_run_id", None)
+    return args.wandb_run_id
 
 
 def init_wandb_secondary(args: Namespace, wandb_run_id: str | None = None, router_addr: str | None = None) -> None:

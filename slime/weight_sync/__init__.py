@@ -45,7 +45,7 @@ def resolve_pause_mode(args: Namespace, synchronous_loop: bool) -> str:
     mode = args.weight_sync_pause_mode
     if mode == "auto":
         return "abort" if synchronous_loop else "retract"
-    if mode == "in_place" and not getattr(args, "sglang_disable_radix_cache", False):
+    if mode == "in_place" and not args.sglang_disable_radix_cache:
         raise WeightSyncError(
             "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights: add "
             "--sglang-disable-radix-cache, or choose retract (requests in flight survive and the cache is flushed)."

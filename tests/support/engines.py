@@ -10,25 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.arguments.device import CPU_ENGINE
+from tests.support.arguments import run_args
 
 
 def engine_args(checkpoint: str | Path, **fields: Any) -> Namespace:
     """The arguments that an engine and a router on a machine without a GPU read."""
-    return Namespace(
-        **{
-            **CPU_ENGINE,
-            "sglang_max_total_tokens": 20000,
-            "hf_checkpoint": str(checkpoint),
-            "rollout_num_gpus_per_engine": 1,
-            "num_gpus_per_node": 8,
-            "seed": 1234,
-            "device_type": "cpu",
-            "trust_remote_code": False,
-            "engine_ready_timeout": 180.0,
-            "router_policy": "round_robin",
-            **fields,
-        }
-    )
+    args = run_args()
+    given = {"sglang_max_total_tokens": 20000, "engine_ready_timeout": 180.0, "router_policy": "round_robin"}
+    vars(args).update({**CPU_ENGINE, "hf_checkpoint": str(checkpoint), "device_type": "cpu", **given, **fields})
+    return args
 
 
 class Reference:

@@ -25,6 +25,7 @@ from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.errors import EngineDied
 from slime.servers.types import EngineInfo
+from tests.support.arguments import run_args
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -120,31 +121,20 @@ class Events:
 def fleet_args(engines: int, router_url: str | None = None, **changes: Any) -> Namespace:
     """Return what a fleet reads of the namespace: ``engines`` engines, short intervals."""
     host, port = router_url.removeprefix("http://").split(":") if router_url else (None, None)
+    args = run_args(actor_num_gpus_per_node=1, rollout_num_gpus=engines, rollout_num_gpus_per_engine=1)
     values = {
-        "actor_num_nodes": 1,
-        "actor_num_gpus_per_node": 1,
-        "rollout_num_gpus": engines,
-        "rollout_num_gpus_per_engine": 1,
-        "num_gpus_per_node": 8,
-        "colocate": False,
-        "debug_train_only": False,
-        "debug_rollout_only": False,
-        "rollout_external": False,
-        "offload_rollout": False,
         "device_type": "cpu",
         "engine_ready_timeout": PATIENCE_S,
         "sglang_router_ip": host,
         "sglang_router_port": int(port) if port else None,
-        "sglang_api_key": None,
-        "sglang_admin_api_key": None,
-        "use_fault_tolerance": False,
         "rollout_health_check_interval": 0.1,
         "rollout_health_check_timeout": 1.0,
         "rollout_health_check_first_wait": 0.0,
         "rollout_health_check_failures": 3,
         **changes,
     }
-    return Namespace(**values)
+    vars(args).update(values)
+    return args
 
 
 class StandInFleet:

@@ -16,6 +16,7 @@ from slime.utils import data, ppo_utils, wandb_utils
 from slime.utils.misc import Box, SingletonMeta
 from slime.utils.types import Sample
 from slime.weight_sync import named_updaters
+from tests.support.arguments import run_args
 
 
 def test_log_probs_of_tokens():
@@ -30,7 +31,7 @@ def test_wandb_is_one_of_the_trackers(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_tracker", tracking.Tracker())
     at_exit = []
     monkeypatch.setattr(wandb_utils.atexit, "register", at_exit.append)
-    args = Namespace(run_dir=str(tmp_path), use_wandb=False)
+    args = run_args(run_dir=str(tmp_path))
     with pytest.warns(DeprecationWarning, match=r"init_tracking\(args, primary=False\)"):
         wandb_utils.init_wandb_secondary(args, "run id", router_addr="http://x")
     assert not tracking.get_tracker().is_primary

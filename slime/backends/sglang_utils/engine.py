@@ -91,7 +91,7 @@ class EngineProcess:
             gpu_offset=self.gpu_offset,
             worker_type=spec.worker_type,
             rank=spec.rank,
-            api_key=getattr(self.args, "sglang_api_key", None),
+            api_key=self.args.sglang_api_key,
         )
 
     @property
@@ -119,7 +119,7 @@ class EngineProcess:
             command += ["--config", str(self._scratch.write_secrets(secrets))]
             make_private(self.log_path)  # SGLang logs its arguments
         env = engine_environment(
-            device_type=getattr(self.args, "device_type", "cuda"),
+            device_type=self.args.device_type,
             tp_size=self._spec.num_gpus,
             scratch=self._scratch.path,
         )

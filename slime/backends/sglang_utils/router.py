@@ -36,7 +36,7 @@ class Router:
 
     def __init__(self, args: Namespace, host: str, port: int | None) -> None:
         self.host, self.port = host, port
-        self._api_key: str | None = getattr(args, "sglang_api_key", None)
+        self._api_key: str | None = args.sglang_api_key
 
     @property
     def url(self) -> str:
@@ -147,7 +147,7 @@ class RouterProcess(Router):
         if self._chooses_port:
             self.port = reserve_ports(1)[0]
         # The default of the router package is one port for all runs of the host: only one that was asked for is kept.
-        asked_for = "router_prometheus_port" in getattr(self.args, "explicit_flags", ())
+        asked_for = "router_prometheus_port" in self.args.explicit_flags
         prometheus_port = self.args.router_prometheus_port if asked_for else reserve_ports(1)[0]
         fields = router_fields(
             self.args,

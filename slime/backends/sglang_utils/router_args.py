@@ -23,7 +23,7 @@ def choose_package(args: Namespace) -> RouterPackage:
     Raises:
         ValueError: the policy needs ``smg`` and it is not installed, or no router is.
     """
-    policies = {getattr(args, f"router_{kind}policy", None) for kind in ("", "prefill_", "decode_")}
+    policies = {args.router_policy, args.router_prefill_policy, args.router_decode_policy}
     needs_smg = sorted(SMG_ONLY_POLICIES & policies)
     has_smg = importlib.util.find_spec("smg") is not None
     if needs_smg and not has_smg:
@@ -65,7 +65,7 @@ def router_fields(
         port=port,
         disable_circuit_breaker=True,
         disable_health_check=True,
-        request_timeout_secs=int(getattr(args, "sglang_router_request_timeout_secs", None) or LARGEST_WAIT_S),
+        request_timeout_secs=int(args.sglang_router_request_timeout_secs or LARGEST_WAIT_S),
     )
     # Requests in flight do not hold up the end of a run.
     fields.setdefault("shutdown_grace_period_secs", 1)
@@ -76,7 +76,7 @@ def router_fields(
         fields.setdefault("prometheus_host", host)
     if pd_disaggregation:
         fields["pd_disaggregation"] = True
-    api_key = getattr(args, "sglang_api_key", None)
+    api_key = args.sglang_api_key
     if api_key:
         fields["api_key"] = api_key
     return fields

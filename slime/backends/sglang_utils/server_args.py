@@ -106,17 +106,17 @@ def forwarded_fields(args: Namespace, records: Sequence[Record]) -> dict[str, An
 
 def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
     """The fields that slime decides for every engine."""
-    pp_size = int((spec.overrides or {}).get("pp_size") or getattr(args, "sglang_pp_size", None) or 1)
+    pp_size = int((spec.overrides or {}).get("pp_size") or args.sglang_pp_size or 1)
     if spec.num_gpus % pp_size:
         raise ValueError(
             f"An engine of {spec.num_gpus} GPUs (--rollout-num-gpus-per-engine) cannot have {pp_size} pipeline stages "
             "(--sglang-pp-size): the second must divide the first."
         )
-    on_cuda = getattr(args, "device_type", "cuda") != "cpu"
+    on_cuda = args.device_type != "cpu"
     fields: dict[str, Any] = {
         "model_path": spec.model_path,
-        "trust_remote_code": bool(getattr(args, "trust_remote_code", False)),
-        "random_seed": (getattr(args, "seed", None) or 0) + spec.rank * getattr(args, "num_gpus_per_node", 8),
+        "trust_remote_code": bool(args.trust_remote_code),
+        "random_seed": (args.seed or 0) + spec.rank * args.num_gpus_per_node,
         "host": spec.host,
         "port": spec.port,
         "nccl_port": spec.nccl_port,
@@ -127,14 +127,14 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
         "tp_size": spec.num_gpus // pp_size,
         "pp_size": pp_size,
         "skip_server_warmup": True,
-        "enable_memory_saver": on_cuda and bool(getattr(args, "offload_rollout", False)),
-        "enable_metrics": on_cuda or bool(getattr(args, "sglang_enable_metrics", False)),
+        "enable_memory_saver": on_cuda and bool(args.offload_rollout),
+        "enable_metrics": on_cuda or bool(args.sglang_enable_metrics),
     }
     if spec.dist_init_addr:
         fields["dist_init_addr"] = spec.dist_init_addr
-    if getattr(args, "use_rollout_routing_replay", False):
+    if args.use_rollout_routing_replay:
         fields["enable_return_routed_experts"] = True
-    if getattr(args, "fp16", False):
+    if args.fp16:
         fields["dtype"] = "float16"
     return fields
 

@@ -15,11 +15,11 @@ class Profiling:
     def __init__(self, args: Namespace, *, rank: int, role: str) -> None:
         self._profile: TorchProfile | None = None
         self._recorder: Recorder | None = None
-        self._steps_left = getattr(args, "memory_snapshot_num_steps", None)
-        if getattr(args, "use_pytorch_profiler", False) and rank in args.profile_ranks:
+        self._steps_left = args.memory_snapshot_num_steps
+        if args.use_pytorch_profiler and rank in args.profile_ranks:
             self._profile = TorchProfile(args, rank=rank, role=role)
             get_timers().watch("profile", self._profile)
-        if getattr(args, "record_memory_history", False):
+        if args.record_memory_history:
             self._recorder = recorder_of(args, rank)
             self._recorder.start()
 

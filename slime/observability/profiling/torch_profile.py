@@ -15,7 +15,7 @@ PHASES = {"train_overall": "train", "train_actor": "actor_train", "train_log_pro
 
 def profile_dir(args: Namespace) -> Path:
     """Return the directory of traces: ``--tensorboard-dir``, or ``profile`` below the run directory."""
-    return Path(getattr(args, "tensorboard_dir", None) or Path(args.run_dir) / "profile")
+    return Path(args.tensorboard_dir or Path(args.run_dir) / "profile")
 
 
 class TorchProfile:

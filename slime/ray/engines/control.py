@@ -71,9 +71,9 @@ class EngineControl:
         if self._lock is None:
             self._lock = ray.remote(Lock).options(num_cpus=0).remote()
         sizes = {
-            "tp_size": self.args.rollout_num_gpus_per_engine // (getattr(self.args, "sglang_pp_size", None) or 1),
-            "pp_size": getattr(self.args, "sglang_pp_size", None) or 1,
-            "ep_size": getattr(self.args, "sglang_ep_size", None) or 1,
+            "tp_size": self.args.rollout_num_gpus_per_engine // (self.args.sglang_pp_size or 1),
+            "pp_size": self.args.sglang_pp_size or 1,
+            "ep_size": self.args.sglang_ep_size or 1,
         }
         return (
             engines,

@@ -14,6 +14,7 @@ import torch
 from slime.observability.profiling import Profiling, torch_profile
 from slime.observability.profiling.torch_profile import TorchProfile, profile_dir
 from slime.observability.timer import Timers
+from tests.support.arguments import run_args
 
 
 class Trace:
@@ -52,7 +53,14 @@ def train(args: Namespace, rollouts: int) -> None:
 
 
 def profile_args(folder: Path, targets: list[str]) -> Namespace:
-    return Namespace(profile_target=targets, profile_step_start=1, profile_step_end=3, run_dir=str(folder))
+    return run_args(
+        use_pytorch_profiler=True,
+        profile_ranks=[3],
+        profile_target=targets,
+        profile_step_start=1,
+        profile_step_end=3,
+        run_dir=str(folder),
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,8 +88,8 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_the_directory_is_the_one_given() -> None:
-    assert profile_dir(Namespace(run_dir="r", tensorboard_dir=None)) == Path("r/profile")
-    assert profile_dir(Namespace(run_dir="r", tensorboard_dir="tb")) == Path("tb")
+    assert profile_dir(run_args(run_dir="r")) == Path("r/profile")
+    assert profile_dir(run_args(run_dir="r", tensorboard_dir="tb")) == Path("tb")
 
 
 @pytest.fixture
@@ -108,7 +116,7 @@ def memray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def memory_args(folder: Path, **flags: Any) -> Namespace:
     given = {"record_memory_history": True, "memory_recorder": "memray", "memory_snapshot_num_steps": 2, **flags}
-    return Namespace(memory_snapshot_dir=str(folder), memory_snapshot_path="mine.bin", **given)
+    return run_args(memory_snapshot_dir=str(folder), memory_snapshot_path="mine.bin", **given)
 
 
 def test_memory_is_recorded_for_so_many_rollouts(tmp_path: Path, memray: list[str]) -> None:

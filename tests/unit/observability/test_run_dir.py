@@ -14,6 +14,7 @@ import yaml
 from slime.observability import logging_utils, run_dir, samples
 from slime.observability.progress import progress_bar
 from slime.observability.timer import Timers
+from tests.support.arguments import run_args
 
 
 class Status(enum.Enum):
@@ -45,20 +46,20 @@ def test_prepare_writes_what_one_needs_to_know(tmp_path, monkeypatch):
 
 def test_prepare_again_keeps_the_earlier_configuration(tmp_path):
     for lr in (1, 2, 3):
-        run_dir.prepare(argparse.Namespace(run_dir=str(tmp_path), lr=lr))
+        run_dir.prepare(run_args(run_dir=str(tmp_path), lr=lr))
     found = {p.name: yaml.safe_load(p.read_text())["lr"] for p in tmp_path.glob("config*.yaml")}
     assert found == {"config.1.yaml": 1, "config.2.yaml": 2, "config.yaml": 3}
 
 
 def test_default_run_dir_is_below_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = run_dir.prepare(argparse.Namespace(run_dir=None))
+    path = run_dir.prepare(run_args())
     assert path.parent == tmp_path / "runs"
     assert path.is_absolute()
 
 
 def test_samples_are_spread_over_the_rollout(tmp_path):
-    args = types.SimpleNamespace(run_dir=str(tmp_path))
+    args = run_args(run_dir=str(tmp_path))
     groups = [[make_sample(2 * i), make_sample(2 * i + 1)] for i in range(50)]
     path = samples.write(args, 3, groups, limit=4)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -71,7 +72,7 @@ def test_samples_are_spread_over_the_rollout(tmp_path):
 
 
 def test_evaluations_name_their_data_set(tmp_path):
-    args = types.SimpleNamespace(run_dir=str(tmp_path))
+    args = run_args(run_dir=str(tmp_path))
     data = {"gsm": {"rewards": [1.0], "samples": [make_sample(0, label="4")]}, "aime": [make_sample(1)]}
     path = samples.write(args, 0, data, evaluation=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -85,7 +86,7 @@ def test_samples_hold_chats_odd_values_and_long_texts(tmp_path):
         prompt=[{"role": "user", "content": "hi"}], response="x" * 50_000, reward={"acc": float("nan")},
         metadata={"object": object()},
     )  # fmt: skip
-    path = samples.write(types.SimpleNamespace(run_dir=str(tmp_path)), 0, [odd])
+    path = samples.write(run_args(run_dir=str(tmp_path)), 0, [odd])
     (row,) = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert json.loads(row["prompt"])[0]["content"] == "hi"
     assert len(row["response"]) < 21_000
@@ -94,7 +95,7 @@ def test_samples_hold_chats_odd_values_and_long_texts(tmp_path):
 
 
 def test_no_run_directory_no_samples():
-    assert samples.write(types.SimpleNamespace(run_dir=None), 0, [make_sample(0)]) is None
+    assert samples.write(run_args(), 0, [make_sample(0)]) is None
 
 
 def test_timers_add_up(monkeypatch):
@@ -144,7 +145,7 @@ def test_configure_logger_writes_to_a_file_and_replaces_itself(tmp_path):
 
 
 def test_half_of_a_surrogate_pair_is_no_reason_to_stop(tmp_path):
-    path = samples.write(types.SimpleNamespace(run_dir=str(tmp_path)), 0, [make_sample(0, label="\ud83d")])
+    path = samples.write(run_args(run_dir=str(tmp_path)), 0, [make_sample(0, label="\ud83d")])
     assert path is not None
     (row,) = map(json.loads, path.read_text().splitlines())
     assert row["label"] == "\ud83d"

@@ -13,6 +13,7 @@ import pytest
 from slime.observability import logging_utils, tracking
 from slime.observability.tracking import Tracker, to_records
 from slime.observability.writers import JsonlWriter, TensorBoardWriter, WandbWriter, wandb_config
+from tests.support.arguments import run_args
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def read(path):
 
 
 def test_primary_writes_one_line_per_metric(tmp_path, tracker):
-    args = types.SimpleNamespace(run_dir=str(tmp_path))
+    args = run_args(run_dir=str(tmp_path))
     logging_utils.init_tracking(args)
     logging_utils.log(args, {"train/step": 7, "train/loss": 0.5, "train/n": np.int64(3)}, "train/step")
     logging_utils.finish_tracking(args)
@@ -43,7 +44,7 @@ def test_secondary_buffers_and_the_driver_ingests(tmp_path, tracker):
     secondary.add(to_records({"rollout/step": 2, "rollout/raw_reward": 0.25}, "rollout/step"))
     records = pickle.loads(pickle.dumps(secondary.drain()))
     assert secondary.drain() == []
-    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    logging_utils.init_tracking(run_args(run_dir=str(tmp_path)))
     tracking.ingest(records)
     logging_utils.finish_tracking()
     (row,) = read(tmp_path / "metrics.jsonl")
@@ -54,12 +55,12 @@ def test_secondary_buffers_and_the_driver_ingests(tmp_path, tracker):
 @pytest.mark.parametrize("complete", [True, False])
 def test_what_nobody_fetched_is_asked_for_at_the_end(tmp_path, tracker, complete):
     secondary = Tracker()
-    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    logging_utils.init_tracking(run_args(run_dir=str(tmp_path)))
     tracker.add_source(secondary.drain)
     secondary.add(to_records({"train/step": 1, "train/late": 2.0}, "train/step"))
     logging_utils.finish_tracking(complete=complete)
     assert [row["name"] for row in read(tmp_path / "metrics.jsonl")] == (["train/late"] if complete else [])
-    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    logging_utils.init_tracking(run_args(run_dir=str(tmp_path)))
     secondary.add(to_records({"train/step": 1, "train/of no run": 2.0}, "train/step"))
     logging_utils.finish_tracking()
     assert "train/of no run" not in (tmp_path / "metrics.jsonl").read_text()
@@ -71,7 +72,7 @@ def test_a_source_that_fails_keeps_no_writer_open(tmp_path, tracker, caplog):
 
     secondary = Tracker()
     secondary.add(to_records({"train/step": 1, "train/late": 2.0}, "train/step"))
-    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    logging_utils.init_tracking(run_args(run_dir=str(tmp_path)))
     for source in (gone, secondary.drain):
         tracker.add_source(source)
     logging_utils.finish_tracking()
@@ -82,7 +83,7 @@ def test_a_source_that_fails_keeps_no_writer_open(tmp_path, tracker, caplog):
 
 def test_what_was_logged_before_the_writers_opened_is_not_lost(tmp_path, tracker):
     logging_utils.log(None, {"train/step": 0, "train/early": 1.0}, "train/step")
-    logging_utils.init_tracking(types.SimpleNamespace(run_dir=str(tmp_path)))
+    logging_utils.init_tracking(run_args(run_dir=str(tmp_path)))
     logging_utils.finish_tracking()
     assert [r["name"] for r in read(tmp_path / "metrics.jsonl")] == ["train/early"]
 
@@ -122,7 +123,7 @@ def test_jsonl_is_strict_json_and_survives_a_torn_line(tmp_path):
 
 
 def test_init_twice_is_an_error(tmp_path, tracker):
-    args = types.SimpleNamespace(run_dir=str(tmp_path))
+    args = run_args(run_dir=str(tmp_path))
     logging_utils.init_tracking(args)
     with pytest.raises(RuntimeError, match="twice"):
         logging_utils.init_tracking(args)
@@ -165,8 +166,8 @@ def test_tensorboard_holds_the_numbers(tmp_path):
 def test_tensorboard_directory(monkeypatch):
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     with pytest.raises(ValueError, match="--tb-project-name"):
-        tracking.tensorboard_dir(types.SimpleNamespace(tb_project_name=None))
-    named = types.SimpleNamespace(tb_project_name="p", tb_experiment_name="e")
+        tracking.tensorboard_dir(run_args())
+    named = run_args(tb_project_name="p", tb_experiment_name="e")
     assert tracking.tensorboard_dir(named) == "tensorboard_log/p/e"
     monkeypatch.setenv("TENSORBOARD_DIR", "/elsewhere")
     assert tracking.tensorboard_dir(named) == "/elsewhere"
@@ -190,7 +191,7 @@ def test_wandb_configuration_has_no_secrets(monkeypatch):
 def test_wandb_offline_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    args = types.SimpleNamespace(wandb_mode="offline", wandb_dir=str(tmp_path), wandb_group="g", wandb_project="p")
+    args = run_args(wandb_mode="offline", wandb_dir=str(tmp_path), wandb_group="g", wandb_project="p")
     writer = WandbWriter(args)
     try:
         assert wandb.run.offline

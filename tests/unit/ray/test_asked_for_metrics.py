@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from slime.ray.rollout_metrics import asked_for_metrics
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 
 def args(**changes):
-    base = {"log_passrate": True, "log_multi_turn": True, "reward_key": None, "rollout_max_response_len": 8}
-    return SimpleNamespace(**{**base, **changes})
+    base = {"log_passrate": True, "log_multi_turn": True, "rollout_max_response_len": 8}
+    return run_args(**{**base, **changes})
 
 
 def sample(group, reward, length=1, mask=None, **metadata):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import ray
 from slime.ray import cluster
 from slime.ray.cluster import SLOT, Cluster, describe_resources, device_of_cluster, slot_resources
 from slime.ray.program import handle_sigterm
+from tests.support.arguments import run_args
 
 
 def make_cluster(device: Any = "cpu", *, has_slots: bool = True, janitor: Any = None) -> Cluster:
@@ -126,7 +126,7 @@ def test_a_cluster_that_cannot_be_joined_leaves_no_janitor(
     monkeypatch.setattr(cluster.ray, "init", refuse)
     monkeypatch.setattr(cluster, "QUIET_RAY", {})
     with pytest.raises(ConnectionError, match=r"cannot join the Ray cluster '10\.0\.0\.1:6379' that --ray-address"):
-        cluster.connect(SimpleNamespace(ray_address="10.0.0.1:6379"), 2)  # type: ignore[arg-type]
+        cluster.connect(run_args(ray_address="10.0.0.1:6379"), 2)
     assert [j.swept for j in janitors] == [1]
     assert not cluster.is_connected()
 
@@ -142,7 +142,7 @@ def test_the_variable_that_named_the_cluster_is_told(
     monkeypatch.setattr(cluster, "QUIET_RAY", {})
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     with pytest.raises(ConnectionError, match="environment variable RAY_ADDRESS"):
-        cluster.connect(SimpleNamespace(ray_address=None), 2)  # type: ignore[arg-type]
+        cluster.connect(run_args(ray_address=None), 2)
 
 
 def test_shutdown_sweeps_once_everything_else_has_ended(

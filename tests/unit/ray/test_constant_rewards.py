@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.ray.constant_rewards import ROLLOUTS, ConstantRewards
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 
 def said_of(caplog: pytest.LogCaptureFixture, rollouts: list[list[Any]], **flags: Any) -> list[str]:
     """What is said when the samples of each rollout have these rewards."""
     caplog.clear()
-    watch = ConstantRewards(SimpleNamespace(**{"rm_type": "math", "run_dir": "runs/1", **flags}))  # type: ignore[arg-type]
+    watch = ConstantRewards(run_args(**{"rm_type": "math", "run_dir": "runs/1", **flags}))
     with caplog.at_level(logging.WARNING):
         for rollout_id, rewards in enumerate(rollouts):
             watch.look(rollout_id, [Sample(reward=reward) for reward in rewards])
@@ -50,7 +50,7 @@ def test_what_varies_or_is_no_number_is_not(rollouts: list[list[Any]], caplog: p
 
 def test_samples_left_out_of_the_loss_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
     """Failed rewards are 0, whatever the others are; they are told in another way."""
-    watch = ConstantRewards(SimpleNamespace(run_dir="r"))  # type: ignore[arg-type]
+    watch = ConstantRewards(run_args(run_dir="r"))
     for rollout_id in range(9):
         watch.look(rollout_id, [Sample(reward=0.0, remove_sample=True)])
     assert caplog.messages == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,27 +14,12 @@ from hypothesis import strategies as st
 from slime.batching.errors import ScheduleError
 from slime.ray.conversion import Converter, carried_over_path, write_carried_over
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 
 def arguments(**changes):
-    base = {
-        "custom_convert_samples_to_train_data_path": None,
-        "custom_reward_post_process_path": None,
-        "advantage_estimator": "grpo",
-        "rewards_normalization": True,
-        "grpo_std_normalization": False,
-        "n_samples_per_prompt": 2,
-        "rollout_batch_size": 3,
-        "reward_key": None,
-        "global_batch_size": 4,
-        "use_dynamic_batch_size": False,
-        "micro_batch_size": 1,
-        "balance_data": False,
-        "balance_by_flops": False,
-        "rollout_top_p": 1.0,
-        "use_rollout_routing_replay": False,
-    }
-    return SimpleNamespace(**{**base, **changes})
+    base = {"n_samples_per_prompt": 2, "rollout_batch_size": 3, "grpo_std_normalization": False}
+    return run_args(**{**base, **changes})
 
 
 def rollout(first_index: int, rewards: list[float], group_size: int = 2) -> list[Sample]:

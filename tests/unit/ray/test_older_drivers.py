@@ -11,9 +11,9 @@ from slime.ray import placement_group, train_actor, train_group
 from slime.ray.manager_and_epoch import ManagerAndEpoch
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.train_group import RayTrainGroup
-from tests.support.arguments import dry
+from tests.support.arguments import dry, run_args
 from tests.support.fake_ray import FakeRay
-from tests.unit.ray.test_rollout_handle import Remote, clock, make_group, one_node, run_args
+from tests.unit.ray.test_rollout_handle import Remote, clock, make_group, one_node
 from tests.unit.ray.test_train_actor import NotingTrainer
 
 __all__ = ["clock", "one_node"]
@@ -159,7 +159,7 @@ def test_the_share_of_a_slot_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(train_group, "ray", SimpleNamespace(remote=lambda cls: made))
     for more in ({}, {"num_gpus_per_actor": 1.0}):
         RayTrainGroup(
-            args=run_args(train_env_vars=None), num_nodes=1, num_gpus_per_node=1, pg=(None, [0], [0]), **more
+            args=run_args(run_dir="r"), num_nodes=1, num_gpus_per_node=1, pg=(None, [0], [0]), **more
         ).launch()
     assert asked == [0.4, 1.0]
     assert train_actor.TrainRayActor is train_group.TrainRayActor

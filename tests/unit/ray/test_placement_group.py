@@ -10,6 +10,7 @@ import pytest
 from slime.ray import cluster, placement_group
 from slime.ray.cluster import SLOT, Cluster, slot_resources
 from slime.ray.placement_group import PlacementError, create_placement_groups, create_training_models
+from tests.support.arguments import run_args
 from tests.support.fake_ray import FakeRay, Ref
 
 NODES = {"n9": "10.0.0.9", "n10": "10.0.0.10", "n100": "10.0.0.100"}
@@ -66,32 +67,16 @@ def connected(monkeypatch: pytest.MonkeyPatch, device: Any, *, own: bool = False
     monkeypatch.setattr(cluster, "_current", one)
 
 
-def run_args(**changes: Any) -> Any:
-    base = {
-        "actor_num_nodes": 1,
-        "actor_num_gpus_per_node": 2,
-        "rollout_num_gpus": 3,
-        "rollout_num_gpus_per_engine": 1,
-        "num_gpus_per_node": 8,
-        "colocate": False,
-        "debug_train_only": False,
-        "debug_rollout_only": False,
-        "rollout_external": False,
-        "placement_timeout": 50.0,
-        "use_critic": False,
-        "offload_train": False,
-        "offload_rollout": False,
-        "check_weight_update_equal": False,
-        "megatron_config_path": None,
-    }
-    return SimpleNamespace(**{**base, **changes})
+def placed_args(**changes: Any) -> Any:
+    base = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 3, "placement_timeout": 50.0}
+    return run_args(**{**base, **changes})
 
 
 def test_slots_are_ordered_by_node_address_and_gpu(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     connected(monkeypatch, "cuda")
     world.bundles = ["n10", "n9", "n10", "n9", "n10"]
     world.gpus = {0: 2, 1: 7, 2: 0, 3: 1, 4: 1}
-    groups = create_placement_groups(run_args())
+    groups = create_placement_groups(placed_args())
     pg, order, gpus = groups["actor"]
     assert world.asked == ([{"GPU": 1.0, "CPU": 1.0}] * 5, "PACK")
     assert order == [3, 1, 2, 4, 0]  # 10.0.0.9 before 10.0.0.10, by GPU on each
@@ -108,7 +93,7 @@ def test_many_more_processes_than_cores_are_told(
     """The cluster has 8 cores; two slots train."""
     connected(monkeypatch, device)
     world.bundles, world.gpus = ["n9"] * (slots + 2), {i: i for i in range(slots + 2)}
-    create_placement_groups(run_args(rollout_num_gpus=slots))
+    create_placement_groups(placed_args(rollout_num_gpus=slots))
     said = [m for m in caplog.messages if "are as many processes" in m]
     expected = "there is no GPU: 17 slots (2 train, 15 generate) are as many processes, which share 8 CPU cores"
     assert [m.partition(";")[0] for m in said] == ([expected] if told else [])
@@ -118,22 +103,22 @@ def test_an_engine_that_would_lie_on_two_nodes_is_refused(world: Any, monkeypatc
     connected(monkeypatch, "cuda")
     world.bundles, world.gpus = ["n9", "n9", "n9", "n10", "n10"], {0: 0, 1: 1, 2: 2, 3: 0, 4: 1}
     with pytest.raises(PlacementError, match=r"engine 0 would get its 3 slots on 10\.0\.0\.9 and 10\.0\.0\.10"):
-        create_placement_groups(run_args(rollout_num_gpus_per_engine=3))
+        create_placement_groups(placed_args(rollout_num_gpus_per_engine=3))
     connected(monkeypatch, "cpu")
-    create_placement_groups(run_args(rollout_num_gpus_per_engine=3))  # processes of two machines would do
+    create_placement_groups(placed_args(rollout_num_gpus_per_engine=3))  # processes of two machines would do
 
 
 def test_colocated_engines_get_the_trainers_slots(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     connected(monkeypatch, "cuda")
     world.bundles, world.gpus = ["n9", "n9", "n9"], {0: 1, 1: 2, 2: 0}
-    groups = create_placement_groups(run_args(colocate=True))
+    groups = create_placement_groups(placed_args(colocate=True))
     assert groups["actor"][1:] == groups["rollout"][1:] == ([2, 0, 1], [0, 1, 2])
 
 
 def test_without_gpus_the_slots_of_a_node_are_numbered(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     connected(monkeypatch, "cpu", own=False)
     world.bundles = ["n10", "n9", "n10", "n10", "n9"]
-    _, order, gpus = create_placement_groups(run_args())["actor"]
+    _, order, gpus = create_placement_groups(placed_args())["actor"]
     assert world.asked[0] == [{"CPU": 0.01}] * 5
     assert order == [1, 4, 0, 2, 3]
     assert gpus == [0, 1, 0, 1, 2]
@@ -141,7 +126,7 @@ def test_without_gpus_the_slots_of_a_node_are_numbered(world: Any, monkeypatch: 
 
 def test_nothing_to_reserve(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     connected(monkeypatch, "cpu", own=True)
-    groups = create_placement_groups(run_args(debug_rollout_only=True, rollout_num_gpus=0))
+    groups = create_placement_groups(placed_args(debug_rollout_only=True, rollout_num_gpus=0))
     assert groups == dict.fromkeys(("actor", "critic", "rollout"), (None, [], []))
     assert world.asked is None
 
@@ -150,7 +135,7 @@ def test_slots_that_do_not_come_are_given_up_with_what_is_there(world: Any, monk
     connected(monkeypatch, "cuda")
     world.ready_after = 1e9
     with pytest.raises(PlacementError) as late:
-        create_placement_groups(run_args())
+        create_placement_groups(placed_args())
     text = str(late.value)
     assert text.startswith("5 slots of [GPU 1, CPU 1] are not placed within --placement-timeout 50 s.\n")
     assert (
@@ -169,7 +154,7 @@ def test_slots_that_come_late_are_taken(
     connected(monkeypatch, "cpu")
     world.ready_after, world.bundles = 45.0, ["n9"] * 5
     with caplog.at_level("INFO", logger=placement_group.__name__):
-        assert create_placement_groups(run_args())["actor"][1] == [0, 1, 2, 3, 4]
+        assert create_placement_groups(placed_args())["actor"][1] == [0, 1, 2, 3, 4]
     assert "waiting for 31 s" in caplog.text  # a sign of life on the way
     assert world.removed == []
 
@@ -177,7 +162,7 @@ def test_slots_that_come_late_are_taken(
 def test_an_own_cluster_does_not_grow_so_nobody_waits_for_it(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     connected(monkeypatch, "cpu", own=True)
     with pytest.raises(PlacementError, match=rf"5 slots of \[{SLOT} 1\] are more than this machine has \({SLOT}\)"):
-        create_placement_groups(run_args())
+        create_placement_groups(placed_args())
     assert world.clock.now == 0
     assert world.asked is None
 
@@ -217,7 +202,7 @@ def test_the_prompts_go_where_the_checkpoint_is(
 
     monkeypatch.setattr(placement_group, "RayTrainGroup", FakeTrainers)
     manager = FakeManager()
-    args = run_args(start_rollout_id=given, rollout_global_dataset=True, kl_coef=0.0, use_kl_loss=True)
+    args = placed_args(start_rollout_id=given, rollout_global_dataset=True, kl_coef=0.0, use_kl_loss=True)
     trainers, critic = create_training_models(args, {"actor": "slots"}, manager)  # type: ignore[dict-item]
     assert isinstance(trainers, FakeTrainers)
     assert critic is None
@@ -238,7 +223,7 @@ def test_a_reference_that_the_actor_s_entry_asks_for(monkeypatch: pytest.MonkeyP
             return 0
 
     monkeypatch.setattr(placement_group, "RayTrainGroup", FakeTrainers)
-    args = run_args(start_rollout_id=None, rollout_global_dataset=True, kl_coef=0.0, use_kl_loss=False)
+    args = placed_args(start_rollout_id=None, rollout_global_dataset=True, kl_coef=0.0, use_kl_loss=False)
     args.explicit_flags = frozenset()
     of_actor = SimpleNamespace(**{**vars(args), "use_kl_loss": True})
     monkeypatch.setattr(placement_group, "actor_args", lambda args: of_actor)
@@ -249,7 +234,7 @@ def test_a_reference_that_the_actor_s_entry_asks_for(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("waits")
 def test_without_training_there_are_no_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = FakeManager()
-    args = run_args(debug_rollout_only=True, start_rollout_id=None, rollout_global_dataset=False)
+    args = placed_args(debug_rollout_only=True, start_rollout_id=None, rollout_global_dataset=False)
     assert create_training_models(args, {"actor": None}, manager) == (None, None)  # type: ignore[dict-item]
     assert args.start_rollout_id == 0
     assert manager.calls == [("load", -1)]
@@ -264,7 +249,7 @@ def start_manager(monkeypatch: pytest.MonkeyPatch, per_epoch: int | None, **flag
             return SimpleNamespace(remote=lambda args: manager)
 
     monkeypatch.setattr(placement_group, "ray", SimpleNamespace(remote=lambda cls: Options()))
-    args = run_args(run_dir="/nowhere", rollout_batch_size=8, **flags)
+    args = placed_args(run_dir="/nowhere", rollout_batch_size=8, **flags)
     return args, placement_group.create_rollout_manager(args, (None, [], []))[1], manager
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from slime.arguments import ArgumentError
 from slime.ray import program
 from slime.ray.errors import EngineDied, RemoteFailure
 from slime.ray.program import run_as_program
+from tests.support.arguments import run_args
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 def test_exit_codes(tmp_path: Path) -> None:
-    args = Namespace(run_dir=str(tmp_path))
+    args = run_args(run_dir=str(tmp_path))
     assert run_as_program(args, lambda: None) == 0
     assert run_as_program(args, raising(ValueError("bad"))) == 1
     assert run_as_program(args, raising(ArgumentError("--x and --y contradict each other"))) == 2
@@ -51,7 +51,7 @@ def test_a_termination_that_ray_turns_into_an_interrupt_is_still_one(tmp_path: P
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
 
-    args = Namespace(run_dir=str(tmp_path))
+    args = run_args(run_dir=str(tmp_path))
     assert issubclass(program.Terminated, KeyboardInterrupt)
     assert run_as_program(args, wait_in_ray) == 143
     assert run_as_program(args, raising(KeyboardInterrupt())) == 130  # of an earlier run nothing is left
@@ -59,7 +59,7 @@ def test_a_termination_that_ray_turns_into_an_interrupt_is_still_one(tmp_path: P
 
 def test_the_cause_is_said_last_and_the_story_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failure = RemoteFailure("ValueError: reward is nan\n  in actor rank 0, during training", "Traceback: here")
-    assert run_as_program(Namespace(run_dir=str(tmp_path)), raising(failure)) == 1
+    assert run_as_program(run_args(run_dir=str(tmp_path)), raising(failure)) == 1
     said = capsys.readouterr().err.strip().splitlines()
     story = tmp_path / "logs" / "failure.txt"
     assert said[0] == "Traceback: here"
@@ -73,7 +73,7 @@ def test_the_cause_is_said_last_and_the_story_is_kept(tmp_path: Path, capsys: py
 
 def test_a_long_message_is_not_buried_under_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = "engine 1 exited with 1\n" + "\n".join(f"  | line {i}" for i in range(20))
-    assert run_as_program(Namespace(run_dir=str(tmp_path)), raising(EngineDied(message))) == 1
+    assert run_as_program(run_args(run_dir=str(tmp_path)), raising(EngineDied(message))) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: engine 1 exited with 1\n  | line 0\n")
     assert "Traceback" not in said
@@ -87,7 +87,7 @@ def test_of_a_mistake_in_users_code_only_the_users_lines_are_shown(
     own = '  File "/somewhere/my_rl.py", line 9, in reward\n    return 1 / 0\n           ~~^~~\n'
     details = f"Traceback (most recent call last):\n{ours}{own}ZeroDivisionError: division by zero"
     failure = RemoteFailure("ZeroDivisionError: division by zero\n  in --custom-rm-path 'my_rl.reward'", details)
-    assert run_as_program(Namespace(run_dir=str(tmp_path)), raising(failure)) == 1
+    assert run_as_program(run_args(run_dir=str(tmp_path)), raising(failure)) == 1
     said = capsys.readouterr().err.strip().splitlines()
     assert said[:4] == ["in your code:", *own.splitlines()]
     assert len(said) == 8
@@ -95,20 +95,20 @@ def test_of_a_mistake_in_users_code_only_the_users_lines_are_shown(
 
 
 def test_every_mistake_of_prompts_and_hooks_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_as_program(Namespace(run_dir=None), raising(ArgumentError("one\ntwo"))) == 2
+    assert run_as_program(run_args(run_dir=None), raising(ArgumentError("one\ntwo"))) == 2
     program_name = Path(sys.argv[0]).name
     assert capsys.readouterr().err == f"{program_name}: error: one\n{program_name}: error: two\n"
 
 
 def test_wrong_flags_found_late_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = Namespace(run_dir=str(tmp_path))
+    args = run_args(run_dir=str(tmp_path))
     assert run_as_program(args, raising(ArgumentError("--bf16 needs a GPU; leave it out"))) == 2
     assert capsys.readouterr().err == f"{Path(sys.argv[0]).name}: error: --bf16 needs a GPU; leave it out\n"
     assert not (tmp_path / "logs").exists()
 
 
 def test_a_failure_before_there_is_a_run_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_as_program(Namespace(run_dir=None), raising(OSError("disk full"))) == 1
+    assert run_as_program(run_args(run_dir=None), raising(OSError("disk full"))) == 1
     assert capsys.readouterr().err.strip().splitlines()[-1] == "error: OSError: disk full"
 
 

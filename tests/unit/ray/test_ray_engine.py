@@ -14,6 +14,7 @@ from slime.ray.engines import ray_engine
 from slime.ray.engines.ray_engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
 from slime.ray.errors import RemoteFailure
 from slime.servers.types import EngineInfo
+from tests.support.arguments import run_args
 from tests.support.fake_ray import NEVER, FakeRay, Ref
 
 
@@ -57,7 +58,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def engine_of(*actors: Actor) -> RayEngine:
-    args: Any = SimpleNamespace(engine_ready_timeout=100.0, device_type="cuda")
+    args = run_args(engine_ready_timeout=100.0)
+    args.device_type = "cuda"
     plan = EnginePlan(rank=3, gpu_offset=4, num_gpus=2 * len(actors), num_gpus_on_node=2, nodes=len(actors))
     engine = RayEngine(args, plan, ("pg", list(range(8)), [7, 6, 5, 4, 3, 2, 1, 0]), {}, loopback=False)
     waiting_actors = list(actors)

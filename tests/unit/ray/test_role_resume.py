@@ -9,6 +9,7 @@ import pytest
 
 from slime.arguments.errors import ArgumentError
 from slime.ray.role_resume import agree, check_starts
+from tests.support.arguments import run_args
 
 
 def role(root: Path, name: str, saved: list[int], *, only: int = 0) -> Namespace:
@@ -20,7 +21,7 @@ def role(root: Path, name: str, saved: list[int], *, only: int = 0) -> Namespace
         for file in ("metadata.json", ".metadata", "common.pt"):
             (directory / file).touch()
         (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    return Namespace(
+    return run_args(
         load=str(folder) if saved else "/hf",
         save=str(folder),
         ckpt_step=None,
@@ -101,7 +102,7 @@ def test_the_step_of_the_actors_first_weights_is_not_asked_of_the_critic(tmp_pat
 
 
 def test_what_was_loaded_must_agree():
-    args = Namespace(num_critic_only_steps=2)
+    args = run_args(num_critic_only_steps=2)
     assert check_starts(args, 5, 5) == 5
     assert check_starts(args, 0, 2) == 2
     assert check_starts(args, 1, 2) == 2

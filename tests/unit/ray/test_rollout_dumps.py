@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from slime.ray import rollout_dumps
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 
 def dump_args(tmp_path: Path, **changes: Any) -> Any:
@@ -18,9 +18,8 @@ def dump_args(tmp_path: Path, **changes: Any) -> Any:
     base = {
         "save_debug_rollout_data": template,
         "load_debug_rollout_data": template,
-        "load_debug_rollout_data_subsample": None,
     }
-    return SimpleNamespace(**{**base, **changes})
+    return run_args(**{**base, **changes})
 
 
 def numbered(count: int) -> list[Sample]:

@@ -16,7 +16,7 @@ from slime.ray.errors import EngineDied, EnginesNeedWeights, RemoteFailure
 from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.train_group import RayTrainGroup
 from slime.servers.types import EngineInfo
-from tests.support.arguments import parse
+from tests.support.arguments import parse, run_args
 from tests.support.fake_ray import NEVER, FakeRay, Ref
 
 
@@ -50,20 +50,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def run_args(**changes: Any) -> Any:
+def handle_args(**changes: Any) -> Any:
     base = {
         "run_dir": "/nowhere",
         "engine_ready_timeout": 100.0,
         "weight_sync_timeout": 10.0,
-        "check_weight_update_equal": False,
-        "offload_rollout": False,
-        "debug_train_only": False,
-        "update_weight_transport": "nccl",
-        "debug_rollout_only": False,
+        "start_rollout_id": None,
         "data_source_path": "slime.rollout.data_source.RolloutDataSource",
-        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
     }
-    return SimpleNamespace(**{**base, **changes})
+    return run_args(**{**base, **changes})
 
 
 RECORD = {"step_key": "rollout/step", "step": 0, "name": "rollout/x", "value": 1.0, "time": 0.0}
@@ -71,7 +66,7 @@ RECORD = {"step_key": "rollout/step", "step": 0, "name": "rollout/x", "value": 1
 
 def test_every_answer_brings_its_metrics(clock: FakeRay) -> None:
     manager = Remote(generate=Ref("boxes", at=5), drain_records=Ref([RECORD]))
-    handle = RolloutHandle(run_args(), manager)
+    handle = RolloutHandle(handle_args(), manager)
     started = handle.start_generate(3)
     assert clock.now == 0  # at once
     assert handle.wait_generate(started, 3) == "boxes"
@@ -81,7 +76,7 @@ def test_every_answer_brings_its_metrics(clock: FakeRay) -> None:
 
 def test_a_failing_rollout_names_the_rollout(clock: FakeRay) -> None:
     manager = Remote(generate=Ref(RemoteFailure("ValueError: reward is nan"), at=1))
-    handle = RolloutHandle(run_args(), manager)
+    handle = RolloutHandle(handle_args(), manager)
     with pytest.raises(RemoteFailure) as failed:
         handle.wait_generate(handle.start_generate(3), 3)
     assert str(failed.value).startswith(
@@ -106,19 +101,19 @@ def test_an_engine_that_dies_ends_every_wait(clock: FakeRay, call: Callable[[Rol
     }
     manager = Remote(wait_for_failure=Ref(EngineDied("engine 1 exited with -9"), at=2), **never)
     with pytest.raises(EngineDied, match="engine 1 exited with -9"):
-        call(RolloutHandle(run_args(), manager))
+        call(RolloutHandle(handle_args(), manager))
     assert clock.now == 2
 
 
 def test_engines_that_never_get_ready_have_a_deadline(clock: FakeRay) -> None:
     manager = Remote(get_updatable_engines=Ref(at=NEVER))
     with pytest.raises(TimeoutError, match="starting the engines: no answer from the rollout manager within 200 s"):
-        RolloutHandle(run_args(), manager).wait_ready()
+        RolloutHandle(handle_args(), manager).wait_ready()
 
 
 def test_engines_are_prepared_before_trainers_take_memory(clock: FakeRay) -> None:
     manager = Remote()
-    RolloutHandle(run_args(check_weight_update_equal=True, offload_rollout=True), manager).prepare_engines()
+    RolloutHandle(handle_args(check_weight_update_equal=True, offload_rollout=True), manager).prepare_engines()
     assert [c for c in manager.calls if c[0] in ("get_updatable_engines", "check_weights", "offload")] == [
         ("get_updatable_engines",),
         ("check_weights", "snapshot"),
@@ -133,18 +128,18 @@ def test_weights_are_not_reset_where_nothing_restores_them() -> None:
 
 
 def test_different_checksums_end_the_run(clock: FakeRay) -> None:
-    RolloutHandle(run_args(), Remote(check_weights=[{"a": 1}, {"a": 1}])).check_equal_checksums()
+    RolloutHandle(handle_args(), Remote(check_weights=[{"a": 1}, {"a": 1}])).check_equal_checksums()
     with pytest.raises(RuntimeError, match="different weights"):
-        RolloutHandle(run_args(), Remote(check_weights=[{"a": 1}, {"a": 2}])).check_equal_checksums()
+        RolloutHandle(handle_args(), Remote(check_weights=[{"a": 1}, {"a": 2}])).check_equal_checksums()
 
 
 def test_the_end_does_not_wait_for_ever(clock: FakeRay) -> None:
-    RolloutHandle(run_args(), Remote(dispose=Ref(at=NEVER))).dispose()
+    RolloutHandle(handle_args(), Remote(dispose=Ref(at=NEVER))).dispose()
     assert clock.now == rollout_handle.DISPOSE_DEADLINE_S
 
 
 def make_group(ranks: list[Remote], manager: Remote | None = None, **flags: Any) -> RayTrainGroup:
-    group = RayTrainGroup(run_args(**flags), 1, len(ranks), (None, [0] * len(ranks), [0] * len(ranks)))
+    group = RayTrainGroup(handle_args(**flags), 1, len(ranks), (None, [0] * len(ranks), [0] * len(ranks)))
     group._actors = ranks
     if manager is not None:
         group.set_rollout_manager(manager)
@@ -160,7 +155,7 @@ def one_node(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_meet_and_tell_the_manager_their_layout() -> None:
     ranks = [Remote(master=("127.0.0.1", 20001), setup=(3, {"dp_size": 2})) for _ in range(2)]
     manager = Remote()
-    group = RayTrainGroup(run_args(), 1, 2, (None, [0, 1], [0, 1]), with_ref=True)
+    group = RayTrainGroup(handle_args(), 1, 2, (None, [0, 1], [0, 1]), with_ref=True)
     group._actors = ranks  # type: ignore[assignment]
     assert group.create(manager) == 3
     assert ranks[0].calls[0] == ("master", True)  # one node: loopback
@@ -330,7 +325,7 @@ class Needy(Remote):
 @pytest.mark.parametrize("what", ["generate", "eval"])
 def test_engines_that_come_back_in_a_rollout_get_their_weights(clock: FakeRay, what: str) -> None:
     manager = Needy(clock, [3.0, 7.0], generate=Ref("boxes", at=20), eval=Ref(None, at=20))
-    handle = RolloutHandle(run_args(use_fault_tolerance=True), manager)
+    handle = RolloutHandle(handle_args(use_fault_tolerance=True), manager)
     pushed: list[float] = []
     handle.supply_weights = lambda: pushed.append(clock.now)
     if what == "generate":
@@ -343,12 +338,12 @@ def test_engines_that_come_back_in_a_rollout_get_their_weights(clock: FakeRay, w
 
 def test_a_source_of_one_s_own_is_saved_when_the_rollout_that_holds_it_is_done(clock: FakeRay) -> None:
     manager = Needy(clock, [3.0], save=Ref(None, at=950))
-    handle = RolloutHandle(run_args(use_fault_tolerance=True, data_source_path="my.Source"), manager)
+    handle = RolloutHandle(handle_args(use_fault_tolerance=True, data_source_path="my.Source"), manager)
     pushed: list[float] = []
     handle.supply_weights = lambda: pushed.append(clock.now)
     handle.save(0)
     assert pushed == [3.0]
-    built_in = RolloutHandle(run_args(), Needy(clock, [], save=Ref(None, at=10000)))
+    built_in = RolloutHandle(handle_args(), Needy(clock, [], save=Ref(None, at=10000)))
     with pytest.raises(TimeoutError, match="saving the prompts' state of rollout 0"):
         built_in.save(0)
 
@@ -356,7 +351,7 @@ def test_a_source_of_one_s_own_is_saved_when_the_rollout_that_holds_it_is_done(c
 def test_a_need_that_the_regular_push_has_met_is_none(clock: FakeRay) -> None:
     manager = Needy(clock, [3.0], generate=Ref("boxes", at=20))
     manager.in_need = False
-    handle = RolloutHandle(run_args(use_fault_tolerance=True), manager)
+    handle = RolloutHandle(handle_args(use_fault_tolerance=True), manager)
     pushed: list[float] = []
     handle.supply_weights = lambda: pushed.append(clock.now)
     assert handle.wait_generate(handle.start_generate(0), 0) == "boxes"
@@ -365,7 +360,7 @@ def test_a_need_that_the_regular_push_has_met_is_none(clock: FakeRay) -> None:
 
 def test_without_the_flag_nobody_waits_for_a_need(clock: FakeRay) -> None:
     manager = Needy(clock, [3.0], generate=Ref("boxes", at=20))
-    handle = RolloutHandle(run_args(use_fault_tolerance=False), manager)
+    handle = RolloutHandle(handle_args(use_fault_tolerance=False), manager)
     handle.supply_weights = lambda: pytest.fail("weights were pushed")
     assert handle.wait_generate(handle.start_generate(0), 0) == "boxes"
     assert "wait_for_need_of_weights" not in manager.names
@@ -413,13 +408,13 @@ def test_saving_and_memory_reach_every_rank(clock: FakeRay) -> None:
 def test_too_few_slots_are_noticed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_group.cluster, "current", lambda: None)
     with pytest.raises(ValueError, match="actor: 4 ranks do not fit on 3 slots"):
-        RayTrainGroup(run_args(), 2, 2, (None, [0, 1, 2], [0, 1, 2])).launch()
+        RayTrainGroup(handle_args(), 2, 2, (None, [0, 1, 2], [0, 1, 2])).launch()
 
 
 def test_trainers_get_the_users_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     monkeypatch.delenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", raising=False)
-    group = RayTrainGroup(run_args(train_env_vars={"MINE": 3, "NCCL_CUMEM_ENABLE": "2"}), 1, 1, (None, [0], [0]))
+    group = RayTrainGroup(handle_args(train_env_vars={"MINE": 3, "NCCL_CUMEM_ENABLE": "2"}), 1, 1, (None, [0], [0]))
     assert group._environment() == {
         "NCCL_CUMEM_ENABLE": "2",
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
@@ -445,7 +440,7 @@ def test_a_rank_that_is_gone_when_it_is_released_is_named(clock: FakeRay, monkey
 
 
 def test_the_driver_tells_how_an_evaluation_went(clock, caplog):
-    handle = RolloutHandle(run_args(use_fault_tolerance=False), Remote(eval=["sums: accuracy 75.0%, 4 samples"]))
+    handle = RolloutHandle(handle_args(use_fault_tolerance=False), Remote(eval=["sums: accuracy 75.0%, 4 samples"]))
     with caplog.at_level("INFO"):
         handle.eval(7)
     assert caplog.messages == ["evaluation at rollout 7: sums: accuracy 75.0%, 4 samples"]

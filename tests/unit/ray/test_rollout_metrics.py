@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -21,18 +20,11 @@ from slime.ray.rollout_metrics import (
     statistics,
 )
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 
 def args(**changes):
-    base = {
-        "advantage_estimator": "grpo",
-        "reward_key": None,
-        "log_reward_category": None,
-        "log_passrate": False,
-        "rollout_num_gpus": 2,
-        "wandb_always_use_train_step": False,
-    }
-    return SimpleNamespace(**{**base, **changes})
+    return run_args(**{"rollout_num_gpus": 2, **changes})
 
 
 def sample(group, reward, length, *, status=Sample.Status.COMPLETED, mask=None, elsewhere=0.0, versions=()):

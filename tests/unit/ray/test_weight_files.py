@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from slime.ray.release import PassingCheckpoints, arguments_to_go_on
 from slime.ray.weight_files import WeightFiles
+from tests.support.arguments import run_args
 
 
 class Sides:
@@ -19,7 +19,7 @@ class Sides:
         self.folder, self.failing = folder, 0
         self.log: list[str] = []
         given = {"release_train": False, "update_weight_disk_keep_files": False, **flags}
-        self.files = WeightFiles(Namespace(**given), self.publish, self.load)
+        self.files = WeightFiles(run_args(**given), self.publish, self.load)
 
     def publish(self, version: int, engines: Any) -> str:
         directory = self.folder / f"weight_v{version:06d}"
@@ -78,7 +78,7 @@ def test_engines_that_come_back_find_the_files_of_trainers_that_have_ended(tmp_p
 
 
 def test_trainers_come_back_as_they_started_until_the_run_has_saved() -> None:
-    args = Namespace(load="hf", save="out", ckpt_step=4, finetune=True, no_load_optim=True, no_load_rng=True, lr=1.0)
+    args = run_args(load="hf", save="out", ckpt_step=4, finetune=True, no_load_optim=True, no_load_rng=True, lr=1.0)
     assert arguments_to_go_on(args, None) is args
     going_on = arguments_to_go_on(args, 9)
     assert (going_on.load, going_on.ckpt_step, going_on.lr) == ("out", 9, 1.0)
@@ -97,7 +97,7 @@ def test_trainers_come_back_as_they_started_until_the_run_has_saved() -> None:
 def test_checkpoints_for_the_way_back_go_when_the_next_is_whole(
     tmp_path: Path, flags: dict[str, Any], due: set[int], left: list[int]
 ) -> None:
-    passing = PassingCheckpoints(Namespace(save=str(tmp_path), **flags))
+    passing = PassingCheckpoints(run_args(save=str(tmp_path), **flags))
     for rollout_id in range(6):
         (tmp_path / f"iter_{rollout_id:07d}").mkdir()
         passing.saved(rollout_id, due=rollout_id in due)

@@ -13,6 +13,7 @@ from slime.weight_sync import resolve_pause_mode
 from slime.weight_sync import updater as updater_module
 from slime.weight_sync.fanout import FanOut, WeightSyncError
 from slime.weight_sync.updater import WeightUpdater
+from tests.support.arguments import run_args
 
 
 class Engine:
@@ -70,7 +71,7 @@ def one_rank() -> Any:
 
 def updater_with(engines: list[Engine], log: list[str], pause_mode: str = "abort") -> WeightUpdater:
     updater = WeightUpdater(
-        SimpleNamespace(weight_sync_timeout=5.0), SimpleNamespace(), Transport(log, engines), pause_mode=pause_mode
+        run_args(weight_sync_timeout=5.0), SimpleNamespace(), Transport(log, engines), pause_mode=pause_mode
     )
     updater._engines = [SimpleNamespace(url=e.url) for e in engines]  # type: ignore[misc]
     updater._control = FanOut(engines)
@@ -106,13 +107,13 @@ def test_a_failing_step_names_the_engine_and_the_step(step: str) -> None:
 
 
 def test_auto_aborts_in_the_synchronous_loop_and_retracts_in_the_overlapped_one() -> None:
-    auto = SimpleNamespace(weight_sync_pause_mode="auto")
+    auto = run_args()
     assert resolve_pause_mode(auto, synchronous_loop=True) == "abort"
     assert resolve_pause_mode(auto, synchronous_loop=False) == "retract"
 
 
 def test_in_place_with_a_prefix_cache_is_refused() -> None:
-    args = SimpleNamespace(weight_sync_pause_mode="in_place", sglang_disable_radix_cache=False)
+    args = run_args(weight_sync_pause_mode="in_place")
     with pytest.raises(WeightSyncError, match="--sglang-disable-radix-cache"):
         resolve_pause_mode(args, synchronous_loop=False)
     args.sglang_disable_radix_cache = True
@@ -129,7 +130,7 @@ def test_after_a_push_that_failed_the_channels_are_built_anew(monkeypatch: pytes
     log: list[str] = []
     engines = {url: Engine(url, log) for url in ("http://a", "http://b")}
     monkeypatch.setattr(updater_module, "EngineClient", lambda url, **_: engines[url])
-    args = SimpleNamespace(weight_sync_timeout=5.0)
+    args = run_args(weight_sync_timeout=5.0)
     updater = WeightUpdater(args, SimpleNamespace(), Failing(log, []), pause_mode="abort")
     infos = [EngineInfo("http://a"), EngineInfo("http://b")]
     updater.connect(infos)
@@ -153,7 +154,7 @@ def test_an_engine_that_is_gone_is_named_before_any_channel_is_built(monkeypatch
     log: list[str] = []
     engines = {"http://a": Engine("http://a", log), "http://b": Engine("http://b", log, broken="health")}
     monkeypatch.setattr(updater_module, "EngineClient", lambda url, **_: engines[url])
-    args = SimpleNamespace(weight_sync_timeout=5.0)
+    args = run_args(weight_sync_timeout=5.0)
     updater = WeightUpdater(args, SimpleNamespace(), Transport(log, []), pause_mode="abort")
     with pytest.raises(WeightSyncError, match=r"(?s)reach the server on 1 of 2 engines.*http://b.*no health today"):
         updater.connect([EngineInfo("http://a"), EngineInfo("http://b")])

@@ -16,6 +16,7 @@ from slime.ray.engines import disk_load
 from slime.servers.types import EngineInfo
 from slime.weight_sync import disk
 from slime.weight_sync.fanout import WeightSyncError
+from tests.support.arguments import run_args
 
 HOOKED: list[tuple[str, list[str]]] = []
 
@@ -44,13 +45,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def sync_args(folder: Path, **flags: Any) -> Namespace:
     given = {
         "update_weight_disk_dir": str(folder / "shared"),
-        "update_weight_disk_keep_files": False,
-        "update_weight_local_checkpoint_dir": None,
         "custom_update_weight_post_write_path": f"{__name__}.note",
         "weight_sync_timeout": 10.0,
-        "weight_sync_pause_mode": "auto",
     }
-    return Namespace(**{**given, **flags})
+    return run_args(**{**given, **flags})
 
 
 def written(args: Namespace, version: int, weights: str = "weights") -> Path:

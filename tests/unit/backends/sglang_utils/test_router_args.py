@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from slime.arguments.passthrough import catalog
 from slime.backends.sglang_utils.router_args import choose_package, router_fields
 from slime.backends.sglang_utils.router_main import router_options
+from tests.support.arguments import run_args
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -20,39 +18,33 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
 def test_sglang_router_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "sglang_router", "smg")
-    assert choose_package(Namespace(router_policy="cache_aware")) == "sglang_router"
-    assert choose_package(Namespace()) == "sglang_router"
+    assert choose_package(run_args(router_policy="cache_aware")) == "sglang_router"
+    assert choose_package(run_args()) == "sglang_router"
 
 
 def test_requests_that_stick_to_an_engine_need_no_other_router(monkeypatch: pytest.MonkeyPatch) -> None:
     for packages in (["sglang_router"], ["sglang_router", "smg"]):
         installed(monkeypatch, *packages)
-        assert choose_package(Namespace(router_policy="consistent_hashing")) == "sglang_router"
-        assert choose_package(Namespace(router_policy="manual")) == "sglang_router"
+        assert choose_package(run_args(router_policy="consistent_hashing")) == "sglang_router"
+        assert choose_package(run_args(router_policy="manual")) == "sglang_router"
 
 
 @pytest.mark.parametrize("policy", ["prefix_hash", "least_load"])
 def test_a_policy_that_only_smg_has(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     installed(monkeypatch, "sglang_router", "smg")
-    assert choose_package(Namespace(router_policy=policy)) == "smg"
-    assert choose_package(Namespace(router_policy="random", router_decode_policy=policy)) == "smg"
+    assert choose_package(run_args(router_policy=policy)) == "smg"
+    assert choose_package(run_args(router_policy="random", router_decode_policy=policy)) == "smg"
     installed(monkeypatch, "sglang_router")
     with pytest.raises(ValueError, match=rf"{policy}.*`smg`.*not installed.*manual and consistent_hashing"):
-        choose_package(Namespace(router_policy=policy))
+        choose_package(run_args(router_policy=policy))
 
 
 def test_without_any_router(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "smg")
-    assert choose_package(Namespace(router_policy="random")) == "smg"
+    assert choose_package(run_args(router_policy="random")) == "smg"
     installed(monkeypatch)
     with pytest.raises(ValueError, match="No router is installed"):
-        choose_package(Namespace(router_policy="random"))
-
-
-def run_args(**fields: Any) -> Namespace:
-    args = Namespace(**{r["dest"]: r["default"] for r in catalog.records(catalog.ROUTER)})
-    vars(args).update(fields)
-    return args
+        choose_package(run_args(router_policy="random"))
 
 
 def test_only_flags_that_were_set_and_what_slime_decides() -> None:
@@ -60,6 +52,8 @@ def test_only_flags_that_were_set_and_what_slime_decides() -> None:
     assert router_fields(args, host="127.0.0.1", port=3000) == {
         "policy": "manual",
         "balance_abs_threshold": 10,
+        "balance_rel_threshold": 1.2,
+        "log_level": "warn",
         "host": "127.0.0.1",
         "port": 3000,
         "disable_circuit_breaker": True,

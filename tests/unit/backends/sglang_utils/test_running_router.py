@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.router import RunningRouter
 from slime.servers.types import EngineInfo
+from tests.support.arguments import run_args
 from tests.support.http_stub import Reply, Seen, http_stub
 
 ENGINE = EngineInfo(url="http://127.0.0.1:15000", num_gpus=1, gpu_offset=0, worker_type="regular", rank=0)
@@ -16,7 +15,7 @@ ENGINE = EngineInfo(url="http://127.0.0.1:15000", num_gpus=1, gpu_offset=0, work
 
 def router_at(url: str) -> RunningRouter:
     host, port = url.removeprefix("http://").split(":")
-    return RunningRouter(Namespace(sglang_router_ip=host, sglang_router_port=int(port)))
+    return RunningRouter(run_args(sglang_router_ip=host, sglang_router_port=int(port)))
 
 
 def test_engines_are_added_and_taken_off_again_and_the_router_stays() -> None:

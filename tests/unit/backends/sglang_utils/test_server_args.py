@@ -16,6 +16,7 @@ from slime.backends.sglang_utils.server_args import (
     forwarded_fields,
     secret_fields,
 )
+from tests.support.arguments import run_args
 
 
 def parse(command: list[str]) -> Namespace:
@@ -41,15 +42,15 @@ def spec(**fields: Any) -> EngineSpec:
     return EngineSpec(**{**defaults, **fields})
 
 
-def run_args(**fields: Any) -> Namespace:
-    """The run's arguments: SGLang's defaults, as parsing leaves them, with ``fields`` on top."""
-    args = Namespace(**{f"sglang_{r['dest']}": r["default"] for r in catalog.records(catalog.SGLANG)})
-    vars(args).update({"seed": 1234, "num_gpus_per_node": 8, "device_type": "cuda", **fields})
+def engine_args(**fields: Any) -> Namespace:
+    """Parsed arguments once the cluster has turned out to have GPUs."""
+    args = run_args()
+    vars(args).update({"device_type": "cuda", **fields})
     return args
 
 
 def test_what_slime_decides() -> None:
-    got = parse(build_server_args(run_args(trust_remote_code=True), spec(rank=3, host="10.0.0.4", num_gpus=4)))
+    got = parse(build_server_args(engine_args(trust_remote_code=True), spec(rank=3, host="10.0.0.4", num_gpus=4)))
     assert (got.model_path, got.host, got.port, got.nccl_port) == ("/m", "10.0.0.4", 15000, 15001)
     assert got.random_seed == 1234 + 3 * 8
     assert (got.tp_size, got.pp_size, got.nnodes, got.node_rank, got.base_gpu_id) == (4, 1, 1, 0, 0)
@@ -60,12 +61,12 @@ def test_what_slime_decides() -> None:
 
 
 def test_remote_code_is_not_trusted_unless_asked() -> None:
-    assert not parse(build_server_args(run_args(trust_remote_code=False), spec())).trust_remote_code
+    assert not parse(build_server_args(engine_args(trust_remote_code=False), spec())).trust_remote_code
 
 
 def test_the_memory_saver_follows_offloading_on_cuda_only() -> None:
     def saver(**fields: Any) -> bool:
-        return bool(parse(build_server_args(run_args(**fields), spec())).enable_memory_saver)
+        return bool(parse(build_server_args(engine_args(**fields), spec())).enable_memory_saver)
 
     assert saver(offload_rollout=True)
     assert not saver(offload_rollout=False)
@@ -74,26 +75,26 @@ def test_the_memory_saver_follows_offloading_on_cuda_only() -> None:
 
 def test_an_engine_over_two_nodes() -> None:
     got = parse(
-        build_server_args(run_args(), spec(num_gpus=16, nnodes=2, node_rank=1, dist_init_addr="10.0.0.4:15002"))
+        build_server_args(engine_args(), spec(num_gpus=16, nnodes=2, node_rank=1, dist_init_addr="10.0.0.4:15002"))
     )
     assert (got.tp_size, got.nnodes, got.node_rank, got.dist_init_addr) == (16, 2, 1, "10.0.0.4:15002")
 
 
 def test_pipeline_stages_divide_the_engine() -> None:
-    got = parse(build_server_args(run_args(sglang_pp_size=2), spec(num_gpus=8)))
+    got = parse(build_server_args(engine_args(sglang_pp_size=2), spec(num_gpus=8)))
     assert (got.tp_size, got.pp_size) == (4, 2)
     with pytest.raises(ValueError, match=r"engine of 8 GPUs.*--sglang-pp-size"):
-        build_server_args(run_args(sglang_pp_size=3), spec(num_gpus=8))
-    got = parse(build_server_args(run_args(), spec(num_gpus=8, overrides={"pp_size": 4})))
+        build_server_args(engine_args(sglang_pp_size=3), spec(num_gpus=8))
+    got = parse(build_server_args(engine_args(), spec(num_gpus=8, overrides={"pp_size": 4})))
     assert (got.tp_size, got.pp_size) == (2, 4)
 
 
 def test_a_flag_left_at_its_default_is_not_forwarded() -> None:
-    assert forwarded_fields(run_args(), catalog.records(catalog.SGLANG)) == {}
+    assert forwarded_fields(engine_args(), catalog.records(catalog.SGLANG)) == {}
 
 
 def test_flags_that_were_set_are_forwarded_in_every_form() -> None:
-    args = run_args(
+    args = engine_args(
         sglang_dtype="float32",
         sglang_mem_fraction_static=0.3,
         sglang_disable_overlap_schedule=True,
@@ -117,13 +118,8 @@ def test_flags_that_were_set_are_forwarded_in_every_form() -> None:
     assert (got.dp_size, got.ep_size) == (2, 4)
 
 
-def test_arguments_parsed_without_an_inference_side_are_enough() -> None:
-    got = parse(build_server_args(Namespace(seed=None, device_type="cpu", sglang_device="cpu"), spec()))
-    assert (got.device, got.random_seed, got.enable_metrics) == ("cpu", 0, False)
-
-
 def test_fp16_runs_load_fp16() -> None:
-    assert parse(build_server_args(run_args(fp16=True), spec())).dtype == "float16"
+    assert parse(build_server_args(engine_args(fp16=True), spec())).dtype == "float16"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +131,7 @@ def test_fp16_runs_load_fp16() -> None:
     ],
 )
 def test_workers_with_one_task(worker_type: str, expected: dict[str, Any]) -> None:
-    args = run_args(sglang_enable_hierarchical_cache=True)
+    args = engine_args(sglang_enable_hierarchical_cache=True)
     got = vars(parse(build_server_args(args, spec(worker_type=worker_type, bootstrap_port=9000))))
     assert {name: got[name] for name in expected} == expected
     assert got["disaggregation_bootstrap_port"] == (9000 if worker_type == "prefill" else 8998)
@@ -143,24 +139,24 @@ def test_workers_with_one_task(worker_type: str, expected: dict[str, Any]) -> No
 
 def test_an_unknown_worker_type_is_refused() -> None:
     with pytest.raises(ValueError, match="got 'verifier'"):
-        build_server_args(run_args(), spec(worker_type="verifier"))
+        build_server_args(engine_args(), spec(worker_type="verifier"))
 
 
 def test_overrides_win_and_unknown_ones_are_refused() -> None:
-    args = run_args(sglang_mem_fraction_static=0.3)
+    args = engine_args(sglang_mem_fraction_static=0.3)
     assert parse(build_server_args(args, spec(overrides={"mem_fraction_static": 0.7}))).mem_fraction_static == 0.7
     with pytest.raises(ValueError, match="no argument mem_fraction_statik"):
         build_server_args(args, spec(overrides={"mem_fraction_statik": 0.7}))
 
 
 def test_the_key_is_kept_off_the_command_line() -> None:
-    args = run_args(sglang_api_key="s3cret", sglang_admin_api_key="adm1n")
+    args = engine_args(sglang_api_key="s3cret", sglang_admin_api_key="adm1n")
     assert secret_fields(args) == {"api_key": "s3cret", "admin_api_key": "adm1n"}
     assert not any("s3cret" in word or "adm1n" in word for word in build_server_args(args, spec()))
 
 
 def test_a_whole_config_file_of_the_user_is_not_forwarded() -> None:
-    assert not any("config" in word for word in build_server_args(run_args(sglang_config="deploy.yaml"), spec()))
+    assert not any("config" in word for word in build_server_args(engine_args(sglang_config="deploy.yaml"), spec()))
 
 
 @pytest.mark.parametrize(
