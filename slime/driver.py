@@ -22,8 +22,8 @@ from slime.observability.logging_utils import finish_tracking, init_tracking, lo
 from slime.observability.progress import Starting
 from slime.observability.steps import rollout_step
 from slime.observability.timer import get_timers, timer
-from slime.ray import cluster, critic_turn
-from slime.ray.critic_turn import CriticTurn
+from slime.ray import cluster
+from slime.ray.critic import CriticGroup, CriticStep
 from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
 from slime.ray.program import handle_sigterm, run_as_program
 from slime.ray.rollout_handle import RolloutHandle
@@ -59,7 +59,7 @@ class Trainer(Protocol):
     def onload(self) -> None: ...
     def clear_memory(self) -> None: ...
     def release(self) -> None: ...
-    def come_back(self, rollout_id: int) -> None: ...
+    def restart(self, rollout_id: int) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -78,10 +78,10 @@ class Loop:
         rollouts_per_epoch: int | None,
         *,
         overlap: bool,
-        critic: critic_turn.Group | None = None,
+        critic: CriticGroup | None = None,
     ) -> None:
         self.args, self.rollout, self.trainer = args, rollout, trainer
-        self.critic = None if critic is None else CriticTurn(args, critic, rollout.save)
+        self.critic = None if critic is None else CriticStep(args, critic, rollout.save)
         self._trainer_sleeps = trainer is not None and args.offload_train
         self.rollouts_per_epoch = rollouts_per_epoch
         self.overlap = overlap
@@ -102,14 +102,14 @@ class Loop:
                 args.start_rollout_id,
                 args.num_rollout,
             )
-        schedule = self._one_step_ahead if self.overlap else self._one_after_the_other
+        schedule = self._run_one_step_off_policy if self.overlap else self._run_sync
         schedule(range(args.start_rollout_id, args.num_rollout))
         if self.critic is not None:
             self.critic.critic.finish()
         if self.trainer is not None:
             self.trainer.finish()
 
-    def _one_after_the_other(self, rollout_ids: range) -> None:
+    def _run_sync(self, rollout_ids: range) -> None:
         for rollout_id in rollout_ids:
             if rollout_id == 0 and not self.args.skip_eval_before_train:
                 self.evaluate(0)
@@ -123,7 +123,7 @@ class Loop:
             self.evaluate_periodically(rollout_id)
             self.report(rollout_id)
 
-    def _one_step_ahead(self, rollout_ids: range) -> None:
+    def _run_one_step_off_policy(self, rollout_ids: range) -> None:
         """While rollout N is trained on, rollout N + 1 is generated with the weights of before.
 
         A rollout function that always generates is not waited for: its requests live through weight syncs.
@@ -164,12 +164,12 @@ class Loop:
         assert self.trainer is not None
         if self.args.release_train:
             with timer("start_train"):
-                self.trainer.come_back(rollout_id)
+                self.trainer.restart(rollout_id)
         with timer("train"):
             values, ranks = None, []
             if self.critic is not None:
                 due = self._due(rollout_id, self.args.save_interval, at_the_end=True)
-                values = self.critic.take(rollout_id, data, save=due)
+                values = self.critic.run(rollout_id, data, save=due)
             if self._trains_actor(rollout_id):
                 self._onload_trainer()
                 refs = self.trainer.async_train(rollout_id, data, values)
@@ -178,7 +178,7 @@ class Loop:
         self._trained_step = rollout_id + 1
 
     def _trains_actor(self, rollout_id: int) -> bool:
-        return self.critic is None or not self.critic.is_all(rollout_id)
+        return self.critic is None or not self.critic.critic_only(rollout_id)
 
     def save(self, rollout_id: int) -> None:
         """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count.
@@ -327,7 +327,7 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
             start.waits_for("the trainers, which load the first weights")
         trainer, critic = create_training_models(args, groups, manager)
         if trainer is not None and critic is not None:
-            rollout.lives = [trainer.lives(), critic.lives()]
+            rollout.liveness = [trainer.liveness(), critic.liveness()]
         if not args.debug_train_only:
             start.waits_for("the engines and their router")
         rollout.wait_ready()

@@ -6,6 +6,7 @@ left a few seconds later. Every process of a run has ``SLIME_RUN_ID`` in its env
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import secrets
@@ -14,6 +15,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -210,6 +212,42 @@ def slot_resources(device_type: str, *, has_slots: bool) -> dict[str, float]:
 def on_slot(pg: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
     """Return the scheduling of an actor on one slot."""
     return PlacementGroupSchedulingStrategy(pg, placement_group_bundle_index=bundle)
+
+
+def own_gpu_index() -> int:
+    """Return the index, among the devices this process sees, of the GPU that Ray gave it; 0 without one.
+
+    Ray does not hide devices from the processes of a run (``cluster.NOSET_VISIBLE_DEVICES``), but whoever started Ray
+    may have: its ids are then the entries of ``CUDA_VISIBLE_DEVICES``, while torch and SGLang count what is visible.
+    """
+    return gpu_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpu_index(ids: Sequence[int | str], visible: str | None) -> int:
+    """Return the index of ``ids[0]`` in the list ``visible`` (unset or empty: all devices); 0 without ids.
+
+    Raises ValueError for an id that is not in the list.
+    """
+    if not ids:
+        return 0
+    entries = visible.split(",") if visible else []
+    if not entries:
+        return int(ids[0])
+    if str(ids[0]) not in entries:
+        raise ValueError(f"Ray gave this process GPU {ids[0]}, which CUDA_VISIBLE_DEVICES={visible} does not show it")
+    return entries.index(str(ids[0]))
+
+
+def node_sort_key(address: str) -> tuple[int, ...]:
+    """Return a key that orders nodes by IP address number; names are resolved, or ordered by their characters."""
+    try:
+        return tuple(ipaddress.ip_address(address).packed)
+    except ValueError:
+        pass
+    try:
+        return tuple(ipaddress.ip_address(socket.gethostbyname(address)).packed)
+    except OSError:
+        return tuple(map(ord, address))
 
 
 def describe_resources(resources: dict[str, float]) -> str:

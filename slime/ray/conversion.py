@@ -1,4 +1,4 @@
-"""From the samples of a rollout to one shard of columns per data-parallel rank."""
+"""From the samples of a rollout to one shard of columns per data-parallel rank, and to files for debugging."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from slime.batching.rollout_ids import fill_rollout_ids
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import build_train_data, finite_reward
 from slime.batching.train_rows import Rows, join_rows, take_rows, unused_ids
+from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
 from slime.rollout.group_copy import copy_sample
 from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
@@ -25,7 +26,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_MAKERS = (
+_SAMPLE_HOOKS = (
     "rollout_function_path",
     "custom_generate_function_path",
     "rollout_sample_hook_path",
@@ -59,8 +60,8 @@ class Converter:
         self.carried = CarriedOver()
         self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
         self._post_process = find_hook(args, "custom_reward_post_process_path")
-        makers = [] if args.load_debug_rollout_data else find_hooks(args, *_MAKERS)
-        self._makers = [hook for hook in makers if not hook.path.startswith("slime.")]
+        makers = [] if args.load_debug_rollout_data else find_hooks(args, *_SAMPLE_HOOKS)
+        self._sample_hooks = [hook for hook in makers if not hook.path.startswith("slime.")]
 
     def shards(self, samples: Sequence[Sample]) -> list[RolloutShard]:
         """Return one shard per data-parallel rank of what ``samples``, after those carried over, train.
@@ -88,7 +89,7 @@ class Converter:
             sample.rollout_id = rollout_id
         fresh_raw, fresh_rewards = self._rewards(fresh)
         samples, raw, rewards = old.samples + fresh, old.raw_rewards + list(fresh_raw), old.rewards + [*fresh_rewards]
-        with self.naming_makers():
+        with self.annotate_with_hooks():
             batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
         positions = self._leftover(batch)
         self.carried = CarriedOver(
@@ -116,7 +117,7 @@ class Converter:
 
     def _rewards(self, samples: list[Sample]) -> tuple[Sequence[Any], Sequence[float]]:
         if self._post_process is None:
-            with self.naming_makers():
+            with self.annotate_with_hooks():
                 return post_process_rewards(self.args, samples)
         result = self._post_process(self.args, samples)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
@@ -133,12 +134,12 @@ class Converter:
             return raw, [finite_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True)]
 
     @contextlib.contextmanager
-    def naming_makers(self) -> Iterator[None]:
+    def annotate_with_hooks(self) -> Iterator[None]:
         """Add to an error about samples which of the user's hooks have made them what they are."""
         try:
             yield
         except (ValueError, KeyError, AssertionError) as e:
-            for hook in self._makers:
+            for hook in self._sample_hooks:
                 e.add_note(f"the samples were made with {hook}")
             raise
 
@@ -192,3 +193,29 @@ def write_carried_over(path: Path, data: bytes | None) -> None:
         path.unlink(missing_ok=True)
         return
     write_atomically(path, data, durable=True)
+
+
+def save_dump(args: Namespace, name: int | str, samples: Sequence[Sample]) -> None:
+    """Write ``samples`` to the path of ``--save-debug-rollout-data`` for rollout ``name``; whole or not at all."""
+    path = Path(args.save_debug_rollout_data.format(rollout_id=name))
+    save_rollout(path, name if isinstance(name, int) else int(name.rpartition("_")[2]), samples)
+    logger.info("rollout %s: %d samples written to %s", name, len(samples), path)
+
+
+def load_dump(args: Namespace, rollout_id: int) -> list[Sample]:
+    """Return the samples of the dump of ``rollout_id`` (``--load-debug-rollout-data``), subsampled when asked for.
+
+    Raises FileNotFoundError or ValueError, naming file and flag.
+    """
+    path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--load-debug-rollout-data {args.load_debug_rollout_data}: no dump of rollout {rollout_id} at {path}; "
+            "lower --num-rollout, or dump that rollout with --save-debug-rollout-data"
+        )
+    try:
+        samples = load_rollout(path, args.load_debug_rollout_data_subsample)
+    except ValueError as e:
+        raise ValueError(f"--load-debug-rollout-data: {e}") from e
+    logger.info("rollout %d: %d samples read from %s", rollout_id, len(samples), path)
+    return samples

@@ -6,6 +6,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,14 +17,13 @@ from slime.arguments.plan.nodes import torn_engines
 from slime.arguments.plan.placement import EnginePlan, Layout, engines_of, layout_of
 from slime.arguments.roles import ACTOR, CRITIC, actor_args, critic_args
 from slime.observability import tracking
-from slime.ray import cluster, role_resume
-from slime.ray.devices import own_gpu_index
-from slime.ray.manager_and_epoch import ManagerAndEpoch, handle_of
-from slime.ray.node_order import node_sort_key
-from slime.ray.rollout_handle import RolloutHandle
+from slime.ray import cluster
+from slime.ray.cluster import node_sort_key, own_gpu_index
+from slime.ray.critic import agree_on_resume_step, first_rollout
+from slime.ray.remote import Peer, results_so_far, wait_all, wait_one
+from slime.ray.rollout_handle import ManagerAndEpoch, RolloutHandle, handle_of
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.train_group import RayTrainGroup
-from slime.ray.waiting import Peer, results_so_far, wait_all, wait_one
 from slime.utils.moved import warn_moved
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 Slots: TypeAlias = "tuple[PlacementGroup | None, list[int], list[int]]"
 """A placement group, the bundle index of every slot in order, and the GPU of every slot on its node."""
 
-SIGN_OF_LIFE_S = 30.0
+HEARTBEAT_LOG_S = 30.0
 MANAGER_THREADS = 16
 MANAGER_START_DEADLINE_S = 600.0
 LAST_RECORDS_S = 10.0
@@ -127,7 +127,7 @@ def create_training_models(
         start = actor.create(rollout_manager)
     for group in (actor, critic):
         if group is not None:
-            tracking.get_tracker().add_source(lambda group=group: _last_records(group.actors))
+            tracking.get_tracker().add_source(partial(_last_records_of, group))
     if actor is not None and args.offload_train:
         actor.offload()
     of_roles = critic is not None or (actor is not None and actor_args(args) is not args)
@@ -147,18 +147,22 @@ def _create_actor_and_critic(
 ) -> tuple[RayTrainGroup, RayTrainGroup, int]:
     """Return actor (awake) and critic (asleep), both loaded, and the rollout after which both were saved, plus one."""
     of_actor, of_critic = actor_args(args), critic_args(args)
-    role_resume.agree(of_actor, of_critic)
+    agree_on_resume_step(of_actor, of_critic)
     nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
     critic = RayTrainGroup(of_critic, nodes, gpus, pgs["critic"], role="critic")
     actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
     actor.launch()  # its processes start while the critic is loaded
     critic_start = critic.create(rollout_manager)
     critic.offload()
-    actor.others = [critic.lives()]
-    start = role_resume.check_starts(args, actor.create(rollout_manager), critic_start)
-    critic.others = [actor.lives()]
+    actor.others = [critic.liveness()]
+    start = first_rollout(args, actor.create(rollout_manager), critic_start)
+    critic.others = [actor.liveness()]
     actor.connect(critic)
     return actor, critic, start
+
+
+def _last_records_of(group: RayTrainGroup) -> list[tracking.Record]:
+    return _last_records(group.actors)
 
 
 def _last_records(actors: Sequence[Any]) -> list[tracking.Record]:
@@ -213,7 +217,7 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
         _warn_of_few_cores(layout, int(ray.cluster_resources().get("CPU", 0)))
     pg = placement_group([dict(here.slot)] * layout.slots, strategy="PACK")
     started = time.monotonic()
-    next_sign = SIGN_OF_LIFE_S
+    next_sign = HEARTBEAT_LOG_S
     while not pg.wait(timeout_seconds=1):
         waited = time.monotonic() - started
         if waited > args.placement_timeout:
@@ -223,15 +227,15 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
             remove_placement_group(pg)
             raise PlacementError(message)
         if waited > next_sign:
-            next_sign += SIGN_OF_LIFE_S
+            next_sign += HEARTBEAT_LOG_S
             logger.info("%s", _what_is_missing(here, layout, f"waiting for {waited:.0f} s"))
     slots, nodes = _in_order(here, pg, layout)
     if "GPU" in here.slot:  # without GPUs, slots are processes, which share a machine in any number
-        refuse_torn_engines(engines_of(args), nodes, layout.rollout_offset)
+        check_engines_fit_nodes(engines_of(args), nodes, layout.rollout_offset)
     return slots
 
 
-def refuse_torn_engines(engines: Sequence[EnginePlan], nodes: Sequence[str], rollout_offset: int) -> None:
+def check_engines_fit_nodes(engines: Sequence[EnginePlan], nodes: Sequence[str], rollout_offset: int) -> None:
     """Raise PlacementError when an engine process would need GPUs of two nodes; ``nodes``: address of every slot."""
     torn = torn_engines(engines, nodes, rollout_offset)
     if torn:

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.arguments import ArgumentError
 from slime.observability.logging_utils import configure_logger
-from slime.ray.errors import RemoteFailure, clean_traceback, one_line_kind
+from slime.ray.remote import RemoteFailure, clean_traceback, one_line_kind
 from slime.utils.user_code import users_frames
 
 SHORT_MESSAGE_LINES = 6

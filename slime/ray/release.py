@@ -51,20 +51,20 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def arguments_to_go_on(args: Namespace, saved: int | None) -> Namespace:
+def resume_args(args: Namespace, saved: int | None) -> Namespace:
     """Return the arguments of trainers that come back: the first ones until the run has saved, then its checkpoint.
 
     ``--ckpt-step``, ``--finetune``, ``--no-load-optim`` and ``--no-load-rng`` are about the start of the run.
     """
     if saved is None:
         return args
-    going_on = copy.copy(args)
-    going_on.load, going_on.ckpt_step = args.save, saved
-    going_on.finetune = going_on.no_load_optim = going_on.no_load_rng = False
-    return going_on
+    resumed = copy.copy(args)
+    resumed.load, resumed.ckpt_step = args.save, saved
+    resumed.finetune = resumed.no_load_optim = resumed.no_load_rng = False
+    return resumed
 
 
-class PassingCheckpoints:
+class TransientCheckpoints:
     """Checkpoints that ``--save-interval`` did not ask for: each is removed once the next one is whole.
 
     The one of the rollout after which ``--ref-update-interval`` refreshed the reference stays: it is loaded again.
@@ -72,14 +72,14 @@ class PassingCheckpoints:
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
-        self._passing: int | None = None
+        self._transient: int | None = None
 
     def saved(self, rollout_id: int, *, due: bool) -> None:
         """Take in that the checkpoint of ``rollout_id`` is whole."""
-        before, self._passing = self._passing, None
+        before, self._transient = self._transient, None
         interval = self.args.ref_update_interval
         if not due and not (interval and (rollout_id + 1) % interval == 0):
-            self._passing = rollout_id
+            self._transient = rollout_id
         if before is not None and before != rollout_id:
             try:
                 shutil.rmtree(iteration_dir(self.args.save, before))

@@ -12,9 +12,7 @@ import ray
 
 from slime.arguments.rules.prompts import BUILT_IN_SOURCES
 from slime.observability import tracking
-from slime.ray.errors import EnginesNeedWeights
-from slime.ray.lives import Lives
-from slime.ray.waiting import DAY_S, Peer, wait_one
+from slime.ray.remote import DAY_S, EnginesNeedWeights, LivenessMonitor, Peer, wait_one
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +31,10 @@ class RolloutHandle:
     def __init__(self, args: Namespace, manager: Any) -> None:
         self.args, self.manager = args, manager
         self.supply_weights: Callable[[], None] | None = None
-        self._need_of_weights: Any = None
+        self._weights_needed: Any = None
         self._peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
         self._watch = [manager.wait_for_failure.remote()]
-        self.lives: list[Lives] = []
+        self.liveness: list[LivenessMonitor] = []
         """Of trainers whose end ends every wait here."""
 
     def start_generate(self, rollout_id: int) -> Any:
@@ -112,20 +110,51 @@ class RolloutHandle:
         if self.supply_weights is None or not self.args.use_fault_tolerance:
             return self._wait(ref, what, DAY_S)
         while True:
-            if self._need_of_weights is None:
-                self._need_of_weights = self.manager.wait_for_need_of_weights.remote()
+            if self._weights_needed is None:
+                self._weights_needed = self.manager.wait_until_weights_needed.remote()
             try:
-                return self._wait(ref, what, DAY_S, [self._need_of_weights])
+                return self._wait(ref, what, DAY_S, [self._weights_needed])
             except EnginesNeedWeights as e:
                 logger.warning("%s: %s", what, e)
-                self._need_of_weights = None
+                self._weights_needed = None
                 # Unless the weight sync after a rollout has come first.
                 if self._wait(self.manager.needs_weights.remote(), "asking for the engines", CONTROL_DEADLINE_S):
                     self.supply_weights()
 
     def _wait(self, ref: Any, what: str, deadline_s: float, watch: Sequence[Any] = ()) -> Any:
-        result = wait_one(ref, self._peer, what, deadline_s, [*watch, *self._watch], self.lives)
+        result = wait_one(ref, self._peer, what, deadline_s, [*watch, *self._watch], self.liveness)
         tracking.ingest(
             wait_one(self.manager.drain_records.remote(), self._peer, "collecting metrics", SAVE_DEADLINE_S)
         )
         return result
+
+
+class ManagerAndEpoch(tuple[Any, "int | None"]):
+    """``(manager, rollouts per epoch)``. Loops of slime 0.1 do not unpack it but call the manager through it."""
+
+    @property
+    def controller(self) -> Any:
+        """The handle of the rollout manager."""
+        return self[0]
+
+    data_buffer = controller
+
+    def async_generate(self, rollout_id: int) -> Any:
+        return self[0].generate.remote(rollout_id)
+
+    def async_eval(self, rollout_id: int) -> Any:
+        return self[0].eval.remote(rollout_id)
+
+    def async_offload(self) -> Any:
+        return self[0].offload.remote()
+
+    def async_onload(self, tags: list[str] | None = None) -> Any:
+        return self[0].onload.remote(tags)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self[0], name)
+
+
+def handle_of(rollout_manager: Any) -> Any:
+    """Return the actor handle of what ``create_rollout_manager`` returned, unpacked or not."""
+    return rollout_manager[0] if isinstance(rollout_manager, ManagerAndEpoch) else rollout_manager

@@ -17,13 +17,12 @@ from slime.observability import tracking
 from slime.observability.logging_utils import log
 from slime.observability.samples import write as write_samples
 from slime.observability.steps import rollout_step
-from slime.ray import rollout_dumps, worker
-from slime.ray.constant_rewards import ConstantRewards
-from slime.ray.conversion import Converter, carried_over_path, write_carried_over
+from slime.ray import worker
+from slime.ray.conversion import Converter, carried_over_path, load_dump, save_dump, write_carried_over
 from slime.ray.engines.control import EngineControl
 from slime.ray.engines.fleet import EngineFleet
-from slime.ray.errors import EngineDied, reports_errors
-from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, eval_summary, rollout_metrics
+from slime.ray.remote import EngineDied, reports_errors
+from slime.ray.rollout_metrics import ConstantRewards, asked_for_metrics, eval_metrics, eval_summary, rollout_metrics
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
@@ -32,7 +31,7 @@ from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook
 from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
-from slime.utils.garbage import leave_out_what_is_loaded
+from slime.utils.garbage import gc_freeze
 from slime.utils.http_utils import init_http_client
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
@@ -73,7 +72,7 @@ class RolloutManager(EngineControl):
         if not args.debug_train_only:
             self.fleet = EngineFleet(args, pg, wiring, self)
             threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
-        leave_out_what_is_loaded()
+        gc_freeze()
 
     # What the driver calls
 
@@ -91,7 +90,7 @@ class RolloutManager(EngineControl):
                 raise ValueError(f"rollout {rollout_id} holds no sample; look at the rollout function and its filters")
             seconds = time.monotonic() - started
             if self.args.save_debug_rollout_data:
-                rollout_dumps.save(self.args, rollout_id, samples)
+                save_dump(self.args, rollout_id, samples)
             write_samples(self.args, rollout_id, samples)
             self._constant_rewards.look(rollout_id, samples)
             self._report(rollout_id, samples, metrics, seconds)
@@ -115,7 +114,7 @@ class RolloutManager(EngineControl):
             )
             if self.args.save_debug_rollout_data:
                 everything = [s for result in output.data.values() for s in iter_samples(result.get("samples") or [])]
-                rollout_dumps.save(self.args, f"eval_{rollout_id}", everything)
+                save_dump(self.args, f"eval_{rollout_id}", everything)
             write_samples(self.args, rollout_id, output.data, evaluation=True)
             if self._log_eval is None or not self._log_eval(rollout_id, self.args, output.data, output.metrics):
                 self._log(rollout_id, eval_metrics(self.args, output.data) | (output.metrics or {}), "eval/step")
@@ -193,11 +192,11 @@ class RolloutManager(EngineControl):
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any] | None]:
         """Return the flat samples of a rollout, generated or replayed, and the rollout function's metrics."""
         if self.args.load_debug_rollout_data:
-            return rollout_dumps.load(self.args, rollout_id), None
+            return load_dump(self.args, rollout_id), None
         self._wait_for_engines()
         self.health_monitoring_resume()
         output: Any = call_rollout_fn(self._make_rollout, self.args, rollout_id, self.data_source, evaluation=False)
-        with self.converter.naming_makers():
+        with self.converter.annotate_with_hooks():
             check_sibling_rollout_ids(output.samples)
         samples = list(iter_samples(output.samples))
         if hasattr(self.data_source, "record_consumed"):

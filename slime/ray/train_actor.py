@@ -14,8 +14,8 @@ import ray
 from slime.observability import tracking
 from slime.observability.timer import timer
 from slime.ray import worker
-from slime.ray.devices import own_gpu_index
-from slime.ray.errors import reports_errors
+from slime.ray.cluster import own_gpu_index
+from slime.ray.remote import reports_errors
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip, get_free_port
 

@@ -15,12 +15,10 @@ from slime.arguments.plan.loop import generates_always
 from slime.arguments.roles import CRITIC, actor_args, critic_args
 from slime.observability import tracking
 from slime.ray import cluster
-from slime.ray.errors import RemoteFailure
-from slime.ray.lives import Lives
-from slime.ray.manager_and_epoch import handle_of
-from slime.ray.release import QUIT_DEADLINE_S, PassingCheckpoints, arguments_to_go_on, end_actors
+from slime.ray.release import QUIT_DEADLINE_S, TransientCheckpoints, end_actors, resume_args
+from slime.ray.remote import DAY_S, LivenessMonitor, Peer, RemoteFailure, wait_all, wait_one
+from slime.ray.rollout_handle import handle_of
 from slime.ray.train_actor import TrainRayActor
-from slime.ray.waiting import DAY_S, Peer, wait_all, wait_one
 from slime.ray.weight_files import WeightFiles
 from slime.servers.types import EngineInfo
 
@@ -64,7 +62,7 @@ class RayTrainGroup:
         self._rollout_manager: Any = None
         self._watch: list[Any] = []
         self._measured: dict[str, float] = {}
-        self.others: list[Lives] = []
+        self.others: list[LivenessMonitor] = []
         """Trainers of other roles, whose end ends every wait here."""
         self._critic: RayTrainGroup | None = None
         self._training: tuple[int, list[Any]] | None = None  # the last rollout that was started on, and its answers
@@ -73,8 +71,8 @@ class RayTrainGroup:
         self._saved: int | None = None
         self._start: int | None = None
         self._next: int | None = None  # the rollout after the last one whose training was started here
-        self._told: int | None = None
-        self._passing = PassingCheckpoints(args)
+        self._reported_step: int | None = None
+        self._transient = TransientCheckpoints(args)
 
     # Life of the ranks
 
@@ -91,7 +89,7 @@ class RayTrainGroup:
                 runtime_env=here.environment(self._environment()),
                 **here.share_of_slot(self._share),
             )
-            .remote(arguments_to_go_on(self.args, self._saved), self.role, rank, self.world_size)
+            .remote(resume_args(self.args, self._saved), self.role, rank, self.world_size)
             for rank in range(self.world_size)
         ]
 
@@ -101,7 +99,7 @@ class RayTrainGroup:
             self.launch()
         if rollout_manager is not None:
             self.set_rollout_manager(rollout_manager)
-        results = self._all("setup", f"starting the {self.role}", START_DEADLINE_S, self._master(), self.with_ref)
+        results = self._call_all("setup", f"starting the {self.role}", START_DEADLINE_S, self._master(), self.with_ref)
         starts = {start for start, _ in results}
         if len(starts) != 1:
             raise RuntimeError(
@@ -109,7 +107,7 @@ class RayTrainGroup:
                 "Is --load a directory that every node shares?"
             )
         if rollout_manager is not None:
-            self._tell_layout(results[0][1])
+            self._send_layout(results[0][1])
         start = int(starts.pop())
         if self._start is None:
             self._start = start
@@ -131,9 +129,9 @@ class RayTrainGroup:
             what = f"starting the {self.role}"
             self._start = wait_all(self._starting, self._peers(), what, START_DEADLINE_S, self._watch)[0]
             self._starting = []
-            self._tell_layout(self._all("layout", what, START_DEADLINE_S)[0])
+            self._send_layout(self._call_all("layout", what, START_DEADLINE_S)[0])
 
-    def _tell_layout(self, config: dict[str, int]) -> None:
+    def _send_layout(self, config: dict[str, int]) -> None:
         if self.role == "actor":
             telling = self._rollout_manager.set_train_parallel_config.remote(config)
             self._wait([telling], "telling the manager the layout")
@@ -144,23 +142,23 @@ class RayTrainGroup:
         found: tuple[str, int] = wait_one(asked, self._peers()[0], what, START_DEADLINE_S)
         return found
 
-    def lives(self) -> Lives:
+    def liveness(self) -> LivenessMonitor:
         """Return what notices the end of a rank while nobody waits for it."""
-        return Lives(self._actors, self._peers())
+        return LivenessMonitor(self._actors, self._peers())
 
     def release(self) -> None:
         """End the ranks; what they know is in their checkpoint. Their processes and device memory are gone then.
 
-        ``come_back`` starts them again (``--release-train``).
+        ``restart`` starts them again (``--release-train``).
         """
         if self._actors:
             self._complete()
-            where = self._all("whereabouts", f"releasing the {self.role}", QUIT_DEADLINE_S)
+            where = self._call_all("whereabouts", f"releasing the {self.role}", QUIT_DEADLINE_S)
             actors, self._actors = self._actors, []
             end_actors(actors, where)
             logger.info("the %s has been released", self.role)
 
-    def come_back(self, rollout_id: int) -> None:
+    def restart(self, rollout_id: int) -> None:
         """Start released ranks again for training on ``rollout_id``; nothing happens when they are there."""
         if self._actors:
             return
@@ -210,11 +208,11 @@ class RayTrainGroup:
         Without ``keep`` it is not exported to ``--save-hf``, and is removed once there is a later one.
         """
         what = f"saving the {self.role} after rollout {rollout_id}"
-        self._all("save", what, SAVE_DEADLINE_S, rollout_id, force_sync, keep)
+        self._call_all("save", what, SAVE_DEADLINE_S, rollout_id, force_sync, keep)
         self._collect()
         self._saved = rollout_id
         if force_sync:
-            self._passing.saved(rollout_id, due=keep)
+            self._transient.saved(rollout_id, due=keep)
 
     def update_weights(self, synchronous_loop: bool | None = None) -> int | None:
         """Push the weights to the engines; return their new version, None when the run has no engines.
@@ -229,59 +227,59 @@ class RayTrainGroup:
         # Drivers of users wait for generation and training with ``ray.get``, and fetch no metrics.
         self._collect()
         if self._rollout_manager is not None:
-            tracking.ingest(self._ask("drain_records", "collecting metrics"))
+            tracking.ingest(self._call_manager("drain_records", "collecting metrics"))
         if self.args.debug_train_only and self.args.keep_old_actor:
-            self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
+            self._call_all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
             return None
         if self._actors:
             self._files.begin()
         for attempt in range(1, PUSH_ATTEMPTS + 1):
-            self._ask("recover_updatable_engines", "waiting for lost engines")
-            engines = self._ask("get_updatable_engines", "asking for the engines")
+            self._call_manager("recover_updatable_engines", "waiting for lost engines")
+            engines = self._call_manager("get_updatable_engines", "asking for the engines")
             if not engines:
                 return None
             try:
                 version = self._push(engines, synchronous_loop)
                 break
             except RemoteFailure as e:
-                self._ask("lose_unreachable_engines", "looking for the engine that failed")
-                living = self._ask("get_updatable_engines", "asking for the engines that are left")
+                self._call_manager("mark_unreachable_engines_dead", "looking for the engine that failed")
+                living = self._call_manager("get_updatable_engines", "asking for the engines that are left")
                 lost = [f"engine {engine.rank}" for engine in engines if engine not in living]
                 if not lost or attempt == PUSH_ATTEMPTS:
                     raise
                 logger.warning("the weights are pushed again, without %s: %s", ", ".join(lost), e)
-        self._tell_step(version)
-        self._ask("clear_updatable_num_new_engines", "sending requests to new engines")
+        self._report_step(version)
+        self._call_manager("clear_updatable_num_new_engines", "sending requests to new engines")
         return version
 
-    def _tell_step(self, version: int) -> None:
+    def _report_step(self, version: int) -> None:
         """Tell the manager which training made ``version``, for drivers that do not: ``--max-staleness`` needs it.
 
         Before the first training it is what the run starts with. Weights that no training changed count as before.
         """
         given = self.args.start_rollout_id
         step = self._next if self._next is not None else self._start if given is None else given
-        if step is not None and step != self._told:
+        if step is not None and step != self._reported_step:
             self._wait([self._rollout_manager.weights_updated.remote(version, step)], "telling the weight version")
-            self._told = step
+            self._reported_step = step
 
     def _push(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
         if self.args.update_weight_transport == "disk":
             version = self._files.push(engines, synchronous_loop)
-            self._all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
+            self._call_all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
             return version
         deadline = 4 * self.args.weight_sync_timeout
-        return int(self._all("update_weights", "pushing weights", deadline, engines, synchronous_loop)[0])
+        return int(self._call_all("update_weights", "pushing weights", deadline, engines, synchronous_loop)[0])
 
     def _publish(self, version: int, engines: Sequence[EngineInfo]) -> str:
         """Let the trainers write the weights; with ``--release-train`` they make room for the engines then."""
         what = f"writing weight version {version}"
-        directory = self._all("publish_weights", what, SAVE_DEADLINE_S, version, list(engines))[0]
+        directory = self._call_all("publish_weights", what, SAVE_DEADLINE_S, version, list(engines))[0]
         if self.args.release_train:
             self.release()
             if self.args.offload_rollout:
-                self._ask("onload_weights", "onloading the engines' weights")
+                self._call_manager("onload_weights", "onloading the engines' weights")
         return str(directory)
 
     def _load(self, directory: str, version: int, synchronous_loop: bool) -> None:
@@ -291,19 +289,19 @@ class RayTrainGroup:
 
     def offload(self) -> None:
         """Move the trainers' state off their devices; nothing happens when it is."""
-        self._all("sleep", f"offloading the {self.role}", OFFLOAD_DEADLINE_S)
+        self._call_all("sleep", f"offloading the {self.role}", OFFLOAD_DEADLINE_S)
 
     def onload(self) -> None:
         """Undo ``offload``."""
-        self._all("wake_up", f"onloading the {self.role}", OFFLOAD_DEADLINE_S)
+        self._call_all("wake_up", f"onloading the {self.role}", OFFLOAD_DEADLINE_S)
 
     def clear_memory(self) -> None:
         """Give cached device memory back."""
-        self._all("clear_memory", f"clearing memory of the {self.role}", OFFLOAD_DEADLINE_S)
+        self._call_all("clear_memory", f"clearing memory of the {self.role}", OFFLOAD_DEADLINE_S)
 
     def finish_saving(self) -> None:
         """Complete a checkpoint that is being written (``--async-save``)."""
-        self._all("finish_saving", f"completing the {self.role}'s checkpoint", SAVE_DEADLINE_S)
+        self._call_all("finish_saving", f"completing the {self.role}'s checkpoint", SAVE_DEADLINE_S)
 
     def finish(self) -> None:
         """Complete checkpoints that are still being written, and take in the last metrics."""
@@ -311,7 +309,7 @@ class RayTrainGroup:
         self._files.clear()
 
     def _complete(self) -> None:
-        self._all("finish", f"completing the {self.role}'s checkpoints", SAVE_DEADLINE_S)
+        self._call_all("finish", f"completing the {self.role}'s checkpoints", SAVE_DEADLINE_S)
         self._collect()
 
     # What training loops of slime 0.1 call: they wait with ``ray.get`` for lists, which are empty here when all is done
@@ -355,11 +353,11 @@ class RayTrainGroup:
         logs = Path(self.args.run_dir) / "logs"
         return [Peer(f"{self.role} rank {r}", logs / f"{self.role}_rank{r}.log") for r in range(self.world_size)]
 
-    def _all(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]:
+    def _call_all(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]:
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
         return wait_all(refs, self._peers(), what, deadline_s, self._watch, self.others)
 
-    def _ask(self, method: str, what: str) -> Any:
+    def _call_manager(self, method: str, what: str) -> Any:
         return self._wait([getattr(self._rollout_manager, method).remote()], what)[0]
 
     def _wait(self, refs: list[Any], what: str) -> list[Any]:

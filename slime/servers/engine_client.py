@@ -16,6 +16,7 @@ from slime.servers.http import BlockingHttp
 from slime.servers.loads import num_requests_from_load
 
 PauseMode = Literal["abort", "retract", "in_place"]
+WeightCheck = Literal["checksum", "snapshot", "reset_tensors", "compare"]
 
 _FLUSH_POLL_S = 0.2
 _SHORT_S = 30.0
@@ -222,7 +223,7 @@ class EngineClient:
             },
         )
 
-    def weights_checker(self, action: Literal["checksum", "snapshot", "reset_tensors", "compare"]) -> dict[str, Any]:
+    def weights_checker(self, action: WeightCheck) -> dict[str, Any]:
         """Run one step of SGLang's weight check and return its reply.
 
         ``snapshot`` keeps a copy of all weights, ``reset_tensors`` overwrites them with random numbers, ``compare``

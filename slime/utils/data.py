@@ -10,7 +10,7 @@ import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -216,7 +216,7 @@ def filter_long_prompt(
     if not isinstance(origin_samples[0].prompt, str):
         logger.warning("prompts are message lists: the limit of %d prompt tokens is not applied to them", max_length)
         return origin_samples
-    kept = []
+    kept: list[Sample] = []
     if processor is not None:
         from slime.utils.processing_utils import build_processor_kwargs
 
@@ -228,9 +228,10 @@ def filter_long_prompt(
         for start in range(0, len(origin_samples), _TOKENIZE_AT_ONCE):
             chunk = origin_samples[start : start + _TOKENIZE_AT_ONCE]
             # A token stands for one byte at least: what is short enough in bytes need not be counted in tokens.
-            lengths = [len(sample.prompt.encode("utf-8", "surrogatepass")) for sample in chunk]
+            prompts = cast("list[str]", [sample.prompt for sample in chunk])
+            lengths = [len(prompt.encode("utf-8", "surrogatepass")) for prompt in prompts]
             long = [i for i, length in enumerate(lengths) if length > max_length]
-            for i, ids in zip(long, _token_ids(tokenizer, [chunk[i].prompt for i in long]), strict=True):
+            for i, ids in zip(long, _token_ids(tokenizer, [prompts[i] for i in long]), strict=True):
                 lengths[i] = len(ids)
             kept += [sample for sample, length in zip(chunk, lengths, strict=True) if length <= max_length]
     if dropped := len(origin_samples) - len(kept):

@@ -8,7 +8,7 @@ ALLOCATIONS = 20_000
 """More objects than before, after which the youngest are collected (Python: 700)."""
 
 
-def leave_out_what_is_loaded() -> None:
+def gc_freeze() -> None:
     """Take all that is alive now out of garbage collection, and collect less often from now on.
 
     For a process that has loaded its modules and data and serves from now on: to traverse them, which finds nothing,

@@ -330,7 +330,7 @@ def _is_single_request(payload: Any) -> bool:
     if payload.get("rid") is not None:
         return isinstance(payload["rid"], str)
     ids, text, params = payload.get("input_ids"), payload.get("text"), payload.get("sampling_params")
-    one_prompt = isinstance(text, str) or (bool(ids) and not isinstance(ids[0], (list, tuple)))
+    one_prompt = isinstance(text, str) or bool(ids and not isinstance(ids[0], (list, tuple)))
     return one_prompt and not isinstance(params, list) and ((params or {}).get("n") or 1) == 1
 
 

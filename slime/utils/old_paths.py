@@ -77,6 +77,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "slime.observability.wandb_utils": _WANDB,
     "slime.ray.actor_group": _at("slime.ray.train_group", "RayTrainGroup"),
+    "slime.ray.rollout_validation": _at("slime.ray.engines.fleet", "validate_server_group_gpu_indices"),
     "slime.ray.utils": {
         "Lock": "slime.ray.engines.control.Lock",
         "NOSET_VISIBLE_DEVICES_ENV_VARS_LIST": "slime.ray.cluster.NOSET_VISIBLE_DEVICES",
@@ -85,7 +86,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         **_at("slime.servers.loads", "num_requests_from_load"),
         **_at("slime.servers.idle", "abort_server_until_idle abort_servers_until_idle"),
     },
-    "slime.backends.sglang_utils.sglang_engine": {"SGLangEngine": "slime.ray.engines.actor.EngineActor"},
+    "slime.backends.sglang_utils.sglang_engine": {"SGLangEngine": "slime.ray.engines.engine.EngineActor"},
     f"{_MEGATRON}.actor": {"MegatronTrainRayActor": "slime.ray.train_actor.TrainRayActor"},
     f"{_MEGATRON}.model": _at(f"{_MEGATRON}.model_provider", "get_model model_provider padded_vocab_size"),
     f"{_MEGATRON}.ci_utils": _at(f"{_MEGATRON}.ci_checks", "check_rollout check_steps"),

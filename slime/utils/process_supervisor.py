@@ -84,7 +84,7 @@ def send(pids: Iterable[int], signum: int) -> None:
 
 def reap() -> list[tuple[int, int]]:
     """Collect every child that has ended; return ``(pid, exit code)``, negative for a signal."""
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

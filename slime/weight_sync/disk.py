@@ -1,4 +1,4 @@
-"""Weights through files: the trainers' half. What engines do with the files: ``slime.ray.engines.disk_load``."""
+"""Weights through files: the trainers' half. What engines do with the files: ``slime.ray.engines.control``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A process group between one trainer rank (rank 0) and the ranks of several engines.
 
 The engines join through their own HTTP call (``/init_weights_update_group``); both sides meet at a TCP store that the
-trainer opens. ``torch.distributed`` offers no public call for a group outside the default world, so this follows the
-recipe that SGLang uses on its side, and must keep doing so: the store prefix is the group's name.
+trainer opens. SGLang makes its side of the group as ``init_process_group`` of ``slime.utils.distributed_utils`` does:
+the store prefix is the group's name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from slime.backends.sglang_utils.ports import reserve_ports
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
+from slime.utils.distributed_utils import init_process_group
 from slime.utils.http_utils import get_host_info
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError
@@ -68,7 +69,14 @@ class EngineGroup:
             )
 
         futures = self._fanout.start(join)
-        self._group = _join_as_first(f"tcp://{address}:{port}", world_size, self.name, backend, self.timeout_s)
+        self._group = init_process_group(
+            backend,
+            f"tcp://{address}:{port}",
+            timedelta(seconds=self.timeout_s),
+            world_size=world_size,
+            rank=0,
+            group_name=self.name,
+        )
         self._fanout.wait(futures, f"join the process group {self.name!r}", self.timeout_s)
 
     def send(self, bucket: Bucket, *, weight_version: str | None) -> None:
@@ -142,16 +150,3 @@ def _rendezvous_address(engines: Sequence[EngineInfo]) -> str:
     if hosts <= {"127.0.0.1", "localhost", "::1"}:
         return "127.0.0.1"
     return get_host_info()[1]
-
-
-def _join_as_first(init_method: str, world_size: int, name: str, backend: str, timeout_s: float) -> Any:
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
-
-    timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous(init_method, 0, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
-    )
-    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group

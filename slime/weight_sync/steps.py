@@ -9,12 +9,12 @@ from slime.weight_sync.fanout import FanOut, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
-GREETING_DEADLINE_S = 30.0
+HEALTH_TIMEOUT_S = 30.0
 
 
-def greet(control: FanOut, timeout: float) -> None:
+def health_check(control: FanOut, timeout: float) -> None:
     """Return when every server answers."""
-    timeout = min(GREETING_DEADLINE_S, timeout)
+    timeout = min(HEALTH_TIMEOUT_S, timeout)
     control.call("reach the server", lambda c: c.health(timeout), timeout)
 
 

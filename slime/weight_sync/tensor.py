@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,9 +93,9 @@ class TensorTransport:
         flat = bucket.flatten()
         mine = serialize(flat, bucket)
         is_first = self.layout.rank == self._slots[0]
-        parts: list[str | None] | None = [None] * len(self._slots) if is_first else None
+        parts: list[Any] | None = [None] * len(self._slots) if is_first else None
         dist.gather_object(mine, parts, dst=self._slots[0], group=self._slots_group)
-        if is_first and error is None:
+        if parts is not None and error is None:
             assert self._client is not None
             try:
                 self._client.update_weights_from_tensor(

@@ -46,7 +46,7 @@ class WeightUpdater:
         if dist.get_rank() == 0:
             self._control = FanOut(clients)
         # A process group waits for all of its members: an engine that is gone is found out first.
-        attempt(self._greet)
+        attempt(self._health_check)
         self._connected = True
         self.transport.connect(engines, clients)
         self._engines = list(engines)
@@ -82,9 +82,9 @@ class WeightUpdater:
         self.version = version
         return version
 
-    def _greet(self) -> None:
+    def _health_check(self) -> None:
         if self._control is not None:
-            steps.greet(self._control, self.args.weight_sync_timeout)
+            steps.health_check(self._control, self.args.weight_sync_timeout)
 
     def _pause_and_flush(self) -> None:
         if self._control is not None:

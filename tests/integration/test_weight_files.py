@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils import version_files
-from slime.ray.engines.disk_load import load_weights
+from slime.ray.engines.control import load_weights_from_disk
 from slime.ray.engines.members import Member, State
 from slime.weight_sync import WeightSyncError
 from tests.integration.test_weight_sync import generate, start
@@ -62,7 +62,7 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
         )
         engine = SimpleNamespace(pull_weights=lambda path, deadline: str(version_files.pull(path, local)))
         member = Member(engine, State.SERVING, process.info)  # type: ignore[arg-type]
-        load_weights(args, [member], str(directory), 2, synchronous_loop=False)  # type: ignore[arg-type]
+        load_weights_from_disk(args, [member], str(directory), 2, synchronous_loop=False)  # type: ignore[arg-type]
         for thread in threads:
             thread.join(300)
         assert [len(r["output_ids"]) for r in replies] == [TOKENS, TOKENS]
@@ -86,7 +86,7 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
         shard.write_bytes(content)
         (version_files.version_dir(local, 2) / version_files.CHECKSUMS).unlink()
         with pytest.raises(WeightSyncError, match=rf"{shard.name} has sha256"):
-            load_weights(args, [member], str(directory), 3, synchronous_loop=False)  # type: ignore[arg-type]
+            load_weights_from_disk(args, [member], str(directory), 3, synchronous_loop=False)  # type: ignore[arg-type]
         assert client.weight_version() == "new"
         assert len(generate(client, PROMPT, 2)["output_ids"]) == 2
     finally:

@@ -192,7 +192,7 @@ def kill_engines(
             killer.busy.clear()
             driver.push()
         tally.rollout()
-        standins.fleet.lose_ended()  # the last to be killed may not have been noticed yet
+        standins.fleet.reap_exited()  # the last to be killed may not have been noticed yet
         driver.push()
     tally.check_nothing_lost()
     fleet = standins.fleet
@@ -301,7 +301,7 @@ def kill_one_of_two(
         assert held[0] > 0, "the engine was killed when it had no request any more"
         _check_real(args, checkpoint, groups, 6)
         assert fleet.members.lost == 1
-        assert victim.state is State.LOST
+        assert victim.state is State.DEAD
         assert survivor.state is State.SERVING
         assert survivor.engine.poll() is None
         assert fleet.recover() == 1

@@ -112,7 +112,7 @@ def manager_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     monkeypatch.setattr(tracking, "_tracker", Tracker())
     monkeypatch.setattr(rollout_manager.worker, "begin", lambda args, name: tmp_path / f"{name}.log")
     monkeypatch.setattr(rollout_manager, "ray", SimpleNamespace(put=lambda shard: shard))
-    monkeypatch.setattr(rollout_manager, "leave_out_what_is_loaded", lambda: None)  # not in the process of the tests
+    monkeypatch.setattr(rollout_manager, "gc_freeze", lambda: None)  # not in the process of the tests
 
     def build(gates: dict[int, Any] | None = None, **changes: Any) -> RolloutManager:
         base: dict[str, Any] = {

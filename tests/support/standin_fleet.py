@@ -23,7 +23,7 @@ from slime.arguments.plan.placement import EnginePlan
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet
-from slime.ray.errors import EngineDied
+from slime.ray.remote import EngineDied
 from slime.servers.types import EngineInfo
 from tests.support.arguments import run_args
 
@@ -163,7 +163,7 @@ def standin_fleet(
 ) -> Iterator[tuple[StandInFleet, CountingRouter]]:
     """Yield a started fleet of ``engines`` stand-ins and its router. Engines that end are noticed within 50 ms."""
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(engine_restarts, "PAUSE_S", 0.1)
+    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     server, router = ServerThread(), CountingRouter([])
     listener = Listener(router.handle)

@@ -87,7 +87,7 @@ class TrainerRecorder(Recorder):
     def release(self):
         self._call("release")
 
-    def come_back(self, rollout_id):
+    def restart(self, rollout_id):
         self._call(f"come back for {rollout_id}")
 
     def finish(self):

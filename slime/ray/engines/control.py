@@ -9,10 +9,10 @@ from typing import Any
 
 import ray
 
-from slime.ray.engines.disk_load import load_weights
 from slime.ray.engines.fleet import EngineFleet
-from slime.ray.engines.members import State
-from slime.ray.errors import EngineDied, EnginesNeedWeights, reports_errors
+from slime.ray.engines.members import Member, State
+from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
+from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
 
@@ -47,7 +47,7 @@ class EngineControl:
         self._failure: Exception | None = None
         self._over = threading.Event()
         self._engines_ready = threading.Event()
-        self._need_of_weights = threading.Event()
+        self._weights_needed = threading.Event()
         self._generating = threading.Lock()
         """Held by the rollout or the evaluation in progress."""
         self._lock: Any = None
@@ -98,23 +98,23 @@ class EngineControl:
 
     @reports_errors
     def load_weights(self, directory: str, version: int, synchronous_loop: bool) -> None:
-        """Let the engines last offered take ``version`` of the weights from its directory: see ``disk_load``."""
+        """Let the engines last offered load ``version`` of the weights from its directory."""
         if self.fleet is not None:
-            load_weights(self.args, self.fleet.offered, directory, version, synchronous_loop=synchronous_loop)
+            load_weights_from_disk(self.args, self.fleet.offered, directory, version, synchronous_loop=synchronous_loop)
 
     @reports_errors
     def clear_updatable_num_new_engines(self) -> None:
         """After a push of weights: send requests to the engines that were new."""
         if self.fleet is not None:
-            self._need_of_weights.clear()
+            self._weights_needed.clear()
             self.fleet.admit()
 
     @reports_errors
-    def lose_unreachable_engines(self) -> None:
+    def mark_unreachable_engines_dead(self) -> None:
         """After a push that failed: go on without the engines that have ended or do not answer."""
         if self.fleet is not None:
             self._wait_for_engines()
-            self.fleet.lose_unreachable()
+            self.fleet.mark_unreachable_dead()
 
     def health_monitoring_pause(self) -> None:
         """Stop health checks until ``health_monitoring_resume``, or the next rollout or evaluation."""
@@ -146,24 +146,24 @@ class EngineControl:
         self.onload(["kv_cache", "cuda_graph"])
 
     @reports_errors
-    def check_weights(self, action: str) -> list[Any]:
+    def check_weights(self, action: WeightCheck) -> list[Any]:
         """Run ``action`` of the weight checker (snapshot, reset_tensors, compare, checksum) on all that serve."""
         if self.fleet is None:
             return []
         self._wait_for_engines()
         return self.fleet.for_all(lambda engine: engine.weights_checker(action), states=(State.SERVING,))
 
-    def wait_for_need_of_weights(self) -> None:
+    def wait_until_weights_needed(self) -> None:
         """Return when the run is over; raise ``EnginesNeedWeights`` when before that no engine is left that serves, and
         those that were started again wait for weights.
         """
-        self._need_of_weights.wait()
+        self._weights_needed.wait()
         if not self._over.is_set():
             raise EnginesNeedWeights("every engine was lost; those that were started again wait for weights")
 
     def needs_weights(self) -> bool:
-        """True from the moment of which ``wait_for_need_of_weights`` tells until engines serve again."""
-        return self._need_of_weights.is_set() and not self._over.is_set()
+        """True from the moment of which ``wait_until_weights_needed`` tells until engines serve again."""
+        return self._weights_needed.is_set() and not self._over.is_set()
 
     def wait_for_failure(self) -> None:
         """Return when the run is over; raise ``EngineDied`` when the router or the last engine ends before."""
@@ -182,7 +182,7 @@ class EngineControl:
 
     def engines_need_weights(self) -> None:
         """No engine serves, and one could: see ``fleet.Events``."""
-        self._need_of_weights.set()
+        self._weights_needed.set()
 
     # Inside
 
@@ -194,7 +194,7 @@ class EngineControl:
 
     def _end_waits(self) -> None:
         self._over.set()
-        self._need_of_weights.set()
+        self._weights_needed.set()
 
     def _wait_for_engines(self) -> None:
         """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
@@ -208,3 +208,39 @@ class EngineControl:
             return []
         self._wait_for_engines()
         return self.fleet.for_all(action)
+
+
+def load_weights_from_disk(
+    args: Namespace, members: Sequence[Member], directory: str, version: int, *, synchronous_loop: bool
+) -> None:
+    """Let every engine load the checkpoint in ``directory`` and report ``version``.
+
+    With ``--update-weight-local-checkpoint-dir`` each host copies and verifies it first, while the engines generate.
+    Then: pause, flush, load, verify, continue. Raises WeightSyncError naming the engines that failed or are late; all
+    of them stay paused then.
+    """
+    from slime.weight_sync import resolve_pause_mode, steps
+    from slime.weight_sync.fanout import FanOut
+
+    timeout = float(args.weight_sync_timeout)
+    infos = [member.known_info for member in members]
+    clients = [EngineClient(info.url, api_key=info.api_key, timeout=timeout) for info in infos]
+    member_of = dict(zip(clients, members, strict=True))
+    paths = dict.fromkeys(clients, directory)
+    control = FanOut(clients)
+    try:
+        steps.health_check(control, timeout)
+        if args.update_weight_local_checkpoint_dir is not None:
+            copies = control.call(
+                f"copy {directory} to its host", lambda c: member_of[c].engine.pull_weights(directory, timeout), timeout
+            )
+            paths = dict(zip(clients, copies, strict=True))
+        steps.pause_and_flush(control, resolve_pause_mode(args, synchronous_loop), timeout)
+        control.call(
+            f"load {directory}",
+            lambda c: c.update_weights_from_disk(paths[c], flush_cache=False, weight_version=str(version)),
+            timeout,
+        )
+        steps.verify_and_continue(control, version, timeout)
+    finally:
+        control.close()

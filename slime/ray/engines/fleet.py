@@ -6,20 +6,19 @@ import logging
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Protocol
+
+import ray
 
 from slime.arguments.plan.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
-from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor
-from slime.ray.engines.members import LIVING, Engine, Member, Members, State, outlook
-from slime.ray.engines.probes import why_silent, why_unhealthy
-from slime.ray.engines.ray_engine import RayEngine
+from slime.ray.engines.engine import RayEngine
+from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
+from slime.ray.engines.members import LIVING, Engine, Member, Members, State, recovery_message
 from slime.ray.engines.restarts import EngineRestarts
-from slime.ray.engines.start import spans_one_host, start_all
-from slime.ray.errors import EngineDied
-from slime.ray.rollout_validation import validate_slots
+from slime.ray.remote import EngineDied
 from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient
 from slime.servers.errors import RouterError, ServerError
@@ -96,7 +95,9 @@ class EngineFleet:
         self.args.sglang_router_ip, self.args.sglang_router_port = self.router.host, self.router.port
         self.args.sglang_model_routers = {"default": (self.router.host, self.router.port)}
         if self.args.use_fault_tolerance:
-            self._restarts = EngineRestarts(self.args, self.members, self._new_engine, self._restarted, self._given_up)
+            self._restarts = EngineRestarts(
+                self.args, self.members, self._new_engine, self._restarted, self._restart_failed
+            )
             self._monitor = HealthMonitor(
                 HealthLimits(
                     interval=self.args.rollout_health_check_interval,
@@ -105,8 +106,8 @@ class EngineFleet:
                     grace=self.args.engine_ready_timeout,
                 ),
                 lambda: self.members.of(State.SERVING),
-                lambda m: why_unhealthy(m.known_info, self.args.rollout_health_check_timeout),
-                lambda m, reason: self.lose(m, m.told(reason)),
+                lambda m: check_generates(m.known_info, self.args.rollout_health_check_timeout),
+                lambda m, reason: self.mark_dead(m, m.describe_failure(reason)),
             )
         self._watcher = threading.Thread(target=self._watch, name="engine-watcher", daemon=True)
         self._watcher.start()
@@ -129,46 +130,46 @@ class EngineFleet:
                 except ServerError as e:
                     failures.append((member, e))
         if failures:
-            self.lose_unreachable()
+            self.mark_unreachable_dead()
         for member, error in failures:
-            if member.state is not State.LOST:
+            if member.state is not State.DEAD:
                 raise error
         return results
 
     # Losing engines and getting them back
 
-    def lose(self, member: Member, reason: str) -> None:
+    def mark_dead(self, member: Member, reason: str) -> None:
         """Send ``member`` no more requests, end it, and start it again under ``--use-fault-tolerance``.
 
         Does nothing for one that is lost already. Without an engine left the failure is told, or the need for weights.
         """
-        if self._stopping.is_set() or not self.members.change(member, LIVING, State.LOST):
+        if self._stopping.is_set() or not self.members.change(member, LIVING, State.DEAD):
             return
-        told = f"{reason}\n{self._outlook()}"
+        told = f"{reason}\n{self._recovery_message()}"
         logger.error("%s", told)
         if self._restarts is None and not self.members.of(State.SERVING):
             self._events.engines_failed(EngineDied(told))
-        self._take_off_router(member)
+        self._deregister(member)
         if self._restarts is not None:
             self._restarts.replace(member)
-            self._tell_need_of_weights()
+            self._notify_if_weights_needed()
         else:
             threading.Thread(target=member.engine.end, name=f"end-{member}", daemon=True).start()
 
-    def lose_ended(self) -> None:
+    def reap_exited(self) -> None:
         """Look at every engine now; lose those whose process has ended."""
         members = self.members.of(*LIVING)
         for member, how in zip(members, _in_parallel(_poll, members), strict=True):
             if how is not None:
-                self.lose(member, how)
+                self.mark_dead(member, how)
 
-    def lose_unreachable(self) -> None:
+    def mark_unreachable_dead(self) -> None:
         """Lose every engine that has ended or does not answer, however often it is asked."""
-        self.lose_ended()
+        self.reap_exited()
         members = self.members.of(*LIVING)
-        for member, error in zip(members, _in_parallel(lambda m: why_silent(m.known_info), members), strict=True):
+        for member, error in zip(members, _in_parallel(lambda m: check_alive(m.known_info), members), strict=True):
             if error is not None:
-                self.lose(member, member.told(f"it does not answer any more. {error}"))
+                self.mark_dead(member, member.describe_failure(f"it does not answer any more. {error}"))
 
     def recover(self) -> int:
         """Before a push of weights: return when the lost engines are back, as far as they come back.
@@ -177,9 +178,9 @@ class EngineFleet:
         """
         self.pause_checks(TAKING_WEIGHTS)
         if self._restarts is None:
-            self.lose_ended()
+            self.reap_exited()
             return 0
-        self.lose_unreachable()
+        self.mark_unreachable_dead()
         self._restarts.wait_for_all(self.args.engine_ready_timeout)
         return self.num_new
 
@@ -200,9 +201,9 @@ class EngineFleet:
         """
         for member in self._offered:
             if member.state is State.NEW:
-                self._let_in(member)
+                self._register(member)
         self.resume_checks(TAKING_WEIGHTS)
-        self._tell_need_of_weights()
+        self._notify_if_weights_needed()
 
     def pause_checks(self, why: str = IDLE) -> None:
         """Stop health checks for the reason ``why``."""
@@ -260,46 +261,46 @@ class EngineFleet:
                 self._events.engines_failed(EngineDied(ended))
                 return
             try:
-                self.lose_ended()
+                self.reap_exited()
             except Exception:  # whatever it is, later looks may tell more
                 logger.exception("looking for engines that have ended")
 
-    def _let_in(self, member: Member) -> None:
+    def _register(self, member: Member) -> None:
         try:
             self._running_router.add_engine(member.known_info)
         except RouterError as e:
-            self.lose(member, member.told(f"it cannot join the router. {e}"))
+            self.mark_dead(member, member.describe_failure(f"it cannot join the router. {e}"))
         else:
             self.members.change(member, (State.NEW,), State.SERVING)
 
-    def _take_off_router(self, member: Member) -> None:
+    def _deregister(self, member: Member) -> None:
         try:
             self._running_router.remove_engine(member.known_info)
         except RouterError as e:
             logger.warning("%s stays on the router, which will find it dead: %s", member, e)
 
-    def _outlook(self) -> str:
+    def _recovery_message(self) -> str:
         serving = len(self.members.of(State.SERVING))
-        return outlook(serving, len(self.plans), comes_back=self._restarts is not None)
+        return recovery_message(serving, len(self.plans), restarts=self._restarts is not None)
 
     def _restarted(self, member: Member) -> None:
         logger.warning("%s runs again, at %s", member, member.known_info.url)
         if self.args.debug_rollout_only:  # nobody pushes weights
-            self._let_in(member)
-        self._tell_need_of_weights()
+            self._register(member)
+        self._notify_if_weights_needed()
 
-    def _tell_need_of_weights(self) -> None:
+    def _notify_if_weights_needed(self) -> None:
         """When nothing serves and nothing can before a push: one that waits for it, or for the devices."""
         if self._restarts is None or self.members.of(State.SERVING):
             return
         if self.num_new or self._restarts.waits_for_devices:
             self._events.engines_need_weights()
 
-    def _given_up(self, reason: str, *, is_last: bool) -> None:
+    def _restart_failed(self, reason: str, *, is_last: bool) -> None:
         logger.error("%s", reason)
         if is_last and not self.members.of(*LIVING):
             self._events.engines_failed(EngineDied(f"no engine is left: {reason}"))
-        self._tell_need_of_weights()
+        self._notify_if_weights_needed()
 
 
 def _client(member: Member) -> EngineClient:
@@ -316,3 +317,76 @@ def _in_parallel(action: Callable[[Member], Any], members: Sequence[Member]) -> 
         return []
     with ThreadPoolExecutor(len(members)) as pool:
         return list(pool.map(action, members))
+
+
+def spans_one_host() -> bool:
+    """True when the Ray cluster is one host: servers then listen on loopback."""
+    return len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
+
+
+def start_all(members: Members, router: RouterProcess | RunningRouter) -> None:
+    """Start every engine, wait for the router meanwhile, and send it requests for all of them.
+
+    The first engine that fails ends the wait for the others, with its failure.
+    """
+    starting = members.all()
+    pool = ThreadPoolExecutor(max(1, len(starting)), thread_name_prefix="start-engine")
+    try:
+        starts = [pool.submit(member.engine.start) for member in starting]
+        router.wait_ready()
+        for start in wait(starts, return_when=FIRST_EXCEPTION).done:
+            start.result()
+    finally:
+        pool.shutdown(wait=False)
+    for member, start in zip(starting, starts, strict=True):
+        router.add_engine(start.result())
+        members.started(member, start.result(), State.SERVING)
+
+
+def validate_slots(args: Namespace, plans: Sequence[EnginePlan], slots: Any) -> None:
+    """Raise ValueError unless the engines fit on ``slots`` (placement group, bundles, GPUs)."""
+    if not plans:
+        return
+    plan, (_, bundles, _) = plans[0], slots
+    validate_server_group_gpu_indices(
+        worker_type="regular",
+        gpu_offset=0,
+        num_gpus_per_engine=plan.num_gpus,
+        num_gpus_per_engine_on_node=plan.num_gpus_on_node,
+        num_engines=len(plans) * plan.nodes,
+        num_available_gpus=len(bundles),
+        rollout_num_gpus=args.rollout_num_gpus,
+        rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
+    )
+
+
+def validate_server_group_gpu_indices(
+    *,
+    worker_type: str,
+    gpu_offset: int,
+    num_gpus_per_engine: int,
+    num_gpus_per_engine_on_node: int,
+    num_engines: int,
+    num_available_gpus: int,
+    rollout_num_gpus: int | None,
+    rollout_num_gpus_per_engine: int,
+) -> None:
+    """Raise ValueError, carrying every input, unless the group's engines fit into the slots that are there.
+
+    ``num_engines`` counts engine processes (one per node of an engine); each takes ``num_gpus_per_engine_on_node``
+    slots from ``gpu_offset`` on. A group without engines is accepted.
+    """
+    if num_engines == 0:
+        return
+    required = gpu_offset + num_engines * num_gpus_per_engine_on_node
+    if gpu_offset >= 0 and num_gpus_per_engine_on_node > 0 and required <= num_available_gpus:
+        return
+    raise ValueError(
+        f"the {worker_type} server group does not fit into the slots of this run: "
+        f"worker_type={worker_type}, gpu_offset={gpu_offset}, num_gpus_per_engine={num_gpus_per_engine}, "
+        f"num_gpus_per_engine_on_node={num_gpus_per_engine_on_node}, num_engines={num_engines}, "
+        f"num_available_gpus={num_available_gpus}, required_gpu_slots={required}, "
+        f"len(reordered_gpu_ids)={num_available_gpus}, rollout_num_gpus={rollout_num_gpus}, "
+        f"rollout_num_gpus_per_engine={rollout_num_gpus_per_engine}. "
+        "Check --rollout-num-gpus, --rollout-num-gpus-per-engine and --num-gpus-per-node."
+    )

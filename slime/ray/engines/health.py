@@ -1,4 +1,4 @@
-"""Which engines still answer: probes all of them at intervals and reports those that have stopped answering."""
+"""Health checks of engines: a single probe, and a monitor that probes all engines at intervals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from slime.servers.engine_client import EngineClient
+from slime.servers.errors import EngineError
+from slime.servers.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -163,3 +167,35 @@ class HealthMonitor(Generic[E]):
             return []
         with ThreadPoolExecutor(len(engines), thread_name_prefix="health-check") as pool:
             return list(pool.map(self._probe, engines))
+
+
+ANSWER_TIMEOUT_S, ANSWER_ATTEMPTS = 10.0, 3
+"""An engine is asked so often, with so much time each, before it is taken not to answer."""
+
+
+def check_generates(info: EngineInfo, timeout: float) -> str | None:
+    """Return why the engine does not generate within ``timeout`` s. Not to be asked while it is paused or offloaded."""
+    try:
+        _client(info).health_generate(timeout)
+    except EngineError as e:
+        return str(e)
+    return None
+
+
+def check_alive(info: EngineInfo) -> str | None:
+    """Return why the engine does not answer at all, also when paused. A reply of any kind is an answer."""
+    error = None
+    for _ in range(ANSWER_ATTEMPTS):
+        try:
+            _client(info).loads(timeout=ANSWER_TIMEOUT_S)
+        except EngineError as e:
+            if e.status is not None:
+                return None
+            error = str(e)
+        else:
+            return None
+    return error
+
+
+def _client(info: EngineInfo) -> EngineClient:
+    return EngineClient(info.url, api_key=info.api_key)

@@ -25,12 +25,12 @@ class Engine(Protocol):
 
 
 class State(Enum):
-    """STARTING -> NEW (generates, but has not the trainer's weights) -> SERVING (on the router) -> LOST."""
+    """STARTING -> NEW (generates, but has not the trainer's weights) -> SERVING (on the router) -> DEAD."""
 
     STARTING = "starting"
     NEW = "new"
     SERVING = "serving"
-    LOST = "lost"
+    DEAD = "dead"
 
 
 LIVING = (State.NEW, State.SERVING)
@@ -57,7 +57,7 @@ class Member:
     def __str__(self) -> str:
         return f"engine {self.rank}"
 
-    def told(self, what: str) -> str:
+    def describe_failure(self, what: str) -> str:
         """Return what befell this member, whose process may still run, with its last log lines."""
         lines = "".join(f"\n  | {line}" for line in self.engine.last_lines())
         return f"{self} ({self.known_info.url}): {what}" + (f"\nIts last log lines:{lines}" if lines else "")
@@ -94,7 +94,7 @@ class Members:
             if member.state not in before:
                 return False
             member.state = after
-            self.lost += after is State.LOST and State.STARTING not in before
+            self.lost += after is State.DEAD and State.STARTING not in before
             return True
 
     def started(self, member: Member, info: EngineInfo, state: State) -> None:
@@ -104,10 +104,10 @@ class Members:
             self.restarted += state is State.NEW
 
 
-def outlook(serving: int, planned: int, *, comes_back: bool) -> str:
+def recovery_message(serving: int, planned: int, *, restarts: bool) -> str:
     """Say how a run goes on that has lost an engine: with ``serving`` of ``planned`` engines."""
     goes_on = f"{serving} of {planned} engines go on; requests of the lost one are sent to them."
-    if comes_back:
+    if restarts:
         again = "It is started again, and serves from the next weight sync on."
         return f"{goes_on if serving else 'It was the last one that served.'} {again}"
     if serving:

@@ -11,15 +11,15 @@ from typing import Any
 
 from slime.arguments.plan.placement import EnginePlan
 from slime.ray.engines.members import Engine, Member, Members, State
-from slime.ray.errors import one_line_kind
+from slime.ray.remote import one_line_kind
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-PAUSE_S = 5.0
-STOP_PATIENCE_S = 5.0
+RETRY_DELAY_S = 5.0
+STOP_TIMEOUT_S = 5.0
 
 
 class EngineRestarts:
@@ -27,7 +27,7 @@ class EngineRestarts:
 
     Where engines and trainer take turns on the devices (``--offload-rollout``) an engine is started only when they are
     the engines': in ``wait_for_all``; it then holds memory for weights alone, as the others do before a push.
-    ``on_restart(member)`` is called when an engine generates again, ``on_giving_up(reason, is_last=...)`` when it does
+    ``on_restart(member)`` is called when an engine generates again, ``on_failure(reason, is_last=...)`` when it does
     not after some attempts: the last one when no other is on its way back either.
     """
 
@@ -37,14 +37,14 @@ class EngineRestarts:
         members: Members,
         new_engine: Callable[[EnginePlan], Engine],
         on_restart: Callable[[Member], None],
-        on_giving_up: Callable[..., None],
+        on_failure: Callable[..., None],
     ) -> None:
         self.waits_for_devices = bool(args.offload_rollout and not args.debug_rollout_only)
         self._timeout = float(args.engine_ready_timeout)
         self._members, self._new_engine = members, new_engine
-        self._on_restart, self._on_giving_up = on_restart, on_giving_up
+        self._on_restart, self._on_failure = on_restart, on_failure
         self._threads: dict[int, threading.Thread] = {}
-        self._coming: set[int] = set()
+        self._restarting: set[int] = set()
         self._waiting: list[Member] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -52,7 +52,7 @@ class EngineRestarts:
     def replace(self, lost: Member) -> None:
         """End ``lost`` and start its successor."""
         with self._lock:
-            self._coming.add(lost.rank)
+            self._restarting.add(lost.rank)
             if self.waits_for_devices:
                 self._waiting.append(lost)
                 self._begin(lost, lambda: _end(lost))
@@ -74,7 +74,7 @@ class EngineRestarts:
 
     def wait_stopped(self) -> None:
         """After the engines were ended: wait a little for the threads that were starting one."""
-        self._join(STOP_PATIENCE_S)
+        self._join(STOP_TIMEOUT_S)
 
     def _begin(self, lost: Member, work: Callable[[], Any]) -> None:
         thread = threading.Thread(target=work, name=f"replace-{lost}", daemon=True)
@@ -99,33 +99,33 @@ class EngineRestarts:
             logger.warning("%s is started again", member)
             try:
                 info = member.engine.start()
-                self._make_room(info)
+                self._keep_weights_only(info)
             except Exception as e:  # noqa: BLE001  (told, and tried again)
-                self._members.change(member, (State.STARTING,), State.LOST)
+                self._members.change(member, (State.STARTING,), State.DEAD)
                 _end(member)
                 reason = one_line_kind(e)
                 if self._stopping.is_set():
                     return
                 logger.error("%s did not start again (attempt %d of %d): %s", member, attempt, ATTEMPTS, reason)
-                self._stopping.wait(PAUSE_S)
+                self._stopping.wait(RETRY_DELAY_S)
                 continue
             self._members.started(member, info, State.NEW)
-            self._has_come(member)
+            self._finish_restart(member)
             self._on_restart(member)
             return
-        is_last = self._has_come(lost)
+        is_last = self._finish_restart(lost)
         told = f"{lost} could not be started again in {ATTEMPTS} attempts. The last failed so: {reason}"
-        self._on_giving_up(told, is_last=is_last)
+        self._on_failure(told, is_last=is_last)
 
-    def _has_come(self, member: Member) -> bool:
+    def _finish_restart(self, member: Member) -> bool:
         """Take in that an engine is back, or never will be; return whether no other is on its way."""
         with self._lock:
             # Unless it was lost again already, and another thread is at it.
             if self._threads[member.rank] is threading.current_thread():
-                self._coming.discard(member.rank)
-            return not self._coming
+                self._restarting.discard(member.rank)
+            return not self._restarting
 
-    def _make_room(self, info: EngineInfo) -> None:
+    def _keep_weights_only(self, info: EngineInfo) -> None:
         if self.waits_for_devices:
             client = EngineClient(info.url, api_key=info.api_key, timeout=self._timeout)
             client.release_memory()

@@ -39,8 +39,8 @@ class World:
             def connect(self, critic: Any) -> None:
                 self.critic = critic
 
-            def lives(self) -> str:
-                return f"lives of {self.role}"
+            def liveness(self) -> str:
+                return f"liveness of {self.role}"
 
         monkeypatch.setattr(placement_group, "RayTrainGroup", Group)
         monkeypatch.setattr(placement_group, "wait_one", lambda ref, *_: ref.value)
@@ -60,7 +60,7 @@ def test_the_critic_sleeps_before_the_actor_takes_memory(monkeypatch, tmp_path):
     world = World(monkeypatch, actor=0, critic=0)
     actor, critic = world.create(ppo(tmp_path))
     assert world.calls == ["launch actor", "create critic", "offload critic", "create actor", "offload actor"]
-    assert (actor.others, critic.others) == (["lives of critic"], ["lives of actor"])
+    assert (actor.others, critic.others) == (["liveness of critic"], ["liveness of actor"])
     assert actor.critic is critic  # for drivers that hand no values over
     assert world.args["critic"].save == f"{world.args['actor'].save}/critic"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.constant_rewards import ROLLOUTS, ConstantRewards
+from slime.ray.rollout_metrics import CONSTANT_ROLLOUTS, ConstantRewards
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 
@@ -23,13 +23,15 @@ def said_of(caplog: pytest.LogCaptureFixture, rollouts: list[list[Any]], **flags
 
 
 def test_it_is_told_once_with_the_value(caplog: pytest.LogCaptureFixture) -> None:
-    assert said_of(caplog, [[0.0] * 8] * (ROLLOUTS - 1)) == []
-    [said] = said_of(caplog, [[0, 1.0]] + [[0.5] * 8] * (ROLLOUTS + 5))
-    assert said.startswith(f"the reward of all {8 * ROLLOUTS} samples of rollouts 1 to {ROLLOUTS} is 0.5: ")
+    assert said_of(caplog, [[0.0] * 8] * (CONSTANT_ROLLOUTS - 1)) == []
+    [said] = said_of(caplog, [[0, 1.0]] + [[0.5] * 8] * (CONSTANT_ROLLOUTS + 5))
+    assert said.startswith(
+        f"the reward of all {8 * CONSTANT_ROLLOUTS} samples of rollouts 1 to {CONSTANT_ROLLOUTS} is 0.5: "
+    )
     assert "runs/1/samples" in said
     assert said.endswith("(--rm-type math)")
     [said] = said_of(
-        caplog, [[{"score": 1, "n": i}] for i in range(ROLLOUTS)], reward_key="score", custom_rm_path="a.b"
+        caplog, [[{"score": 1, "n": i}] for i in range(CONSTANT_ROLLOUTS)], reward_key="score", custom_rm_path="a.b"
     )
     assert said.endswith("(--custom-rm-path a.b)")
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray import devices, placement_group
-from slime.ray.devices import gpu_index
+from slime.ray import cluster, placement_group
+from slime.ray.cluster import gpu_index
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,6 @@ def test_a_hidden_gpu_is_refused() -> None:
 
 def test_engines_are_placed_by_index_not_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """``--base-gpu-id`` counts visible devices: on GPUs 4 and 5 of a host an engine must be told 0 or 1."""
-    monkeypatch.setattr(devices, "ray", SimpleNamespace(get_gpu_ids=lambda: ["5"]))
+    monkeypatch.setattr(cluster, "ray", SimpleNamespace(get_gpu_ids=lambda: ["5"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert placement_group._SlotProbe().gpu() == 1

@@ -11,7 +11,7 @@ import pytest
 
 from slime.arguments.plan.placement import EnginePlan
 from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines import probes as engine_probes
+from slime.ray.engines import health as engine_health
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.members import LIVING, Member, State
@@ -134,8 +134,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     Client.silent, Client.calls = set(), []
     router = Router()
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
-    monkeypatch.setattr(engine_restarts, "PAUSE_S", 0.001)
-    for module in (engine_fleet, engine_restarts, engine_probes):
+    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.001)
+    for module in (engine_fleet, engine_restarts, engine_health):
         monkeypatch.setattr(module, "EngineClient", Client)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     monkeypatch.setattr(EngineFleet, "_router", lambda self, host: router)
@@ -168,7 +168,7 @@ def test_engines_that_start_get_requests_and_end_with_the_fleet(world: Any) -> N
 def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(world: Any, caplog: Any) -> None:
     run = world()
     Engine.lives[1].ended_by = "engine 1 (pid 7) was ended by signal 9.\nLast lines of engine_1.log:\n  | boom"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.router.engines == ["http://e0:1"]
     assert [info.rank for info in infos(run)] == [0]
     assert not run.events.failed.is_set()
@@ -181,7 +181,7 @@ def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(wor
     assert run.fleet.counts() == {
         "rollout/engines/serving": 1, "rollout/engines/lost": 1, "rollout/engines/restarted": 0
     }  # fmt: skip
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.fleet.members.lost == 1  # told once
     assert len(Engine.lives) == 2
     assert Engine.lives[1].is_ended.wait(PATIENCE_S)
@@ -191,7 +191,7 @@ def test_the_last_engine_ends_the_run_with_its_reason(world: Any) -> None:
     run = world()
     for engine in Engine.lives:
         engine.ended_by = f"engine {engine.plan.rank} exited with code 3."
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.events.failed.is_set()
     assert "engine 1 exited with code 3." in str(run.events.failure)
     assert "No engine is left. With --use-fault-tolerance engines are started again." in str(run.events.failure)
@@ -202,7 +202,7 @@ def test_a_lost_engine_comes_back_with_weights_first_and_requests_then(world: An
     run = world(use_fault_tolerance=True)
     Engine.gate.clear()
     Engine.lives[0].ended_by = "engine 0 exited with code 1."
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert Engine.lives[0].is_ended.wait(PATIENCE_S)
     assert [info.url for info in infos(run)] == run.router.engines == ["http://e1:2"]
     Engine.gate.set()
@@ -258,7 +258,7 @@ def test_when_all_are_lost_weights_are_asked_for_as_soon_as_one_is_back(world: A
     Engine.gate.clear()
     for engine in Engine.lives:
         engine.ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert not run.events.need.is_set()
     Engine.gate.set()
     assert run.events.need.wait(PATIENCE_S)
@@ -274,7 +274,7 @@ def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) 
     offered = run.fleet.offer()
     assert len(offered) == 2
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     run.wait_for(0, State.NEW)
     run.fleet.admit()
     assert run.router.engines == ["http://e1:2"]
@@ -290,12 +290,12 @@ def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) 
 def test_the_loss_of_the_last_that_serves_is_told_while_another_waits_for_weights(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     run.wait_for(0, State.NEW)
     assert not run.events.need.is_set()
     Engine.gate.clear()  # the other does not come back for now
     Engine.lives[1].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.events.need.is_set()
     Engine.gate.set()
 
@@ -304,7 +304,7 @@ def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(worl
     run = world(use_fault_tolerance=True)
     Engine.broken_starts += ["no memory", "no memory", "no memory left"]
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.fleet.recover() == 0
     assert len(Engine.lives) == 2 + engine_restarts.ATTEMPTS
     assert all(engine.is_ended.is_set() for engine in Engine.lives if engine.plan.rank == 0)
@@ -313,7 +313,7 @@ def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(worl
     assert not run.events.failed.is_set()
     Engine.broken_starts += ["no memory"] * 3
     Engine.lives[1].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.events.failed.wait(PATIENCE_S)
     assert "no engine is left: engine 1 could not be started again" in str(run.events.failure)
 
@@ -323,7 +323,7 @@ def test_the_last_to_be_given_up_ends_the_run(world: Any) -> None:
     Engine.broken_starts += ["no memory"] * 6
     for engine in Engine.lives:
         engine.ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.events.failed.wait(PATIENCE_S)
     assert "no engine is left" in str(run.events.failure)
     assert not run.events.need.is_set()
@@ -333,7 +333,7 @@ def test_an_engine_that_starts_at_the_second_attempt_is_back(world: Any) -> None
     run = world(use_fault_tolerance=True)
     Engine.broken_starts.append("port taken")
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.fleet.recover() == 1
     assert [info.url for info in infos(run)] == ["http://e0:4", "http://e1:2"]
 
@@ -341,7 +341,7 @@ def test_an_engine_that_starts_at_the_second_attempt_is_back(world: Any) -> None
 def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -> None:
     run = world(use_fault_tolerance=True, offload_rollout=True)
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert Engine.lives[0].is_ended.wait(PATIENCE_S)
     assert len(Engine.lives) == 2
     assert run.fleet.recover() == 1
@@ -349,7 +349,7 @@ def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -
     assert Client.calls[-2:] == [("http://e0:3", "release_memory"), ("http://e0:3", "resume_memory ['weights']")]
     Engine.lives[1].ended_by = "killed"
     Engine.lives[2].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.events.need.is_set()  # nothing comes back without a push
 
 
@@ -357,7 +357,7 @@ def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -
 def test_without_a_trainer_engines_serve_when_they_are_back(world: Any, offload: bool) -> None:
     run = world(use_fault_tolerance=True, debug_rollout_only=True, offload_rollout=offload)
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     run.wait_for(0, State.SERVING)
     assert run.router.engines == ["http://e1:2", "http://e0:3"]
 
@@ -368,7 +368,7 @@ def test_a_call_to_all_goes_on_without_the_one_that_is_silent(world: Any) -> Non
     assert run.fleet.for_all(lambda engine: engine.flush_cache()) == ["flush_cache of http://e1:2"]
     assert [info.rank for info in infos(run)] == [1]
     asked = [what for url, what in Client.calls if url == "http://e0:1" and what.startswith("loads")]
-    assert len(asked) == engine_probes.ANSWER_ATTEMPTS
+    assert len(asked) == engine_health.ANSWER_ATTEMPTS
 
 
 def test_a_call_that_an_engine_refuses_is_a_failure(world: Any, monkeypatch: Any) -> None:
@@ -388,8 +388,8 @@ def test_an_engine_that_answers_with_an_error_is_not_silent(monkeypatch: Any) ->
         def loads(self, timeout: float) -> None:
             raise EngineError("GET", "/v1/loads", status=500, body="not now")
 
-    monkeypatch.setattr(engine_probes, "EngineClient", Grumpy)
-    assert engine_probes.why_silent(EngineInfo("http://e0:1")) is None
+    monkeypatch.setattr(engine_health, "EngineClient", Grumpy)
+    assert engine_health.check_alive(EngineInfo("http://e0:1")) is None
 
 
 def test_before_a_push_silent_engines_are_lost_only_with_the_flag(world: Any) -> None:
@@ -407,7 +407,7 @@ def test_a_new_engine_that_the_router_refuses_is_replaced_again(world: Any) -> N
     run = world(use_fault_tolerance=True)
     run.router.refuses.add("http://e0:3")
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     assert run.fleet.recover() == 1
     push(run)
     assert run.fleet.members.lost == 2
@@ -429,7 +429,7 @@ def test_nothing_is_started_again_once_the_fleet_stops(world: Any) -> None:
     Engine.gate.clear()
     Engine.broken_starts += ["ended while it was being started"]
     Engine.lives[0].ended_by = "killed"
-    run.fleet.lose_ended()
+    run.fleet.reap_exited()
     run.wait_for(0, State.STARTING)
     stopping = threading.Thread(target=run.fleet.stop)
     stopping.start()
@@ -438,7 +438,7 @@ def test_nothing_is_started_again_once_the_fleet_stops(world: Any) -> None:
     Engine.gate.set()
     stopping.join(PATIENCE_S)
     assert len(Engine.lives) == 3
-    run.fleet.lose(run.member(1), "too late")
+    run.fleet.mark_dead(run.member(1), "too late")
     assert run.fleet.members.lost == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from slime.ray import rollout_manager
 from slime.ray.engines import control as engine_control
-from slime.ray.errors import EngineDied, EnginesNeedWeights, RemoteFailure
+from slime.ray.remote import EngineDied, EnginesNeedWeights, RemoteFailure
 from slime.ray.rollout_manager import RolloutManager
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
@@ -58,7 +58,7 @@ class FakeFleet:
         self.calls.append("admit")
         self.num_new = 0
 
-    def lose_unreachable(self) -> None:
+    def mark_unreachable_dead(self) -> None:
         self.calls.append("lose unreachable")
 
     def counts(self) -> dict[str, int]:
@@ -227,7 +227,7 @@ def test_a_push_of_weights_has_a_beginning_and_an_end(with_engines: Any) -> None
     fleet.num_new = 1
     assert manager.recover_updatable_engines() == 1
     assert manager.get_updatable_engines() == fleet.infos
-    manager.lose_unreachable_engines()
+    manager.mark_unreachable_engines_dead()
     manager.clear_updatable_num_new_engines()
     assert fleet.calls == ["recover", "lose unreachable", "admit"]
 
@@ -262,7 +262,7 @@ def test_the_need_of_weights_is_told_until_engines_serve(with_engines: Any) -> N
     manager, fleet = with_engines()
     fleet.ready.set()
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(manager.wait_for_need_of_weights)
+        waiting = pool.submit(manager.wait_until_weights_needed)
         assert not manager.needs_weights()
         fleet.events.engines_need_weights()
         with pytest.raises(EnginesNeedWeights):
@@ -271,7 +271,7 @@ def test_the_need_of_weights_is_told_until_engines_serve(with_engines: Any) -> N
         manager.recover_updatable_engines()
         manager.clear_updatable_num_new_engines()
         assert not manager.needs_weights()
-        waiting = pool.submit(manager.wait_for_need_of_weights)
+        waiting = pool.submit(manager.wait_until_weights_needed)
         manager.dispose()
         assert waiting.result(PATIENCE_S) is None
         assert not manager.needs_weights()
@@ -281,7 +281,7 @@ def test_a_run_without_engines_has_nothing_to_check_or_recover(make_manager: Any
     manager = make_manager()
     assert manager.recover_updatable_engines() == 0
     assert manager.get_updatable_engines() == []
-    manager.lose_unreachable_engines()
+    manager.mark_unreachable_engines_dead()
     manager.clear_updatable_num_new_engines()
     manager.health_monitoring_pause()
     manager.health_monitoring_resume()

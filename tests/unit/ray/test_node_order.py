@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from slime.ray.node_order import node_sort_key
+from slime.ray.cluster import node_sort_key
 
 
 def test_nodes_are_ordered_by_number_not_by_text() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray import placement_group, train_actor, train_group
-from slime.ray.manager_and_epoch import ManagerAndEpoch
+from slime.ray.rollout_handle import ManagerAndEpoch
 from slime.ray.train_actor import TrainRayActor
 from slime.ray.train_group import RayTrainGroup
 from tests.support.arguments import dry, run_args

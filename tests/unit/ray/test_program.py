@@ -13,8 +13,8 @@ import pytest
 
 from slime.arguments import ArgumentError
 from slime.ray import program
-from slime.ray.errors import EngineDied, RemoteFailure
 from slime.ray.program import run_as_program
+from slime.ray.remote import EngineDied, RemoteFailure
 from tests.support.arguments import run_args
 
 

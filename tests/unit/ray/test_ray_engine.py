@@ -9,10 +9,10 @@ import pytest
 import ray.exceptions
 
 from slime.arguments.plan.placement import EnginePlan
-from slime.ray import waiting
-from slime.ray.engines import ray_engine
-from slime.ray.engines.ray_engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
-from slime.ray.errors import RemoteFailure
+from slime.ray import remote
+from slime.ray.engines import engine as ray_engine
+from slime.ray.engines.engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
+from slime.ray.remote import RemoteFailure
 from slime.servers.types import EngineInfo
 from tests.support.arguments import run_args
 from tests.support.fake_ray import NEVER, FakeRay, Ref
@@ -51,9 +51,9 @@ class Cluster(FakeRay):
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     fake = Cluster()
-    for module in (ray_engine, waiting):
+    for module in (ray_engine, remote):
         monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(waiting, "time", fake)
+    monkeypatch.setattr(remote, "time", fake)
     return fake
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.errors import ArgumentError
-from slime.ray.role_resume import agree, check_starts
+from slime.ray.critic import agree_on_resume_step, first_rollout
 from tests.support.arguments import run_args
 
 
@@ -35,12 +35,12 @@ def role(root: Path, name: str, saved: list[int], *, only: int = 0) -> Namespace
 def agreed(root: Path, actor_saved: list[int], critic_saved: list[int], only: int = 0) -> tuple[int, int]:
     """Return the first rollouts that actor and critic would load."""
     actor, critic = role(root, "actor", actor_saved, only=only), role(root, "critic", critic_saved, only=only)
-    agree(actor, critic)
+    agree_on_resume_step(actor, critic)
     starts = []
     for args, saved in ((actor, actor_saved), (critic, critic_saved)):
         last = saved[-1] if args.ckpt_step is None and saved else args.ckpt_step
         starts.append(0 if args.finetune or last is None else last + 1)
-    assert check_starts(actor, *starts) == starts[1]
+    assert first_rollout(actor, *starts) == starts[1]
     return starts[0], starts[1]
 
 
@@ -88,7 +88,7 @@ def test_checkpoints_of_different_runs_are_refused(tmp_path):
 def test_a_step_that_was_asked_for_is_kept(tmp_path):
     actor, critic = role(tmp_path, "actor", [1, 2]), role(tmp_path, "critic", [1, 2, 3])
     actor.ckpt_step = critic.ckpt_step = 1
-    agree(actor, critic)
+    agree_on_resume_step(actor, critic)
     assert (actor.ckpt_step, critic.ckpt_step) == (1, 1)
 
 
@@ -96,16 +96,16 @@ def test_a_step_that_was_asked_for_is_kept(tmp_path):
 def test_the_step_of_the_actors_first_weights_is_not_asked_of_the_critic(tmp_path, saved, only, step):
     actor, critic = role(tmp_path, "actor", [], only=only), role(tmp_path, "critic", saved, only=only)
     actor.ckpt_step = 100  # of --ref-load
-    agree(actor, critic)
+    agree_on_resume_step(actor, critic)
     assert (actor.ckpt_step, critic.ckpt_step) == (100, step)
     assert critic.finetune == (critic.load == actor.load)
 
 
 def test_what_was_loaded_must_agree():
     args = run_args(num_critic_only_steps=2)
-    assert check_starts(args, 5, 5) == 5
-    assert check_starts(args, 0, 2) == 2
-    assert check_starts(args, 1, 2) == 2
+    assert first_rollout(args, 5, 5) == 5
+    assert first_rollout(args, 0, 2) == 2
+    assert first_rollout(args, 1, 2) == 2
     for actor, critic in ((0, 3), (4, 3), (2, 1), (1, 3)):
         with pytest.raises(RuntimeError, match=f"next rollout is {actor} and the critic's is {critic}"):
-            check_starts(args, actor, critic)
+            first_rollout(args, actor, critic)

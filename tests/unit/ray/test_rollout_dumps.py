@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray import rollout_dumps
+from slime.ray.conversion import load_dump, save_dump
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 
@@ -45,14 +45,14 @@ def numbered(count: int) -> list[Sample]:
 def test_what_is_read_equals_what_was_written(tmp_path: Path) -> None:
     samples = numbered(5)
     samples[0].own_attribute = [1, 2]  # type: ignore[attr-defined]
-    rollout_dumps.save(dump_args(tmp_path), 7, samples)
-    restored = rollout_dumps.load(dump_args(tmp_path), 7)
+    save_dump(dump_args(tmp_path), 7, samples)
+    restored = load_dump(dump_args(tmp_path), 7)
     assert [s.to_dict() for s in restored] == [s.to_dict() for s in samples]
 
 
 def test_layout_of_the_file(tmp_path: Path) -> None:
-    rollout_dumps.save(dump_args(tmp_path), 7, numbered(2))
-    rollout_dumps.save(dump_args(tmp_path), "eval_9", numbered(1))
+    save_dump(dump_args(tmp_path), 7, numbered(2))
+    save_dump(dump_args(tmp_path), "eval_9", numbered(1))
     for name, rollout_id, count in (("7", 7, 2), ("eval_9", 9, 1)):
         data = torch.load(tmp_path / "dumps" / f"{name}.pt", weights_only=True)
         assert data["rollout_id"] == rollout_id
@@ -72,14 +72,14 @@ def test_layout_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_subsampling_keeps_both_ends(tmp_path: Path, count: int, ratio: float, kept: list[int]) -> None:
-    rollout_dumps.save(dump_args(tmp_path), 0, numbered(count))
+    save_dump(dump_args(tmp_path), 0, numbered(count))
     args = dump_args(tmp_path, load_debug_rollout_data_subsample=ratio)
-    assert [s.index for s in rollout_dumps.load(args, 0)] == kept
+    assert [s.index for s in load_dump(args, 0)] == kept
 
 
 def test_a_dump_that_is_not_there_names_file_and_flag(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as absent:
-        rollout_dumps.load(dump_args(tmp_path), 3)
+        load_dump(dump_args(tmp_path), 3)
     text = str(absent.value)
     assert "--load-debug-rollout-data" in text
     assert str(tmp_path / "dumps" / "3.pt") in text
@@ -90,4 +90,4 @@ def test_a_file_that_is_no_dump_names_the_flag(tmp_path: Path) -> None:
     (tmp_path / "dumps").mkdir()
     (tmp_path / "dumps" / "0.pt").write_text("not a dump")
     with pytest.raises(ValueError, match=r"--load-debug-rollout-data: .*0\.pt is not a rollout dump"):
-        rollout_dumps.load(dump_args(tmp_path), 0)
+        load_dump(dump_args(tmp_path), 0)

@@ -11,8 +11,8 @@ import pytest
 from slime.arguments import ArgumentError
 from slime.observability import tracking
 from slime.observability.tracking import Tracker
-from slime.ray import rollout_handle, train_group, waiting
-from slime.ray.errors import EngineDied, EnginesNeedWeights, RemoteFailure
+from slime.ray import remote, rollout_handle, train_group
+from slime.ray.remote import EngineDied, EnginesNeedWeights, RemoteFailure
 from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.train_group import RayTrainGroup
 from slime.servers.types import EngineInfo
@@ -43,9 +43,9 @@ class Remote:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    for module in (waiting, rollout_handle):
+    for module in (remote, rollout_handle):
         monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(waiting, "time", fake)
+    monkeypatch.setattr(remote, "time", fake)
     monkeypatch.setattr(tracking, "_tracker", Tracker())
     return fake
 
@@ -282,7 +282,7 @@ def test_a_push_that_fails_with_an_engine_is_made_again_without_it(clock: FakeRa
     assert manager.names == [
         "recover_updatable_engines",
         "get_updatable_engines",
-        "lose_unreachable_engines",
+        "mark_unreachable_engines_dead",
         "get_updatable_engines",
         "recover_updatable_engines",
         "get_updatable_engines",
@@ -314,7 +314,7 @@ class Needy(Remote):
         self.clock, self.moments, self.in_need = clock, moments, True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wait_for_need_of_weights":
+        if name == "wait_until_weights_needed":
             at = self.moments.pop(0) if self.moments else NEVER
             self.answers[name] = Ref(EnginesNeedWeights("every engine was lost"), at=at)
         if name == "needs_weights":
@@ -333,7 +333,7 @@ def test_engines_that_come_back_in_a_rollout_get_their_weights(clock: FakeRay, w
     else:
         handle.eval(0)
     assert pushed == [3.0, 7.0]
-    assert manager.names.count("wait_for_need_of_weights") == 3
+    assert manager.names.count("wait_until_weights_needed") == 3
 
 
 def test_a_source_of_one_s_own_is_saved_when_the_rollout_that_holds_it_is_done(clock: FakeRay) -> None:
@@ -363,7 +363,7 @@ def test_without_the_flag_nobody_waits_for_a_need(clock: FakeRay) -> None:
     handle = RolloutHandle(handle_args(use_fault_tolerance=False), manager)
     handle.supply_weights = lambda: pytest.fail("weights were pushed")
     assert handle.wait_generate(handle.start_generate(0), 0) == "boxes"
-    assert "wait_for_need_of_weights" not in manager.names
+    assert "wait_until_weights_needed" not in manager.names
 
 
 def test_without_engines_the_ranks_still_hear_of_a_sync(clock: FakeRay) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.errors import RemoteFailure
+from slime.ray.remote import RemoteFailure
 from slime.utils.types import Sample
 from tests.support.rollout_manager import PATIENCE_S, Gate, answer, generate, state_path, trained
 

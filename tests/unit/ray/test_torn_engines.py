@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from slime.arguments.plan.placement import plan_engines
-from slime.ray.placement_group import PlacementError, refuse_torn_engines
+from slime.ray.placement_group import PlacementError, check_engines_fit_nodes
 
 NODES = ["10.0.0.1"] * 8 + ["10.0.0.2"] * 8
 
 
 def test_engines_within_a_node_are_accepted() -> None:
     engines = plan_engines(rollout_slots=12, slots_per_engine=4, slots_per_node=8)
-    refuse_torn_engines(engines, NODES, 4)
-    refuse_torn_engines(plan_engines(rollout_slots=16, slots_per_engine=16, slots_per_node=8), NODES, 0)
+    check_engines_fit_nodes(engines, NODES, 4)
+    check_engines_fit_nodes(plan_engines(rollout_slots=16, slots_per_engine=16, slots_per_node=8), NODES, 0)
 
 
 def test_an_engine_across_two_nodes_is_named() -> None:
     engines = plan_engines(rollout_slots=12, slots_per_engine=4, slots_per_node=8)
     with pytest.raises(PlacementError, match=r"engine 1 would get its 4 slots on 10\.0\.0\.1 and 10\.0\.0\.2, "):
-        refuse_torn_engines(engines, NODES, 3)
+        check_engines_fit_nodes(engines, NODES, 3)
 
 
 def test_slots_of_a_node_of_another_size_are_no_node_of_an_engine() -> None:
     """--num-gpus-per-node 8 on machines of 4: the halves of an engine of 16 would each lie on two machines."""
     engines = plan_engines(rollout_slots=16, slots_per_engine=16, slots_per_node=8)
     with pytest.raises(PlacementError, match=r"engine 0 .* \(8\) must be on one node\. Change"):
-        refuse_torn_engines(engines, [f"10.0.0.{slot // 4}" for slot in range(16)], 0)
+        check_engines_fit_nodes(engines, [f"10.0.0.{slot // 4}" for slot in range(16)], 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.release import PassingCheckpoints, arguments_to_go_on
+from slime.ray.release import TransientCheckpoints, resume_args
 from slime.ray.weight_files import WeightFiles
 from tests.support.arguments import run_args
 
@@ -79,8 +79,8 @@ def test_engines_that_come_back_find_the_files_of_trainers_that_have_ended(tmp_p
 
 def test_trainers_come_back_as_they_started_until_the_run_has_saved() -> None:
     args = run_args(load="hf", save="out", ckpt_step=4, finetune=True, no_load_optim=True, no_load_rng=True, lr=1.0)
-    assert arguments_to_go_on(args, None) is args
-    going_on = arguments_to_go_on(args, 9)
+    assert resume_args(args, None) is args
+    going_on = resume_args(args, 9)
     assert (going_on.load, going_on.ckpt_step, going_on.lr) == ("out", 9, 1.0)
     assert [going_on.finetune, going_on.no_load_optim, going_on.no_load_rng] == [False] * 3
     assert args.load == "hf"
@@ -97,7 +97,7 @@ def test_trainers_come_back_as_they_started_until_the_run_has_saved() -> None:
 def test_checkpoints_for_the_way_back_go_when_the_next_is_whole(
     tmp_path: Path, flags: dict[str, Any], due: set[int], left: list[int]
 ) -> None:
-    passing = PassingCheckpoints(run_args(save=str(tmp_path), **flags))
+    passing = TransientCheckpoints(run_args(save=str(tmp_path), **flags))
     for rollout_id in range(6):
         (tmp_path / f"iter_{rollout_id:07d}").mkdir()
         passing.saved(rollout_id, due=rollout_id in due)

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from slime.utils.garbage import ALLOCATIONS, leave_out_what_is_loaded
+from slime.utils.garbage import ALLOCATIONS, gc_freeze
 
 
 class Node:
@@ -35,7 +35,7 @@ def test_only_what_comes_later_is_collected(collector):
     garbage, garbage_seen = pair()
     del garbage
     loaded, loaded_seen = pair()
-    leave_out_what_is_loaded()
+    gc_freeze()
     assert garbage_seen() is None
     assert gc.get_threshold()[0] == ALLOCATIONS
     later, later_seen = pair()

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from slime.backends.sglang_utils import version_files
-from slime.ray.engines import disk_load
+from slime.ray.engines import control
 from slime.servers.types import EngineInfo
 from slime.weight_sync import disk
 from slime.weight_sync.fanout import WeightSyncError
@@ -116,9 +116,9 @@ def load(args: Namespace, directory: Path, version: int, monkeypatch: pytest.Mon
         return str(version_files.pull(path, args.update_weight_local_checkpoint_dir))
 
     monkeypatch.setattr(Client, "log", [])
-    monkeypatch.setattr(disk_load, "EngineClient", Client)
+    monkeypatch.setattr(control, "EngineClient", Client)
     member = SimpleNamespace(known_info=EngineInfo("http://a"), engine=SimpleNamespace(pull_weights=pull))
-    disk_load.load_weights(args, [member], str(directory), version, synchronous_loop=False)  # type: ignore[list-item]
+    control.load_weights_from_disk(args, [member], str(directory), version, synchronous_loop=False)  # type: ignore[list-item]
     return Client.log
 
 

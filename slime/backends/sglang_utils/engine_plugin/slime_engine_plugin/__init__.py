@@ -14,11 +14,11 @@ def register() -> None:
 
     import torch
 
-    from slime_engine_plugin import asked, attention, cpu, files, pause, sampler, start
+    from slime_engine_plugin import attention, cpu, files, pause, request_fields, sampler, start
 
     on_cpu = not torch.cuda.is_available()
     pause.register()
-    asked.register()
+    request_fields.register()
     start.register(on_cpu)
     files.register()
     if on_cpu:

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray import lives
-from slime.ray.errors import RemoteFailure
-from slime.ray.lives import Lives
-from slime.ray.waiting import Peer
+from slime.ray import remote
+from slime.ray.remote import LivenessMonitor, Peer, RemoteFailure
 
 
 class World:
@@ -19,10 +17,10 @@ class World:
         self.now, self.asked = 100.0, []
         self.answers: dict[str, Exception | None] = {}
         self.actors = [SimpleNamespace(ping=SimpleNamespace(remote=lambda n=n: self.ask(n))) for n in range(2)]
-        monkeypatch.setattr(lives.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(lives.ray, "wait", self.wait)
-        monkeypatch.setattr(lives.ray, "get", self.get)
-        self.lives = Lives(self.actors, [Peer("critic rank 0"), Peer("critic rank 1")])
+        monkeypatch.setattr(remote.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(remote.ray, "wait", self.wait)
+        monkeypatch.setattr(remote.ray, "get", self.get)
+        self.liveness = LivenessMonitor(self.actors, [Peer("critic rank 0"), Peer("critic rank 1")])
 
     def ask(self, number: int) -> str:
         self.asked.append(number)
@@ -37,7 +35,7 @@ class World:
 
     def check(self, seconds: float) -> None:
         self.now += seconds
-        self.lives.check("training the actor")
+        self.liveness.check("training the actor")
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ def world(monkeypatch) -> World:
 
 def test_the_end_of_a_process_is_told_with_its_name(world):
     world.check(0)
-    world.answers["1.2"] = lives.ray.exceptions.RayActorError(error_msg="Worker exit detail: killed by SIGKILL")
+    world.answers["1.2"] = remote.ray.exceptions.RayActorError(error_msg="Worker exit detail: killed by SIGKILL")
     with pytest.raises(RemoteFailure, match=r"critic rank 1 ended unexpectedly during training the actor: .*SIGKILL"):
         world.check(0)
 
@@ -56,7 +54,7 @@ def test_busy_processes_are_not_asked_again_and_idle_ones_now_and_then(world):
     world.check(0)
     assert world.asked == [0, 1]
     world.answers["0.1"] = None
-    world.check(lives.PING_EVERY_S / 2)
+    world.check(remote.PING_EVERY_S / 2)
     assert world.asked == [0, 1]
-    world.check(lives.PING_EVERY_S)
+    world.check(remote.PING_EVERY_S)
     assert world.asked == [0, 1, 0]  # rank 1 has not answered yet: it works

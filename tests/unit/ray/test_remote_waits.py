@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import ray.exceptions
 
-from slime.ray import waiting
-from slime.ray.errors import EngineDied, RemoteFailure
-from slime.ray.waiting import Peer, wait_all, wait_one
+from slime.ray import remote
+from slime.ray.remote import EngineDied, Peer, RemoteFailure, wait_all, wait_one
 from tests.support.fake_ray import NEVER, FakeRay, Ref
 
 PEERS = [Peer(f"actor rank {i}") for i in range(3)]
@@ -19,8 +18,8 @@ PEERS = [Peer(f"actor rank {i}") for i in range(3)]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    monkeypatch.setattr(waiting, "ray", fake)
-    monkeypatch.setattr(waiting, "time", fake)
+    monkeypatch.setattr(remote, "ray", fake)
+    monkeypatch.setattr(remote, "time", fake)
     return fake
 
 
@@ -75,7 +74,7 @@ def test_consequences_alone_are_reported_after_a_short_while(clock: FakeRay) -> 
     refs = [Ref(RemoteFailure("RuntimeError: broken pipe"), at=1.0), Ref(at=NEVER), Ref(at=NEVER)]
     with pytest.raises(RemoteFailure, match="broken pipe"):
         wait_all(refs, PEERS, "training", 1000)
-    assert clock.now < 1.0 + waiting.OTHERS_GRACE_S + 0.5
+    assert clock.now < 1.0 + remote.ROOT_CAUSE_GRACE_S + 0.5
 
 
 def test_a_rank_that_ended_is_named_with_the_end_of_its_log(clock: FakeRay, tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_an_answer_before_the_deadline_is_in_time(clock: FakeRay) -> None:
 
 
 def test_a_long_wait_says_now_and_then_who_is_waited_for(clock: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=waiting.__name__):
+    with caplog.at_level(logging.INFO, logger=remote.__name__):
         wait_all([Ref(at=1), Ref(at=150)], PEERS[:2], "training", 1000)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2  # after 60 s and after 120 s

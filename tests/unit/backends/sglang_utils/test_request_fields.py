@@ -24,12 +24,12 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    ours = ("slime_engine_plugin", "slime_engine_plugin.asked")
+    ours = ("slime_engine_plugin", "slime_engine_plugin.request_fields")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    from slime_engine_plugin import asked
+    from slime_engine_plugin import request_fields
 
-    yield asked
+    yield request_fields
     for name in ours:
         sys.modules.pop(name, None)
 
@@ -41,7 +41,7 @@ def normalized(plugin: Any, payload: dict[str, Any]) -> SimpleNamespace:
         return_sampling_mask=None,
         return_routed_experts=False,
     )
-    assert plugin.read_what_is_asked(lambda r, more: (r, more), request, 7) == (request, 7)
+    assert plugin.read_request_fields(lambda r, more: (r, more), request, 7) == (request, 7)
     return request
 
 

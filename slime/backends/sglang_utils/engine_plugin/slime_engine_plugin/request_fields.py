@@ -20,7 +20,7 @@ CUSTOM_PARAMS = {"return_top_p_token_ids": "return_sampling_mask"}
 """Entries of ``custom_params`` -> fields of the request that they set."""
 
 
-def read_what_is_asked(normalize: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+def read_request_fields(normalize: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``GenerateReqInput.normalize_batch_and_arguments``: take the entries out and set the fields."""
     if isinstance(request.custom_labels, dict):
         _move(request.custom_labels, LABELS, request)
@@ -43,6 +43,6 @@ def register() -> None:
     """Register the hook."""
     HookRegistry.register(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-        read_what_is_asked,
+        read_request_fields,
         HookType.AROUND,
     )

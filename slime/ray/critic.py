@@ -1,22 +1,80 @@
-"""Where actor and critic go on from: the last rollout that both have a checkpoint of.
+"""The critic of PPO beside the actor: its part of a step, and the rollout from which both resume.
 
-The critic is saved first, after its part of a rollout, and the actor after its own: a run that is killed in between has
-the critic ahead. While only the critic is trained (``--num-critic-only-steps``) the actor is not saved: it goes on from
-its last checkpoint before these rollouts, or from the weights it started from.
+Both roles share their slots, so one of the two is offloaded at a time. The critic is saved first, after its part of a
+rollout, and the actor after its own: a run that is killed in between has the critic ahead. While only the critic is
+trained (``--num-critic-only-steps``) the actor is not saved: it resumes from its last checkpoint before these rollouts,
+or from the weights it started from.
 """
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from slime.arguments.errors import ArgumentError
 from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_megatron_checkpoint, iteration_dir
+from slime.observability.timer import timer
 
 logger = logging.getLogger(__name__)
 
 
-def agree(actor: Namespace, critic: Namespace) -> None:
+class CriticGroup(Protocol):
+    """What is asked of the critic's ranks (``slime.ray.train_group.RayTrainGroup``)."""
+
+    def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
+    def wait(self, refs: list[Any], what: str) -> list[Any]: ...
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None: ...
+    def offload(self) -> None: ...
+    def onload(self) -> None: ...
+    def finish_saving(self) -> None: ...
+    def finish(self) -> None: ...
+    def measured(self, name: str) -> float | None: ...
+
+
+class CriticStep:
+    """Wakes the critic for its training and its checkpoint, before the actor's.
+
+    ``save_prompts(rollout_id)`` saves the state of the prompts, which must be there before the checkpoint that makes
+    it count: that is the critic's while the actor is not trained yet.
+    """
+
+    def __init__(self, args: Namespace, critic: CriticGroup, save_prompts: Callable[[int], None]) -> None:
+        self.args, self.critic, self._save_prompts = args, critic, save_prompts
+
+    def critic_only(self, rollout_id: int) -> bool:
+        """Whether only the critic is trained on this rollout (``--num-critic-only-steps``)."""
+        return bool(rollout_id < self.args.num_critic_only_steps)
+
+    def run(self, rollout_id: int, data: Any, *, save: bool) -> list[Any]:
+        """Train on the rollout; return the values for the actor, a reference per rank. The critic sleeps afterwards."""
+        if self.args.async_save:
+            self.critic.finish_saving()  # the actor publishes its last one when it trains: not before the critic's
+        with timer("onload_critic"):
+            self.critic.onload()
+        with timer("train_critic"):
+            values = self.critic.async_train(rollout_id, data)
+            self.critic.wait(values, f"training the critic on rollout {rollout_id}")
+        if save:
+            with timer("save_critic"):
+                if self.critic_only(rollout_id):
+                    self._save_prompts(rollout_id)
+                self.critic.save_model(rollout_id, force_sync=rollout_id == self.args.num_rollout - 1)
+        with timer("offload_critic"):
+            self.critic.offload()
+        return values
+
+    def headline(self, rollout_id: int) -> dict[str, float]:
+        """Return the few numbers worth a line per rollout, with those of the rollout where only the critic has them."""
+        found = {"value loss": self.critic.measured("train/critic-value_loss")}
+        if self.critic_only(rollout_id):
+            found["reward"] = self.critic.measured("rollout/raw_reward")
+            found["response length"] = self.critic.measured("rollout/response_lengths")
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def agree_on_resume_step(actor: Namespace, critic: Namespace) -> None:
     """Set ``ckpt_step`` (or take ``load`` away from the critic) so that both go on after the same rollout.
 
     Both are arguments of roles. Raises ArgumentError where there is no such rollout. What was asked for by
@@ -60,7 +118,7 @@ def agree(actor: Namespace, critic: Namespace) -> None:
         actor.ckpt_step = actor_step
 
 
-def check_starts(args: Namespace, actor_start: int, critic_start: int) -> int:
+def first_rollout(args: Namespace, actor_start: int, critic_start: int) -> int:
     """Return the first rollout of the run from those that actor and critic loaded; RuntimeError where they disagree."""
     trained_alone = actor_start < critic_start <= args.num_critic_only_steps
     if actor_start != critic_start and not trained_alone:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray.exceptions
 
-from slime.ray.errors import (
+from slime.ray.remote import (
     EngineDied,
     RemoteFailure,
     clean_traceback,

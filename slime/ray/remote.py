@@ -1,0 +1,287 @@
+"""Calls to the run's remote processes: waits with a name and a deadline, failures reported with their cause first."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_LOG_S = 60.0
+"""After this long, and every time it has passed again, a wait says who waits for whom."""
+ROOT_CAUSE_GRACE_S = 3.0
+"""After the first failure, how long to look for the failure that caused it."""
+DAY_S = 24 * 3600.0
+PING_EVERY_S = 2.0
+F = TypeVar("F", bound=Callable[..., Any])
+LAST_LINES = 20
+
+PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+)
+"""Signs that a rank failed because another one had: gloo's and NCCL's words for a vanished peer."""
+
+
+# Failures
+
+
+class RemoteFailure(RuntimeError):
+    """An exception inside one of the run's actors: its type and message, and its traceback as text (``details``)."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message, details)
+        self.message = message
+        self.details = details
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class EngineDied(RuntimeError):
+    """An engine or router process ended while the run needed it. The message holds its last log lines."""
+
+
+class EnginesNeedWeights(EngineDied):
+    """Every engine was lost, and those that were started again wait for the trainer's weights."""
+
+
+def reports_errors(method: F) -> F:
+    """Decorate an actor method: whatever it raises reaches the caller as a ``RemoteFailure``.
+
+    Exceptions of other packages may not survive pickling, and Ray's rendering of them buries the message.
+    """
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except (RemoteFailure, EngineDied):
+            raise
+        except Exception as e:  # noqa: BLE001  (re-raised in a form that travels)
+            raise RemoteFailure(one_line_kind(e), clean_traceback(e)) from None
+
+    return call  # type: ignore[return-value]
+
+
+def one_line_kind(error: BaseException) -> str:
+    """Return ``Type: message`` of the exception that started it all, and the notes that say where it comes from."""
+    root = error
+    if isinstance(root, RayTaskError) and root.cause is not None:
+        root = root.cause
+    text = str(root)
+    if isinstance(root, (RemoteFailure, EngineDied)):
+        return text
+    notes = "".join(f"\n  {note}" for note in getattr(root, "__notes__", ()))
+    return (f"{type(root).__name__}: {text}" if text else type(root).__name__) + notes
+
+
+def clean_traceback(error: BaseException) -> str:
+    """Return the traceback of ``error`` and its causes without the frames of Ray and of this module."""
+    kept: list[str] = []
+    for chunk in traceback.format_exception(error):
+        if "/site-packages/ray/" in chunk.split("\n", 1)[0] or f'"{__file__}"' in chunk.split("\n", 1)[0]:
+            continue
+        kept.append(chunk)
+    return "".join(kept).rstrip()
+
+
+def describe(error: BaseException, name: str, what: str, log: Path | None) -> RemoteFailure:
+    """Return what happened to the actor ``name`` during ``what``: the original message first, then where."""
+    if isinstance(error, RayActorError):
+        message = f"{name} ended unexpectedly during {what}: {_first_sentence(str(error))}"
+        return RemoteFailure(message + last_lines(log), "")
+    if isinstance(error, GetTimeoutError):
+        return RemoteFailure(f"{name} did not answer during {what}: {error}")
+    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    details = cause.details if isinstance(cause, RemoteFailure) else clean_traceback(cause)
+    where = "" if name in str(cause) else f"\n  in {name}, during {what}"
+    return RemoteFailure(f"{one_line_kind(cause)}{where}" + (f"\n  log: {log}" if log else ""), details)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """True when ``error`` looks like the consequence of another rank's end rather than a cause."""
+    text = str(error).lower()
+    return any(sign in text for sign in PEER_LOST)
+
+
+def last_lines(log: Path | None, n: int = LAST_LINES) -> str:
+    """Return the end of a log file of this host as text to append to a message, empty when there is none."""
+    if log is None or not log.is_file():
+        return ""
+    with open(log, "rb") as f:
+        f.seek(max(0, f.seek(0, 2) - 16384))
+        lines = f.read().decode(errors="replace").splitlines()[-n:]
+    return f"\nThe last lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines)
+
+
+def _first_sentence(text: str) -> str:
+    """Ray's actor errors are paragraphs; the line with the reason is enough."""
+    text = text.partition("Worker exit detail:")[2] or text
+    lines = [line.strip() for line in text.partition("Some common causes")[0].splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"
+
+
+# Waits
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The other side of a remote call, for messages. ``log`` is its log file when that is on this host."""
+
+    name: str
+    log: Path | None = None
+
+
+class LivenessMonitor:
+    """Whether the processes of ``actors``, which answer ``ping``, are there; ``peers`` name them in messages.
+
+    One that works on something else answers later: only its end is a failure.
+    """
+
+    def __init__(self, actors: Sequence[Any], peers: Sequence[Peer]) -> None:
+        self._actors, self._peers = list(actors), list(peers)
+        self._pings: dict[Any, int] = {}
+        self._asked = 0.0
+
+    def check(self, what: str) -> None:
+        """Raise RemoteFailure naming the process that has ended. ``what`` is being waited for meanwhile."""
+        if self._pings:
+            answered, _ = ray.wait(list(self._pings), num_returns=len(self._pings), timeout=0, fetch_local=False)
+            for ref in answered:
+                peer = self._peers[self._pings.pop(ref)]
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError as e:
+                    raise describe(e, peer.name, what, peer.log) from None
+        now = time.monotonic()
+        if now - self._asked >= PING_EVERY_S:
+            self._asked = now
+            waiting = set(self._pings.values())
+            for number, actor in enumerate(self._actors):
+                if number not in waiting:
+                    self._pings[actor.ping.remote()] = number
+
+
+def wait_all(
+    refs: Sequence[Any],
+    peers: Sequence[Peer],
+    what: str,
+    deadline_s: float,
+    watch: Sequence[Any] = (),
+    liveness: Sequence[LivenessMonitor] = (),
+) -> list[Any]:
+    """Return the results of ``refs`` in order; raise as soon as any of them fails.
+
+    ``watch`` are references that only ever resolve to an error (an engine died): then that error is raised at once.
+    ``liveness`` monitors are checked every second; they raise when another process of the run has ended.
+    Raises RemoteFailure with the original message first, TimeoutError naming who did not answer within ``deadline_s``.
+    """
+    started = time.monotonic()
+    next_sign = HEARTBEAT_LOG_S
+    pending = list(refs)
+    watched = [ref for ref in watch if ref is not None]
+    while pending:
+        ready, _ = ray.wait(pending + watched, num_returns=1, timeout=1.0, fetch_local=False)
+        for ref in ready:
+            if ref in watched:
+                _raise_watched(ref)
+                watched.remove(ref)
+                continue
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as e:
+                raise _cause(e, ref, refs, peers, what, watched) from None
+            pending.remove(ref)
+        for monitor in liveness if pending else ():
+            monitor.check(what)
+        waited = time.monotonic() - started
+        if pending and waited > deadline_s:
+            raise TimeoutError(f"{what}: no answer from {_names(pending, refs, peers)} within {deadline_s:.0f} s")
+        if pending and waited > next_sign:
+            next_sign += HEARTBEAT_LOG_S
+            logger.info("%s: waiting for %s for %.0f s", what, _names(pending, refs, peers), waited)
+    return [ray.get(ref) for ref in refs]
+
+
+def wait_one(
+    ref: Any,
+    peer: Peer,
+    what: str,
+    deadline_s: float,
+    watch: Sequence[Any] = (),
+    liveness: Sequence[LivenessMonitor] = (),
+) -> Any:
+    """Return the result of one remote call; see ``wait_all``."""
+    return wait_all([ref], [peer], what, deadline_s, watch, liveness)[0]
+
+
+def results_so_far(refs: Sequence[Any], patience_s: float) -> list[Any]:
+    """Return the results of those ``refs`` that come within ``patience_s`` and are no failures."""
+    if not refs:
+        return []
+    found = []
+    for ref in ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)[0]:
+        try:
+            found.append(ray.get(ref))
+        except ray.exceptions.RayError as e:
+            logger.debug("not answered: %s", one_line_kind(e))
+    return found
+
+
+def _names(pending: Sequence[Any], refs: Sequence[Any], peers: Sequence[Peer]) -> str:
+    return ", ".join(peer.name for ref, peer in zip(refs, peers, strict=True) if ref in pending)
+
+
+def _raise_watched(ref: Any) -> None:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as e:
+        cause = e.cause if e.cause is not None else e
+        raise cause if isinstance(cause, (EngineDied, RemoteFailure)) else RemoteFailure(one_line_kind(e)) from None
+    except ray.exceptions.RayError as e:
+        raise describe(e, "the rollout manager", "the run", None) from None
+
+
+def _cause(
+    error: Exception, failed: Any, refs: Sequence[Any], peers: Sequence[Peer], what: str, watched: Sequence[Any]
+) -> Exception:
+    """Return the failure to report: of those that come within a short time the first that is no mere consequence."""
+    names = dict(zip(refs, peers, strict=True))
+    failures = [(failed, error)]
+    if is_secondary(error) or len(refs) > 1 or watched:
+        others = [ref for ref in refs if ref != failed]
+        watching = list(watched)
+        deadline = time.monotonic() + ROOT_CAUSE_GRACE_S
+        while (others or watching) and time.monotonic() < deadline:
+            ready, _ = ray.wait(others + watching, num_returns=1, timeout=0.2, fetch_local=False)
+            for ref in ready:
+                if ref in watching:
+                    _raise_watched(ref)
+                    watching.remove(ref)
+                    continue
+                others.remove(ref)
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError as e:
+                    failures.append((ref, e))
+            if not watching and not all(is_secondary(e) for _, e in failures):
+                break
+    first = next((f for f in failures if not is_secondary(f[1])), failures[0])
+    report = describe(first[1], names[first[0]].name, what, names[first[0]].log)
+    rest = [f"{names[ref].name}: {one_line_kind(e).splitlines()[0]}" for ref, e in failures if ref != first[0]]
+    if rest:
+        report = RemoteFailure(report.message + "\n  then also " + "; ".join(rest), report.details)
+    return report
