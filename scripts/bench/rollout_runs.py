@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from argparse import Namespace
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
@@ -16,42 +16,26 @@ from slime.rollout import sglang_rollout
 from slime.utils import http_utils
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 PROMPT = list(range(100, 164))
 
 
-def rollout_args(url: str, **values: Any) -> SimpleNamespace:
+def rollout_args(url: str, **values: Any) -> Namespace:
     """The arguments that the default rollout reads, for one engine at ``url`` that needs no router."""
     address = urlsplit(url)
     defaults: dict[str, Any] = {
-        "custom_generate_function_path": None,
-        "custom_rm_path": None,
-        "dynamic_sampling_filter_path": None,
-        "group_rm": False,
         "hf_checkpoint": "",
-        "mask_offpolicy_in_partial_rollout": False,
         "n_samples_per_prompt": 8,
-        "partial_rollout": False,
         "rm_type": "random",
-        "rollout_all_samples_process_path": None,
-        "rollout_global_dataset": True,
         "rollout_max_response_len": 1 << 20,
         "rollout_num_engines": 1,
         "rollout_request_timeout": 600.0,
-        "rollout_sample_filter_path": None,
-        "rollout_sample_hook_path": [],
         "rollout_seed": 0,
-        "rollout_skip_special_tokens": False,
-        "rollout_stop": None,
-        "rollout_stop_token_ids": None,
-        "rollout_temperature": 1.0,
-        "rollout_top_k": -1,
-        "rollout_top_p": 1.0,
         "sglang_router_ip": address.hostname,
         "sglang_router_port": address.port,
-        "sglang_speculative_algorithm": None,
     }
-    return SimpleNamespace(**{**defaults, **values})
+    return run_args(**{**defaults, **values})
 
 
 class Prompts:
@@ -107,7 +91,7 @@ class Stopwatch:
             self.seconds += time.monotonic() - began
 
 
-def run_rollouts(url: str, args: SimpleNamespace, rollouts: int) -> Run:
+def run_rollouts(url: str, args: Namespace, rollouts: int) -> Run:
     """Collect ``rollouts`` rollouts one after the other through the default rollout function."""
     SingletonMeta.clear_instances()
     http_utils.init_http_client(args)
@@ -120,7 +104,7 @@ def run_rollouts(url: str, args: SimpleNamespace, rollouts: int) -> Run:
         http_utils._http_client = None
 
 
-async def _run_rollouts(url: str, args: SimpleNamespace, rollouts: int, watch: Stopwatch) -> Run:
+async def _run_rollouts(url: str, args: Namespace, rollouts: int, watch: Stopwatch) -> Run:
     prompts = Prompts(args.n_samples_per_prompt)
     before = stats(url)
     began, cpu_began = time.monotonic(), time.process_time()

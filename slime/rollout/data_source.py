@@ -90,7 +90,7 @@ class RolloutDataSource(DataSource):
         self._draws_here = False
         self._snapshots: dict[int, bytes] = {}
         self._recovery = Recovery(args)
-        draws = getattr(args, "load_debug_rollout_data", None) is None and getattr(args, "num_rollout", None) != 0
+        draws = args.load_debug_rollout_data is None and args.num_rollout != 0
         if args.rollout_global_dataset and (args.prompt_data or draws):
             self.dataset = self._load_dataset()
             if args.rollout_shuffle:
@@ -100,8 +100,8 @@ class RolloutDataSource(DataSource):
         args = self.args
         if not args.prompt_data:
             raise ValueError("--prompt-data is needed (or --disable-rollout-global-dataset, to make prompts yourself)")
-        trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
-        multimodal = getattr(args, "multimodal_keys", None)
+        trust = {"trust_remote_code": args.trust_remote_code}
+        multimodal = args.multimodal_keys
         return Dataset(
             args.prompt_data,
             tokenizer=load_tokenizer(args.hf_checkpoint, **trust),
@@ -323,7 +323,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.buffer: list[Group] = []
-        path = getattr(args, "buffer_filter_path", None)
+        path = args.buffer_filter_path
         found = make_hook(path, "buffer_filter_path", load=load_function) if path else None
         self.buffer_filter: Callable[..., Any] = found or pop_first
 

@@ -59,7 +59,7 @@ def save_tokenizer(args: Any) -> None:
     """Write tokenizer and processor of the run beside its dumps: ``<--dump-details>/tokenizer`` and ``processor``."""
     from slime.utils.processing_utils import load_processor, load_tokenizer
 
-    trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    trust = {"trust_remote_code": args.trust_remote_code}
     load_tokenizer(args.hf_checkpoint, **trust).save_pretrained(Path(args.dump_details) / "tokenizer")
     processor = load_processor(args.hf_checkpoint, **trust)
     if processor is not None:

@@ -40,7 +40,7 @@ def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
             label_key=config.label_key,
             tool_key=config.tool_key,
             metadata_key=config.metadata_key,
-            multimodal_keys=_first(getattr(config, "multimodal_keys", None), getattr(args, "multimodal_keys", None)),
+            multimodal_keys=_first(getattr(config, "multimodal_keys", None), args.multimodal_keys),
             apply_chat_template=_first(getattr(config, "apply_chat_template", None), args.apply_chat_template),
             apply_chat_template_kwargs=_first(
                 getattr(config, "apply_chat_template_kwargs", None), args.apply_chat_template_kwargs
@@ -96,14 +96,14 @@ async def eval_single_dataset(
     """
     dataset = _load_dataset(args, config, state)
     params = eval_sampling_params(args, config)
-    seeded = getattr(args, "sglang_enable_deterministic_inference", False)
+    seeded = args.sglang_enable_deterministic_inference
     tasks: dict[asyncio.Task[Any], Sample] = {}
     for number, sample in _make_samples(config, dataset):
         own = {**params, "sampling_seed": args.rollout_seed + number} if seeded else params.copy()
         task = asyncio.ensure_future(generate_and_rm(args, sample, own, evaluation=True))
         tasks[task] = sample
-    stall_s = 2.0 * (getattr(args, "rollout_request_timeout", None) or 1800.0)
-    reward_key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+    stall_s = 2.0 * args.rollout_request_timeout
+    reward_key = args.eval_reward_key or args.reward_key
     began, tokens, total_reward, scored = time.monotonic(), 0, 0.0, 0
     pending, completions = set(tasks), Completions()
     results: list[Sample] = []

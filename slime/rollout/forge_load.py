@@ -25,7 +25,7 @@ def generate_rollout(
     Training falls back to the dump of rollout 0. Evaluations need a template: their dumps are ``eval_<rollout_id>``.
     Raises FileNotFoundError, and ValueError without the flag.
     """
-    template = getattr(args, "load_forge_rollout_data", None)
+    template = args.load_forge_rollout_data
     if not template:
         raise ValueError("slime.rollout.forge_load needs --load-forge-rollout-data")
     if evaluation:
@@ -42,7 +42,7 @@ def generate_rollout(
 
 
 def _eval_output(args: Any, samples: list[Sample]) -> RolloutFnEvalOutput:
-    key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+    key = args.eval_reward_key or args.reward_key
     return RolloutFnEvalOutput(
         data={
             DATASET_NAME: {

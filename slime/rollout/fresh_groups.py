@@ -21,7 +21,7 @@ class FreshGroups:
         self._rollout_id = rollout_id
         self._clock = clock or weight_clock()
         self._since = self._clock.step
-        self._bound = StalenessBound(getattr(args, "max_staleness", None), args.rollout_batch_size)
+        self._bound = StalenessBound(args.max_staleness, args.rollout_batch_size)
         self._masks = bool(args.partial_rollout and args.mask_offpolicy_in_partial_rollout)
         self._counts: Counter[str] = Counter()
 

@@ -94,7 +94,7 @@ class AsyncRolloutWorker:
     async def _fill(self, rollout_id: int) -> None:
         """Return when enough groups are taken."""
         stream, ledger, target = self.stream, self.stream.ledger, self.args.rollout_batch_size
-        stall_s = 2.0 * (getattr(self.args, "rollout_request_timeout", None) or 1800.0)
+        stall_s = 2.0 * self.args.rollout_request_timeout
         with progress_bar(f"rollout {rollout_id}", target, "group") as progress:
             while True:
                 progress.update(stream.take(target), running=len(ledger.in_flight), ready=len(ledger.completed))

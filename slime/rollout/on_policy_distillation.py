@@ -33,7 +33,7 @@ async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -
     """
     if isinstance(sample, list):
         return await gather_or_cancel([reward_func(args, one, **kwargs) for one in sample])
-    if not getattr(args, "rm_url", None):
+    if not args.rm_url:
         raise ValueError(f"{__name__}.reward_func needs --rm-url, the /generate address of the teacher's server")
     payload: dict[str, Any] = {
         "input_ids": list(sample.tokens),
@@ -48,7 +48,7 @@ async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -
     images = (sample.multimodal_inputs or {}).get("images")
     if images:
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    timeout = getattr(args, "rollout_request_timeout", None) or 1800.0
+    timeout = args.rollout_request_timeout
     reply = await ask(args.rm_url, payload, timeout / ATTEMPTS_IN_TIME)
     await _name_last_id(args.rm_url, sample, reply, timeout / ATTEMPTS_IN_TIME)
     teacher_log_probs(sample, reply)

@@ -33,7 +33,7 @@ async def apply_sample_hooks(
     A hook may be sync or async and returns the sample to go on with, or None to keep the one it was given. It is
     passed those of ``rollout_id`` and ``evaluation`` that it accepts. Raises TypeError for any other return value.
     """
-    paths = getattr(args, "rollout_sample_hook_path", None) or []
+    paths = args.rollout_sample_hook_path or []
     for path in [paths] if isinstance(paths, str) else paths:
         samples = await _apply(
             make_hook(path, "rollout_sample_hook_path", load=load_function), args, samples, rollout_id, evaluation

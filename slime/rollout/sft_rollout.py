@@ -38,7 +38,7 @@ def generate_rollout(
         return run(sglang_rollout.eval_rollout(args, rollout_id))[0]
     if args.n_samples_per_prompt != 1:
         raise ValueError(f"supervised fine-tuning needs --n-samples-per-prompt 1, got {args.n_samples_per_prompt}")
-    generator = mask_generator(args.hf_checkpoint, args.loss_mask_type, getattr(args, "trust_remote_code", False))
+    generator = mask_generator(args.hf_checkpoint, args.loss_mask_type, args.trust_remote_code)
     groups = data_source.get_samples(args.rollout_batch_size)
     for (sample,) in groups:
         _fill(sample, generator)

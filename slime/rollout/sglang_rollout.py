@@ -69,15 +69,15 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.args = args
-        trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+        trust = {"trust_remote_code": args.trust_remote_code}
         self.tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
-        wants_processor = getattr(args, "multimodal_keys", None) is not None
+        wants_processor = args.multimodal_keys is not None
         self.processor = load_processor(args.hf_checkpoint, **trust) if wants_processor else None
         engines = EngineLoads(lambda: get_model_url(args, "default", ""), get_rollout_num_engines(args))
         self.semaphore: asyncio.Semaphore = RequestSlots(request_limit(args), engines)
         self.sampling_params = train_sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
-        self.dp_counts = [0] * max(1, getattr(args, "sglang_dp_size", None) or 1)
+        self.dp_counts = [0] * args.sglang_dp_size
         self.dp_rank = 0
         self.on_completed: Callable[[list[Sample]], None] | None = None
         self.unused: list[list[Sample]] = []
@@ -112,7 +112,7 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
     """Return the URL of ``endpoint`` at the router of ``model_name``, or at the default router for unknown names."""
-    routers = getattr(args, "sglang_model_routers", None) or {}
+    routers = getattr(args, "sglang_model_routers", None) or {}  # no flag: set where slime starts the router
     host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
     return f"http://{_wrap_ipv6(host)}:{port}{endpoint}"
 
@@ -281,7 +281,7 @@ async def generate_and_rm_group(
     coros = []
     for number, sample in enumerate(group):
         params = sampling_params.copy()
-        if getattr(args, "sglang_enable_deterministic_inference", False):
+        if args.sglang_enable_deterministic_inference:
             params["sampling_seed"] = state.group_sampling_seeds[number]
         coros.append(_generate_and_note(args, sample, params, evaluation, number, asyncio.current_task()))
     with trace_span(list(iter_samples(group)), "generate_and_rm_group"):
@@ -391,7 +391,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
     state = GenerateState(args)
     state.eval_rollout_id, state.eval_reward_errors = rollout_id, RewardErrors()
     results = await gather_or_cancel(
-        [eval_rollout_single_dataset(args, rollout_id, config) for config in getattr(args, "eval_datasets", None) or []]
+        [eval_rollout_single_dataset(args, rollout_id, config) for config in args.eval_datasets]
     )
     data = {name: found for result in results for name, found in result.items()}
     return RolloutFnEvalOutput(data=data, metrics=state.eval_reward_errors.metrics("eval/")), []

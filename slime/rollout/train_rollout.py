@@ -104,7 +104,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
     Raises the first failure of a group, and TimeoutError when no group finishes for too long.
     """
     target = args.rollout_batch_size
-    stall_s = 2.0 * (getattr(args, "rollout_request_timeout", None) or 1800.0)
+    stall_s = 2.0 * args.rollout_request_timeout
     completions = Completions()
     with progress_bar(f"rollout {collection.rollout_id}", target, "group") as progress:
         began = time.monotonic()
@@ -249,7 +249,7 @@ def _has_aborted(group: Group) -> bool:
 def _reward_number(args: Any, sample: Sample) -> float | None:
     reward = sample.reward
     if isinstance(reward, dict):
-        reward = reward.get(getattr(args, "reward_key", None) or "score")
+        reward = reward.get(args.reward_key or "score")
     return float(reward) if isinstance(reward, (int, float)) else None
 
 

@@ -40,9 +40,9 @@ _http_client: HttpClient | None = None
 
 def get_rollout_num_engines(args: Any) -> int:
     """Return the number of engines: ``rollout_num_engines`` if set, else as the GPUs allow; 0 without rollout GPUs."""
-    if getattr(args, "rollout_num_engines", None) is not None:
+    if args.rollout_num_engines is not None:
         return int(args.rollout_num_engines)
-    if not getattr(args, "rollout_num_gpus", None):
+    if not args.rollout_num_gpus:
         return 0
     return max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
 
@@ -57,12 +57,10 @@ def init_http_client(args: Any) -> None:
     engines = get_rollout_num_engines(args)
     if not engines:
         return
-    key = getattr(args, "sglang_api_key", None) or getattr(args, "sglang_admin_api_key", None)
-    _http_client = HttpClient(
-        args.sglang_server_concurrency * engines, getattr(args, "rollout_request_timeout", None) or 1800.0, key
-    )
+    key = args.sglang_api_key or args.sglang_admin_api_key
+    _http_client = HttpClient(args.sglang_server_concurrency * engines, args.rollout_request_timeout, key)
     routers = list((getattr(args, "sglang_model_routers", None) or {}).values())
-    if getattr(args, "sglang_router_ip", None):
+    if args.sglang_router_ip:
         routers.append((args.sglang_router_ip, args.sglang_router_port))
     for host, port in routers:
         _http_client.trust(f"http://{_wrap_ipv6(host)}:{port}")

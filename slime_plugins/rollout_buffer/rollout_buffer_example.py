@@ -113,7 +113,7 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
 
 
 def _client(args: Any, url: str) -> HttpClient:
-    client = HttpClient(4, getattr(args, "rollout_request_timeout", None) or 1800.0, os.environ.get(KEY_VARIABLE))
+    client = HttpClient(4, args.rollout_request_timeout, os.environ.get(KEY_VARIABLE))
     client.trust(url)
     return client
 
@@ -127,7 +127,7 @@ async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> N
         "input_key": args.input_key,
         "label_key": args.label_key,
         "num_epoch": _epochs(args, data_source) + progress.extra_epochs,
-        "num_process": getattr(args, "rollout_num_process", None) or 10,
+        "num_process": getattr(args, "rollout_num_process", None) or 10,  # of --custom-config-path
         "num_repeat_per_sample": args.n_samples_per_prompt,
         "remote_engine_url": f"http://{_wrap_ipv6(args.sglang_router_ip)}:{args.sglang_router_port}",
         "remote_buffer_url": url,
@@ -140,7 +140,7 @@ async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> N
         "tokenizer_path": args.hf_checkpoint,
         "skip_instance_ids": [name for names in fetched.values() for name in names],
     }
-    if getattr(args, "sglang_api_key", None):
+    if args.sglang_api_key:
         payload["engine_api_key"] = args.sglang_api_key
     reply = await client.post(f"{url}/start_rollout", payload, max_retries=10)
     logger.info("rollout buffer %s: %s", url, reply)
@@ -217,7 +217,7 @@ def _groups(args: Any, items: Iterable[dict[str, Any]], data_source: Any) -> lis
     for item in items:
         by_instance.setdefault(str(item["instance_id"]), []).append(item)
     number = int(data_source.get_metadata().get(COUNTER, 0))
-    masks = mask_generator(args.hf_checkpoint, args.loss_mask_type, getattr(args, "trust_remote_code", False))
+    masks = mask_generator(args.hf_checkpoint, args.loss_mask_type, args.trust_remote_code)
     groups: list[Group] = []
     for instance_id, members in by_instance.items():
         if len(members) % size:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -26,6 +25,7 @@ from slime.rollout.rm_hub.failure import RewardFailure
 from slime.rollout.rm_hub.worker_process import WorkerLimits
 from slime.rollout.rm_hub.workers import RewardWorkers, default_worker_count, get_reward_workers
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 BAD = "tests.support.bad_rewards"
 CPU_S = 0.25
@@ -75,7 +75,7 @@ OWN_RULES = sorted(set(rules.RULES) - {"ifbench"})  # whose checkers are a progr
 @example(kind="math", boxed=False, response=r"\boxed{(x+1)^2}", label="x^2+2x+1", metadata={})
 @example(kind="math", boxed=False, response=r"\boxed{2\sqrt{3}}", label=r"\sqrt{12}", metadata={})
 def test_a_worker_and_this_process_agree(kind, boxed, response, label, metadata):
-    args = SimpleNamespace(rm_type=f"boxed_{kind}" if boxed else kind, custom_rm_path=None, reward_workers=1)
+    args = run_args(rm_type=f"boxed_{kind}" if boxed else kind, reward_workers=1)
     sample = Sample(response=response, label=label, metadata={**metadata, "unrelated": threading.Lock()})
     here = outcome(
         lambda: rules.grade(kind, (extract_boxed_answer(response) or "") if boxed else response, label, metadata)
@@ -191,7 +191,7 @@ async def test_a_hanging_reward_costs_its_sample_in_a_rollout(workers):
 
     errors = RewardErrors()
     samples = [Sample(index=n) for n in range(4)]
-    args = SimpleNamespace(rm_type="math", custom_rm_path=None, reward_key=None)
+    args = run_args(rm_type="math")
     await asyncio.gather(*(errors.score_one(args, sample, hang_on_two) for sample in samples))
     assert [sample.reward for sample in samples] == [1.0, 1.0, 0.0, 1.0]
     assert [sample.remove_sample for sample in samples] == [False, False, True, False]
@@ -227,7 +227,7 @@ def test_workers_end_with_their_owner(end):
 
 
 def test_the_flags_choose_the_workers():
-    one = SimpleNamespace(reward_workers=1, reward_time_limit=7.0)
+    one = run_args(reward_workers=1, reward_time_limit=7.0)
     pool = get_reward_workers(one)
     assert pool is get_reward_workers(one)
     assert pool.limits.cpu_s == 7.0

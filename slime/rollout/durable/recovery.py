@@ -101,8 +101,8 @@ class Recovery:
 
 def may_be_saved(args: Any, rollout_id: int, rollouts_per_epoch: int) -> bool:
     """True when there is a checkpoint of ``rollout_id``, or when that is up to someone else than the loop."""
-    interval = getattr(args, "save_interval", None)
-    if interval is None or getattr(args, "release_train", False):  # which saves after every rollout
+    interval = args.save_interval
+    if interval is None or args.release_train:  # which saves after every rollout
         return True
     return should_run_periodic_action(rollout_id, interval, rollouts_per_epoch, args.num_rollout)
 
@@ -116,15 +116,15 @@ def still_open(groups: Iterable[Group], state: dict[str, Any], buffer: Iterable[
 
 
 def _is_resumed(args: Any) -> bool:
-    if not args.rollout_global_dataset or getattr(args, "save_interval", None) is None:
+    if not args.rollout_global_dataset or args.save_interval is None:
         return False
-    if getattr(args, "partial_rollout", False) and getattr(args, "mask_offpolicy_in_partial_rollout", False):
+    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         return False
-    return bool(getattr(args, "continues_own_checkpoints", False))
+    return bool(args.continues_own_checkpoints)
 
 
 def _setting(args: Any) -> dict[str, Any]:
-    values = {name: getattr(args, name, None) for name in DECIDES_WHAT_IS_GENERATED}
+    values = {name: getattr(args, name) for name in DECIDES_WHAT_IS_GENERATED}
     setting: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return setting
 

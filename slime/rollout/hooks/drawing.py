@@ -14,7 +14,7 @@ def draw_groups(args: Any, get_samples: Callable[[int], Any], count: int) -> lis
 
     Raises TypeError and ValueError, naming the data source, for anything else.
     """
-    hook = Hook("--data-source-path", getattr(args, "data_source_path", None) or "", get_samples)
+    hook = Hook("--data-source-path", args.data_source_path or "", get_samples)
     groups = hook(count)
     outer = isinstance(groups, (list, tuple))
     if not outer or not all(isinstance(group, list) for group in groups):

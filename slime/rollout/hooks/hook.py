@@ -123,13 +123,13 @@ class Hook:
 
 def find_hook(args: Any, name: str) -> Hook | None:
     """Return the hook that ``args.<name>`` names, None when it names none. Raises as ``make_hook`` does."""
-    path = getattr(args, name, None)
+    path = getattr(args, name)
     return make_hook(path, name) if path else None
 
 
 def find_hooks(args: Any, *names: str) -> list[Hook]:
     """Return the hooks that the attributes ``names`` of ``args`` name, each one or several or none."""
-    paths = [(name, getattr(args, name, None) or []) for name in names]
+    paths = [(name, getattr(args, name) or []) for name in names]
     return [make_hook(path, name) for name, found in paths for path in ([found] if isinstance(found, str) else found)]
 
 
@@ -158,9 +158,9 @@ def check_hooks(args: Any) -> None:
 
     Replayed rollouts need none of the hooks of generation, whose modules may be missing where they are replayed.
     """
-    replays = getattr(args, "load_debug_rollout_data", None)
+    replays = args.load_debug_rollout_data
     find_hooks(args, *(name for name, contract in CONTRACTS.items() if not (replays and contract.generates)))
-    for dataset in (getattr(args, "eval_datasets", None) or []) if not replays else []:
+    for dataset in args.eval_datasets if not replays else []:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             if path := getattr(dataset, name, None):
                 make_hook(path, name, flag=f"--eval-config, data set {dataset.name!r}, {name}")

@@ -15,12 +15,12 @@ def engine_context_len(args: Any) -> int | None:
 
     Engines that were started by others, or by a deployment file, may take another number than the checkpoint says.
     """
-    if getattr(args, "debug_train_only", False):
+    if args.debug_train_only:
         return None
-    given = getattr(args, "sglang_context_length", None)
+    given = args.sglang_context_length
     if given is not None:
         return int(given)
-    if getattr(args, "rollout_external", False) or getattr(args, "sglang_config", None) is not None:
+    if args.rollout_external or args.sglang_config is not None:
         return None
     return _positions(str(args.hf_checkpoint))
 

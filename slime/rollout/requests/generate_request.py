@@ -53,7 +53,7 @@ def generate_payload(
 def _asked_for_training(args: Any) -> list[str]:
     """Return the fields of a request that ask for what the trainer replays."""
     asked = []
-    if getattr(args, "use_rollout_routing_replay", False):
+    if args.use_rollout_routing_replay:
         asked.append("return_routed_experts")
     if replays_nuclei(args):
         asked.append("return_sampling_mask")
@@ -62,7 +62,7 @@ def _asked_for_training(args: Any) -> list[str]:
 
 def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
     """Return the header that keeps the requests of a sample on one engine, for the routers that heed it."""
-    if getattr(args, "router_policy", None) in ("consistent_hashing", "manual") and sample.session_id:
+    if args.router_policy in ("consistent_hashing", "manual") and sample.session_id:
         return {"X-SMG-Routing-Key": sample.session_id}
     return None
 
@@ -87,7 +87,7 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
 def _tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
     limit = sampling_params.get("max_new_tokens")
     contexts = (
-        getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None),
+        args.eval_max_context_len if evaluation else args.rollout_max_context_len,
         engine_context_len(args),
     )
     room = min((int(context) - len(sample.tokens) for context in contexts if context is not None), default=None)

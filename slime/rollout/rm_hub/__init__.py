@@ -40,9 +40,9 @@ FLAG = "--custom-rm-path"
 
 def reward_kind(args: Any, sample: Sample) -> str:
     """Return ``custom``, or the type of the built-in reward of ``sample``, ``boxed_`` included ("" for none)."""
-    if sample.custom_rm_path or getattr(args, "custom_rm_path", None):
+    if sample.custom_rm_path or args.custom_rm_path:
         return "custom"
-    return str(_metadata(sample).get("rm_type") or getattr(args, "rm_type", None) or "").strip()
+    return str(_metadata(sample).get("rm_type") or args.rm_type or "").strip()
 
 
 def _metadata(sample: Sample) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def reward_hook(args: Any, sample: Sample) -> Hook | None:
     if sample.custom_rm_path:
         flag = f"custom_rm_path of the sample, in place of {FLAG}"
         return make_hook(sample.custom_rm_path, "custom_rm_path", flag, load_function)
-    path = getattr(args, "custom_rm_path", None)
+    path = args.custom_rm_path
     return make_hook(path, "custom_rm_path", load=load_function) if path else None
 
 
@@ -63,7 +63,7 @@ def _is_reward(args: Any, reward: Any) -> bool:
     if reward is not None and not isinstance(reward, (str, bytes, list, tuple, Sample)):
         return True
     hooks = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
-    return any(getattr(args, name, None) for name in hooks)
+    return any(getattr(args, name) for name in hooks)
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -127,4 +127,4 @@ async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list
 
 def scored_together(args: Any, sample: Sample) -> bool:
     """True when ``args.custom_rm_path`` scores this sample, in the form that is called with a list."""
-    return getattr(args, "custom_rm_path", None) is not None and not sample.custom_rm_path
+    return args.custom_rm_path is not None and not sample.custom_rm_path

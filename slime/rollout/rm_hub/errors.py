@@ -29,7 +29,7 @@ from slime.utils.user_code import users_frames
 logger = logging.getLogger(__name__)
 _slow = SlowRewards()
 
-TOLERATED_ERRORS, TOLERATED_SHARE = 4, 0.1
+TOLERATED_ERRORS = 4
 """A rollout goes on with this many failed rewards, or ``--reward-failure-tolerance``, whichever is more."""
 
 
@@ -139,8 +139,7 @@ class RewardErrors:
         self.kinds[_kind_of(error)] += 1
         if not self._first:
             self._first = f"sample index={sample.index}: {error}\n{_details(error)}".rstrip()
-        share = getattr(args, "reward_failure_tolerance", None)
-        share = TOLERATED_SHARE if share is None else share
+        share = args.reward_failure_tolerance
         if len(self.failed) > (max(TOLERATED_ERRORS, share * self.scored) if share else 0):
             kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
             raise TooManyRewardFailures(
@@ -150,7 +149,7 @@ class RewardErrors:
 
 
 def _leave_out(args: Any, sample: Sample, error: Exception) -> None:
-    key = getattr(args, "reward_key", None)
+    key = args.reward_key
     # At once: a thread that saves the sample meanwhile must not find a reward that is to be trained on.
     sample.__dict__.update(
         reward={key: 0.0} if key else 0.0,
@@ -162,8 +161,7 @@ def _leave_out(args: Any, sample: Sample, error: Exception) -> None:
 
 def _uses_rules(args: Any) -> bool:
     """True when the reward of the run is a rule; those of single samples start workers when they come."""
-    kind = (getattr(args, "rm_type", None) or "").strip().removeprefix("boxed_")
-    return getattr(args, "custom_rm_path", None) is None and kind in rules.RULES
+    return args.custom_rm_path is None and (args.rm_type or "").strip().removeprefix("boxed_") in rules.RULES
 
 
 def _kind_of(error: Exception) -> str:
@@ -196,7 +194,7 @@ async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sa
     The deadline is ``reward_timeout``, else ``rollout_request_timeout``. RuntimeError for one that is cancelled though
     nobody cancelled the caller.
     """
-    limit = getattr(args, "reward_timeout", None) or getattr(args, "rollout_request_timeout", None) or 1800.0
+    limit = args.reward_timeout or args.rollout_request_timeout
     hook = reward_hook(args, samples[0])
     name, function = (reward_kind(args, samples[0]), None) if hook is None else (str(hook), innermost(hook.function))
     names = f"samples {[s.index for s in samples]}"

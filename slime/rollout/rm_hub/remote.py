@@ -29,7 +29,7 @@ def get_client() -> Any:
 
 async def remote_rm(args: Any, sample: Sample) -> Any:
     """Return the JSON reply of ``POST args.rm_url`` with prompt, response and label; see ``ask`` for what is raised."""
-    if not getattr(args, "rm_url", None):
+    if not args.rm_url:
         raise ValueError("--rm-type remote_rm needs --rm-url")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     return await ask(args.rm_url, payload, TIMEOUT_S)

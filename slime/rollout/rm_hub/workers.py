@@ -155,12 +155,11 @@ _lock = threading.Lock()
 
 def get_reward_workers(args: Any) -> RewardWorkers:
     """Return this process's workers for ``args.reward_workers`` and ``args.reward_time_limit``, starting them once."""
-    count = getattr(args, "reward_workers", None) or default_worker_count()
-    cpu_s = getattr(args, "reward_time_limit", None) or WorkerLimits.cpu_s
-    key = (os.getpid(), count, cpu_s)
+    count = args.reward_workers or default_worker_count()
+    key = (os.getpid(), count, args.reward_time_limit)
     with _lock:
         if key not in _pools:
-            _pools[key] = RewardWorkers(count, WorkerLimits(cpu_s))
+            _pools[key] = RewardWorkers(count, WorkerLimits(args.reward_time_limit))
         return _pools[key]
 
 

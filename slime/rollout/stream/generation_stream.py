@@ -36,7 +36,7 @@ class GenerationStream:
         self.data_source = data_source
         self.concurrency = concurrency or request_limit(args)
         self.clock = weight_clock()
-        self.bound = StalenessBound(getattr(args, "max_staleness", None), args.rollout_batch_size)
+        self.bound = StalenessBound(args.max_staleness, args.rollout_batch_size)
         self.ledger = GroupLedger(args, self.bound, self.clock, self._give_back)
         self._filter = find_hook(args, "dynamic_sampling_filter_path")
         self._no_prompts = False

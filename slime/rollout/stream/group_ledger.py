@@ -62,7 +62,7 @@ class GroupLedger:
         self.taken: list[GroupJob] = []
         self.given_back: dict[int, Group] = {}
         self.dropped: list[Group] = []
-        self.rollout_id: int = getattr(args, "start_rollout_id", None) or 0
+        self.rollout_id: int = args.start_rollout_id or 0
         self.failure: BaseException | None = None
         self._masks = bool(args.partial_rollout and args.mask_offpolicy_in_partial_rollout)
         self._keeps_dropped = args.rollout_all_samples_process_path is not None

@@ -20,6 +20,7 @@ from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.http_stub import http_stub
 from tests.support.reference_calls import Call
 from tests.support.rollout_args import CharTokenizer
@@ -27,10 +28,7 @@ from tests.support.rollout_args import CharTokenizer
 HTTP, MISC, MASK = "slime.utils.http_utils.", "slime.utils.misc.", "slime.utils.mask_utils."
 PROCESSING, DATA, EVAL = "slime.utils.processing_utils.", "slime.utils.data.", "slime.utils.eval_config."
 BALANCE = "slime.utils.seqlen_balancing."
-CLIENT = SimpleNamespace(
-    rollout_num_engines=1, rollout_num_gpus=8, rollout_num_gpus_per_engine=2, sglang_server_concurrency=4,
-    use_distributed_post=False, rollout_request_timeout=None,
-)  # fmt: skip
+CLIENT = run_args(rollout_num_engines=1, rollout_num_gpus=8, rollout_num_gpus_per_engine=2, sglang_server_concurrency=4)
 
 
 def served(**given: Any) -> Any:
@@ -125,7 +123,7 @@ HTTP_CALLS = [
     Call(HTTP + "get_rollout_num_engines", {"args": CLIENT}, 1),
     Call(
         HTTP + "get_rollout_num_engines",
-        {"args": SimpleNamespace(rollout_num_engines=None, rollout_num_gpus=8, rollout_num_gpus_per_engine=3)},
+        {"args": run_args(rollout_num_engines=None, rollout_num_gpus=8, rollout_num_gpus_per_engine=3)},
         2,
     ),
     Call(HTTP + "get_host_info", {}, lambda found: address(found[1])),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.reference_calls import Call
 
 HUB = "slime.rollout.rm_hub."
@@ -18,8 +18,8 @@ async def custom_rm(args: Any, sample: Any, **kwargs: Any) -> Any:
     return [len(one.response) for one in sample] if isinstance(sample, list) else len(sample.response)
 
 
-ARGS = SimpleNamespace(custom_rm_path=None, rm_type="math", group_rm=False, rollout_request_timeout=10.0)
-CUSTOM = SimpleNamespace(custom_rm_path=f"{HERE}.custom_rm", rm_type=None, group_rm=True, rollout_request_timeout=10.0)
+ARGS = run_args(rm_type="math", rollout_request_timeout=10.0)
+CUSTOM = run_args(custom_rm_path=f"{HERE}.custom_rm", group_rm=True, rollout_request_timeout=10.0)
 BOXED = r"so \boxed{1/2} at last"
 RIGHT = {"score": 1.0, "acc": True, "pred": "42"}
 CHOICES = {"choices": ["x", "y"], "correct_letter": "B"}

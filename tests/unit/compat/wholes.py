@@ -14,6 +14,7 @@ import torch
 from slime.rollout import sft_rollout
 from slime.rollout.debug_data import load_rollout
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.http_stub import http_stub
 from tests.support.reference_calls import Call, check_equal
 from tests.support.rollout_manager import manager_maker
@@ -77,7 +78,7 @@ def dumped() -> dict[str, Any]:
     samples = [Sample(index=i, group_index=i // 2).to_dict() for i in range(4)]
     torch.save({"rollout_id": 0, "samples": samples}, path)
     assert len(load_rollout(path)) == 4
-    args = SimpleNamespace(load_forge_rollout_data=str(path.parent / "dump_{rollout_id}.pt"))
+    args = run_args(load_forge_rollout_data=str(path.parent / "dump_{rollout_id}.pt"))
     return {"args": args, "rollout_id": 5, "data_source": None, "evaluation": False}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import pickle
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from slime.rollout import forge_load
 from slime.rollout.debug_data import load_rollout, save_rollout, save_tokenizer, subsample
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tools.tiny_model import make_tiny_checkpoint
 
 
@@ -86,7 +86,7 @@ def test_subsampling_keeps_both_ends(count, ratio, kept):
 def test_forge_load(tmp_path):
     save_rollout(tmp_path / "0.pt", 0, samples(4))
     save_rollout(tmp_path / "eval_1.pt", 1, samples(3))
-    args = SimpleNamespace(load_forge_rollout_data=f"{tmp_path}/{{rollout_id}}.pt", reward_key=None)
+    args = run_args(load_forge_rollout_data=f"{tmp_path}/{{rollout_id}}.pt")
     for rollout_id in (0, 5):  # 5 falls back to 0
         output = forge_load.generate_rollout(args, rollout_id, None)
         assert [[s.index for s in group] for group in output.samples] == [[0, 1], [2, 3]]
@@ -98,19 +98,19 @@ def test_forge_load(tmp_path):
     with pytest.raises(ValueError, match=r"with \{rollout_id} in it"):
         forge_load.generate_rollout(args, 1, None, evaluation=True)
     with pytest.raises(ValueError, match="--load-forge-rollout-data"):
-        forge_load.generate_rollout(SimpleNamespace(), 0, None)
+        forge_load.generate_rollout(run_args(), 0, None)
 
 
 def test_samples_without_a_group_stay_alone(tmp_path):
     save_rollout(tmp_path / "0.pt", 0, [Sample(index=i) for i in range(3)])
-    output = forge_load.generate_rollout(SimpleNamespace(load_forge_rollout_data=str(tmp_path / "0.pt")), 0, None)
+    output = forge_load.generate_rollout(run_args(load_forge_rollout_data=str(tmp_path / "0.pt")), 0, None)
     assert [len(group) for group in output.samples] == [1, 1, 1]
 
 
 def test_the_tokenizer_is_written_beside_the_dumps(tmp_path):
     """``--dump-details``: a dump's token ids can be read without the checkpoint; a text model has no processor."""
     checkpoint = make_tiny_checkpoint(tmp_path / "model", num_layers=1)
-    save_tokenizer(SimpleNamespace(hf_checkpoint=str(checkpoint), dump_details=str(tmp_path / "details")))
+    save_tokenizer(run_args(hf_checkpoint=str(checkpoint), dump_details=str(tmp_path / "details")))
     saved = load_tokenizer(str(tmp_path / "details" / "tokenizer"))
     assert saved.encode("1 + 2 = 3") == load_tokenizer(str(checkpoint)).encode("1 + 2 = 3")
     assert not (tmp_path / "details" / "processor").exists()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ import pytest
 from slime.rollout.requests.engine_context import engine_context_len, longest_prompt
 from slime.rollout.requests.generate_request import generate_payload
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 
-def args(tmp_path: Path, config: dict[str, Any], **values: Any) -> SimpleNamespace:
+def args(tmp_path: Path, config: dict[str, Any], **values: Any) -> Namespace:
     directory = tmp_path / str(len(list(tmp_path.iterdir())))
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    return SimpleNamespace(**{"hf_checkpoint": str(directory), "rollout_max_context_len": None, **values})
+    return run_args(hf_checkpoint=str(directory), **values)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_the_longest_sequence_of_the_engines(config, values, expected, tmp_path)
 
 
 def test_a_checkpoint_that_is_not_there_limits_nothing():
-    assert engine_context_len(SimpleNamespace(hf_checkpoint="/nowhere")) is None
+    assert engine_context_len(run_args(hf_checkpoint="/nowhere")) is None
 
 
 @pytest.mark.parametrize(("prompt", "asked"), [(10, 20), (80, 20), (81, 19), (99, 1)])

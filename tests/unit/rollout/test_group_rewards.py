@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from slime.rollout.rm_hub.failure import BadReward
 from slime.rollout.rm_hub.group_rewards import rewards_of
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.rollout_args import CharTokenizer, rollout_args
 
 HERE = __name__
@@ -160,5 +160,5 @@ async def test_the_group_of_a_rollout_arrives_as_generate_functions_made_it(monk
 
 def test_arrays_of_one_number_are_no_lists() -> None:
     group = [Sample(index=0), [Sample(index=1), Sample(index=2)]]
-    args = SimpleNamespace(custom_rm_path=f"{HERE}.per_sample")
+    args = run_args(custom_rm_path=f"{HERE}.per_sample")
     assert rewards_of(args, group, [np.float64(1), np.array(2.0)]) == [1.0, 2.0, 2.0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from slime.rollout.rm_hub.failure import RewardFailure
 from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.workers import close_reward_workers
 from slime.utils.types import Sample
-from tests.support.arguments import dry, parse
+from tests.support.arguments import dry, parse, run_args
 
 CHECKERS = '''
 """Two instructions, in the form of the published module."""
@@ -115,8 +115,8 @@ def test_metadata_that_cannot_be_checked_is_an_error(checkers, changes, message)
         compute_ifbench_reward("one two three", None, {**WORDS, **changes})
 
 
-def args(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"rm_type": "ifbench", "custom_rm_path": None, "reward_key": None, **changes})
+def args(**changes: Any) -> Namespace:
+    return run_args(**{"rm_type": "ifbench", **changes})
 
 
 async def test_it_is_graded_in_a_worker_that_is_not_charged_for_the_import(checkers):

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 HERE = __name__
 MADE: list[int | None] = []
@@ -154,6 +154,6 @@ def test_who_saves_a_sample_meanwhile_never_finds_a_failed_reward_to_train_on():
     async def fail(args: Any, sample: Sample) -> float:
         raise ValueError("the judge went away")
 
-    run(RewardErrors().score_one(SimpleNamespace(custom_rm_path=None, rm_type="f1"), sample, fail))
+    run(RewardErrors().score_one(run_args(rm_type="f1"), sample, fail))
     assert (sample.reward, sample.remove_sample) == (0.0, True)
     assert (0.0, False) not in sample.looks

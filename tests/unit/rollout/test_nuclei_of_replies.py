@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from slime.rollout.requests.generate_request import append_output
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 
 def int32(values: list[int]) -> str:
@@ -36,7 +36,7 @@ REPLIES = {
 def test_a_reply_of(engine: str) -> None:
     """Engines that tell only one log-prob per token tell what they sampled with; SGLang tells both."""
     sample = Sample(tokens=[3])
-    append_output(Namespace(), sample, {"text": "ab", "meta_info": COMMON | REPLIES[engine]})
+    append_output(run_args(), sample, {"text": "ab", "meta_info": COMMON | REPLIES[engine]})
     assert sample.tokens == [3, 11, 7]
     assert sample.rollout_top_p_token_ids.tolist() == [11, 5, 7]
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
@@ -46,6 +46,6 @@ def test_a_reply_of(engine: str) -> None:
 
 def test_a_reply_without_nuclei_keeps_the_log_probs_of_the_whole_vocabulary() -> None:
     sample = Sample(tokens=[3])
-    append_output(Namespace(), sample, {"text": "ab", "meta_info": COMMON})
+    append_output(run_args(), sample, {"text": "ab", "meta_info": COMMON})
     assert sample.rollout_log_probs == [-0.9, -1.2]
     assert sample.rollout_top_p_token_ids is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -17,14 +17,14 @@ from slime.rollout.rm_hub import batched_async_rm, remote
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.utils.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.fake_engine import Failure, FakeCluster
 
 PATH = "slime.rollout.on_policy_distillation.reward_func"
 
 
-def args(**changes: Any) -> SimpleNamespace:
-    values = {"rm_url": None, "rollout_temperature": 0.7, "reward_key": None, "custom_rm_path": PATH, "rm_type": None}
-    return SimpleNamespace(**{**values, **changes})
+def args(**changes: Any) -> Namespace:
+    return run_args(**{"rollout_temperature": 0.7, "custom_rm_path": PATH, **changes})
 
 
 def sample(tokens: str = "pqrst", response: int = 3, **fields: Any) -> Sample:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "rewards"
 FILES = sorted(DATA.glob("*.jsonl"))
@@ -29,7 +29,7 @@ def test_there_are_enough_of_them():
 async def test_outcomes(path):
     wrong = []
     for number, case in enumerate(cases(path), start=1):
-        args = SimpleNamespace(rm_type=case["type"], custom_rm_path=None)
+        args = run_args(rm_type=case["type"])
         sample = Sample(index=number, response=case["response"], label=case["label"], metadata=case.get("metadata", {}))
         reward = await async_rm(args, sample)
         expected = case["expected"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from slime.rollout.rm_hub import async_rm, remote, rules
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.fake_engine import Failure, FakeCluster
 
 MATH = [
@@ -182,8 +183,8 @@ def test_gpqa(response, label, metadata, expected):
     assert (reward, type(reward)) == (expected, float)
 
 
-def args(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"rm_type": None, "custom_rm_path": None, "rm_url": None, **changes})
+def args(**changes: Any) -> Namespace:
+    return run_args(**changes)
 
 
 @pytest.mark.parametrize(("kind", "response", "label", "expected"), BOXED)

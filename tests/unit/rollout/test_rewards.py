@@ -3,7 +3,7 @@ r"""Rewards: every expectation was worked out by hand from the task's wording, n
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from slime.rollout.rm_hub.math_utils import (
 from slime.utils.async_utils import run
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.fake_engine import Failure, FakeCluster
 from tools.metric_names import undocumented
 
@@ -210,8 +211,8 @@ def sample(response: str, label: Any = "4", **fields: Any) -> Sample:
     return Sample(index=1, prompt="q", response=response, label=label, **fields)
 
 
-def args(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"custom_rm_path": None, "rm_type": None, "reward_key": None, **fields})
+def args(**fields: Any) -> Namespace:
+    return run_args(**fields)
 
 
 @pytest.mark.parametrize(

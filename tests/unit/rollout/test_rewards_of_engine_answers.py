@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from slime.rollout.rm_hub.answer_text import final_answer, without_end_tokens
 from slime.rollout.rm_hub.math_dapo_utils import compute_score, is_correct_strict_box
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, last_boxed_only_string
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.unit.rollout.engine_answers import ENDS, GENERATORS, Case, answers, end
 
 
@@ -78,8 +80,8 @@ def test_there_are_thousands_and_both_outcomes_of_each_rule():
         assert ended > 0.5 * len(some), kind
 
 
-def args(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"rm_type": None, "custom_rm_path": None, "rm_url": None, **changes})
+def args(**changes: Any) -> Namespace:
+    return run_args(**changes)
 
 
 async def test_the_dispatch_gives_the_same_as_the_rules():

@@ -21,6 +21,7 @@ from slime.utils.async_utils import interrupt, run
 from slime.utils.http_client import HttpRequestError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.fake_engine import Failure, hashed_reply
 
 HERE = __name__
@@ -530,7 +531,7 @@ def test_messages_as_prompt_are_refused_with_a_way_out(cluster, make_args):
 
 
 def test_model_urls():
-    args = SimpleNamespace(sglang_router_ip="::1", sglang_router_port=5)
+    args = run_args(sglang_router_ip="::1", sglang_router_port=5)
     assert sglang_rollout.get_model_url(args, "actor") == "http://[::1]:5/generate"
     args.sglang_model_routers = {"judge": ("10.0.0.1", 7)}
     assert sglang_rollout.get_model_url(args, "judge", "/x") == "http://10.0.0.1:7/x"

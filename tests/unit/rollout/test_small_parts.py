@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -25,9 +23,10 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
 )
 from slime.rollout.metrics import request_metrics, top_p_metrics
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tools.check_docs import undocumented
 
-ARGS = SimpleNamespace(reward_key=None)
+ARGS = run_args()
 
 
 def test_what_older_rollout_functions_return_is_wrapped():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from slime_plugins.rollout_buffer import rollout_buffer_example
 from slime_plugins.rollout_buffer.generator import base_generator
 from slime_plugins.rollout_buffer.generator.base_generator import BaseGenerator
 from slime_plugins.rollout_buffer.rollout_buffer_example import Progress, generate_rollout
+from tests.support.arguments import run_args
 from tests.support.rollout_args import CharTokenizer, rollout_args
 from tests.support.rollout_buffers import ChatEngine, ServedBuffer
 from tests.unit.slime_plugins.test_group_queue import item
@@ -80,7 +81,7 @@ def served(engine, monkeypatch):
 
 @pytest.fixture
 def make_args(served, tmp_path):
-    def make(questions: list[str], **changes: Any) -> SimpleNamespace:
+    def make(questions: list[str], **changes: Any) -> Namespace:
         path = tmp_path / "questions.jsonl"
         rows = [{"question": q, "answer": "".join(c for c in q if c.isdigit())} for q in questions]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -92,7 +93,7 @@ def make_args(served, tmp_path):
             "n_samples_per_prompt": 2, "num_epoch": 1, "num_rollout": None, "rollout_max_response_len": 64,
             "rollout_temperature": 0.8, "rollout_top_p": 1.0, "loss_mask_type": "qwen", "rollout_request_timeout": 60.0,
         }  # fmt: skip
-        return SimpleNamespace(**{**values, **changes})
+        return run_args(**{**values, **changes})
 
     return make
 

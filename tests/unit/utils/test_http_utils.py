@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from scripts.bench.standin import ServerThread
 from slime.utils import http_client, http_utils
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
+from tests.support.arguments import run_args
 from tests.support.fake_engine import Failure, FakeCluster
 
 REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
@@ -282,7 +282,7 @@ async def test_the_proxy_of_the_environment_is_ignored(cluster, client, monkeypa
 
 
 def engine_args(**fields):
-    return SimpleNamespace(**{"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2, **fields})
+    return run_args(**{"rollout_num_engines": None, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2, **fields})
 
 
 @pytest.mark.parametrize(
