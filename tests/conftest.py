@@ -61,7 +61,7 @@ def no_process_left_behind() -> Iterator[None]:
     yield
     if workers := sys.modules.get("slime.rollout.rm_hub.workers"):
         workers.close_reward_workers()  # they serve a process to its end, and this one has not come to it
-    if parsers := sys.modules.get("slime.agent.parser_process"):
+    if parsers := sys.modules.get("slime.agent.sglang_parsers"):
         parsers.close()
     deadline = time.monotonic() + LEFTOVER_PATIENCE_S
     while (left := marked_processes(token)) and time.monotonic() < deadline:

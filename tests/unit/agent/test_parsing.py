@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from slime.agent import parser_process, sglang_parsers
+from slime.agent import sglang_parsers
 from slime.agent.parsing import ParsedModelOutput, parse_model_output, parse_tool_uses, parse_xml_tool_uses
 
 
@@ -94,27 +94,27 @@ def test_what_the_tool_parser_does_not_find_is_looked_for_by_hand(monkeypatch, b
 
 
 class Helper:
-    """What ``parser_process`` holds of a process, with a pipe to the test."""
+    """What ``sglang_parsers`` holds of a process, with a pipe to the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        parser_process.close()
+        sglang_parsers.close()
         command = ["sleep", "100"]
-        popen = parser_process.subprocess.Popen
-        monkeypatch.setattr(parser_process.subprocess, "Popen", lambda _, **options: popen(command, **options))
+        popen = sglang_parsers.subprocess.Popen
+        monkeypatch.setattr(sglang_parsers.subprocess, "Popen", lambda _, **options: popen(command, **options))
         monkeypatch.setattr(sglang_parsers, "importable", lambda: False)
 
 
 def test_a_parser_that_hangs_is_ended_and_costs_one_turn(monkeypatch):
     Helper(monkeypatch)
-    monkeypatch.setattr(parser_process, "START_DEADLINE_S", 0.05)
+    monkeypatch.setattr(sglang_parsers, "START_DEADLINE_S", 0.05)
     assert parse_tool_uses("body", TOOLS, "qwen25") == ("body", [], True)
-    assert parser_process._helper is None
+    assert sglang_parsers._helper is None
 
 
 def test_a_helper_that_dies_is_an_error_with_its_reason(monkeypatch):
     Helper(monkeypatch)
-    helper = parser_process._helper = parser_process._Helper()
+    helper = sglang_parsers._helper = sglang_parsers._Helper()
     os.kill(helper.process.pid, signal.SIGTERM)
     with pytest.raises(RuntimeError, match=r"parsers ended \(exit status -\d+\).*need the package sglang"):
         parse_tool_uses("body", TOOLS, "qwen25")
-    assert parser_process._helper is None
+    assert sglang_parsers._helper is None
