@@ -27,7 +27,7 @@ from scripts.bench.rewards import per_time, stalls
 from slime.rollout.durable.journal import GroupJournal
 from slime.rollout.durable.journal_writer import samples_to_json
 from slime.rollout.durable.state_codec import decode_group
-from slime.rollout.group_copy import copy_group
+from slime.rollout.groups import copy_group
 from slime.utils.types import Sample
 
 WITHOUT, WITH, ON_LOOP = "without a journal", "with the journal", "encoded and written on the loop"

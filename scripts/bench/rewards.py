@@ -20,8 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from slime.rollout.rm_hub.worker_process import WorkerLimits
-from slime.rollout.rm_hub.workers import RewardWorkers, default_worker_count
+from slime.rollout.rm_hub.workers import RewardWorkers, WorkerLimits, default_worker_count
 
 TICK_S = 0.001
 BURN = "scripts.bench.rewards.burn"

@@ -68,7 +68,7 @@ def run_app_in_thread(
 ) -> AppHandle:
     """Serve ``app`` on ``host`` and ``port`` (0: any free one) from a daemon thread; return when it listens.
 
-    ``runner_kwargs`` go to ``web.AppRunner``. The handlers of clients that have gone are cancelled. Raises what kept it
+    ``runner_kwargs`` go to ``web.AppRunner``. The handlers of disconnected clients are cancelled. Raises what kept it
     from listening (OSError for a port in use) and TimeoutError after ``start_timeout_sec``.
     """
     options = {"access_log_class": FilteredAccessLogger, **_RUNNER_DEFAULTS, **(runner_kwargs or {})}

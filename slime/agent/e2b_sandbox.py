@@ -24,7 +24,7 @@ _TRANSPORTS = {"httpx", "httpcore", "h2", "pyqwest", "connectrpc"}
 class E2BSandbox:
     """A sandbox of E2B from the container ``image``.
 
-    ``timeout`` (s, ``SLIME_AGENT_SANDBOX_LIFETIME_SEC``, 3600) is how long it lives at most. Services that take the
+    ``timeout`` (s, ``SLIME_AGENT_SANDBOX_LIFETIME_SEC``, 3600) bounds its lifetime. Services that take the
     image in the sandbox's metadata need the key for it (``image_metadata_key``,
     ``SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY``); the template is then ``size`` (``SLIME_AGENT_E2B_SANDBOX_SIZE``, md),
     without a key it is the image. Calls that fail for a passing reason are repeated ``rpc_retries`` times

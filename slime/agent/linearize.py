@@ -1,4 +1,4 @@
-"""The turns of one conversation, packed into as few token sequences as tell what the engine saw.
+"""The turns of one conversation, packed into as few token sequences as reproduce what the engine saw.
 
 Each turn's prompt is compared with the tokens held so far:
 

@@ -1,4 +1,4 @@
-"""Machines that agents may do as they please in: what is asked of one, and long commands that outlive a connection."""
+"""Isolated machines for agents: their interface, and long commands that survive a lost connection."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from slime.batching.train_data import build_train_data, finite_reward
 from slime.batching.train_rows import Rows, join_rows, take_rows, unused_ids
 from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
-from slime.rollout.group_copy import copy_sample
+from slime.rollout.groups import copy_sample
 from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
 from slime.utils.atomic_file import write_atomically
 from slime.utils.types import Sample

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.hooks.either_form import finish
+from slime.rollout.groups import iter_samples
 from slime.rollout.hooks.hook import describe
+from slime.rollout.hooks.sync_or_async import finish
 from slime.utils.types import Sample
+
+__all__ = [
+    "RolloutFnEvalOutput",
+    "RolloutFnTrainOutput",
+    "call_rollout_fn",
+    "check_sibling_rollout_ids",
+    "iter_samples",
+]
 
 
 @dataclass
@@ -71,15 +80,6 @@ def _check_results(fn: Callable[..., Any], data: Any) -> None:
         if not isinstance(result, Mapping) or "rewards" not in result:
             seen = f"the keys {sorted(map(str, result))}" if isinstance(result, Mapping) else type(result).__name__
             raise TypeError(f"{describe(fn)} returned {seen} for evaluation data set {name!r}; expected {expected}")
-
-
-def iter_samples(nested: Any) -> Iterator[Sample]:
-    """Yield the samples of an arbitrarily nested list, in order."""
-    if isinstance(nested, (list, tuple)):
-        for item in nested:
-            yield from iter_samples(item)
-    else:
-        yield nested
 
 
 def check_sibling_rollout_ids(nested: Any, depth: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Where prompts come from: the prompt file, epoch by epoch, and a buffer of groups handed back by rollouts.
 
-Both keep their place in a small state that is saved with each checkpoint, so that a resumed run goes on with the very
-next prompt. Groups that were generated after it come back from a journal. Methods may be called from several threads.
+Both keep their place in a small state that is saved with each checkpoint, so that a resumed run continues with the very
+next prompt. Groups that were generated after it are read from a journal. Methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
 from slime.rollout.durable.journal_file import to_json
 from slime.rollout.durable.journal_writer import samples_to_json
 from slime.rollout.durable.recovery import Recovery, Unconsumed, may_be_saved, still_open
 from slime.rollout.durable.state_codec import decode_group, decode_value, encode_group, encode_value
-from slime.rollout.group_copy import copy_prompt
-from slime.rollout.hooks.hook import describe, make_hook
-from slime.rollout.requests.engine_context import longest_prompt
+from slime.rollout.groups import copy_prompt, iter_samples
+from slime.rollout.hooks.hook import Hook, describe, make_hook
+from slime.rollout.requests.generate_request import longest_prompt
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
@@ -45,7 +44,7 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def add_samples(self, samples: list[Group]) -> None:
-        """Take groups back, to be handed out again."""
+        """Take groups back, to be drawn again."""
 
     @abc.abstractmethod
     def save(self, rollout_id: int) -> None:
@@ -66,7 +65,7 @@ class RolloutDataSource(DataSource):
     Without a data set (``--disable-rollout-global-dataset``) it hands out blank samples for the generate function to
     fill.
 
-    It may be told more than the abstract class asks for: ``take_back`` is how rollout functions hand back what they
+    It has more methods than the abstract class: ``take_back`` is how rollout functions hand back what they
     drew and did not use, whether or not ``add_samples`` works. For runs that are resumed, ``record_completed`` keeps a
     finished group, which a resumed run gets in the place of its prompt; ``record_consumed`` is the rollout manager's.
     """
@@ -258,7 +257,7 @@ class RolloutDataSource(DataSource):
             self._recovery.after_rollout(rollout_id, per_epoch)
 
     def _serialize(self) -> bytes:
-        """Return the state as JSON, encoded part by part and without the lock: others draw and generate meanwhile."""
+        """Return the state as JSON, encoded part by part and without the lock: other threads draw meanwhile."""
         with self._lock:
             own = type(self).state_dict is not RolloutDataSource.state_dict  # a subclass keeps more
             state = self.state_dict() if own else self._place()
@@ -395,3 +394,36 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
 
 def _state_path(root: str, rollout_id: int, suffix: str) -> Path:
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}{suffix}"
+
+
+def draw_groups(args: Any, get_samples: Callable[[int], Any], count: int) -> list[list[Sample]]:
+    """Return ``get_samples(count)``: groups of ``n_samples_per_prompt`` samples, fewer than ``count`` at the end.
+
+    Raises TypeError and ValueError, naming the data source, for anything else.
+    """
+    hook = Hook("--data-source-path", args.data_source_path or "", get_samples)
+    groups = hook(count)
+    outer = isinstance(groups, (list, tuple))
+    if not outer or not all(isinstance(group, list) for group in groups):
+        odd = next(group for group in groups if not isinstance(group, list)) if outer else groups
+        raise hook.returned(odd, "a list of groups, each a list of Sample, of get_samples(n)")
+    expected = args.n_samples_per_prompt
+    for group in groups:
+        if len(group) != expected:
+            raise ValueError(
+                f"{hook}: get_samples({count}) returned a group of {len(group)} samples; expected "
+                f"--n-samples-per-prompt {expected}"
+            )
+    return list(groups)
+
+
+def hand_back(data_source: Any, groups: list[list[Sample]]) -> None:
+    """Return groups that a rollout drew and did not use to ``data_source``."""
+    if not groups:
+        return
+    if take_back := getattr(data_source, "take_back", None):
+        take_back(groups)
+    elif getattr(data_source, "accepts_samples", True):
+        data_source.add_samples(groups)
+    else:
+        logger.warning("%d groups are dropped because %s takes none back", len(groups), type(data_source).__name__)

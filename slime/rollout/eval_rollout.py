@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.observability.progress import progress_bar
-from slime.rollout.base_types import iter_samples
-from slime.rollout.group_copy import copy_prompt
-from slime.rollout.requests.cancelling import cancel_all
-from slime.rollout.requests.engine_context import longest_prompt
+from slime.rollout.cancelling import cancel_all
+from slime.rollout.groups import copy_prompt, iter_samples
+from slime.rollout.requests.generate_request import longest_prompt
 from slime.rollout.requests.generate_state import Completions, describe_waits
 from slime.utils.data import Dataset
 from slime.utils.types import Sample

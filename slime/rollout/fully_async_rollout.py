@@ -13,10 +13,10 @@ from typing import Any
 from slime.observability.progress import progress_bar
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.hooks.hook import find_hook
+from slime.rollout.data_source import hand_back
+from slime.rollout.groups import Group
 from slime.rollout.stream.generation_stream import GenerationStream
-from slime.rollout.stream.group_job import Group
-from slime.rollout.train_rollout import first_index
+from slime.rollout.train_rollout import run_rollout_hooks
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.moved import also_named
 
@@ -25,13 +25,13 @@ __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async", "get_global_wor
 logger = logging.getLogger(__name__)
 
 WAITING_NOTE_S = 60.0
-"""After this long without anything to wait for but new weights, and every time again, a rollout says so."""
+"""How often a rollout that waits for nothing but new weights logs it."""
 
 
 class AsyncRolloutWorker:
     """Keeps groups of ``data_buffer`` in flight, at most ``concurrency``, and as many waiting to be consumed.
 
-    It lives on the process's asyncio loop and has no thread of its own; methods may be called from any other thread.
+    It runs on the process's asyncio loop and has no thread of its own; methods may be called from any other thread.
     """
 
     def __init__(self, args: Any, data_buffer: Any, concurrency: int | None = None) -> None:
@@ -46,7 +46,7 @@ class AsyncRolloutWorker:
     def stop(self) -> None:
         """Stop generating, abort what is in flight, and hand all that was not consumed back to the data source."""
         left = run(self.stream.stop())
-        sglang_rollout._hand_back(self.data_source, left)
+        hand_back(self.data_source, left)
 
     def get_completed_groups(self, limit: int | None = None) -> list[tuple[int, Group]]:
         """Consume the oldest finished groups, at most ``limit``, as (running number, group); does not wait."""
@@ -69,27 +69,19 @@ class AsyncRolloutWorker:
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Return the next ``rollout_batch_size`` groups, ordered by their first sample's index.
 
-        Whatever ends this early, a hook too, stops generation; the next call takes it up again with the same groups.
+        An error, also of a hook, stops generation; the next call resumes it with the same groups.
         """
         self.stream.begin_rollout(rollout_id)
         try:
             await self._fill(rollout_id)
             dropped = list(self.stream.ledger.dropped)
-            data = await self._process(dropped)
+            groups = [job.result or [] for job in self.stream.ledger.taken]
+            get_samples = self.data_source.get_samples
+            data = await run_rollout_hooks(self.args, groups, [*groups, *dropped], get_samples)
         except BaseException:
             await self.stream.suspend()
             raise
         return RolloutFnTrainOutput(samples=data, metrics=self.stream.end_rollout(len(dropped)))
-
-    async def _process(self, dropped: list[Group]) -> list[Group]:
-        """Run the hooks of a whole rollout; return the groups taken, as the sample filter leaves them."""
-        args, groups = self.args, [job.result or [] for job in self.stream.ledger.taken]
-        data = sorted(groups, key=first_index)
-        if sample_filter := find_hook(args, "rollout_sample_filter_path"):
-            await sample_filter.awaited(args, data)
-        if process := find_hook(args, "rollout_all_samples_process_path"):
-            await process.awaited(args, sorted([*groups, *dropped], key=first_index), self.data_source.get_samples)
-        return data
 
     async def _fill(self, rollout_id: int) -> None:
         """Return when enough groups are taken."""
@@ -120,7 +112,7 @@ class AsyncRolloutWorker:
                 )  # fmt: skip
 
     async def evaluate(self, rollout_id: int) -> RolloutFnEvalOutput:
-        """Run the built-in evaluation. Groups in flight go on; new ones begin in the slots that it leaves free."""
+        """Run the built-in evaluation. Groups in flight continue; new ones start in the slots that it leaves free."""
         return (await sglang_rollout.eval_rollout(self.args, rollout_id))[0]
 
 
@@ -162,13 +154,13 @@ def unconsumed_groups() -> list[Group]:
 def generate_rollout_fully_async(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """A ``--rollout-function-path`` that blocks only until enough groups are ready; generation goes on afterwards."""
+    """A ``--rollout-function-path`` that blocks only until enough groups are ready; generation continues afterwards."""
     worker = get_global_worker(args, data_source)
     if evaluation:
         return run(worker.evaluate(rollout_id))
     return run(worker.rollout(rollout_id))
 
 
-# What the rollout manager asks of functions that always generate: to end, and what a checkpoint must hold of them.
+# The rollout manager calls these of functions that always generate: to end them, and to save their groups.
 generate_rollout_fully_async.stop = stop_global_worker  # type: ignore[attr-defined]
 generate_rollout_fully_async.unconsumed = unconsumed_groups  # type: ignore[attr-defined]

@@ -42,8 +42,8 @@ def summary(values: Sequence[float], prefix: str) -> dict[str, float]:
 
 
 def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return statistics of the engine calls in the samples' traces: ``perf/request/*`` and ``perf/decode/throughput/*``
-    as engines report them, and the seconds of prefill and decode where they tell (``perf/{prefill,decode}/time/*``)."""
+    """Return statistics of the engine calls in the samples' traces: ``perf/request/*``, ``perf/decode/throughput/*``
+    and, of engines that report the phases, ``perf/{prefill,decode}/time/*`` in seconds."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         trace = getattr(sample, "trace", None)

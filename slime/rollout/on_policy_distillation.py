@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.rollout.requests.cancelling import gather_or_cancel
+from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.rm_hub.remote import ask
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
@@ -29,7 +29,7 @@ async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -
 
     The teacher must have the student's tokenizer. ``--rollout-request-timeout`` bounds a reward as a whole: a third of
     it an attempt, so that one that hangs leaves time for others. Raises ValueError without ``--rm-url`` and for a reply
-    that does not tell the log-probs of the sample's very tokens, HttpRequestError when the teacher does not answer.
+    that lacks the log-probs of the sample's very tokens, HttpRequestError when the teacher does not answer.
     """
     if isinstance(sample, list):
         return await gather_or_cancel([reward_func(args, one, **kwargs) for one in sample])
@@ -56,13 +56,13 @@ async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -
 
 
 async def _name_last_id(url: str, sample: Sample, reply: Any, timeout: float) -> None:
-    """Write the last id of the teacher's vocabulary into ``reply`` where SGLang tells 0 in its place.
+    """Write the last id of the teacher's vocabulary into ``reply`` where SGLang reports 0 in its place.
 
     It does so for ids beyond the vocabulary as well, with the last one's log-prob. Which of them it is the server knows
-    itself: it refuses to tell log-probs of ids that it does not have, and HttpRequestError is raised.
+    itself: it refuses log-probs of ids that it does not have, and HttpRequestError is raised.
     """
-    told = _response_entries(sample, reply)
-    hidden = [(entry, token) for entry, token in zip(told, _response(sample), strict=True) if entry[1] == 0 != token]
+    entries = _response_entries(sample, reply)
+    hidden = [(entry, token) for entry, token in zip(entries, _response(sample), strict=True) if entry[1] == 0 != token]
     if not hidden:
         return
     last = max(token for _, token in hidden)
@@ -95,23 +95,23 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
 
 
 def teacher_log_probs(sample: Sample, reply: Any) -> list[float]:
-    """Return the log-probs of the response tokens (response_length floats) that a teacher's ``reply`` tells.
+    """Return the log-probs of the response tokens (response_length floats) of a teacher's ``reply``.
 
     ``meta_info.input_token_logprobs`` has ``[log-prob, token id, ...]`` for every token of prompt and response; nothing
     is known about the first. Raises ValueError when it is missing, or is not about the tokens of ``sample``.
     """
-    told = _response_entries(sample, reply)
-    for position, (entry, token) in enumerate(zip(told, _response(sample), strict=True)):
+    entries = _response_entries(sample, reply)
+    for position, (entry, token) in enumerate(zip(entries, _response(sample), strict=True)):
         if entry[1] != token:
             raise ValueError(
-                f"{_name(sample)}: response token {position} is {token}, but the teacher told of {entry[1]}; both must "
-                "have the same tokenizer"
+                f"{_name(sample)}: response token {position} is {token}, but the teacher returned {entry[1]}; both "
+                "must have the same tokenizer"
             )
         if not isinstance(entry[0], (int, float)) or not math.isfinite(entry[0]):
             raise ValueError(
                 f"{_name(sample)}: the teacher's log-prob of response token {position} is {entry[0]!r}, no number"
             )
-    return [float(entry[0]) for entry in told]
+    return [float(entry[0]) for entry in entries]
 
 
 def _name(sample: Sample) -> str:
@@ -123,7 +123,7 @@ def _response(sample: Sample) -> list[int]:
 
 
 def _response_entries(sample: Sample, reply: Any) -> list[Any]:
-    """Return what ``reply`` tells of each response token, ``[log-prob, token id, ...]``."""
+    """Return what ``reply`` has of each response token, ``[log-prob, token id, ...]``."""
     meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
     entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, Mapping) else None
     if not isinstance(entries, Sequence):
@@ -135,7 +135,7 @@ def _response_entries(sample: Sample, reply: Any) -> list[Any]:
     with_images = bool((sample.multimodal_inputs or {}).get("images"))  # each is as many tokens as the server makes it
     if len(entries) <= length if with_images else len(entries) != total:
         raise ValueError(
-            f"{_name(sample)}: the teacher told the log-probs of {len(entries)} tokens, the sample has {total} "
+            f"{_name(sample)}: the teacher returned the log-probs of {len(entries)} tokens, the sample has {total} "
             f"({length} of them in the response)"
         )
     if length >= total:

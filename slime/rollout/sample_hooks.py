@@ -30,7 +30,7 @@ async def apply_sample_hooks(
 ) -> Any:
     """Run every hook, in flag order, on each sample of the nested list ``samples``; return the same nesting.
 
-    A hook may be sync or async and returns the sample to go on with, or None to keep the one it was given. It is
+    A hook may be sync or async and returns the sample to continue with, or None to keep the one it was given. It is
     passed those of ``rollout_id`` and ``evaluation`` that it accepts. Raises TypeError for any other return value.
     """
     paths = args.rollout_sample_hook_path or []

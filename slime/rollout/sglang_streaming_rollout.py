@@ -17,8 +17,8 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.requests.engine_idle import describe_engines
-from slime.rollout.requests.generate_request import append_output, generate_payload, routing_headers
+from slime.rollout.requests.engines import describe_engines
+from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
 from slime.utils.http_client import RETRIED_STATUSES
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
 from slime.utils.types import Sample
@@ -55,23 +55,27 @@ async def generate_streaming(
     When the rollout is aborted, the sample is ABORTED with the tokens that had arrived. Every event must come within
     ``--rollout-request-timeout``. A stream that breaks off is continued by another request.
     """
-    return await sglang_rollout.generate_to_the_end(args, sample, sampling_params, evaluation, _stream_once)
+    resumes = Resumes(sglang_rollout.GenerateState(args), sample)
+    while (payload := generate_payload(args, sample, sampling_params, evaluation)) is not None:
+        await _stream(args, sample, payload)
+        if not await resumes.needed():
+            break
+    return sample
 
 
 generate_streaming.resumable = True  # type: ignore[attr-defined]
 
 
-async def _stream_once(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> None:
-    payload = generate_payload(args, sample, sampling_params, evaluation)
-    if payload is None:
-        return
+async def _stream(args: Any, sample: Sample, payload: dict[str, Any]) -> None:
     answer = _GrowingAnswer(args, sample)
     limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
     with trace_span(sample, "sglang_generate_stream", limit) as span:
         try:
             await _read(args, sample, payload, answer)
         except StreamLostError as e:
-            logger.warning("sample index=%s goes on with what it has, the stream was lost: %s", sample.index, e)
+            logger.warning(
+                "the stream of sample index=%s was lost, it is resumed from its last token: %s", sample.index, e
+            )
         except HttpTimeoutError as e:
             e.add_note(await describe_engines(sglang_rollout.get_model_url(args, "default", "")))
             raise
@@ -102,7 +106,7 @@ async def _read(args: Any, sample: Sample, payload: dict[str, Any], answer: _Gro
 
 
 class _GrowingAnswer:
-    """One streamed answer: every event says all of it, so that the sample is made anew from its state before."""
+    """One streamed reply: every event repeats all of it, so the sample is rebuilt from its state before the request."""
 
     def __init__(self, args: Any, sample: Sample) -> None:
         self.args = args
@@ -142,10 +146,10 @@ class _GrowingAnswer:
 
     def _check_whole(self, event: dict[str, Any]) -> None:
         """Refuse what engines send under --incremental-streaming-output: the new tokens only."""
-        made, told = event["meta_info"].get("completion_tokens"), event["meta_info"].get("output_token_logprobs")
-        if isinstance(made, int) and told is not None and len(told) < made:
+        made, reported = event["meta_info"].get("completion_tokens"), event["meta_info"].get("output_token_logprobs")
+        if isinstance(made, int) and reported is not None and len(reported) < made:
             raise ValueError(
-                f"sample index={self.sample.index}: an event of the stream has {len(told)} of {made} tokens, but "
+                f"sample index={self.sample.index}: an event of the stream has {len(reported)} of {made} tokens, but "
                 "generate_streaming needs events that repeat the earlier ones; leave out "
                 "--sglang-incremental-streaming-output"
             )

@@ -9,17 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.observability.progress import progress_bar
-from slime.rollout.base_types import iter_samples
+from slime.rollout.cancelling import cancel_all
+from slime.rollout.data_source import draw_groups
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     await_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.fresh_groups import FreshGroups
-from slime.rollout.hooks.drawing import draw_groups
-from slime.rollout.requests.cancelling import cancel_all
-from slime.rollout.requests.engine_idle import abort_all_until_idle
+from slime.rollout.groups import Group, first_index, has_aborted, iter_samples
+from slime.rollout.hooks.hook import make_hook
+from slime.rollout.requests.engines import abort_all_until_idle
 from slime.rollout.requests.generate_state import Completions
+from slime.rollout.staleness import StalenessFilter
 from slime.utils.http_utils import get_http_client
 from slime.utils.types import Sample
 
@@ -30,8 +31,6 @@ FINISH_GRACE_S = 10.0
 """How long groups may take to return once the engines were stopped and pending rewards left behind."""
 MAX_ABORTED_SHARE = 4
 SUBMITTED_AT_ONCE = 8
-
-Group = list[Sample]
 
 
 class Collection:
@@ -49,7 +48,7 @@ class Collection:
         """Those that have not been begun."""
         self.aborted = 0
         self.metrics = MetricGatherer()
-        self.fresh = FreshGroups(args, rollout_id)
+        self.staleness = StalenessFilter(args, rollout_id)
 
     async def add(self, group: Group, original: Group, state: Any) -> None:
         """Accept, drop or hand back one finished group; ``original`` is what was drawn."""
@@ -57,7 +56,7 @@ class Collection:
             f"group {first_index(group)} has {len(group)} samples, expected --n-samples-per-prompt "
             f"{self.args.n_samples_per_prompt}"
         )
-        if _has_aborted(group):
+        if has_aborted(group):
             self._requeue(group if self.args.partial_rollout else original, original, state)
             return
         target = self.args.rollout_batch_size
@@ -77,7 +76,7 @@ class Collection:
 
     def collect_metrics(self) -> dict[str, Any]:
         """Return the counts of dropped, handed-back and too old groups."""
-        metrics: dict[str, Any] = self.metrics.collect() | self.fresh.metrics()
+        metrics: dict[str, Any] = self.metrics.collect() | self.staleness.metrics()
         if self.handed_back:
             metrics["rollout/handed_back_groups"] = len(self.handed_back)
         return metrics
@@ -89,13 +88,36 @@ class Collection:
     def _requeue(self, group: Group, original: Group, state: Any) -> None:
         """A generate function gave up on this group: it goes back to the source, and another takes its place."""
         self.aborted += 1
-        if self.aborted > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
-            raise RuntimeError(
-                f"rollout {self.rollout_id}: {self.aborted} groups came back with ABORTED samples though nothing was "
-                f"aborted, the last one group {first_index(group)}; check the generate function"
-            )
+        if error := too_many_aborted(self.args, self.rollout_id, self.aborted, f"group {first_index(group)}"):
+            raise error
         self.handed_back.append(_to_continue(group, original))
         state.remaining_batch_size -= 1
+
+
+def too_many_aborted(args: Any, rollout_id: int, count: int, last: str) -> RuntimeError | None:
+    """Return the error that stops a rollout whose generate function gives up on too many groups."""
+    if count <= MAX_ABORTED_SHARE * args.rollout_batch_size:
+        return None
+    return RuntimeError(
+        f"rollout {rollout_id}: {count} groups have ABORTED samples though nothing was aborted, the last one {last}; "
+        "check the generate function"
+    )
+
+
+async def run_rollout_hooks(
+    args: Any, accepted: list[Group], seen: list[Group], get_samples: Any, load: Callable[[str], Any] | None = None
+) -> list[Group]:
+    """Run the hooks of a whole rollout; return the accepted groups in order, as the sample filter leaves them.
+
+    ``seen`` are the groups that were accepted or dropped by the dynamic filter; ``load`` replaces ``load_function``.
+    """
+    data = sorted(accepted, key=first_index)
+    if path := args.rollout_sample_filter_path:
+        await make_hook(path, "rollout_sample_filter_path", load=load).awaited(args, data)
+    if path := args.rollout_all_samples_process_path:
+        hook = make_hook(path, "rollout_all_samples_process_path", load=load)
+        await hook.awaited(args, sorted(seen, key=first_index), get_samples)
+    return data
 
 
 async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group]], collection: Collection) -> None:
@@ -115,7 +137,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 collection.drawn = draw_groups(args, get_samples, args.over_sampling_batch_size)
                 if not collection.drawn:
                     raise RuntimeError(f"rollout {collection.rollout_id}: the data source has no more prompts")
-                collection.fresh.refresh(collection.drawn)
+                collection.staleness.reset_stale(collection.drawn)
                 await _submit(state, collection.drawn)
             done = await completions.wait(state.pendings, stall_s)
             state.pendings -= done
@@ -127,8 +149,8 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 )
             for task in _in_order(done, state):
                 before, group = len(collection.accepted), task.result()
-                collection.fresh.stamp(group)
-                if state.on_completed is not None and not _has_aborted(group):
+                collection.staleness.stamp(group)
+                if state.on_completed is not None and not has_aborted(group):
                     state.on_completed(group)
                 await collection.add(group, state.groups_in_flight.original(task), state)
                 state.groups_in_flight.take_original(task)
@@ -159,7 +181,7 @@ def _in_order(done: set[asyncio.Task[Any]], state: Any) -> list[asyncio.Task[Any
     """Return finished tasks ordered by the sample index of their results; raise the first failure."""
     failures = []
     for task in done:
-        error = RuntimeError("cancelled though nobody here cancelled it") if task.cancelled() else task.exception()
+        error = RuntimeError("cancelled unexpectedly") if task.cancelled() else task.exception()
         if error is not None:
             group = state.groups_in_flight.original(task)
             error.add_note(f"while generating group {first_index(group)} (samples {_indices(group)})")
@@ -172,8 +194,8 @@ def _in_order(done: set[asyncio.Task[Any]], state: Any) -> list[asyncio.Task[Any
 async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
     """Abort what the engines are generating and return the groups in flight, in order, to be handed back.
 
-    With ``partial_rollout`` that is what has been generated of them; rewards go on without anyone who waits for them,
-    and are there, or waited for, when the group comes back. Without it nothing is waited for, and groups that are not
+    With ``partial_rollout`` that is what has been generated of them; rewards are left pending, and the
+    next rollout that gets the group waits for them. Without it nothing is waited for, and groups that are not
     finished are as they were drawn: their prompts are neither skipped nor continued.
     """
     assert not state.aborted, "this rollout was aborted already"
@@ -236,14 +258,10 @@ def _has_result(task: asyncio.Task[Any]) -> bool:
 
 
 def _to_continue(group: Group, original: Group) -> Group:
-    """Return the group with the original samples in place of fan-outs that were aborted in part, which cannot go on."""
+    """Return the group with the original samples in place of fan-outs that were aborted in part: they cannot resume."""
     return [
-        original[number] if isinstance(item, list) and _has_aborted(item) else item for number, item in enumerate(group)
+        original[number] if isinstance(item, list) and has_aborted(item) else item for number, item in enumerate(group)
     ]
-
-
-def _has_aborted(group: Group) -> bool:
-    return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(group))
 
 
 def _reward_number(args: Any, sample: Sample) -> float | None:
@@ -255,9 +273,3 @@ def _reward_number(args: Any, sample: Sample) -> float | None:
 
 def _indices(group: Any) -> list[int | None]:
     return [sample.index for sample in iter_samples(group)]
-
-
-def first_index(group: Any) -> int:
-    """Return the index of a group's first sample (-1 when it has none)."""
-    first = next(iter_samples(group), None)
-    return -1 if first is None or first.index is None else first.index

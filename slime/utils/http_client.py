@@ -62,7 +62,7 @@ class HttpClient:
 
     ``request_timeout`` (s) is the deadline of a whole request, its retries included. ``api_key`` is sent as a bearer
     token to the hosts registered with ``trust`` and to no other. Proxy settings of the environment are ignored.
-    ``refused`` counts the ``/generate`` requests that a busy server turned away and that wait to be sent again.
+    ``refused`` counts the ``/generate`` requests that a busy server refused and that wait to be sent again.
     """
 
     def __init__(self, concurrency: int, request_timeout: float = 1800.0, api_key: str | None = None) -> None:

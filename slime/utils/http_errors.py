@@ -1,4 +1,4 @@
-"""What can be wrong with a request, and which of it another attempt may mend."""
+"""Errors of HTTP requests, and which of them are retryable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StreamLostError(HttpRequestError):
 
 
 class Retry(Exception):
-    """One attempt failed in a way that another attempt may mend."""
+    """One attempt failed with a retryable error."""
 
     def __init__(self, reason: str, status: int | None = None, body: str = "", retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class Retry(Exception):
 
 @contextlib.contextmanager
 def transport_errors(method: str, url: str, attempts: int) -> Iterator[None]:
-    """Say which errors of a connection are final and which another attempt may mend."""
+    """Say which errors of a connection are final and which are retryable."""
     try:
         yield
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.requests import engine_idle
+from slime.rollout.requests import engines
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import http_client
 from slime.utils.http_client import HttpTimeoutError
@@ -45,7 +45,7 @@ def test_a_stopped_standin_is_named_when_the_deadline_passes(monkeypatch: pytest
         standin_fleet(monkeypatch, 2, ENGINE_WORDS) as (standins, _),
         rollout_client(monkeypatch, tmp_path) as make_args,
     ):
-        monkeypatch.setattr(engine_idle, "PROBE_DEADLINE_S", 1.0)
+        monkeypatch.setattr(engines, "PROBE_DEADLINE_S", 1.0)
         monkeypatch.setattr(http_client, "ABORT_DEADLINE_S", 1.0)
         args = make_args(standins.address, prompts=8, rollout_request_timeout=5.0)
         stopped, working = standins.serving()
@@ -54,7 +54,7 @@ def test_a_stopped_standin_is_named_when_the_deadline_passes(monkeypatch: pytest
             generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         notes = " ".join(caught.value.__notes__)
         urls = {member.engine: member.known_info.url for member in standins.fleet.members.all()}
-        assert f"engine {urls[stopped]} does not tell its load" in notes
+        assert f"engine {urls[stopped]} does not report its load" in notes
         assert f"engine {urls[working]} holds 0 requests" in notes
         assert "while generating group" in notes
         assert standins.fleet.members.lost == 0

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from slime.rollout.rm_hub import async_rm, extract_boxed_answer, rules
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import RewardFailure
-from slime.rollout.rm_hub.worker_process import WorkerLimits
-from slime.rollout.rm_hub.workers import RewardWorkers, default_worker_count, get_reward_workers
+from slime.rollout.rm_hub.workers import RewardWorkers, WorkerLimits, default_worker_count, get_reward_workers
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 
@@ -138,8 +137,7 @@ async def test_threads_and_prints_are_fine(workers):
 
 
 async def test_a_worker_that_ignores_its_timers_is_killed(monkeypatch):
-    for module in ("workers", "worker_process"):
-        monkeypatch.setattr(f"slime.rollout.rm_hub.{module}.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("slime.rollout.rm_hub.workers.STOP_GRACE_S", 0.2)
     stubborn = RewardWorkers(1, WorkerLimits(cpu_s=0.05))
     with pytest.raises(RewardFailure, match="was silent for") as caught:
         await stubborn.call(f"{BAD}.blocks_the_timers")

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from slime.rollout.base_types import iter_samples
-from slime.rollout.hooks.drawing import draw_groups
+from slime.rollout.data_source import draw_groups
 from slime.utils.types import Sample
 from tests.plugin_contracts.contract import EXAMPLES, fingerprint, hook_at, must, subjects
 

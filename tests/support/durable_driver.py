@@ -23,7 +23,7 @@ from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.durable import journal_writer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.group_copy import copy_sample
+from slime.rollout.groups import copy_sample
 from slime.utils.atomic_file import write_atomically
 from slime.utils.http_utils import init_http_client
 from slime.utils.types import Sample

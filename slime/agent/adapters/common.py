@@ -289,7 +289,7 @@ async def call_sglang_generate(
     """Generate one answer on the engines behind ``adapter.sglang_url``.
 
     A prompt that fills the context is not sent: its answer is empty and ends with ``length``. Engines that abort for a
-    weight sync are asked to go on from the tokens they made. Requests of a session carry its id as routing key. When
+    weight sync are resumed from their tokens. Requests of a session carry its id as routing key. When
     this is cancelled, or takes too long, the request is aborted on the engine. Raises HttpRequestError (a RuntimeError)
     for a request that is refused.
     """

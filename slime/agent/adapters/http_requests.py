@@ -19,7 +19,7 @@ CLIENT_POLL_S = 0.5
 async def generate_for(
     generation: Coroutine[Any, Any, TurnRecord], in_flight: Turn, request: web.Request
 ) -> TurnRecord:
-    """Await ``generation`` unless its session is closed or its client has gone before it ends."""
+    """Await ``generation`` unless its session is closed or its client disconnects before."""
     if in_flight.is_cut_off:
         generation.close()
         raise session_closed()

@@ -1,4 +1,4 @@
-"""Sampling parameters of a turn: what the gateway needs, the session's defaults, what the request asks for."""
+"""Sampling parameters of a turn: what the gateway needs, the session's defaults, what the request sets."""
 
 from __future__ import annotations
 

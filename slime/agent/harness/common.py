@@ -61,7 +61,7 @@ async def install_npm_cli(
     if source.endswith((".tgz", ".tar.gz")):
         source = "/tmp/npm-package.tgz"
         await sb.write_file(source, Path(npm_package))
-    # not where Node is: its bin directory is on nobody's path
+    # not where Node is: its bin directory is on no path
     install = f"npm install --global --prefix /usr/local {shlex.quote(source)}"
     for attempt in range(NPM_ATTEMPTS):
         await asyncio.sleep(NPM_PAUSE_S if attempt else 0)

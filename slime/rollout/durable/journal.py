@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
 from slime.rollout.durable.journal_file import read_records
 from slime.rollout.durable.journal_writer import JournalWriter
 from slime.rollout.durable.state_codec import decode_group
-from slime.rollout.group_copy import copy_group
+from slime.rollout.groups import copy_group, iter_samples
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

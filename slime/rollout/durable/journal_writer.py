@@ -72,7 +72,7 @@ class JournalWriter:
         self._left_out = 0
 
     def put(self, path: Path, record: dict[str, Any], samples: Any = None) -> None:
-        """Write ``record`` to ``path``, with ``samples``, which nobody must change from now on, as its samples."""
+        """Write ``record`` to ``path``, with ``samples``, which must not change from now on, as its samples."""
         with self._changed:
             if path in self._failed:
                 return
@@ -185,7 +185,7 @@ def _append(path: Path, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             try:
                 line = entry.line()
-            except Exception as e:  # noqa: BLE001  (whatever plugins attach to samples, the run goes on)
+            except Exception as e:  # noqa: BLE001  (whatever plugins attach to samples, the run continues)
                 logger.warning("group %s is left out of the journal: %s", entry.record.get("group"), e)
                 continue
             file.writelines(line)

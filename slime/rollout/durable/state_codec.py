@@ -4,7 +4,7 @@ Arrays and tensors become ``{"__array__": [dtype, shape, base64]}`` (tensors wit
 ``"as": dtype`` where they are stored narrower than they are). Long lists of plain ints or floats become
 ``{"__packed__": [dtype, base64]}`` in the narrowest dtype that gives every value back bit for bit, or
 ``{"__repeated__": [value, count]}``; images become base64 PNG. Dictionaries with keys that are no strings become
-``{"__items__": [[key, value], ...]}``. Tuples come back as lists. Older files have lists as ``__ints__`` and
+``{"__items__": [[key, value], ...]}``. Tuples are decoded as lists. Older files have lists as ``__ints__`` and
 ``__floats__``, 64 bits wide.
 """
 
@@ -94,7 +94,7 @@ def _name_of(kind: type) -> str:
 def _class_called(name: str | None) -> type[Sample]:
     """Return the subclass of Sample of that name among those that are loaded: no file makes this process import code.
 
-    Of a subclass that is not, samples come back as plain ones, with its fields as attributes.
+    Of a subclass that is not, samples are decoded as plain ones, with its fields as attributes.
     """
     if name is None:
         return Sample
@@ -103,7 +103,7 @@ def _class_called(name: str | None) -> type[Sample]:
         if _name_of(kind) == name:
             return kind
         kinds += kind.__subclasses__()
-    logger.warning("samples were saved as %s, which is not loaded: they come back as Sample", name)
+    logger.warning("samples were saved as %s, which is not loaded: they are decoded as Sample", name)
     return Sample
 
 
@@ -131,7 +131,7 @@ def encode_value(value: Any) -> Any:
 
 
 def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
-    value = dict(value)  # rewards that are on their way may note something meanwhile, on another thread
+    value = dict(value)  # a pending reward may add to it on another thread
     if all(type(key) is str for key in value):
         encoded = {key: encode_value(item) for key, item in value.items()}
         return {"__escaped__": encoded} if _TAGS & encoded.keys() else encoded

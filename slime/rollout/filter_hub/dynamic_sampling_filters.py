@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.groups import iter_samples
 from slime.utils.types import Sample
 
 __all__ = ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"]

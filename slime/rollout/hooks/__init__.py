@@ -1,1 +1,1 @@
-"""Users' functions: looked up, checked, called in either form, named in every error."""
+"""Functions of users: looked up, checked, called sync or async, named in every error."""

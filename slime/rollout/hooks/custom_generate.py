@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
-from slime.rollout.group_copy import copy_sample
+from slime.rollout.cancelling import end_if_cancelled
+from slime.rollout.groups import copy_sample, has_aborted, iter_samples
 from slime.rollout.hooks.hook import Hook, make_hook
 from slime.utils.types import Sample
 
@@ -27,30 +29,52 @@ async def call_generate(
 ) -> Sample | list[Any]:
     """Return what ``fn(args, sample, sampling_params[, evaluation=...])`` makes of ``sample``: one, or a nested list.
 
-    A plain function runs in a thread of its own, on a copy of the sample that replaces it when it is done: one that is
-    cancelled cannot be stopped, and changes nothing any more. One that makes tasks of the event loop runs there. Raises
-    TypeError, naming the function and the sample, for anything else than samples.
+    A coroutine function runs on the event loop. A plain function runs in a thread, on a copy of the sample that
+    replaces it at the end: a thread cannot be stopped, and one that was cancelled must not change the sample later.
+
+    With ``partial_rollout`` a hook whose attribute ``resumable`` is not true starts again from the sample as it was,
+    when it is cancelled or one of several samples that it returns was aborted. Raises TypeError, naming the function
+    and the sample, for a result that is not samples.
     """
     hook = fn if isinstance(fn, Hook) else _hook_of(fn)
-    asked_for = {"evaluation": evaluation} if hook.has_parameter("evaluation") else {}
-    if hook.stays_on_loop:
-        result = await hook.awaited(args, sample, sampling_params, **asked_for)
-    else:
-        own = copy_sample(sample)
-        own.trace = sample.trace  # open spans are closed in it
-        result = await hook.awaited_off_loop(args, own, sampling_params, **asked_for)
+    keywords = {"evaluation": evaluation} if hook.has_parameter("evaluation") else {}
+    restarts = hook is fn and not evaluation and args.partial_rollout and not getattr(fn.function, "resumable", False)
+    original = copy.deepcopy(sample) if restarts else None
+    own = sample
+    try:
+        if hook.is_async:
+            with hook.naming(sample):
+                result = await hook.function(args, sample, sampling_params, **keywords)
+        else:
+            own = copy_sample(sample)
+            own.trace = sample.trace  # open spans are closed in it
+            result = await hook.awaited_off_loop(args, own, sampling_params, **keywords)
+        end_if_cancelled()
+    except asyncio.CancelledError:
+        if original is not None:
+            _overwrite(sample, original)
+        raise
+    if own is not sample:
         if any(leaf is own for leaf in iter_samples(result)):
-            sample.__dict__.clear()
-            sample.__dict__.update(own.__dict__)
+            _overwrite(sample, own)
         result = _replaced(result, own, sample)
     if not all(isinstance(leaf, Sample) for leaf in iter_samples(result)):
         raise hook.returned(result, "a Sample, or a list of Samples (which may be nested)", sample)
+    if original is not None and not isinstance(result, Sample) and has_aborted(result):
+        _overwrite(sample, original)
+        sample.status = Sample.Status.ABORTED
+        return sample
     return result if isinstance(result, Sample) else _as_lists(result)
+
+
+def _overwrite(sample: Sample, other: Sample) -> None:
+    sample.__dict__.clear()
+    sample.__dict__.update(other.__dict__)
 
 
 @functools.lru_cache(8)
 def _hook_of(fn: Callable[..., Any]) -> Hook:
-    """Its signature is looked at once, not for every sample."""
+    """Inspect its signature once, not for every sample."""
     return Hook("the generate function", getattr(fn, "__qualname__", ""), fn)
 
 

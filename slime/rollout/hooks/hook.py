@@ -1,4 +1,4 @@
-"""Functions that users name by flag: looked up in one place, called in either form, and named in every error."""
+"""Functions that users name by flag: looked up in one place, sync or async, and named in every error."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.cancelling import caller_is_cancelled
 from slime.rollout.hooks.contracts import CONTRACTS, Contract
-from slime.rollout.hooks.either_form import caller_is_cancelled, finish, in_thread, innermost, is_coroutine_function
-from slime.rollout.hooks.needs_loop import needs_loop
+from slime.rollout.hooks.sync_or_async import finish, in_thread, innermost, is_coroutine_function
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -48,21 +48,18 @@ class Hook:
             return await result if inspect.isawaitable(result) else result
 
     async def awaited_off_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; a plain one, which may compute or block, in a thread of its own.
+        """Call a coroutine function on the event loop, a plain one, which may compute or block, in a thread of its own.
 
-        What such a function returns is awaited here. One that needs the event loop itself is called here as well.
+        An awaitable that a plain function returns is awaited on the event loop.
         """
-        if self.stays_on_loop:
+        if self.is_async:
             return await self.awaited(*args, **kwargs)
         with self.naming(args):
             try:
                 result = await in_thread(self.function, *args, **kwargs)
             except RuntimeError as e:
                 if str(e).startswith(_NO_LOOP):
-                    e.add_note(
-                        "a plain function is called in a thread, where no event loop runs: make it `async def`, or "
-                        "annotate that it returns an Awaitable"
-                    )
+                    e.add_note("a plain function is called in a thread, where no event loop runs: make it `async def`")
                 raise
             return await result if inspect.isawaitable(result) else result
 
@@ -70,7 +67,7 @@ class Hook:
     def naming(self, *about: Any) -> Iterator[None]:
         """Within the block, add to what is raised a note with this hook and the samples found in ``about``.
 
-        A call of ``exit`` is an error as well: it would end the event loop, and leave everybody waiting for it. So is
+        A call of ``exit`` is an error as well: it would end the event loop. So is
         a CancelledError of the function's own, say from a task that its watchdog cancelled: it would be taken for a
         cancellation of the caller.
         """
@@ -87,7 +84,7 @@ class Hook:
             if caller_is_cancelled():
                 raise
             raise RuntimeError(
-                f"{self} let a CancelledError out{for_samples(about)} though nobody cancelled it: something that it "
+                f"{self} let a CancelledError out{for_samples(about)} though it was not cancelled: something that it "
                 "awaited was cancelled"
             ) from e
 
@@ -106,11 +103,6 @@ class Hook:
     def is_async(self) -> bool:
         """True when the function is known to be a coroutine function."""
         return is_coroutine_function(self.function)
-
-    @functools.cached_property
-    def stays_on_loop(self) -> bool:
-        """True for coroutine functions, and for plain ones that are seen to make tasks of the running event loop."""
-        return self.is_async or needs_loop(self.function)
 
     def has_parameter(self, name: str) -> bool:
         """True when the function has a parameter of that very name."""
@@ -173,7 +165,7 @@ def _check_call(hook: Hook, contract: Contract) -> None:
         )
     try:
         signature = inspect.signature(hook.function, follow_wrapped=False)  # that of the decorated function
-    except (TypeError, ValueError):  # a built-in that does not tell
+    except (TypeError, ValueError):  # a built-in without a signature
         return
     try:
         offered = [name for name in contract.offered if name in signature.parameters]

@@ -1,1 +1,1 @@
-"""What requests to the engines share: slots, waiting, ending."""
+"""Requests to the engines: payloads, slots, and what is pending."""

@@ -1,17 +1,57 @@
-"""What a sample asks an engine for, and what becomes of the reply."""
+"""The requests of a sample to an engine, and what is taken from the replies."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from functools import cache
 from typing import Any
 
-from slime.rollout.requests.bookkeeping import bookkeeping_of
-from slime.rollout.requests.engine_context import engine_context_len
+from slime.arguments.errors import ArgumentError
+from slime.arguments.models import hf_fields
+from slime.arguments.rules.hf_config import read_config
+from slime.rollout.requests.generate_state import bookkeeping_of
 from slime.rollout.requests.nuclei import replays_nuclei
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+
+
+MAX_RESUMES_WITHOUT_PROGRESS = 20
+RESUME_PAUSE_S = 0.2
+
+
+class Resumes:
+    """Whether ``sample`` needs another request after one that ended.
+
+    An abort that was not requested here (engines abort for a weight sync) is resumed from the tokens that were made.
+    Raises AssertionError for a sample that is not PENDING or ABORTED.
+    """
+
+    def __init__(self, state: Any, sample: Sample) -> None:
+        assert sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED), (
+            f"sample index={sample.index} cannot be generated from status {sample.status}"
+        )
+        if not sample.tokens:
+            sample.tokens = prompt_token_ids(state, sample)
+        self._state, self._sample = state, sample
+        self._length, self._stalled = sample.response_length, 0
+
+    async def needed(self) -> bool:
+        """Return whether to send another request, after a pause. Raises RuntimeError when none makes a token."""
+        sample = self._sample
+        if sample.status != Sample.Status.ABORTED or self._state.aborted:
+            return False
+        self._stalled = 0 if sample.response_length > self._length else self._stalled + 1
+        self._length = sample.response_length
+        if self._stalled > MAX_RESUMES_WITHOUT_PROGRESS:
+            raise RuntimeError(
+                f"the engines aborted sample index={sample.index} {self._stalled} times without generating a token, "
+                "and no abort was requested here; see the engine logs"
+            )
+        await asyncio.sleep(RESUME_PAUSE_S)
+        return True
 
 
 def generate_payload(
@@ -61,7 +101,7 @@ def _asked_for_training(args: Any) -> list[str]:
 
 
 def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
-    """Return the header that keeps the requests of a sample on one engine, for the routers that heed it."""
+    """Return the header that keeps the requests of a sample on one engine, for the routers that use it."""
     if args.router_policy in ("consistent_hashing", "manual") and sample.session_id:
         return {"X-SMG-Routing-Key": sample.session_id}
     return None
@@ -73,12 +113,12 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
     Where the engine tells the nuclei that it sampled from, log-probs are those among them: what was sampled from.
     """
     meta_info = output["meta_info"]
-    told = meta_info.get("output_token_logprobs") or []
+    reported = meta_info.get("output_token_logprobs") or []
     among_nuclei = meta_info.get("output_token_sampling_logprobs")
     sample.append_response_tokens(
         args,
-        tokens=[item[1] for item in told],
-        log_probs=[item[0] for item in told] if among_nuclei is None else among_nuclei,
+        tokens=[item[1] for item in reported],
+        log_probs=[item[0] for item in reported] if among_nuclei is None else among_nuclei,
         meta_info=meta_info,
         text=output["text"],
     )
@@ -113,3 +153,38 @@ def prompt_token_ids(state: Any, sample: Sample) -> list[int]:
         sample.multimodal_train_inputs = train_inputs or None
         return list(outputs["input_ids"][0])
     return bookkeeping_of(state).prompt_tokens.of(state.tokenizer, sample.prompt)
+
+
+# The longest sequence that an engine takes: it refuses a request for more
+
+
+def engine_context_len(args: Any) -> int | None:
+    """Return the tokens of prompt and response that the run's engines take together; None when it is not known.
+
+    Engines that were started by others, or by a deployment file, may take another number than the checkpoint says.
+    """
+    if args.debug_train_only:
+        return None
+    given = args.sglang_context_length
+    if given is not None:
+        return int(given)
+    if args.rollout_external or args.sglang_config is not None:
+        return None
+    return _positions(str(args.hf_checkpoint))
+
+
+def longest_prompt(args: Any) -> int | None:
+    """Return the tokens of the longest prompt that leaves room for one to generate; None when it is not known."""
+    context = engine_context_len(args)
+    return None if context is None else context - 1
+
+
+@cache
+def _positions(hf_checkpoint: str) -> int | None:
+    try:
+        config = read_config(hf_checkpoint)
+    except ArgumentError:
+        return None  # reported where the checkpoint is loaded
+    longest = config.get("max_position_embeddings")
+    stretched = hf_fields.rope_scaling(config) is not None
+    return longest if isinstance(longest, int) and not stretched else None

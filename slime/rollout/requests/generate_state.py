@@ -10,10 +10,11 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
-from slime.rollout.group_copy import copy_group
-from slime.rollout.requests.cancelling import cancel_all
+from slime.rollout.cancelling import cancel_all
+from slime.rollout.groups import FINISHED, copy_group, iter_samples, note_prompt
 from slime.rollout.requests.nuclei import replays_nuclei, top_k
+from slime.rollout.rm_hub.errors import RewardErrors
+from slime.rollout.rm_hub.failure import LateFailures
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
 
@@ -79,10 +80,24 @@ class GroupsInFlight:
         self._originals[task] = copy_group(group)
         self._ended[task] = {}
 
-    def note(self, task: asyncio.Task[Any] | None, number: int, item: Any) -> None:
-        """Remember what came of one sample of the group, which nothing works on any more; late news are ignored."""
-        if task in self._ended:
-            self._ended[task][number] = item
+    def note_result(
+        self, group_task: asyncio.Task[Any] | None, number: int, sample: Any, task: asyncio.Future[Any]
+    ) -> None:
+        """Remember what ``task`` made of one sample of a group that is in flight; late results are dropped.
+
+        A cancelled sample keeps what was generated of it, unless it was finished: then sample hooks may have been left
+        halfway. One whose generation failed starts again as it was drawn.
+        """
+        result = sample
+        if not task.cancelled():
+            if task.exception() is not None:
+                return
+            result = task.result()
+            note_prompt(result, sample)
+        elif isinstance(sample, list) or sample.status in FINISHED:
+            return
+        if group_task in self._ended:
+            self._ended[group_task][number] = result
 
     def original(self, task: asyncio.Task[Any]) -> list[Any]:
         """Return the group ``task`` was started with, as it was then."""
@@ -140,8 +155,8 @@ def _open_span(sample: Sample) -> str | None:
 
 
 class PendingRewards:
-    """The rewards that are being computed. A rollout that ends leaves them behind, to go on by themselves; who comes
-    back with the same samples waits for what was left, and asks for nothing twice.
+    """The rewards that are being computed. A rollout that ends leaves them pending; the next one that gets the same
+    samples waits for them instead of computing them twice.
     """
 
     def __init__(self) -> None:
@@ -149,18 +164,18 @@ class PendingRewards:
         self._by_sample: dict[int, asyncio.Task[Any]] = {}
         self._leaving = False
         self._left: asyncio.Future[None] | None = None
-        """Done when those who wait are to go on."""
+        """Done when callers are to stop waiting."""
 
     def __len__(self) -> int:
         """How many samples have a reward on its way."""
         return len(self._by_sample)
 
     def begin(self) -> None:
-        """From now on rewards are waited for (again)."""
+        """Let callers wait for rewards from now on."""
         self._leaving, self._left = False, None
 
     def leave(self) -> None:
-        """Who waits for a reward, now or until ``begin``, goes on without it."""
+        """Let callers that wait for a reward, now or until ``begin``, continue without it."""
         self._leaving = True
         for waiter in (*self._waiters.values(), self._left):
             if waiter is not None and not waiter.done():
@@ -189,7 +204,7 @@ class PendingRewards:
             task.result()
 
     async def catch_up(self, samples: Iterable[Sample]) -> bool:
-        """Wait until nothing is on its way of the rewards of ``samples``; those that failed are to be asked for again.
+        """Wait for the pending rewards of ``samples``; the caller computes those that failed again.
 
         Returns False when they are left behind once more.
         """
@@ -251,3 +266,27 @@ class Completions:
         self._watched.discard(task)
         self._done.add(task)
         self._some.set()
+
+
+class Bookkeeping:
+    """Which rollout and evaluation are made, their rewards, and their groups in flight."""
+
+    def __init__(self, args: Any = None) -> None:
+        self.rollout_id: int | None = None
+        self.reward_errors = RewardErrors(args)
+        self.eval_rollout_id: int | None = None
+        self.eval_reward_errors = RewardErrors()
+        self.pending_rewards = PendingRewards()
+        self.late_failures = LateFailures()
+        self.prompt_tokens = PromptTokens()
+        self.groups_in_flight = GroupsInFlight()
+
+
+@functools.cache
+def _of_stand_ins() -> Bookkeeping:
+    return Bookkeeping()
+
+
+def bookkeeping_of(state: Any) -> Bookkeeping:
+    """Return the notes of ``state``, which are its own attributes; all stand-ins of a process share theirs."""
+    return state if isinstance(state, Bookkeeping) else _of_stand_ins()

@@ -12,43 +12,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from slime.servers.loads import num_requests_from_load, num_waiting_from_load
+from slime.rollout.requests.engines import EngineLoad, EngineLoads
 from slime.utils.http_client import HttpRequestError
 from slime.utils.http_utils import get_http_client
 
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
-LOAD_DEADLINE_S = 3.0
-"""An engine that does not tell its load for so long is not counted on."""
-SHORTEST_QUEUE = 8
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """Requests that an engine works on, and that wait there."""
-
-    running: int
-    waiting: int
-
-    @property
-    def surplus(self) -> int:
-        """How many more wait than should (below 0: fewer)."""
-        wanted = max(SHORTEST_QUEUE, self.running // 4)
-        if not self.waiting:
-            return -max(wanted, self.running)  # it may be idle in part, and can take as many again
-        if not self.running:
-            return 0  # it is paused, or about to begin
-        return self.waiting - wanted
 
 
 def next_limit(limit: int, most: int, in_flight: int, loads: Sequence[EngineLoad], *, refused: int, short: bool) -> int:
     """Return the limit that follows ``limit``, from the number of live engines up to ``most``.
 
-    ``refused`` of the requests in flight were turned away and wait to be sent again. ``short`` says that there are
+    ``refused`` of the requests in flight were refused and wait to be sent again. ``short`` says that there are
     requests which wait for a slot: otherwise nothing says that the limit is too low.
     """
     engines = len(loads)
@@ -60,35 +38,6 @@ def next_limit(limit: int, most: int, in_flight: int, loads: Sequence[EngineLoad
     elif surplus < 0 and short:
         limit = max(limit, in_flight - surplus)
     return max(engines, min(most, limit))
-
-
-class EngineLoads:
-    """What the engines behind a router report. ``router_url`` is called for the address when it is needed."""
-
-    def __init__(self, router_url: Callable[[], str], planned: int = 0) -> None:
-        self.router_url = router_url
-        self.planned = planned
-        """The engines of the run, 0 when that is not known."""
-        self.listed = 0
-        """The most engines that the router ever had, no more than are planned: one that was replaced may still have
-        been on its list beside its successor."""
-
-    async def read(self) -> list[EngineLoad]:
-        """Return the loads of the engines that answer."""
-        urls = await get_http_client().list_workers(self.router_url())
-        listed = max(self.listed, len(urls))
-        self.listed = min(self.planned, listed) if self.planned else listed
-        loads = await asyncio.gather(*map(self._load_of, urls))
-        return [load for load in loads if load is not None]
-
-    async def _load_of(self, url: str) -> EngineLoad | None:
-        try:
-            reply = await get_http_client().get(f"{url}/v1/loads?include=core", timeout=LOAD_DEADLINE_S)
-            waiting = num_waiting_from_load(reply)
-            return EngineLoad(num_requests_from_load(reply) - waiting, waiting)
-        except (HttpRequestError, ValueError) as e:
-            logger.debug("engine %s does not tell its load: %s", url, e)
-            return None
 
 
 class RequestSlots(asyncio.Semaphore):
@@ -153,7 +102,7 @@ class RequestSlots(asyncio.Semaphore):
         self.changed()
 
     def count_anew(self) -> None:
-        """Let the mean of ``metrics`` begin now."""
+        """Restart the mean of ``metrics``."""
         self.metrics()
 
     def metrics(self) -> dict[str, float]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
+from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout.groups import iter_samples
 from slime.rollout.hooks.hook import Hook, make_hook
-from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.failure import BadReward
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.group_rewards import nested_like, rewards_of
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.rollout.rm_hub.remote import remote_rm
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 FLAG = "--custom-rm-path"
+_MISSING = object()
 
 
 def reward_kind(args: Any, sample: Sample) -> str:
@@ -59,7 +60,7 @@ def reward_hook(args: Any, sample: Sample) -> Hook | None:
 
 
 def _is_reward(args: Any, reward: Any) -> bool:
-    """True for what can be a reward; something odd only when a later hook can make a reward of it."""
+    """True for what can be a reward; anything goes when a later hook converts it."""
     if reward is not None and not isinstance(reward, (str, bytes, list, tuple, Sample)):
         return True
     hooks = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
@@ -128,3 +129,54 @@ async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list
 def scored_together(args: Any, sample: Sample) -> bool:
     """True when ``args.custom_rm_path`` scores this sample, in the form that is called with a list."""
     return args.custom_rm_path is not None and not sample.custom_rm_path
+
+
+# What a custom reward of several samples may return, for groups that may hold lists of samples
+
+
+def rewards_of(args: Any, samples: list[Any], returned: Any) -> list[Any]:
+    """Return a reward per sample, in order, of what ``args.custom_rm_path`` ``returned`` for ``samples``.
+
+    That is a list with one reward per sample; a list with an entry per entry of ``samples``, where that of a list of
+    samples is a list of rewards or one reward for all of them; or None, when it has set every ``sample.reward`` itself.
+    Raises BadReward for anything else.
+    """
+    flat = list(iter_samples(samples))
+    if returned is None and all(sample.reward is not None for sample in flat):
+        return [sample.reward for sample in flat]
+    if _is_sequence(returned):
+        if len(returned) == len(flat):
+            return list(returned)
+        found = list(_entry_by_entry(samples, returned))
+        if len(found) == len(flat) and _MISSING not in found:
+            return found
+    lacking = [sample.index for sample in flat if sample.reward is None]
+    seen = f"None, and left {lacking[:20]} without one" if returned is None else f"{returned!r:.200}"
+    raise BadReward(
+        f"{make_hook(args.custom_rm_path, 'custom_rm_path')} was given {len(flat)} samples (indices "
+        f"{[sample.index for sample in flat]}) and must return a list of as many rewards, got {seen} (None is right "
+        "after it has set the reward of each)"
+    )
+
+
+def nested_like(samples: Iterable[Any], rewards: Iterator[Any]) -> list[Any]:
+    """Return ``rewards``, one per sample, in the nesting of ``samples``."""
+    return [nested_like(entry, rewards) if isinstance(entry, list) else next(rewards) for entry in samples]
+
+
+def _entry_by_entry(samples: list[Any], rewards: Any) -> Iterator[Any]:
+    if len(samples) != len(rewards):
+        yield _MISSING
+        return
+    for entry, reward in zip(samples, rewards, strict=True):
+        if isinstance(entry, Sample):
+            yield reward
+        elif _is_sequence(reward):
+            yield from _entry_by_entry(entry, reward)
+        else:
+            yield from [reward] * len(list(iter_samples(entry)))
+
+
+def _is_sequence(value: Any) -> bool:
+    """True for a list, a tuple or an array with a dimension, but no text and no object."""
+    return hasattr(value, "__len__") and not isinstance(value, (str, bytes, Mapping)) and getattr(value, "ndim", 1) > 0

@@ -12,14 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
-from slime.rollout.hooks.either_form import caller_is_cancelled, innermost
+from slime.rollout.cancelling import caller_is_cancelled, end_if_cancelled, gather_or_cancel
+from slime.rollout.groups import iter_samples
 from slime.rollout.hooks.hook import make_hook, with_notes
-from slime.rollout.requests.cancelling import end_if_cancelled, gather_or_cancel
-from slime.rollout.rm_hub import reward_hook, reward_kind, rules, scored_together
-from slime.rollout.rm_hub.failure import BadReward, RewardFailure, TooManyRewardFailures
-from slime.rollout.rm_hub.group_rewards import rewards_of
-from slime.rollout.rm_hub.late_failures import LateFailures
+from slime.rollout.hooks.sync_or_async import innermost
+from slime.rollout.rm_hub import reward_hook, reward_kind, rewards_of, rules, scored_together
+from slime.rollout.rm_hub.failure import BadReward, LateFailures, RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.slow_rewards import SlowRewards
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 _slow = SlowRewards()
 
 TOLERATED_ERRORS = 4
-"""A rollout goes on with this many failed rewards, or ``--reward-failure-tolerance``, whichever is more."""
+"""A rollout tolerates this many failed rewards, or ``--reward-failure-tolerance``, whichever is more."""
 
 
 class RewardErrors:
@@ -41,7 +39,7 @@ class RewardErrors:
 
     Attributes:
         late: set at the end of the rollout, which counts no more: where rewards that fail after it are kept for the
-            rollout that their samples come back to.
+            next rollout that gets their samples.
     """
 
     def __init__(self, args: Any = None) -> None:
@@ -68,7 +66,7 @@ class RewardErrors:
         return found
 
     def count_anew(self) -> None:
-        """Count for the next rollout: rewards that are on their way are its own, whatever becomes of them."""
+        """Count for the next rollout; rewards that are being computed belong to it."""
         self.scored, self.failed, self.late, self._first = self._under_way, [], None, ""
         self.kinds.clear()
         self.latencies.clear()
@@ -192,7 +190,7 @@ async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sa
     """Await a reward; errors name the samples, and so does a warning when it is slow.
 
     The deadline is ``reward_timeout``, else ``rollout_request_timeout``. RuntimeError for one that is cancelled though
-    nobody cancelled the caller.
+    the caller was not.
     """
     limit = args.reward_timeout or args.rollout_request_timeout
     hook = reward_hook(args, samples[0])
@@ -210,7 +208,7 @@ async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sa
     except asyncio.CancelledError as e:
         if caller_is_cancelled():
             raise
-        raise RuntimeError(f"the reward of {names} was cancelled though nobody here cancelled it") from e
+        raise RuntimeError(f"the reward of {names} was cancelled unexpectedly") from e
     except Exception as e:
         e.add_note(f"while computing the reward of {names}")
         raise

@@ -1,6 +1,11 @@
-"""A reward that could not be computed."""
+"""Rewards that could not be computed."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from slime.utils.types import Sample
 
 KINDS = ("raised", "timeout", "memory", "crashed", "remote")
 """It raised, took too long, ran out of memory, ended its process, or its server did not answer."""
@@ -21,3 +26,23 @@ class TooManyRewardFailures(RuntimeError):
 
 class BadReward(TypeError, ValueError):
     """A custom reward returned what cannot be a reward: its code is wrong, and the run stops at once."""
+
+
+class LateFailures:
+    """Failures after the end of a rollout, kept until a rollout gets their samples again and counts them. Failures of
+    deleted samples are dropped."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Sample], RewardFailure]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, sample: Sample, error: RewardFailure) -> None:
+        """Remember that the reward of ``sample`` failed. (Any other exception might hold the sample by its frames.)"""
+        number = id(sample)
+        self._found[number] = weakref.ref(sample, lambda _: self._found.pop(number, None)), error
+
+    def take(self, samples: Iterable[Sample]) -> list[tuple[Sample, RewardFailure]]:
+        """Return those of ``samples`` whose rewards failed, with the errors, and forget them."""
+        return [(s, found[1]) for s in samples if (found := self._found.pop(id(s), None)) is not None]

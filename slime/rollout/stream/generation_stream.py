@@ -1,4 +1,4 @@
-"""The stream of groups under the fully asynchronous rollout: what is begun when."""
+"""The scheduler of the fully asynchronous rollout: which group starts when."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout import sglang_rollout
+from slime.rollout.cancelling import cancel_all
+from slime.rollout.data_source import draw_groups
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
-from slime.rollout.group_copy import copy_group
-from slime.rollout.hooks.drawing import draw_groups
+from slime.rollout.groups import Group, copy_group, has_aborted, is_complete
 from slime.rollout.hooks.hook import find_hook
-from slime.rollout.requests.cancelling import cancel_all
 from slime.rollout.requests.generate_state import request_limit
 from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.staleness import StalenessBound, stamp_steps, weight_clock, with_all_steps
-from slime.rollout.stream.group_job import Group, GroupJob, has_aborted, is_complete
+from slime.rollout.stream.group_job import GroupJob
 from slime.rollout.stream.group_ledger import GroupLedger
 from slime.utils.http_utils import get_http_client
 
@@ -47,7 +47,7 @@ class GenerationStream:
         self._forget_clock: Callable[[], None] | None = None
         self._slots: RequestSlots | None = None
 
-    # Life
+    # Start and stop
 
     def start(self) -> None:
         """Begin to generate (on the running loop); nothing happens when that was done already."""
@@ -64,8 +64,8 @@ class GenerationStream:
         self._filler = self._loop.create_task(self._keep_filling(), name="fully-async-filler")
 
     async def suspend(self) -> None:
-        """Stop generating; groups in flight are aborted on the engines and wait to begin again."""
-        tasks = self.ledger.put_back()  # first: what the tasks still do concerns no one
+        """Stop generating; groups in flight are aborted on the engines and wait to be restarted."""
+        tasks = self.ledger.put_back()  # first: results of cancelled tasks are dropped
         if self._filler is not None:
             tasks.append(self._filler)
             self._filler = None
@@ -85,7 +85,7 @@ class GenerationStream:
         return left
 
     def wake(self) -> None:
-        """Look again, from any thread, whether groups can begin and rollouts go on."""
+        """Check again, from any thread, whether groups can start and rollouts continue."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._notice)
 
@@ -96,7 +96,7 @@ class GenerationStream:
     # Consuming
 
     def begin_rollout(self, rollout_id: int) -> None:
-        """Start to consume a rollout: what is too old for it begins again at once."""
+        """Start to consume a rollout: what is too old for it is restarted at once."""
         sglang_rollout.GenerateState(self.args).rollout_id = rollout_id
         self._no_prompts = False
         for task in self.ledger.begin_rollout(rollout_id):
@@ -106,7 +106,7 @@ class GenerationStream:
 
     def take(self, target: int) -> int:
         """Take completed groups until ``target`` are taken; return how many more. Raises what stops the run."""
-        failure, self.ledger.failure = self.ledger.failure, None  # who calls again after it wants another try
+        failure, self.ledger.failure = self.ledger.failure, None  # another call is another attempt
         if failure is not None:
             raise failure
         more = self.ledger.take(target)
@@ -226,7 +226,7 @@ class GenerationStream:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         """The callback of every task; it only sorts, and waits for nothing."""
         job = self.ledger.in_flight.pop(task, None)
-        stray = RuntimeError("cancelled though nobody here cancelled it")  # else it was given up before
+        stray = RuntimeError("cancelled unexpectedly")  # a group that was cancelled here is not in flight any more
         error = stray if task.cancelled() else task.exception()
         if job is None:
             return

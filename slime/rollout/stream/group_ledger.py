@@ -1,4 +1,4 @@
-"""Where every group of the fully asynchronous rollout is, and what becomes of it when its generation ends."""
+"""The state of every group of the fully asynchronous rollout, and its transitions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
 from slime.rollout.filter_hub.base_types import MetricGatherer, should_drop_dynamic_filter_output
+from slime.rollout.groups import Group, first_group_index, is_complete, iter_samples, reset_items
 from slime.rollout.hooks.hook import with_notes
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import (
@@ -22,15 +22,8 @@ from slime.rollout.staleness import (
     trained_steps,
     with_all_steps,
 )
-from slime.rollout.stream.completed_groups import CompletedGroups
-from slime.rollout.stream.group_job import (
-    Group,
-    GroupJob,
-    first_group_index,
-    forget_too_old,
-    is_complete,
-)
-from slime.rollout.train_rollout import MAX_ABORTED_SHARE
+from slime.rollout.stream.group_job import CompletedGroups, GroupJob
+from slime.rollout.train_rollout import too_many_aborted
 
 logger = logging.getLogger(__name__)
 
@@ -84,20 +77,20 @@ class GroupLedger:
     def unconsumed(self) -> list[Group]:
         """Return what is to be drawn again after a restart, in the order in which it was drawn.
 
-        That is also what was given back to the data source since the rollout began: its state may be of before.
+        That is also what was given back to the data source since the rollout began: its saved state may be older.
         """
         jobs = [*self.completed.peek(), *self.taken, *self.in_flight.values(), *self.waiting]
         groups = [job.to_save() for job in sorted(jobs, key=lambda job: job.number)]
         return [with_all_steps(group, self.clock) for group in [*groups, *self.given_back.values()]]
 
     def forget_too_old(self, job: GroupJob) -> None:
-        """Before a job begins: drop responses, of before an abort or a restart, that ``rollout_id`` must not train on.
+        """Before a job starts: drop responses from before an abort or a restart that ``rollout_id`` must not train on.
 
         Those that will be left out of the loss may stay.
         """
         if self.bound.limit is None or (self._masks and not is_complete(job.original)):
             return
-        lost = forget_too_old(job.original, self._is_too_old)
+        lost = reset_items(job.original, self._is_too_old)
         if lost and not job.expired:
             self._count_regenerated(lost)
 
@@ -107,7 +100,7 @@ class GroupLedger:
     # Rollouts
 
     def begin_rollout(self, rollout_id: int) -> list[Any]:
-        """Go on to a rollout; return the tasks whose groups are too old for it and wait to begin again."""
+        """Start a rollout; return the tasks whose groups are too old for it and wait to be generated again."""
         self.rollout_id = rollout_id
         self.given_back.clear()
         old = [task for task, job in self.in_flight.items() if self.bound.is_too_old(job.step, rollout_id)]
@@ -118,7 +111,7 @@ class GroupLedger:
     def take(self, target: int) -> int:
         """Take the oldest completed groups that are young enough until ``target`` are taken; return how many more.
 
-        Groups that had to begin again once are waited for when this rollout is their last chance: otherwise long
+        Groups that were restarted once are waited for when this rollout is their last chance: otherwise long
         responses might never be trained on.
         """
         rollout_id = self.rollout_id
@@ -176,7 +169,7 @@ class GroupLedger:
         self.completed.put(job)
 
     def fail(self, job: GroupJob, error: BaseException) -> None:
-        """A group raised: it begins again, a few times; then the run stops with the error, which names it."""
+        """A group raised: it is restarted, a few times; then the run stops with the error, which names it."""
         job.failures += 1
         error.add_note(f"while generating {job.name()}")
         self.waiting.appendleft(job)
@@ -194,7 +187,7 @@ class GroupLedger:
         )  # fmt: skip
 
     def abort(self, job: GroupJob, group: Group) -> None:
-        """A generate function gave up on a group: it goes back to the data source and begins again, with
+        """A generate function gave up on a group: it goes back to the data source and is restarted, with
         ``partial_rollout`` where it stopped."""
         self._counts["fully_async/aborted_groups"] += 1
         count = self._counts["fully_async/aborted_groups"]
@@ -210,16 +203,11 @@ class GroupLedger:
             self.given_back[first_group_index(job.original)] = job.original
         else:
             self.waiting.appendleft(job)
-        if count > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
-            self.stop_with(
-                RuntimeError(
-                    f"rollout {self.rollout_id}: {count} groups came back with ABORTED samples though nothing was "
-                    f"aborted, the last one {job.name()}; check the generate function"
-                )
-            )
+        if error := too_many_aborted(self.args, self.rollout_id, count, job.name()):
+            self.stop_with(error)
 
     def expire(self, job: GroupJob) -> None:
-        """Let a group that is too old begin again, before all others."""
+        """Restart a group that is too old, before all others."""
         self._count_regenerated(sum(sample.response_length for sample in iter_samples(job.result or [])))
         job.expired += 1
         if job.expired >= MAX_EXPIRED:

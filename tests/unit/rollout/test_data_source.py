@@ -6,7 +6,6 @@ import json
 import random
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -417,10 +416,3 @@ def test_drawing_and_saving_from_several_threads(make, tmp_path):
 def test_saving_needs_a_place(make):
     with pytest.raises(ValueError, match="--save"):
         make(save=None).save(0)
-
-
-def test_a_namespace_without_newer_flags_works(make):
-    args = rollout_args(prompt_data=make().args.prompt_data)
-    for name in ("buffer_filter_path", "trust_remote_code", "multimodal_keys"):
-        delattr(args, name)
-    assert len(RolloutDataSourceWithBuffer(SimpleNamespace(**vars(args)))) == 5

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.requests.engine_context import engine_context_len, longest_prompt
-from slime.rollout.requests.generate_request import generate_payload
+from slime.rollout.requests.generate_request import engine_context_len, generate_payload, longest_prompt
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 

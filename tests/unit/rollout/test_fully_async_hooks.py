@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, sglang_rollout
+from slime.rollout import cancelling, fully_async_rollout, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async, get_global_worker
-from slime.rollout.requests import cancelling
 from slime.rollout.staleness import WeightClock
 from slime.rollout.stream import generation_stream
 from slime.rollout.stream.group_ledger import MAX_FAILURES

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, metrics, sglang_rollout
+from slime.rollout import fully_async_rollout, metrics, sglang_rollout, train_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.requests import generate_request
 from slime.rollout.staleness import WeightClock
 from slime.rollout.stream import generation_stream, group_ledger
 from slime.utils import http_client, http_utils
@@ -71,8 +72,8 @@ def test_nothing_is_lost_and_nothing_grows(tokenizer, tmp_path, monkeypatch, gro
         monkeypatch.setattr(module, "weight_clock", lambda: clock)
     SingletonMeta.clear_instances()
     for module, name, value in (
-        (http_utils, "_http_client", None), (sglang_rollout, "RESUME_PAUSE_S", 0.0),
-        (http_client, "BACKOFF_BASE_S", 0.01), (group_ledger, "MAX_ABORTED_SHARE", 10**6),
+        (http_utils, "_http_client", None), (generate_request, "RESUME_PAUSE_S", 0.0),
+        (http_client, "BACKOFF_BASE_S", 0.01), (train_rollout, "MAX_ABORTED_SHARE", 10**6),
         (group_ledger, "MAX_FAILURES", 10**6), (group_ledger.logger, "disabled", True),
         (http_client.logger, "disabled", True),
     ):  # fmt: skip

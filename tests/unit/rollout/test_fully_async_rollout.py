@@ -19,8 +19,7 @@ from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollo
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import WeightClock
 from slime.rollout.stream import generation_stream
-from slime.rollout.stream.completed_groups import CompletedGroups
-from slime.rollout.stream.group_job import GroupJob
+from slime.rollout.stream.group_job import CompletedGroups, GroupJob
 from slime.utils.async_utils import get_async_loop, interrupt, run
 from slime.utils.types import Sample
 
@@ -310,7 +309,7 @@ def test_aborted_groups_begin_again_but_not_for_ever(cluster, start, clock):
     assert output.metrics["rollout/fully_async/aborted_groups"] == 1
     args.custom_generate_function_path = f"{HERE}.aborts_always"
     clock.publish(2, 1)
-    with pytest.raises(RuntimeError, match="rollout 1: 17 groups came back with ABORTED samples"):
+    with pytest.raises(RuntimeError, match="rollout 1: 17 groups have ABORTED samples"):
         generate_rollout_fully_async(args, 1, source)
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from slime.rollout import sglang_rollout
-from slime.rollout.rm_hub import batched_async_rm
+from slime.rollout.rm_hub import batched_async_rm, rewards_of
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import BadReward
-from slime.rollout.rm_hub.group_rewards import rewards_of
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.arguments import run_args

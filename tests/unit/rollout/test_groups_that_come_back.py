@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from slime.rollout import sglang_rollout, train_rollout
+from slime.rollout import cancelling, sglang_rollout, train_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.requests import cancelling
 from slime.rollout.requests.generate_state import GroupsInFlight
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
@@ -304,7 +303,7 @@ def test_a_group_that_is_cancelled_from_within_is_named(cluster, make_args, monk
     monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", cancels_itself)
     args = make_args()
     source = RolloutDataSourceWithBuffer(args)
-    with pytest.raises(RuntimeError, match="though nobody here cancelled it") as caught:
+    with pytest.raises(RuntimeError, match="cancelled unexpectedly") as caught:
         generate_rollout(args, 0, source)
     assert "while generating group 0 (samples [0, 1])" in caught.value.__notes__
     assert indices(source.buffer) == list(range(8))
@@ -335,12 +334,18 @@ def test_old_tokens_of_fan_outs_are_masked_as_those_of_samples_are(cluster, make
 # Which task makes what
 
 
-def test_late_news_of_a_group_are_ignored():
+async def test_late_results_of_a_group_are_dropped():
     flying, group, task = GroupsInFlight(), [Sample(index=i) for i in range(3)], cast(Any, object())
-    flying.note(task, 0, "before it is in flight")
+
+    def note(number: int, result: Any) -> None:
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(result)
+        flying.note_result(task, number, Sample(index=number), done)
+
+    note(0, Sample(response="before it is in flight"))
     flying.add(task, group)
-    flying.note(task, 1, [group[1], group[1]])
+    note(1, [group[1], group[1]])
     group[2].response = "still being changed"
     assert flying.take_unfinished(task) == [Sample(index=0), [group[1], group[1]], Sample(index=2)]
-    flying.note(task, 2, group[2])
+    note(2, group[2])
     assert list(flying) == []

@@ -12,7 +12,7 @@ import pytest
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
-from slime.rollout.hooks import either_form
+from slime.rollout.hooks import sync_or_async
 from slime.rollout.hooks.contracts import CONTRACTS
 from slime.rollout.hooks.custom_generate import call_generate
 from slime.rollout.hooks.hook import Hook, check_hooks, make_hook, place_of
@@ -306,7 +306,7 @@ def test_decorated_functions_factories_and_delegates_are_what_they_are_called_as
 
 def test_a_thread_that_ends_with_an_odd_exception_is_still_told():
     async def stops() -> None:
-        await either_form.in_thread(lambda: next(iter(())))
+        await sync_or_async.in_thread(lambda: next(iter(())))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         run(stops())

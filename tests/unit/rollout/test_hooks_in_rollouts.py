@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from slime.rollout import data_source, rm_hub, sample_hooks
 from slime.rollout.base_types import iter_samples
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.data_source import RolloutDataSourceWithBuffer, draw_groups
 from slime.rollout.hooks.custom_generate import call_generate, generate_hook
-from slime.rollout.hooks.drawing import draw_groups
-from slime.rollout.hooks.either_form import finish
 from slime.rollout.hooks.hook import find_hook, make_hook
+from slime.rollout.hooks.sync_or_async import finish
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import BadReward
@@ -52,8 +51,8 @@ async def none_generate(args: Any, sample: Sample, sampling_params: dict[str, An
     sample.response = "done, and nothing returned"
 
 
-def gated() -> SimpleNamespace:
-    return SimpleNamespace(began=threading.Event(), go=threading.Event())
+def gated() -> Namespace:
+    return Namespace(**vars(rollout_args()), began=threading.Event(), go=threading.Event())
 
 
 async def test_a_plain_generate_function_does_not_keep_the_loop():
@@ -84,14 +83,14 @@ async def test_a_plain_generate_function_that_is_cancelled_changes_nothing_any_m
 async def test_what_generate_functions_return():
     sample = Sample(index=1, group_index=0)
     fn = make_hook(f"{HERE}.tuple_generate", "custom_generate_function_path")
-    found = await call_generate(fn, None, sample, {}, evaluation=False)
+    found = await call_generate(fn, rollout_args(), sample, {}, evaluation=False)
     assert [found[0].index, found[1][0].index, found[1][1][0].index] == [1, 8, 9]
     assert isinstance(found, list)
     assert isinstance(found[1][1], list)  # all that follows knows lists
     fn = make_hook(f"{HERE}.none_generate", "custom_generate_function_path")
     message = r"--custom-generate-function-path .*none_generate' \(.*:\d+\) returned NoneType, for sample index=1 "
     with pytest.raises(TypeError, match=message + "group_index=0; expected a Sample"):
-        await call_generate(fn, None, sample, {}, evaluation=False)
+        await call_generate(fn, rollout_args(), sample, {}, evaluation=False)
 
 
 def test_the_generate_function_of_a_sample_wins_and_is_loaded_through_a_patched_loader():

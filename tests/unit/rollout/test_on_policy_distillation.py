@@ -140,7 +140,7 @@ async def test_an_id_that_the_teacher_does_not_have(teacher, no_last_id):
 async def test_only_one_id_is_the_last(teacher, no_last_id):
     asked = args(rm_url=f"{teacher.url}/generate")
     teacher.failures.extend(answers(told_as([7, 0, 0]), told_as([0])))
-    with pytest.raises(ValueError, match="response token 0 is 382, but the teacher told of 0"):
+    with pytest.raises(ValueError, match="response token 0 is 382, but the teacher returned 0"):
         await reward_func(asked, Sample(tokens=[7, 382, 383], response_length=2, index=1))
     await remote.get_client().close()
 
@@ -174,7 +174,7 @@ def test_replies_under_a_reward_key():
         ({"text": ""}, "has no meta_info.input_token_logprobs"),
         ({"meta_info": {"output_token_logprobs": []}}, "has no meta_info.input_token_logprobs"),
         (reply("pqrs"), "log-probs of 4 tokens, the sample has 5 .3 of them in the response"),
-        (reply("pqrsx"), "response token 2 is 116, but the teacher told of 120; .* same tokenizer"),
+        (reply("pqrsx"), "response token 2 is 116, but the teacher returned 120; .* same tokenizer"),
         ({"meta_info": {"input_token_logprobs": [[None, ord(c)] for c in "pqrst"]}}, "response token 0 is None"),
         ({"meta_info": {"input_token_logprobs": [[float("nan"), ord(c)] for c in "pqrst"]}}, "response token 0 is nan"),
     ],

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from slime.rollout.requests import request_slots
-from slime.rollout.requests.request_slots import SHORTEST_QUEUE, EngineLoad, EngineLoads, RequestSlots, next_limit
+from slime.rollout.requests.engines import SHORTEST_QUEUE, EngineLoad, EngineLoads
+from slime.rollout.requests.request_slots import RequestSlots, next_limit
 from slime.utils import http_utils
 from slime.utils.http_client import HttpClient
 from tests.support.fake_engine import Failure, FakeCluster

@@ -12,8 +12,7 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import async_rm, remote
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
-from slime.rollout.rm_hub.worker_process import WorkerLimits
-from slime.rollout.rm_hub.workers import RewardWorkers
+from slime.rollout.rm_hub.workers import RewardWorkers, WorkerLimits
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from slime.rollout import sglang_rollout
+from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
-from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock

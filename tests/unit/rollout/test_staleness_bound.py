@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout
+from slime.rollout import sglang_rollout, train_rollout
 from slime.rollout.base_types import iter_samples
+from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
-from slime.rollout.requests.cancelling import gather_or_cancel
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
 from slime.rollout.stream import generation_stream, group_ledger
@@ -116,7 +116,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch, seed: int, limit: int | None, me
     monkeypatch.setattr(generation_stream, "weight_clock", lambda: clock)
     monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
     monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", world.generate_group)
-    monkeypatch.setattr(group_ledger, "MAX_ABORTED_SHARE", 1000)
+    monkeypatch.setattr(train_rollout, "MAX_ABORTED_SHARE", 1000)
     monkeypatch.setattr(group_ledger.logger, "disabled", True)  # an accident is told with its traceback
     return world
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout
+from slime.rollout import sglang_rollout, train_rollout
 from slime.rollout.base_types import iter_samples
+from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.durable.state_codec import decode_group, encode_group
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
-from slime.rollout.group_copy import copy_group
-from slime.rollout.requests.cancelling import gather_or_cancel
+from slime.rollout.groups import copy_group
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
 from slime.rollout.stream import generation_stream, group_ledger
@@ -79,7 +79,7 @@ class World:
         monkeypatch.setattr(generation_stream, "weight_clock", lambda: self.clock)
         monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: self.state)
         monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", self.generate_group)
-        monkeypatch.setattr(group_ledger, "MAX_ABORTED_SHARE", 10**6)
+        monkeypatch.setattr(train_rollout, "MAX_ABORTED_SHARE", 10**6)
         monkeypatch.setattr(group_ledger.logger, "disabled", True)
 
     # The engines

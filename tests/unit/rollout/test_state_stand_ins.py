@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from slime.rollout import sglang_rollout
-from slime.rollout.requests import bookkeeping
+from slime.rollout.requests import generate_state
 from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args
@@ -38,9 +38,9 @@ class StandIn:
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    bookkeeping._of_stand_ins.cache_clear()
+    generate_state._of_stand_ins.cache_clear()
     yield
-    bookkeeping._of_stand_ins.cache_clear()
+    generate_state._of_stand_ins.cache_clear()
 
 
 def stand(monkeypatch: pytest.MonkeyPatch, state: Any) -> Any:

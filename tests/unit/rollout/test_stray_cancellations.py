@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from slime.rollout import fully_async_rollout, sglang_rollout
+from slime.rollout.cancelling import cancel_all
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.requests.cancelling import cancel_all
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
@@ -61,7 +61,7 @@ def test_one_of_a_reward_costs_its_samples_and_a_counter(cluster, make_args, mon
         indices = [sample.index for sample in group]
         lost = indices if group_rm else [index for index in indices if index % 2]
         assert [sample.index for sample in group if sample.remove_sample] == lost
-        said = f"RuntimeError: the reward of samples {lost} was cancelled though nobody here cancelled it"
+        said = f"RuntimeError: the reward of samples {lost} was cancelled unexpectedly"
         assert {sample.metadata.get("reward_error") for sample in group} == {said, *([] if group_rm else [None])}
     assert output.metrics["rollout/reward/failures"] >= (8 if group_rm else 4)
 
@@ -95,7 +95,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 def test_one_of_a_generate_function_names_it_and_ends_the_run(cluster, make_args, rollout):
     args = make_args(custom_generate_function_path=f"{HERE}.generate", prompts=100)
     source = RolloutDataSourceWithBuffer(args)
-    with pytest.raises(RuntimeError, match=rf"{HERE}.generate.* for sample.*3.*nobody cancelled it"):
+    with pytest.raises(RuntimeError, match=rf"{HERE}.generate.* for sample.*3.*though it was not cancelled"):
         repeat(rollout, args, source)
     assert CALLS.count(3) <= 3
 
@@ -114,7 +114,7 @@ def test_one_of_a_whole_group_ends_the_run_and_the_group_is_kept(cluster, make_a
     monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", generate_group)
     args = make_args(prompts=100)
     source = RolloutDataSourceWithBuffer(args)
-    with pytest.raises(RuntimeError, match="cancelled though nobody here cancelled it") as caught:
+    with pytest.raises(RuntimeError, match="cancelled unexpectedly") as caught:
         repeat(rollout, args, source)
     assert any("(samples [2, 3])" in note for note in caught.value.__notes__)
     assert CALLS.count(1) == (1 if rollout is generate_rollout else 3)

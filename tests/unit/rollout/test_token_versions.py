@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from slime.batching.train_data import build_train_data
-from slime.rollout import fresh_groups, fully_async_rollout, metrics, sglang_rollout
+from slime.rollout import fully_async_rollout, metrics, staleness
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.metrics import staleness_metrics
+from slime.rollout.requests import generate_request
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
 from slime.rollout.stream import generation_stream
@@ -34,7 +35,7 @@ ROLLOUTS = 6
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> WeightClock:
     fresh = WeightClock()
-    for module in (generation_stream, fresh_groups, metrics):
+    for module in (generation_stream, staleness, metrics):
         monkeypatch.setattr(module, "weight_clock", lambda: fresh)
     return fresh
 
@@ -47,7 +48,7 @@ def start(tokenizer: Any, clock: WeightClock, tmp_path: Path, monkeypatch: pytes
     """Return running engines, arguments that point to them, and a data source."""
     SingletonMeta.clear_instances()
     monkeypatch.setattr(http_utils, "_http_client", None)
-    monkeypatch.setattr(sglang_rollout, "RESUME_PAUSE_S", 0.0)
+    monkeypatch.setattr(generate_request, "RESUME_PAUSE_S", 0.0)
     monkeypatch.setattr(http_client, "BACKOFF_BASE_S", 0.01)
     clusters: list[VersionedCluster] = []
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slime.observability.trace_utils import trace_span
-from slime.rollout.group_copy import copy_sample
+from slime.rollout.groups import copy_sample
 from slime.utils.types import MultimodalTypes, ParamInfo, Sample
 
 Status = Sample.Status

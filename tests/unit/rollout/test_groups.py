@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from slime.rollout.group_copy import copy_group, copy_prompt, copy_sample
+from slime.rollout.groups import copy_group, copy_prompt, copy_sample
 from slime.utils.types import Sample
 
 

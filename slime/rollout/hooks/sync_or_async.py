@@ -1,4 +1,4 @@
-"""Functions that may be coroutine functions or not: calling them where they block, and where they must not."""
+"""Calling functions that may be coroutine functions or plain ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slime.utils.async_utils import run
@@ -17,7 +18,7 @@ from slime.utils.async_utils import run
 def finish(result: Any) -> Any:
     """Return ``result``, awaited if it can be, blocking until it is there.
 
-    On the thread of an event loop, which cannot wait for itself, another loop awaits it.
+    On the thread of an event loop, which cannot wait for itself, a loop in another thread awaits it.
     """
     if not inspect.isawaitable(result):
         return result
@@ -29,14 +30,8 @@ def finish(result: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return run(wait())
-    return asyncio.run_coroutine_threadsafe(wait(), _second_loop()).result()
-
-
-@functools.cache
-def _second_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="slime-asyncio-hooks", daemon=True).start()
-    return loop
+    with ThreadPoolExecutor(1, "slime-asyncio-hook") as thread:
+        return thread.submit(asyncio.run, wait()).result()
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +44,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     context = contextvars.copy_context()
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
+        if future.done():  # the caller was cancelled
             return
         if error is None:
             future.set_result(result)
@@ -69,15 +64,6 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     threading.Thread(target=work, name=f"hook-{getattr(function, '__name__', '')}", daemon=True).start()
     return await future
-
-
-def caller_is_cancelled() -> bool:
-    """True when somebody cancelled the task that runs now."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop on this thread
-        return False
-    return task is not None and task.cancelling() > 0
 
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:

@@ -1,12 +1,14 @@
-"""Stopping whatever the engines are generating."""
+"""What the engines of a run are doing, and stopping it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from slime.servers.loads import num_requests_from_load
+from slime.servers.loads import num_requests_from_load, num_waiting_from_load
 from slime.utils.http_client import HttpRequestError
 from slime.utils.http_utils import get_http_client
 
@@ -16,6 +18,9 @@ FIRST_POLL_S, POLL_S = 0.01, 0.2
 """Aborted requests leave an engine within a step of its scheduler: the first looks come quickly."""
 REPEAT_ABORT_S = 3.0
 PROBE_DEADLINE_S = 3.0
+LOAD_DEADLINE_S = 3.0
+"""The load of an engine that does not report it within this time is left out."""
+SHORTEST_QUEUE = 8
 
 
 async def abort_all_until_idle(router_url: str, deadline_s: float) -> None:
@@ -32,7 +37,7 @@ async def abort_all_until_idle(router_url: str, deadline_s: float) -> None:
     left = await asyncio.gather(*(_abort_until_idle(url, deadline_s) for url in urls))
     busy = {url: count for url, count in zip(urls, left, strict=True) if count}
     if busy:
-        raise TimeoutError(f"engines still have requests {deadline_s:g} s after they were told to abort them: {busy}")
+        raise TimeoutError(f"engines still have requests {deadline_s:g} s after the abort: {busy}")
 
 
 async def _abort_until_idle(url: str, deadline_s: float) -> int:
@@ -47,7 +52,7 @@ async def _abort_until_idle(url: str, deadline_s: float) -> int:
                 next_abort = time.monotonic() + REPEAT_ABORT_S
             left = num_requests_from_load(await client.get(f"{url}/v1/loads?include=core", timeout=10))
         except HttpRequestError as e:
-            logger.warning("engine %s does not answer while it is told to abort its requests: %s", url, e)
+            logger.warning("engine %s does not answer the request to abort: %s", url, e)
             return 0
         if left <= 0:
             return 0
@@ -72,4 +77,51 @@ async def _describe_engine(url: str) -> str:
         load = await get_http_client().get(f"{url}/v1/loads?include=core", timeout=PROBE_DEADLINE_S)
         return f"engine {url} holds {num_requests_from_load(load)} requests"
     except (HttpRequestError, ValueError) as e:
-        return f"engine {url} does not tell its load: {e}"
+        return f"engine {url} does not report its load: {e}"
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Requests that an engine works on, and that wait there."""
+
+    running: int
+    waiting: int
+
+    @property
+    def surplus(self) -> int:
+        """How many more wait than should (below 0: fewer)."""
+        wanted = max(SHORTEST_QUEUE, self.running // 4)
+        if not self.waiting:
+            return -max(wanted, self.running)  # it may be idle in part, and can take as many again
+        if not self.running:
+            return 0  # it is paused, or about to begin
+        return self.waiting - wanted
+
+
+class EngineLoads:
+    """What the engines behind a router report. ``router_url`` is called for the address when it is needed."""
+
+    def __init__(self, router_url: Callable[[], str], planned: int = 0) -> None:
+        self.router_url = router_url
+        self.planned = planned
+        """The engines of the run, 0 when that is not known."""
+        self.listed = 0
+        """The most engines that the router ever had, no more than are planned: one that was replaced may still have
+        been on its list beside its successor."""
+
+    async def read(self) -> list[EngineLoad]:
+        """Return the loads of the engines that answer."""
+        urls = await get_http_client().list_workers(self.router_url())
+        listed = max(self.listed, len(urls))
+        self.listed = min(self.planned, listed) if self.planned else listed
+        loads = await asyncio.gather(*map(self._load_of, urls))
+        return [load for load in loads if load is not None]
+
+    async def _load_of(self, url: str) -> EngineLoad | None:
+        try:
+            reply = await get_http_client().get(f"{url}/v1/loads?include=core", timeout=LOAD_DEADLINE_S)
+            waiting = num_waiting_from_load(reply)
+            return EngineLoad(num_requests_from_load(reply) - waiting, waiting)
+        except (HttpRequestError, ValueError) as e:
+            logger.debug("engine %s does not report its load: %s", url, e)
+            return None

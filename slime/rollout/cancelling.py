@@ -1,4 +1,4 @@
-"""Tasks that end together: cancelling those that are not needed any more, with a bound on how long that may take."""
+"""Cancelling groups of tasks, with a bound on how long that may take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from slime.rollout.hooks.either_form import caller_is_cancelled
-
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 5.0
@@ -17,13 +15,13 @@ CANCEL_GRACE_S = 5.0
 
 _cancelled: WeakSet[asyncio.Task[Any]] = WeakSet()
 _waits_for: WeakKeyDictionary[asyncio.Task[Any], list[asyncio.Task[Any]]] = WeakKeyDictionary()
-"""What those that wait for the end of tasks wait for."""
+"""The tasks that a task which cancels waits for."""
 
 
 async def gather_or_cancel(coros: list[Any]) -> list[Any]:
     """Run coroutines concurrently and return their results in order; the first failure cancels the others.
 
-    One of them that is cancelled though nobody cancelled the caller is a failure: RuntimeError.
+    One of them that is cancelled while the caller is not is a failure: RuntimeError.
     """
     tasks = [asyncio.ensure_future(coro) for coro in coros]
     results = asyncio.gather(*tasks)
@@ -33,7 +31,7 @@ async def gather_or_cancel(coros: list[Any]) -> list[Any]:
     except asyncio.CancelledError as e:
         if caller_is_cancelled():
             raise
-        raise RuntimeError("a task was cancelled though nobody here cancelled it") from e
+        raise RuntimeError("a task was cancelled unexpectedly") from e
     finally:
         await cancel_all(tasks)
 
@@ -41,8 +39,8 @@ async def gather_or_cancel(coros: list[Any]) -> list[Any]:
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
     """Cancel the tasks that are not done and wait ``CANCEL_GRACE_S`` for them to end; results and errors are dropped.
 
-    Those that do not end in time are left to themselves, with a warning, and returned: what they were given may still
-    change, and is not to be used.
+    Those that do not end in time are abandoned, with a warning, and returned: their arguments may still change and must
+    not be used.
     """
     tasks = list(tasks)
     for task in tasks:
@@ -62,13 +60,22 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any
         _, late = await asyncio.wait(running, timeout=CANCEL_GRACE_S)
         if late and caller not in _cancelled:  # else who cancelled the caller says it
             logger.warning(
-                "cancelled, and not ended %g s later: %s. What becomes of that is ignored. It is %s",
+                "cancelled, and not ended %g s later: %s. Its result is ignored. It is %s",
                 CANCEL_GRACE_S, ", ".join(sorted(task.get_name() for task in late)),
                 "; ".join(sorted({place for task in late for place in _places(task)})),
             )  # fmt: skip
         return late
     finally:
         _waits_for.pop(caller, None)
+
+
+def caller_is_cancelled() -> bool:
+    """True when the current task was cancelled from outside."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop on this thread
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def end_if_cancelled() -> None:

@@ -10,9 +10,8 @@ import pytest
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.durable.state_codec import decode_group, encode_group
-from slime.rollout.fresh_groups import FreshGroups
 from slime.rollout.sglang_rollout import generate_and_rm_group, generate_rollout
-from slime.rollout.staleness import UNKNOWN_WEIGHTS, WeightClock
+from slime.rollout.staleness import UNKNOWN_WEIGHTS, StalenessFilter, WeightClock
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
@@ -30,8 +29,8 @@ def made(index: int, step: int, status: Sample.Status, length: int = 3) -> Sampl
     return sample
 
 
-def fresh(rollout_id: int, clock: WeightClock, **changes: Any) -> FreshGroups:
-    return FreshGroups(rollout_args(**changes), rollout_id, clock)
+def fresh(rollout_id: int, clock: WeightClock, **changes: Any) -> StalenessFilter:
+    return StalenessFilter(rollout_args(**changes), rollout_id, clock)
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_samples_that_are_too_old_begin_again(clock):
     old.metadata = {"start_rollout_id": 2, "reward_error": "?", "rm_type": "math"}
     groups = [[old, made(1, 4, CUT)], [made(2, 4, DONE), made(3, 4, DONE)], [made(4, 2, CUT), Sample()]]
     draw = fresh(5, clock, max_staleness=1)
-    draw.refresh(groups)
+    draw.reset_stale(groups)
     assert lengths(groups) == [0, 3, 3, 3, 0, 0]
     again = groups[0][0]
     assert (again.tokens, again.response, again.status, again.reward) == ([5, 6], "", Sample.Status.PENDING, None)
@@ -64,7 +63,7 @@ def test_samples_that_are_too_old_begin_again(clock):
 def test_without_a_bound_all_is_kept(clock):
     groups = [[made(0, -1, DONE), made(1, 0, CUT)]]
     draw = fresh(100, clock)
-    draw.refresh(groups)
+    draw.reset_stale(groups)
     assert lengths(groups) == [3, 3]
     assert draw.metrics() == {}
 
@@ -75,7 +74,7 @@ def test_a_fan_out_begins_again_from_its_prompt(clock):
         sample.rollout_id = 17
     groups = [[one, made(1, 5, DONE)]]
     draw = fresh(5, clock, max_staleness=2)
-    draw.refresh(groups)
+    draw.reset_stale(groups)
     again = groups[0][0]
     assert isinstance(again, Sample)
     assert (again.index, again.rollout_id, again.response_length, again.tokens) == (0, None, 0, [])
@@ -85,7 +84,7 @@ def test_a_fan_out_begins_again_from_its_prompt(clock):
 def test_groups_that_a_mask_would_leave_out_as_a_whole_begin_again(clock):
     groups = [[made(0, 4, DONE), made(1, 4, DONE)], [made(2, 0, DONE), made(3, 0, CUT)]]
     draw = fresh(5, clock, partial_rollout=True, mask_offpolicy_in_partial_rollout=True, max_staleness=0)
-    draw.refresh(groups)
+    draw.reset_stale(groups)
     assert lengths(groups) == [0, 0, 3, 3]  # what is masked may be of any age
     assert draw.metrics() == {
         "rollout/staleness/regenerated_groups": 1, "rollout/staleness/regenerated_tokens": 6,
@@ -111,7 +110,7 @@ def test_what_is_still_written_to_an_old_response_does_not_reach_the_new_one(clo
     old = [made(0, 0, DONE), made(1, 0, DONE)]
     fan_out = [made(2, 0, DONE), made(2, 0, DONE)]
     groups = [[*old], [fan_out, made(3, 0, DONE)]]
-    fresh(5, clock, max_staleness=1).refresh(groups)
+    fresh(5, clock, max_staleness=1).reset_stale(groups)
     for sample in (*old, *fan_out):  # the reward that its rollout left behind
         sample.reward, sample.remove_sample, sample.metadata["reward_error"] = 1.0, True, "?"
     for sample in iter_samples(groups):
