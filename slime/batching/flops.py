@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from slime.utils.model_shape import LayerKind, ModelShape, model_shape
 
 
 @dataclass(frozen=True)
@@ -22,75 +24,86 @@ class FlopsModel:
         return self.linear * tokens + self.quadratic * tokens * tokens
 
 
-def flops_model(args: Any) -> FlopsModel:
-    """Read the model's shape from Megatron's flags.
+def flops_model(args: Namespace, *, mtp: bool = False) -> FlopsModel:
+    """Return the FLOPs of the model that ``args`` describe; with ``mtp`` those of its MTP layers too.
 
-    Per token and layer: projections, attention output, MLP ``6 * h * ffn`` (gated; 4 without a gate), for MoE layers
-    ``topk`` routed experts plus the shared one; the LM head once. Attention per layer: scores and values of all heads.
-    With multi-latent attention the projections go through the low ranks. Raises AttributeError naming a missing flag.
+    Raises ValueError when the model is not described.
     """
-    heads, hidden = args.num_attention_heads, args.hidden_size
-    if getattr(args, "multi_latent_attention", False):
-        projections, d_qk, d_v = _latent_projections(args)
-    else:
-        d_qk = d_v = getattr(args, "kv_channels", None) or hidden // heads
-        grouped = getattr(args, "group_query_attention", True) and getattr(args, "num_query_groups", None)
-        groups = args.num_query_groups if grouped else heads
-        projections = 2 * hidden * (heads + 2 * groups) * d_qk
-    attention_out = 2 * heads * d_v * hidden
-    layers = args.num_layers
-    moe_layers = sum(_moe_pattern(args))
-    mlp = (layers - moe_layers) * _mlp(args, _dense_width(args))
-    if moe_layers:
-        mlp += moe_layers * _mlp(args, _moe_width(args))
-    head = 2 * hidden * (getattr(args, "padded_vocab_size", None) or args.vocab_size)
-    return FlopsModel(
-        linear=float(layers * (projections + attention_out) + mlp + head),
-        quadratic=float(layers * heads * (d_qk + d_v)),  # 2 * heads * L^2 * d each for scores and values, half causal
-    )
+    return flops_of_shape(model_shape(args), mtp=mtp)
 
 
-def forward_flops(args: Any, lengths: Sequence[int]) -> float:
+def forward_flops(args: Namespace, lengths: Sequence[int], *, mtp: bool = False) -> float:
     """Return the FLOPs of one forward pass over these sequences, on all ranks together."""
-    return float(flops_model(args).forward(lengths).sum())
+    return float(flops_model(args, mtp=mtp).forward(lengths).sum())
 
 
-def _latent_projections(args: Any) -> tuple[float, int, int]:
-    heads, hidden = args.num_attention_heads, args.hidden_size
-    d_qk = args.qk_head_dim + args.qk_pos_emb_head_dim
-    if args.q_lora_rank:
-        query = 2 * args.q_lora_rank * (hidden + heads * d_qk)
+def flops_of_shape(shape: ModelShape, *, mtp: bool = False) -> FlopsModel:
+    """Return the FLOPs of matrix products, two per multiply-add, as ``torch.utils.flop_counter`` counts them.
+
+    Counted per layer: the projections, scores and values of attention (or the gated delta rule), and the MLP or the
+    router, the ``top_k`` routed experts of a token and the shared expert; once: the output layer over the padded
+    vocabulary. A causal mask leaves half of the scores. Each MTP layer (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+    section 2.2) has the projection of hidden state and embedding, a layer with softmax attention, and the output layer.
+
+    Not counted: what is not a matrix product (norms, activations, rotary embeddings, softmax, the look-up of
+    embeddings) and the indexer of sparse attention.
+    """
+    layers = list(shape.kinds)
+    head = 2 * shape.hidden * shape.vocab
+    linear = head
+    if mtp and shape.mtp:
+        layers += [LayerKind(linear=False, moe=shape.kinds[-1].moe)] * shape.mtp
+        linear += shape.mtp * (2 * 2 * shape.hidden * shape.hidden + head)
+    for kind in layers:
+        linear += _linear_attention(shape) if kind.linear else _attention_projections(shape)
+        linear += _experts(shape) if kind.moe else _mlp(shape, shape.hidden, shape.ffn)
+    d_qk, d_v = (shape.latent.query_dim, shape.latent.v_dim) if shape.latent else (shape.head_dim, shape.head_dim)
+    softmax_layers = sum(not kind.linear for kind in layers)
+    # Scores and values are 2 * L^2 * d each per head, of which a causal mask needs half.
+    return FlopsModel(linear=float(linear), quadratic=float(softmax_layers * shape.heads * (d_qk + d_v)))
+
+
+def _attention_projections(shape: ModelShape) -> int:
+    """Query (with its output gate), key, value and output; with MLA through the low ranks (arXiv 2405.04434, 2.1)."""
+    hidden, heads, latent = shape.hidden, shape.heads, shape.latent
+    if latent is None:
+        query = heads * shape.head_dim * (2 if shape.output_gate else 1)
+        return 2 * hidden * (query + 2 * shape.groups * shape.head_dim + heads * shape.head_dim)
+    if latent.q_rank:
+        query = latent.q_rank * (hidden + heads * latent.query_dim)
     else:
-        query = 2 * hidden * heads * d_qk
-    down = 2 * hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    up = 2 * args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
-    return query + down + up, d_qk, args.v_head_dim
+        query = hidden * heads * latent.query_dim
+    down = hidden * (latent.kv_rank + latent.rope_dim)
+    up = latent.kv_rank * heads * (latent.qk_dim + latent.v_dim)
+    return 2 * (query + down + up + heads * latent.v_dim * hidden)
 
 
-def _mlp(args: Any, width: int) -> int:
-    return int((6 if getattr(args, "swiglu", True) else 4) * args.hidden_size * width)
+def _linear_attention(shape: ModelShape) -> int:
+    """Gated delta net (https://arxiv.org/abs/2412.06464) per token, counted as in Megatron-LM's ``training.py``.
+
+    Projections of queries, keys, values, output gates and the two numbers per head; the causal convolution; the
+    recurrent delta rule with four products of the state's size [key_dim, value_dim] per head. A chunked kernel does
+    more work, which depends on the size of its chunks.
+    """
+    net = shape.linear
+    assert net is not None
+    projected = 2 * net.keys + 2 * net.values + 2 * net.value_heads
+    convolution = net.kernel * (2 * net.keys + net.values)
+    delta_rule = 4 * net.value_heads * net.key_dim * net.value_dim
+    return 2 * (shape.hidden * projected + convolution + delta_rule + net.values * shape.hidden)
 
 
-def _dense_width(args: Any) -> int:
-    return int(getattr(args, "ffn_hidden_size", None) or 4 * args.hidden_size)
+def _mlp(shape: ModelShape, hidden: int, width: int) -> int:
+    return 2 * (3 if shape.gated else 2) * hidden * width
 
 
-def _moe_width(args: Any) -> int:
-    routed = (getattr(args, "moe_ffn_hidden_size", None) or _dense_width(args)) * args.moe_router_topk
-    return int(routed + (getattr(args, "moe_shared_expert_intermediate_size", None) or 0))
-
-
-def _moe_pattern(args: Any) -> list[int]:
-    """One 0/1 entry per layer: whether it has experts."""
-    if not getattr(args, "num_experts", None):
-        return [0] * args.num_layers
-    return moe_layer_pattern(getattr(args, "moe_layer_freq", 1), args.num_layers)
-
-
-def moe_layer_pattern(frequency: int | Sequence[int], num_layers: int) -> list[int]:
-    """Return one 0/1 entry per layer from Megatron's ``moe_layer_freq``: every n-th layer, or the pattern itself."""
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(num_layers)]
-    if len(frequency) != num_layers:
-        raise ValueError(f"--moe-layer-freq has {len(frequency)} entries for {num_layers} layers")
-    return [int(bool(entry)) for entry in frequency]
+def _experts(shape: ModelShape) -> int:
+    experts = shape.experts
+    assert experts is not None
+    flops = 2 * shape.hidden * experts.number  # the router
+    flops += experts.top_k * _mlp(shape, experts.latent or shape.hidden, experts.ffn)
+    if experts.latent:
+        flops += 2 * 2 * shape.hidden * experts.latent  # into the latent space and back
+    if experts.shared:
+        flops += _mlp(shape, shape.hidden, experts.shared) + 2 * shape.hidden * experts.shared_gate
+    return flops

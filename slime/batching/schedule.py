@@ -115,7 +115,7 @@ def _steps(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[
 def _weights(args: Any, lengths: list[int]) -> list[float]:
     """FLOPs per sample where something is balanced by them, else tokens (not used for decisions then)."""
     if getattr(args, "balance_data", False) or getattr(args, "balance_by_flops", False):
-        return [float(flops) for flops in flops_model(args).forward(lengths)]
+        return [float(flops) for flops in flops_model(args, mtp=args.enable_mtp_training).forward(lengths)]
     return [float(length) for length in lengths]
 
 

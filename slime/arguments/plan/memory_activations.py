@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime.arguments.plan.model_shape import Experts, Latent, LayerKind, LinearAttention, ModelShape
 from slime.arguments.plan.model_stages import Parallel
+from slime.utils.model_shape import Experts, Latent, LayerKind, LinearAttention, ModelShape
 
 FP32 = 4
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from slime.arguments.plan.memory_quantization import WeightFormat, weight_format
 from slime.arguments.plan.memory_trainer import CONTEXT, longest_sample
-from slime.arguments.plan.model_shape import LayerKind, ModelShape
 from slime.arguments.plan.model_weights import Weight, layer_weights
+from slime.utils.model_shape import LayerKind, ModelShape
 
 MIB, GIB = 2**20, 2**30
 VOCAB_MULTIPLE = 64  # SGLang pads the embedding to this

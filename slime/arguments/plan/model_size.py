@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.plan.model_shape import ModelShape, shape_of
 from slime.arguments.plan.model_stages import Chunk, Parallel, parallel_of, pipeline_chunks
 from slime.arguments.plan.model_weights import PARTS, Part, Weights, chunk_weights, elements
+from slime.utils.model_shape import ModelShape, shape_of
 
 ALIGNED_START = 64  # Megatron's gradient buffer: every tensor starts at a multiple of this many elements
 ALIGNED_BUCKET = 128  # and every bucket ends at a multiple of this many and of the ranks that share it

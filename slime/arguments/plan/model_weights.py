@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.arguments.plan.model_shape import LayerKind, ModelShape
 from slime.arguments.plan.model_stages import Chunk, Parallel
+from slime.utils.model_shape import LayerKind, ModelShape
 
 Part = Literal["embedding", "attention", "dense MLP", "experts", "norms", "output"]
 PARTS: tuple[Part, ...] = ("embedding", "attention", "dense MLP", "experts", "norms", "output")

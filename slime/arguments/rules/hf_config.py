@@ -18,6 +18,7 @@ from slime.arguments.models.known import known_model
 from slime.arguments.models.megatron_flags import Description, describe
 from slime.arguments.models.model_flag import ModelFlag, pattern, plain
 from slime.arguments.rules import prediction
+from slime.utils.model_shape import moe_layer_pattern
 
 # What an option that is left out stands for, where Megatron's default is None.
 _LEFT_OUT: dict[str, Any] = {
@@ -167,8 +168,7 @@ def _same_positions(args: Namespace, theta: float) -> bool:
 def _seen(args: Namespace, option: str, dest: str) -> Any:
     """The value of ``option`` in the form in which a config says it."""
     if option == "--moe-layer-freq" and isinstance(args.moe_layer_freq, int):
-        every = args.moe_layer_freq
-        return [int(every > 0 and i % every == 0) for i in range(args.num_layers)]
+        return moe_layer_pattern(args.moe_layer_freq, args.num_layers)
     value = getattr(args, dest)
     return _LEFT_OUT.get(option) if value is None else value
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import experts, megatron_defaults, parallelism, pipeline
+from slime.utils.model_shape import default_ffn_hidden_size, padded_vocab_size
 
 
 def derive(args: Namespace) -> None:
@@ -45,9 +46,7 @@ def _check_model(args: Namespace) -> None:
 def derive_model(args: Namespace) -> None:
     """Fill in the sizes that follow from others where they are not set. Raises ``ArgumentError``."""
     if args.ffn_hidden_size is None:
-        # Megatron-LM's defaults: 4h, and 2/3 of it in multiples of 64 with a gate
-        hidden = args.hidden_size
-        args.ffn_hidden_size = int((4 * hidden * 2 / 3) / 64) * 64 if args.swiglu else 4 * hidden
+        args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, args.swiglu)
     if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads != 0:
             raise ArgumentError(
@@ -56,7 +55,7 @@ def derive_model(args: Namespace) -> None:
             )
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.padded_vocab_size is None:
-        args.padded_vocab_size = megatron_defaults.padded_vocab_size(args)
+        args.padded_vocab_size = padded_vocab_size(args)
     elif args.vocab_size is not None and args.padded_vocab_size < args.vocab_size:
         raise ArgumentError(f"--padded-vocab-size {args.padded_vocab_size} is below --vocab-size {args.vocab_size}")
     elif args.padded_vocab_size % args.tensor_model_parallel_size != 0:

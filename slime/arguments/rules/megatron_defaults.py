@@ -25,12 +25,5 @@ def fill(args: Namespace) -> None:
         args.rope_type = "yarn" if _value(args, "multi_latent_attention") else "rope"
 
 
-def padded_vocab_size(args: Namespace) -> int:
-    """``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by`` x the tensor-parallel size."""
-    divisor = _value(args, "make_vocab_size_divisible_by") or 128
-    multiple = int(divisor * (_value(args, "tensor_model_parallel_size") or 1))
-    return -(-int(args.vocab_size) // multiple) * multiple
-
-
 def _value(args: Namespace, name: str) -> Any:
     return getattr(args, name, None)

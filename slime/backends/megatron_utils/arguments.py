@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.rules import megatron_defaults
+from slime.utils.model_shape import padded_vocab_size
 
 __all__ = ["set_default_megatron_args"]
 
@@ -18,5 +19,5 @@ def set_default_megatron_args(args: Namespace) -> Namespace:
     megatron_defaults.fill(args)
     args.bf16 = not getattr(args, "fp16", False)
     if getattr(args, "vocab_size", None) and not getattr(args, "padded_vocab_size", None):
-        args.padded_vocab_size = megatron_defaults.padded_vocab_size(args)
+        args.padded_vocab_size = padded_vocab_size(args)
     return args

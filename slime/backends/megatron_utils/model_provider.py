@@ -18,24 +18,9 @@ from slime.backends.megatron_utils.rope import rope_settings
 from slime.backends.megatron_utils.value_head import is_value_head, put_value_head
 from slime.utils import accelerator
 from slime.utils.misc import load_function
+from slime.utils.model_shape import padded_vocab_size
 
 Provider = Callable[..., torch.nn.Module]
-
-
-def padded_vocab_size(args: Namespace) -> int:
-    """Return the vocabulary size rounded up so that every tensor-parallel rank holds the same whole number of rows.
-
-    ``--padded-vocab-size`` wins when given; otherwise ``vocab_size`` is rounded up to a multiple of
-    ``make_vocab_size_divisible_by * tensor_model_parallel_size``.
-    """
-    tp = getattr(args, "tensor_model_parallel_size", None) or 1
-    given = getattr(args, "padded_vocab_size", None)
-    if given:
-        if given % tp:
-            raise ValueError(f"--padded-vocab-size {given} is not a multiple of --tensor-model-parallel-size {tp}")
-        return given
-    multiple = (getattr(args, "make_vocab_size_divisible_by", None) or 128) * tp
-    return -(-args.vocab_size // multiple) * multiple
 
 
 def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: bool = False) -> list[torch.nn.Module]:

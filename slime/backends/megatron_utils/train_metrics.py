@@ -121,10 +121,11 @@ def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int], prefix:
     lengths = [
         length for part in all_gather_objects(shard_lengths if context_parallel().rank == 0 else []) for length in part
     ]
-    forward = forward_flops(args, lengths) / dist.get_world_size() / 1e12
+    tera = dist.get_world_size() * 1e12
     for name, passes in FORWARD_PASSES.items():
         if seconds := metrics.get(f"{before}{name}_time"):
-            metrics[f"{before}{name}_tflops"] = passes * forward / seconds
+            with_mtp = args.enable_mtp_training and name == "actor_train"  # other passes leave the MTP layers out
+            metrics[f"{before}{name}_tflops"] = passes * forward_flops(args, lengths, mtp=with_mtp) / tera / seconds
     for name in ("actor_train", "critic_train"):
         if seconds := metrics.get(f"{before}{name}_time"):
             metrics[f"{before}{name}_tok_per_s"] = sum(lengths) / seconds

@@ -1,103 +1,166 @@
-"""FLOPs against a count over every matrix multiplication of the model."""
+"""FLOPs against PyTorch's counter over transformers' model of every family, and against a count by hand."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from slime.batching.flops import flops_model, forward_flops, moe_layer_pattern
+from slime.batching.flops import flops_model, forward_flops
+from slime.utils.model_shape import ModelShape, model_shape, moe_layer_pattern
+from tests.support.arguments import run_args
+from tests.support.megatron_model import model_args
+from tests.support.model_families import FAMILIES, SIZES, Tiny
+
+LENGTH = 12
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+PLAIN = {
+    "qwen2": Tiny("qwen2", {}),
+    "qwen3": Tiny("qwen3", {"tie_word_embeddings": True}),
+    "llama": Tiny("llama", {"num_key_value_heads": 4}),
+    "qwen2_moe": Tiny(
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "qwen3_moe": Tiny("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+}
+ALL = {**PLAIN, **{name: tiny for name, tiny in FAMILIES.items() if not tiny.whole}}
+
+
+def make_config(tiny: Tiny, **fields: Any) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[tiny.model_type](**{**SIZES, **tiny.fields, **fields})
+
+
+def make_args(folder: Path, config: Any, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, *flags: Any) -> Any:
+    """The parsed arguments of a run on a checkpoint with this config (and no weights)."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config.save_pretrained(folder)
+    written = {**json.loads((folder / "config.json").read_text()), **tiny.config}
+    (folder / "config.json").write_text(json.dumps(written))
+    return model_args(folder, *flags)
+
+
+def counted_flops(config: Any) -> int:
+    """FLOPs of transformers' forward, without the rotary tables and the recurrence of gated delta nets.
+
+    Linear attention is left with its projections: its fallback without kernels is another algorithm.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tokens = torch.arange(LENGTH)[None]
+    counter = FlopCounterMode(display=False, depth=None)
+    with torch.no_grad(), counter:
+        model(tokens)
+    by_module = {name.partition(".")[2]: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    total = counter.get_total_flops()
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind.endswith("RotaryEmbedding"):
+            total -= by_module.get(name, 0)
+        if kind.endswith("GatedDeltaNet"):
+            projections = [f"{name}.{child}" for child, m in module.named_children() if isinstance(m, torch.nn.Linear)]
+            total -= by_module[name] - sum(by_module[child] for child in projections)
+    return total
+
+
+def recurrence(shape: ModelShape) -> int:
+    """Convolution and delta rule of all gated delta nets, per token (Megatron-LM's count)."""
+    net = shape.linear
+    if net is None:
+        return 0
+    convolution = 2 * net.kernel * (2 * net.keys + net.values)
+    delta_rule = 2 * 4 * net.value_heads * net.key_dim * net.value_dim
+    return sum(kind.linear for kind in shape.kinds) * (convolution + delta_rule)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_family_against_the_counter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter takes scores of masked positions for work too, hence the quadratic term twice."""
+    tiny = ALL[name]
+    config = make_config(tiny, **({"first_k_dense_replace": 2} if name == "deepseek_v3-dense" else {}))
+    args = make_args(tmp_path, config, tiny, monkeypatch)
+    flops, shape = flops_model(args), model_shape(args)
+    if name.startswith(("qwen3_next", "qwen3_5")):
+        assert [kind.linear for kind in shape.kinds] == [True, False]
+        assert shape.output_gate
+        assert recurrence(shape) > 0
+    assert (flops.linear - recurrence(shape)) * LENGTH + 2 * flops.quadratic * LENGTH**2 == counted_flops(config)
+
+
+@pytest.mark.parametrize("name", ["mimo", "glm4_moe"])
+def test_an_mtp_layer_is_a_projection_a_layer_and_an_output_layer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = FAMILIES[name]._replace(config={**FAMILIES[name].config, "num_nextn_predict_layers": 1})
+    args = make_args(tmp_path, make_config(tiny), tiny, monkeypatch, "--mtp-num-layers", 1)
+    without, with_mtp = flops_model(args), flops_model(args, mtp=True)
+    dense = {"first_k_dense_replace": 0} if name == "glm4_moe" else {}
+    one_layer = counted_flops(make_config(tiny, num_hidden_layers=1, **dense))
+    projection = 2 * LENGTH * 128 * 64
+    linear, quadratic = with_mtp.linear - without.linear, with_mtp.quadratic - without.quadratic
+    assert linear * LENGTH + 2 * quadratic * LENGTH**2 == one_layer + projection
 
 
 def matmul(rows: int, inner: int, columns: int) -> int:
     return 2 * rows * inner * columns
 
 
-def dense_args(**flags) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{
-            "num_layers": 3,
-            "hidden_size": 16,
-            "num_attention_heads": 4,
-            "group_query_attention": True,
-            "num_query_groups": 2,
-            "kv_channels": 8,
-            "ffn_hidden_size": 40,
-            "swiglu": True,
-            "vocab_size": 100,
-            **flags,
-        }
-    )
+def tiny_args(**changes: Any) -> Any:
+    return run_args(num_layers=3, hidden_size=16, num_query_groups=2, kv_channels=8, ffn_hidden_size=40, **changes)
 
 
-def attention(length: int) -> float:
-    """Scores and values of 4 heads of 8, of which a causal mask needs half."""
-    return 4 * (matmul(length, 8, length) + matmul(length, length, 8)) / 2
-
-
-def test_dense_model() -> None:
+def test_dense_model_by_hand() -> None:
     length = 7
     layer = (
         matmul(length, 16, 4 * 8)  # query
         + 2 * matmul(length, 16, 2 * 8)  # key, value
-        + attention(length)
+        + 4 * (matmul(length, 8, length) + matmul(length, length, 8)) / 2  # scores and values, half of them masked
         + matmul(length, 4 * 8, 16)  # output
         + 2 * matmul(length, 16, 40)  # gate, up
         + matmul(length, 40, 16)  # down
     )
-    assert flops_model(dense_args()).forward([length])[0] == 3 * layer + matmul(length, 16, 100)
+    assert flops_model(tiny_args()).forward([length])[0] == 3 * layer + matmul(length, 16, 384)
+    ungated = forward_flops(tiny_args(swiglu=False), [length])
+    assert ungated == 3 * (layer - matmul(length, 16, 40)) + matmul(length, 16, 384)
+    padded = forward_flops(tiny_args(padded_vocab_size=512), [length])
+    assert padded == 3 * layer + matmul(length, 16, 512)
 
 
 def test_sums_over_sequences_not_over_their_concatenation() -> None:
-    args = dense_args()
+    args = tiny_args()
     assert forward_flops(args, [3, 4]) == forward_flops(args, [3]) + forward_flops(args, [4])
     assert forward_flops(args, [7]) > forward_flops(args, [3, 4])  # attention is quadratic
 
 
-def test_without_grouping_and_without_gate() -> None:
-    args = dense_args(
-        group_query_attention=False, num_query_groups=1, swiglu=False, num_layers=1, padded_vocab_size=128
-    )
-    length = 5
-    expected = (
-        3 * matmul(length, 16, 32) + attention(length) + matmul(length, 32, 16) + 2 * matmul(length, 16, 40)
-        + matmul(length, 16, 128)
-    )  # fmt: skip
-    assert forward_flops(args, [length]) == expected
-
-
-def test_experts_in_the_layers_that_have_them() -> None:
+def test_experts_only_in_the_layers_that_have_them() -> None:
     moe = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 10, "moe_shared_expert_intermediate_size": 12}
     length = 5
-    dense_layer = forward_flops(dense_args(num_layers=2), [length]) - forward_flops(dense_args(num_layers=1), [length])
-    one = forward_flops(dense_args(num_layers=3, moe_layer_freq=[0, 1, 0], **moe), [length])
-    all_dense = forward_flops(dense_args(num_layers=3), [length])
-    assert dense_layer > 0
-    assert all_dense - one == 3 * matmul(length, 16, 40) - 3 * matmul(length, 16, 2 * 10 + 12)
+    one = forward_flops(tiny_args(moe_layer_freq=[0, 1, 0], **moe), [length])
+    all_dense = forward_flops(tiny_args(), [length])
+    experts = 3 * matmul(length, 16, 2 * 10 + 12) + matmul(length, 16, 8)
+    assert all_dense - one == 3 * matmul(length, 16, 40) - experts
 
 
-def test_multi_latent_attention() -> None:
-    args = dense_args(
-        num_layers=1,
-        multi_latent_attention=True,
-        q_lora_rank=6,
-        kv_lora_rank=5,
-        qk_head_dim=8,
-        qk_pos_emb_head_dim=2,
-        v_head_dim=7,
-    )
-    length = 3
-    expected = (
-        matmul(length, 16, 6)  # query down
-        + matmul(length, 6, 4 * 10)  # query up
-        + matmul(length, 16, 5 + 2)  # key/value down, with the shared rotary key
-        + matmul(length, 5, 4 * (8 + 7))  # key/value up
-        + 4 * (matmul(length, 10, length) + matmul(length, length, 7)) / 2
-        + matmul(length, 4 * 7, 16)
-        + 3 * matmul(length, 16, 40)
-        + matmul(length, 16, 100)
-    )
-    assert forward_flops(args, [length]) == expected
+def test_qwen3_next_80b_is_not_counted_as_softmax_attention() -> None:
+    """36 of its 48 layers have linear attention, whose work does not grow with the square of the length."""
+    kinds = [1, 1, 1, 0] * 12
+    hybrid = flops_model(run_args(num_layers=48, num_attention_heads=16, kv_channels=256, linear_attention_freq=kinds))
+    softmax = flops_model(run_args(num_layers=48, num_attention_heads=16, kv_channels=256))
+    assert hybrid.quadratic == softmax.quadratic / 4 == 12 * 16 * 512
 
 
 def test_layer_pattern() -> None:

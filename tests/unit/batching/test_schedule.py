@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slime.batching.errors import ScheduleError
 from slime.batching.flops import flops_model
 from slime.batching.schedule import build_dp_schedule, leftover_positions
+from tests.support.arguments import run_args
 
 MODEL = {
     "num_layers": 2,
@@ -25,7 +26,7 @@ MODEL = {
 }
 
 
-def make_args(**flags: Any) -> SimpleNamespace:
+def make_args(**flags: Any) -> Namespace:
     defaults = {
         "use_dynamic_batch_size": False,
         "micro_batch_size": 1,
@@ -33,7 +34,7 @@ def make_args(**flags: Any) -> SimpleNamespace:
         "balance_data": False,
         "balance_by_flops": False,
     }
-    return SimpleNamespace(**MODEL, **{**defaults, **flags})
+    return run_args(**MODEL, **{**defaults, **flags})
 
 
 def make_config(dp: int = 1, cp: int = 1, vpp: int = 1, group: int = 1) -> dict[str, int]:

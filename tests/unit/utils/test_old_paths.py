@@ -155,7 +155,7 @@ def test_converters_of_one_family() -> None:
 
 def test_flops_of_a_forward_pass() -> None:
     calculate = load_function("slime.utils.flops_utils.calculate_fwd_flops")
-    args = Namespace(**{**vars(ARGS), "num_experts": None})
+    args = Namespace(**{**vars(ARGS), "num_experts": None, "padded_vocab_size": 3})
     # per token and layer: q, k, v 2*4*(4+2*2); out 2*4*4; gated MLP 6*4*6; head once 2*4*3; attention 2*4 per pair/2
     per_token, pairs = 2 * (64 + 32 + 144) + 24, 2 * 4 * 2
     assert calculate([3, 5], args) == per_token * 8 + pairs * (9 + 25)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.model_provider import padded_vocab_size
 from slime.backends.megatron_utils.parallel import Ranks, expert_parallel, expert_tensor_parallel, tensor_parallel
 from slime.backends.megatron_utils.value_head import is_value_head
 from slime.backends.megatron_utils.weights.hf_checkpoint import read_config
@@ -18,6 +17,7 @@ from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.dense import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
+from slime.utils.model_shape import padded_vocab_size
 
 MTP = "mtp."
 """The beginning of the names of parameters that predict further tokens."""

@@ -25,9 +25,9 @@ from slime.arguments.plan.memory_trainer import (
     state_bytes,
     trainer_memory,
 )
-from slime.arguments.plan.model_shape import LayerKind, shape_of
 from slime.arguments.plan.model_size import model_size
 from slime.arguments.plan.model_stages import Parallel
+from slime.utils.model_shape import LayerKind, shape_of
 from tests.support.memory_args import bare_args, published_args
 
 GIB = 2**30

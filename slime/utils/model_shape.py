@@ -1,10 +1,16 @@
-"""What the flags say about a model: its sizes, and what every layer is made of."""
+"""The shape of a model: its sizes and what each layer is made of, derived once from Megatron's flags.
+
+FLOPs, the memory estimate, Megatron's configuration and the weight layouts read their sizes here.
+"""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -114,11 +120,26 @@ class ModelShape:
         return len(self.kinds)
 
 
+def model_shape(args: Namespace) -> ModelShape:
+    """Return the shape of the model that a run trains: ``shape_of`` with the config of ``args.hf_checkpoint``.
+
+    Raises ValueError when the model is not described.
+    """
+    checkpoint = getattr(args, "hf_checkpoint", None)  # a caller of the public FLOPs function may have none
+    return shape_of(args, _read_config(Path(checkpoint) / "config.json") if checkpoint else None)
+
+
+@lru_cache(maxsize=8)
+def _read_config(path: Path) -> Mapping[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Return the shape that ``args`` describes; ``hf_config`` fills in what no Megatron flag says.
+    """Return the shape that ``args`` describes; ``hf_config`` supplies what no Megatron flag describes.
 
     That is which layers of Qwen3-Next and Qwen3.5 have linear attention, and the indexer of sparse attention: their
-    ``--spec`` reads both from the checkpoint. Raises ValueError when the model is not described.
+    ``--spec`` reads both from the checkpoint. ``args`` may come from another parser: a missing attribute counts as not
+    given. Raises ValueError when the model is not described.
     """
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(args, name, None)]
     vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")
@@ -128,19 +149,19 @@ def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> Mod
     remarks: list[str] = []
     linear, linear_layers = _linear_attention(args, config, remarks)
     experts = _experts(args)
-    moe_layers = _pattern(_get(args, "moe_layer_freq", 1), args.num_layers, first=True)
+    moe_layers = moe_layer_pattern(_get(args, "moe_layer_freq", 1), args.num_layers)
     heads, hidden = int(args.num_attention_heads), int(args.hidden_size)
     gated = bool(_get(args, "swiglu", False) or _get(args, "gated_linear_unit", False))
     return ModelShape(
         hidden=hidden,
-        ffn=int(_get(args, "ffn_hidden_size") or _default_ffn(hidden, gated)),
+        ffn=int(_get(args, "ffn_hidden_size") or default_ffn_hidden_size(hidden, gated)),
         heads=heads,
         groups=int(args.num_query_groups) if _get(args, "group_query_attention", False) else heads,
         head_dim=int(_get(args, "kv_channels") or hidden // heads),
-        vocab=padded_vocab(args),
+        vocab=padded_vocab_size(args),
         vocab_unpadded=int(vocab),
         kinds=tuple(
-            LayerKind(linear=is_linear, moe=experts is not None and is_moe)
+            LayerKind(linear=is_linear, moe=experts is not None and bool(is_moe))
             for is_linear, is_moe in zip(linear_layers, moe_layers, strict=True)
         ),
         gated=gated,
@@ -163,13 +184,34 @@ def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> Mod
     )
 
 
-def padded_vocab(args: Namespace) -> int:
-    """Return the rows of the embedding as Megatron makes it: a multiple of a number x the tensor-parallel size."""
+def padded_vocab_size(args: Namespace) -> int:
+    """Return the rows of the embedding: ``padded_vocab_size`` when given, else ``vocab_size`` rounded up.
+
+    It is rounded to a multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel size, as in Megatron-LM.
+    Raises ValueError for a given size that the tensor-parallel ranks cannot divide.
+    """
+    tp = int(_get(args, "tensor_model_parallel_size", 1))
     given = _get(args, "padded_vocab_size")
     if given:
+        if given % tp:
+            raise ValueError(f"--padded-vocab-size {given} is not a multiple of --tensor-model-parallel-size {tp}")
         return int(given)
-    multiple = int(_get(args, "make_vocab_size_divisible_by", 128)) * int(_get(args, "tensor_model_parallel_size", 1))
+    multiple = int(_get(args, "make_vocab_size_divisible_by", 128)) * tp
     return -(-int(args.vocab_size) // multiple) * multiple
+
+
+def default_ffn_hidden_size(hidden: int, gated: bool) -> int:
+    """Return Megatron-LM's default width of the MLP: 4h, with a gate 2/3 of it in multiples of 64."""
+    return int((4 * hidden * 2 / 3) / 64) * 64 if gated else 4 * hidden
+
+
+def moe_layer_pattern(frequency: int | Sequence[int], num_layers: int) -> list[int]:
+    """Return one 0/1 entry per layer from Megatron's ``moe_layer_freq``: every n-th layer, or the pattern itself."""
+    if isinstance(frequency, int):
+        return [int(frequency > 0 and layer % frequency == 0) for layer in range(num_layers)]
+    if len(frequency) != num_layers:
+        raise ValueError(f"--moe-layer-freq has {len(frequency)} entries for {num_layers} layers")
+    return [int(bool(entry)) for entry in frequency]
 
 
 def _get(args: Namespace, name: str, default: Any = None) -> Any:
@@ -184,19 +226,6 @@ def _spec(args: Namespace) -> str:
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
-
-
-def _default_ffn(hidden: int, gated: bool) -> int:
-    return int((4 * hidden * 2 / 3) / 64) * 64 if gated else 4 * hidden
-
-
-def _pattern(frequency: Any, layers: int, *, first: bool) -> list[bool]:
-    """Spell out Megatron's layer frequency: a list says it itself; N means every N-th, the first or the last of N."""
-    if isinstance(frequency, list | tuple):
-        if len(frequency) != layers:
-            raise ValueError(f"a layer pattern of {len(frequency)} entries for {layers} layers")
-        return [bool(entry) for entry in frequency]
-    return [(i if first else i + 1) % int(frequency) == 0 for i in range(layers)]
 
 
 def _learned_positions(args: Namespace) -> int:
@@ -240,11 +269,12 @@ def _linear_attention(
     """Return the gated delta net and which layers have it, from the flags or else from the checkpoint's config."""
     layers = int(args.num_layers)
     frequency = _get(args, "linear_attention_freq")
-    if frequency is not None:
-        is_list = isinstance(frequency, list | tuple)
-        softmax = [] if is_list else _pattern(frequency, layers, first=False)
-        linear_layers = _pattern(frequency, layers, first=True) if is_list else [not entry for entry in softmax]
-        return _gated_delta_net(lambda name: getattr(args, name, None)), linear_layers
+    if isinstance(frequency, list | tuple):
+        if len(frequency) != layers:
+            raise ValueError(f"--linear-attention-freq has {len(frequency)} entries for {layers} layers")
+        return _gated_delta_net(vars(args).get), [bool(entry) for entry in frequency]
+    if frequency is not None:  # the last of every N layers has softmax attention
+        return _gated_delta_net(vars(args).get), [(i + 1) % int(frequency) != 0 for i in range(layers)]
     types = config.get("layer_types") or _types_from_interval(config, layers)
     if len(types) == layers and "linear_attention" in types:
         return _gated_delta_net(config.get), [kind == "linear_attention" for kind in types]
@@ -260,7 +290,7 @@ def _types_from_interval(config: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
 
 
-def _gated_delta_net(get: Any) -> LinearAttention:
+def _gated_delta_net(get: Callable[[str], Any]) -> LinearAttention:
     def number(name: str, default: int) -> int:
         value = get(name)
         return default if value is None else int(value)
