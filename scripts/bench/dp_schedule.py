@@ -23,7 +23,8 @@ from slime.batching.schedule import DpSchedule, build_dp_schedule
 
 MODEL = {
     "num_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128,
-    "ffn_hidden_size": 12288, "vocab_size": 151936,
+    "ffn_hidden_size": 12288, "vocab_size": 151936, "swiglu": True, "group_query_attention": True,
+    "enable_mtp_training": False,
 }  # fmt: skip
 MAX_TOKENS, LONGEST = 16384, 16384
 Way = Callable[[list[int], int, int], DpSchedule]

@@ -27,7 +27,9 @@ from slime.batching.train_data import build_train_data
 from slime.utils.types import Sample
 
 DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}
-ARGS = argparse.Namespace(rollout_top_p=1.0, reward_key=None)
+ARGS = argparse.Namespace(
+    rollout_top_p=1.0, reward_key=None, use_rollout_routing_replay=False, advantage_estimator="grpo", kl_coef=0.0
+)
 
 
 def make_samples(count: int, prompt: int, response: int) -> list[Sample]:

@@ -61,7 +61,7 @@ class Settings:
             if low > high:
                 raise ValueError(f"{name}_lower_bound {low:g} is above {name}_upper_bound {high:g}")
         return cls(
-            use_tis=bool(getattr(args, "use_tis", False)),
+            use_tis=args.use_tis,
             use_rs=bool(getattr(args, "use_rs", False)),
             tis_level=level,
             tis_mode=mode,

@@ -27,7 +27,7 @@ def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
     Raises TrainDataError naming the sample.
     """
     layers, topk = args.num_layers, args.moe_router_topk
-    is_moe = np.array(moe_layer_pattern(getattr(args, "moe_layer_freq", 1), layers), dtype=bool)
+    is_moe = np.array(moe_layer_pattern(args.moe_layer_freq, layers), dtype=bool)
     tokens = unrecorded = 0
     first = ""
     for sample in samples:
@@ -41,7 +41,7 @@ def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
             )
         ids = np.asarray(experts)
         low, high = int(ids.min()), int(ids.max())
-        num_experts = getattr(args, "num_experts", None)
+        num_experts = args.num_experts
         if low < 0 or (num_experts is not None and high >= num_experts):
             raise TrainDataError(
                 f"routed experts of {name} lie between {low} and {high}, but the model has {num_experts} experts "

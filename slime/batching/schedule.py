@@ -114,7 +114,7 @@ def _steps(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[
 
 def _weights(args: Any, lengths: list[int]) -> list[float]:
     """FLOPs per sample where something is balanced by them, else tokens (not used for decisions then)."""
-    if getattr(args, "balance_data", False) or getattr(args, "balance_by_flops", False):
+    if args.balance_data or args.balance_by_flops:
         return [float(flops) for flops in flops_model(args, mtp=args.enable_mtp_training).forward(lengths)]
     return [float(length) for length in lengths]
 
@@ -127,7 +127,7 @@ def _micro_batches(
     group = (config.get("microbatch_group_size_per_vp_stage") or 1) if vpp_size > 1 else 1
     multiple = config["dp_size"] * group
     sizes = [lengths[position] for position in members]
-    if not getattr(args, "use_dynamic_batch_size", False):
+    if not args.use_dynamic_batch_size:
         size = args.micro_batch_size
         bins = [list(range(len(members)))[start : start + size] for start in range(0, len(members), size)]
         if len(bins) % multiple:
@@ -138,7 +138,7 @@ def _micro_batches(
             )
     else:
         capacity = args.max_tokens_per_gpu * config["cp_size"]
-        if getattr(args, "balance_by_flops", False):
+        if args.balance_by_flops:
             count = min(-(-sum(sizes) // capacity), len(members))
             bins = get_seqlen_balanced_partitions([weights[position] for position in members], count, equal_size=False)
         else:
@@ -171,7 +171,7 @@ def _fewer_than_fit(members: list[int], sizes: list[int], count: int, capacity: 
 
 def _share_out(args: Any, micro_batches: list[list[int]], weights: list[float], dp_size: int) -> list[list[list[int]]]:
     """Give every rank the same number of micro-batches: strided, or with balanced FLOPs."""
-    if not getattr(args, "balance_data", False) and not getattr(args, "balance_by_flops", False):
+    if not args.balance_data and not args.balance_by_flops:
         return [micro_batches[rank::dp_size] for rank in range(dp_size)]
     loads = [sum(weights[position] for position in micro_batch) for micro_batch in micro_batches]
     shares = get_seqlen_balanced_partitions(loads, dp_size, equal_size=True)

@@ -53,14 +53,14 @@ def build_train_data(
     for field in ("rollout_log_probs", "teacher_log_probs"):
         if any(getattr(sample, field) is not None for sample in samples):
             data[field] = [_per_response_token(sample, field) for sample in samples]
-    if getattr(args, "rollout_top_p", 1.0) != 1.0:
+    if args.rollout_top_p != 1.0:
         data.update(_top_p(samples))
     if any(sample.rollout_routed_experts is not None for sample in samples):
-        if getattr(args, "use_rollout_routing_replay", False):
+        if args.use_rollout_routing_replay:
             validate_routed_experts(args, samples)
         experts = [_present(sample, "rollout_routed_experts") for sample in samples]
-        data["rollout_routed_experts"] = [compact_experts(ids, getattr(args, "num_experts", None)) for ids in experts]
-    if getattr(args, "advantage_estimator", None) == "rloo" and args.kl_coef != 0:
+        data["rollout_routed_experts"] = [compact_experts(ids, args.num_experts) for ids in experts]
+    if args.advantage_estimator == "rloo" and args.kl_coef != 0:
         data["group_indices"] = [sample.group_index for sample in samples]
     data.update(_optional(samples))
     return data

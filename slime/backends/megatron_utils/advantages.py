@@ -50,7 +50,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
         advantages, returns = _estimate(args, rollout_data)
         rollout_data["advantages"], rollout_data["returns"] = advantages, returns
     add_distillation(args, rollout_data)
-    if getattr(args, "normalize_advantages", False):
+    if args.normalize_advantages:
         rollout_data["advantages"] = _whiten(rollout_data)
 
 
@@ -58,7 +58,7 @@ def _kl(args: Namespace, data: dict) -> Column:
     masks = _local(data, data["loss_masks"])
     if args.kl_coef == 0:
         return [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for mask in masks]
-    policy = "rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs"
+    policy = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
     for key in (policy, "ref_log_probs"):
         if data.get(key) is None:
             raise ValueError(f"--kl-coef {args.kl_coef} needs {key}, which the samples and passes do not have")

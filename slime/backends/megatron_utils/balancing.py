@@ -39,9 +39,9 @@ METRICS = {AUX: "load_balancing_loss", SEQ_AUX: "seq_load_balancing_loss", Z: "z
 
 def coefficients(args: Namespace) -> dict[str, float]:
     """Return kind of loss -> coefficient of those that are switched on."""
-    kinds, values = getattr(args, "moe_router_load_balancing_type", None), getattr(args, "moe_aux_loss_coeff", None)
+    kinds, values = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
     pairs = list(zip(kinds, values, strict=True)) if isinstance(values, list | tuple) else [(kinds, values)]
-    pairs.append((Z, getattr(args, "moe_z_loss_coeff", None)))
+    pairs.append((Z, args.moe_z_loss_coeff))
     return {kind: float(value) for kind, value in pairs if kind in METRICS and value}
 
 
@@ -261,8 +261,8 @@ def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balanc
     Collective. Raises ValueError for losses without a router that could have them.
     """
     weights = coefficients(args)
-    biased = bool(getattr(args, "moe_router_enable_expert_bias", False))
-    if getattr(args, "num_experts", None) is None or not (weights or biased):
+    biased = args.moe_router_enable_expert_bias
+    if args.num_experts is None or not (weights or biased):
         return Balancing()
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -285,9 +285,9 @@ def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balanc
         routers,
         weights,
         layers=layers,
-        sequence_parallel=bool(getattr(args, "sequence_parallel", False)),
-        per_layer=bool(getattr(args, "moe_per_layer_logging", False)),
-        per_token=bool(getattr(args, "calculate_per_token_loss", False)),
+        sequence_parallel=args.sequence_parallel,
+        per_layer=args.moe_per_layer_logging,
+        per_token=args.calculate_per_token_loss,
     )
 
 

@@ -77,8 +77,8 @@ def load_checkpoint(
     directory, iteration = checkpoint_dir.find_checkpoint(root, step)
     with _naming_damage(directory):
         common = dist_checkpointing.load_common_state_dict(str(directory))
-    finetune = weights_only or getattr(args, "finetune", False)
-    goes_on = state.optimizer is not None and not finetune and not getattr(args, "no_load_optim", False)
+    finetune = weights_only or args.finetune
+    goes_on = state.optimizer is not None and not finetune and not args.no_load_optim
     with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
     if goes_on and not with_optimizer and not _is_stateless(args):
         raise ValueError(
@@ -87,7 +87,7 @@ def load_checkpoint(
         )
     if with_optimizer:
         check_optimizers(common["optimizer"], state.optimizer, directory)
-    with_rng = not finetune and not getattr(args, "no_load_rng", False) and _saved_layout(common) == _layout()
+    with_rng = not finetune and not args.no_load_rng and _saved_layout(common) == _layout()
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
     request = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True)
     for name, _ in _named_chunks(state.model) if without is not None else ():
@@ -109,7 +109,7 @@ def load_checkpoint(
     if with_optimizer:
         rates = [dict(group) for group in _groups(state.optimizer)]
         state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
-        if not getattr(args, "use_checkpoint_opt_param_scheduler", False):
+        if not args.use_checkpoint_opt_param_scheduler:
             _restore_limits(state.optimizer, rates)
     elif state.optimizer is not None:
         state.optimizer.reload_model_params()
@@ -117,7 +117,7 @@ def load_checkpoint(
         _load_scheduler(args, state.scheduler, loaded, directory)
     if with_rng:
         _restore_rng(loaded["rng_state"])
-    elif not finetune and not getattr(args, "no_load_rng", False):
+    elif not finetune and not args.no_load_rng:
         why = "it has none (--no-save-rng)" if _saved_layout(common) is None else "saved under another parallel layout"
         logger.info("random states of %s are not restored: %s", directory, why)
     logger.info("loaded %s (optimizer: %s, random states: %s)", directory, with_optimizer, with_rng)
@@ -168,8 +168,8 @@ class CheckpointSaver:
         """Save ``state`` as ``iteration``; when this returns (not ``--async-save``) it is what a restart would load."""
         self.finish()
         root = Path(self._args.save)
-        with_optimizer = not getattr(self._args, "no_save_optim", False)
-        with_rng = not getattr(self._args, "no_save_rng", False)
+        with_optimizer = not self._args.no_save_optim
+        with_rng = not self._args.no_save_rng
         content = {**_CONTENT, **({"non_homogeneous_layers": True} if _freezes_some_anywhere(state.model) else {})}
         sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
         sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout() if with_rng else None)
@@ -178,7 +178,7 @@ class CheckpointSaver:
         if dist.get_rank() == 0:
             checkpoint_dir.begin(root, iteration)
         dist.barrier()
-        asynchronous = bool(getattr(self._args, "async_save", False)) and not force_sync
+        asynchronous = self._args.async_save and not force_sync
         directory = str(checkpoint_dir.iteration_dir(root, iteration)) + ".writing"
         _check_space(state, root)
         request = self._write(sharded, directory, content)
@@ -189,7 +189,7 @@ class CheckpointSaver:
     def _write(self, sharded: dict[str, Any], directory: str, content: dict[str, Any]) -> Any:
         from megatron.core import dist_checkpointing
 
-        strategy = in_process_strategy(parallel_over_dp=bool(getattr(self._args, "ckpt_fully_parallel_save", True)))
+        strategy = in_process_strategy(parallel_over_dp=self._args.ckpt_fully_parallel_save)
         return dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True, content_metadata=content)
 
     def poll(self) -> None:
@@ -257,7 +257,7 @@ class _PendingSave:
 
 def _is_stateless(args: Namespace) -> bool:
     """Whether the optimiser has nothing to save, so that its schedule is all there is to continue."""
-    return bool(getattr(args, "use_stateless_adam", False))
+    return args.use_stateless_adam
 
 
 def _staged(buckets: Any, *, copy: bool) -> Any:

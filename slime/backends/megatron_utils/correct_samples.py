@@ -28,7 +28,7 @@ def correct_sample_means(
     ``all_gather`` collects over DP x CP.
     """
     raw = data.get("local_raw_reward")
-    if not getattr(args, "log_correct_samples", False) or raw is None:
+    if not args.log_correct_samples or raw is None:
         return {}
     correct = [i for i, reward in enumerate(raw) if isinstance(reward, Real) and reward == 1]
     local = {"correct_entropy": _surprise(data, correct)} if _log_probs(data) is not None else {}
@@ -36,7 +36,7 @@ def correct_sample_means(
         lengths = [int(data["response_lengths"][i]) for i in correct]
         local["count"] = float(len(correct))
         local["correct_response_lengths"] = float(sum(lengths))
-        local.update(_quarters(getattr(args, "rollout_max_response_len", None), lengths))
+        local.update(_quarters(args.rollout_max_response_len, lengths))
     parts = all_gather(local)
     sums = {name: math.fsum(part.get(name, 0.0) for part in parts) for part in parts for name in part}
     count = sums.pop("count", 0.0)

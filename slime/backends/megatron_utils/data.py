@@ -103,7 +103,7 @@ def check_shard(args: Namespace, shard: RolloutShard) -> None:
         _rows_with(masks, (masks.values < 0) | (masks.values > 1)),
         lambda i: f"has a loss mask with values from {masks[i].min()} to {masks[i].max()}; expected 0 and 1",
     )
-    if vocab_size := getattr(args, "vocab_size", None):
+    if vocab_size := args.vocab_size:
         fail(
             _rows_with(tokens, (tokens.values < 0) | (tokens.values >= vocab_size)),
             lambda i: (
@@ -160,7 +160,7 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
         cp_size=cp.size,
         cp_rank=cp.rank,
         tp_size=tp.size,
-        pad_multiplier=getattr(args, "data_pad_size_multiplier", 128),
+        pad_multiplier=args.data_pad_size_multiplier,
     )
     batch["sample_positions"] = list(indices)
     batch["unconcat_tokens"] = batch["tokens"]

@@ -14,9 +14,9 @@ def add_distillation(args: Namespace, data: RolloutData) -> None:
     The student's log-probs are those of the old policy. Returns of a value function stay as they are: it does not know
     the teacher. Raises ValueError when a column is missing.
     """
-    if not getattr(args, "use_opd", False):
+    if not args.use_opd:
         return
-    student = "rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs"
+    student = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
     if data.get("teacher_log_probs") is None:
         raise ValueError(
             f"--use-opd --opd-type {args.opd_type}: the samples have no teacher_log_probs. "

@@ -96,7 +96,7 @@ def check_postprocessed(hook: Hook) -> Callable[[Namespace, int, dict[str, Any]]
                 f"{hook} left {len(data['tokens'])} of {before} samples, but the schedule is made for all of them; set "
                 "their loss_masks to 0 instead"
             )
-        if getattr(args, "loss_type", None) != "custom_loss":  # the user's loss may want them in a form of its own
+        if args.loss_type != "custom_loss":  # the user's loss may want them in a form of its own
             check_token_columns(hook, data, [name for name in ("advantages", "returns") if name in data])
 
     return postprocess

@@ -76,7 +76,7 @@ def mis_function(
     weights, masks, metrics = compute_mis_weights(
         args, train_log_probs=whole(train_log_probs), rollout_log_probs=whole(rollout_log_probs), loss_masks=loss_masks
     )
-    if getattr(args, "use_tis", False):
+    if args.use_tis:
         pg_loss = pg_loss * local(weights)
     return pg_loss, masks, {name: local(values) for name, values in metrics.items()}
 

@@ -35,9 +35,9 @@ def initialize_megatron(args: Namespace) -> None:
     accelerator.initialize_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
     if accelerator.device_type() == "cpu" and torch.cuda.is_available():
         raise RuntimeError("to train on the CPU of a machine with CUDA, hide the devices: CUDA_VISIBLE_DEVICES=''")
-    if getattr(args, "deterministic_mode", False):
+    if args.deterministic_mode:
         enable_deterministic_mode()
-    minutes = getattr(args, "distributed_timeout_minutes", None) or DEFAULT_TIMEOUT_MINUTES
+    minutes = args.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             backend=_backend(args), rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
@@ -45,15 +45,15 @@ def initialize_megatron(args: Namespace) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=_size(args, "tensor_model_parallel_size"),
         pipeline_model_parallel_size=_size(args, "pipeline_model_parallel_size"),
-        virtual_pipeline_model_parallel_size=getattr(args, "virtual_pipeline_model_parallel_size", None),
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=_size(args, "context_parallel_size"),
         expert_model_parallel_size=_size(args, "expert_model_parallel_size"),
-        expert_tensor_parallel_size=getattr(args, "expert_tensor_parallel_size", None),
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=_size(args, "num_distributed_optimizer_instances"),
-        nccl_communicator_config_path=getattr(args, "nccl_communicator_config_path", None),
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
         distributed_timeout_minutes=minutes,
-        order="tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else "tp-cp-ep-dp-pp",
-        create_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=args.enable_gloo_process_groups,
     )
     seed_everything(args)
 
@@ -67,18 +67,18 @@ def seed_everything(args: Namespace) -> None:
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    seed = getattr(args, "seed", 1234)
+    seed = args.seed
     if seed is None or seed <= 0:
         raise ValueError(f"--seed must be a positive integer, got {seed}")
     seed += 100 * mpu.get_pipeline_model_parallel_rank()
-    if getattr(args, "data_parallel_random_init", False):
+    if args.data_parallel_random_init:
         seed += 10 * mpu.get_data_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
         seed,
-        te_rng_tracker=bool(getattr(args, "te_rng_tracker", False) or getattr(args, "use_te_rng_tracker", False)),
+        te_rng_tracker=bool(args.te_rng_tracker or args.use_te_rng_tracker),
         force_reset_rng=True,
     )
 
@@ -109,7 +109,7 @@ def _check_sizes(args: Namespace, world_size: int) -> None:
 def _backend(args: Namespace) -> str:
     """Return the backend of the default group: what was asked for, or the device's own."""
     own = accelerator.communication_backend()
-    wanted = getattr(args, "distributed_backend", None) or own
+    wanted = args.distributed_backend or own
     if wanted == "nccl" and accelerator.device_type() == "cpu":
         return own  # the flag's default is written for CUDA
     return wanted

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def use_transformer_engine(args: Namespace) -> bool:
     """Return whether the layers are TransformerEngine's: installed, on CUDA, and not ``--transformer-impl local``."""
-    wanted = getattr(args, "transformer_impl", None) != "local"
+    wanted = args.transformer_impl != "local"
     return wanted and gpt_layer_specs.HAVE_TE and accelerator.device_type() == "cuda"
 
 

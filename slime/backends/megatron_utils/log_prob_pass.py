@@ -78,22 +78,22 @@ def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
     post-processing or hooks around pass and step, the entropy of the pass, dumps of its columns, assertions and traces
     of it, and what is random in the step and off in the pass.
     """
-    replays_engine_routing = getattr(args, "use_rollout_routing_replay", False)
+    replays_engine_routing = args.use_rollout_routing_replay
     return len(data["num_microbatches"]) == 1 and not any(
         [
             args.loss_type == "custom_loss",
-            getattr(args, "kl_coef", 0) != 0,
-            getattr(args, "use_opd", False),
-            getattr(args, "keep_old_actor", False),
-            getattr(args, "use_routing_replay", False) and not replays_engine_routing,
-            getattr(args, "custom_advantage_function_path", None) is not None,
-            getattr(args, "rollout_data_postprocess_path", None) is not None,
-            getattr(args, "custom_megatron_before_log_prob_hook_path", None) is not None,
-            getattr(args, "custom_megatron_before_train_step_hook_path", None) is not None,
-            getattr(args, "use_rollout_entropy", False),
-            getattr(args, "save_debug_train_data", None) is not None,
-            getattr(args, "ci_test", False),
-            "train_log_probs" in (getattr(args, "profile_target", None) or ()),
+            args.kl_coef != 0,
+            args.use_opd,
+            args.keep_old_actor,
+            args.use_routing_replay and not replays_engine_routing,
+            args.custom_advantage_function_path is not None,
+            args.rollout_data_postprocess_path is not None,
+            args.custom_megatron_before_log_prob_hook_path is not None,
+            args.custom_megatron_before_train_step_hook_path is not None,
+            args.use_rollout_entropy,
+            args.save_debug_train_data is not None,
+            args.ci_test,
+            "train_log_probs" in (args.profile_target or ()),
             *(getattr(args, name, None) for name in _RANDOM_IN_TRAINING),
         ]
     )

@@ -96,7 +96,7 @@ def loss_function(
     The last value is the report {"keys", "values" float32 [1 + keys] (token count first), "finite" (bool: the loss is),
     "finite_samples", "mismatch"}; the last two have a row per sample, or are None.
     """
-    per_token = bool(getattr(args, "calculate_per_token_loss", False))
+    per_token = args.calculate_per_token_loss
     masks = batch["loss_masks"]
     num_tokens = num_trained_tokens(masks).int()
     reduce = get_sum_of_sample_mean(
@@ -107,7 +107,7 @@ def loss_function(
         sample_denoms=batch.get("rollout_mask_sums"),
     )
     function = _loss_by_type(args)
-    if getattr(args, "recompute_loss_function", False):
+    if args.recompute_loss_function:
         loss, metrics = checkpoint(function, args, batch, logits, reduce, use_reentrant=False)
     else:
         loss, metrics = function(args, batch, logits, reduce)

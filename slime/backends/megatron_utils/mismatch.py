@@ -48,8 +48,8 @@ class MismatchMeter:
 
     def __init__(self, args: Namespace, rollout_id: int, data: RolloutData, device: torch.device) -> None:
         self._data, self._device, self._rollout_id = data, device, rollout_id
-        self._alarm = getattr(args, "mismatch_alarm_threshold", 0.0)
-        self._stop = getattr(args, "mismatch_stop_threshold", None)
+        self._alarm = args.mismatch_alarm_threshold
+        self._stop = args.mismatch_stop_threshold
         self._warned = False
 
     def measure(self, step_id: int, micro_batches: list[list[int]], reports: list[dict[str, Any]]) -> dict[str, float]:

@@ -34,7 +34,7 @@ NEEDS_CUDA = ("bias_dropout_fusion", "cross_entropy_loss_fusion")
 
 def params_dtype(args: Namespace) -> torch.dtype:
     """Return the dtype of the model's parameters: bf16, fp16, or fp32 when neither flag is set."""
-    bf16, fp16 = bool(getattr(args, "bf16", False)), bool(getattr(args, "fp16", False))
+    bf16, fp16 = args.bf16, args.fp16
     if bf16 and fp16:
         raise ValueError("--bf16 and --fp16 exclude each other: give one of them")
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
@@ -50,7 +50,7 @@ def transformer_config_from_args(args: Namespace) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    config_class = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = _same_named(config_class, args)
     values.update(_translated(args))
     on_cuda = accelerator.device_type() == "cuda"

@@ -42,7 +42,7 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         pre_process, post_process = mpu.is_pipeline_first_stage(**stage), mpu.is_pipeline_last_stage(**stage)
         models.append(provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage))
-        if post_process and getattr(args, "mtp_num_layers", None) and not hasattr(models[-1], "mtp"):
+        if post_process and args.mtp_num_layers and not hasattr(models[-1], "mtp"):
             raise ValueError(
                 f"--mtp-num-layers {args.mtp_num_layers}: {type(models[-1]).__name__} has no module `mtp`. The layers "
                 "that predict further tokens are those of slime.backends.megatron_utils.model_provider.gpt_model: let "
@@ -80,11 +80,11 @@ def model_provider(args: Namespace, config: Any) -> Provider:
 
     In this order: ``--custom-model-provider-path``; a ``--spec`` that is itself a provider; the built-in GPT model.
     """
-    custom = getattr(args, "custom_model_provider_path", None)
+    custom = args.custom_model_provider_path
     if custom:
         flag = "--custom-model-provider-path"
         return _calling_with_known(load_function(custom, flag), flag, args=args, config=config)
-    spec = getattr(args, "spec", None)
+    spec = args.spec
     if spec:
         function = load_function(".".join(spec), "--spec")
         if "pre_process" in inspect.signature(function).parameters:
@@ -134,7 +134,7 @@ def gpt_model(
     from megatron.core.models.gpt import GPTModel
 
     model_class: Callable[..., torch.nn.Module] = GPTModel
-    if post_process and getattr(args, "mtp_num_layers", None):
+    if post_process and args.mtp_num_layers:
         from slime.backends.megatron_utils.layer_specs import mtp_block_spec
         from slime.backends.megatron_utils.mtp_model import PredictingGPTModel
 
@@ -147,7 +147,7 @@ def gpt_model(
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=True,
-        share_embeddings_and_output_weights=not getattr(args, "untie_embeddings_and_output_weights", False),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=_position_embedding_type(args),
         vp_stage=vp_stage,
         **rope_settings(args),
@@ -155,10 +155,10 @@ def gpt_model(
 
 
 def _position_embedding_type(args: Namespace) -> str:
-    if getattr(args, "use_rotary_position_embeddings", False):
+    if args.use_rotary_position_embeddings:
         return "rope"
-    kind = getattr(args, "position_embedding_type", None) or "learned_absolute"
-    without = kind == "learned_absolute" and not getattr(args, "add_position_embedding", True)
+    kind = args.position_embedding_type or "learned_absolute"
+    without = kind == "learned_absolute" and not args.add_position_embedding
     return "none" if without else kind
 
 
@@ -168,8 +168,8 @@ def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> Non
     A critic's value head is trained whatever they say: it has no weights to keep. Raises ValueError for both
     together, and for an expression that matches no parameter on any rank.
     """
-    only = getattr(args, "only_train_params_name_list", None) or []
-    freeze = getattr(args, "freeze_params_name_list", None) or []
+    only = args.only_train_params_name_list or []
+    freeze = args.freeze_params_name_list or []
     if only and freeze:
         raise ValueError("--only-train-params-name-list and --freeze-params-name-list exclude each other: give one")
     if not only and not freeze:
@@ -218,7 +218,7 @@ def _with_ddp(args: Namespace, config: Any, models: Sequence[torch.nn.Module]) -
         )
         for i, model in enumerate(models)
     ]
-    if getattr(args, "data_parallel_random_init", False):
+    if args.data_parallel_random_init:
         for model in wrapped:
             model.broadcast_params()
     return wrapped

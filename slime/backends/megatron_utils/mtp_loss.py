@@ -50,12 +50,12 @@ class FurtherTokens:
 
 def trains_mtp(args: Namespace) -> bool:
     """Return whether ``--mtp-num-layers`` layers are trained beside the policy."""
-    return bool(getattr(args, "enable_mtp_training", False) and getattr(args, "mtp_num_layers", None))
+    return bool(args.enable_mtp_training and args.mtp_num_layers)
 
 
 def lends_embedding(args: Namespace) -> bool:
     """Return whether the layers, which are on the last pipeline stage, need the embedding that the first one has."""
-    untied = bool(getattr(args, "untie_embeddings_and_output_weights", False))
+    untied = args.untie_embeddings_and_output_weights
     return trains_mtp(args) and untied and pipeline_parallel().size > 1
 
 
@@ -71,7 +71,7 @@ def further_tokens(args: Namespace, batch: dict[str, Any]) -> FurtherTokens:
 def _weights(args: Namespace, batch: dict[str, Any]) -> list[Tensor]:
     """Return per sample what the loss of each response token counts [response_length]."""
     masks = [mask.float() for mask in batch["loss_masks"]]
-    if getattr(args, "calculate_per_token_loss", False):
+    if args.calculate_per_token_loss:
         return masks
     sums = batch.get("rollout_mask_sums")
     sums = (
@@ -108,7 +108,7 @@ def _packed(args: Namespace, samples: list[Tensor], batch: dict[str, Any]) -> Pa
         cp_size=cp.size,
         cp_rank=cp.rank,
         tp_size=tp.size,
-        pad_multiplier=getattr(args, "data_pad_size_multiplier", 128),
+        pad_multiplier=args.data_pad_size_multiplier,
     )
 
 

@@ -62,8 +62,8 @@ class PredictingGPTModel(GPTModel):
     def __init__(self, args: Namespace, config: Any, mtp_spec: Any, **keywords: Any) -> None:
         super().__init__(config=config, **keywords)
         self.mtp = MultiTokenPredictionBlock(config, mtp_spec, vp_stage=keywords.get("vp_stage"))
-        self.vocab = getattr(args, "vocab_size", None)
-        self.log_probs_chunk_size = getattr(args, "log_probs_chunk_size", -1)
+        self.vocab = args.vocab_size
+        self.log_probs_chunk_size = args.log_probs_chunk_size
         self.embedding_copy: Tensor | None = None
         self._further: FurtherTokens | None = None
 

@@ -28,12 +28,12 @@ def nucleus_keywords(batch: Mapping[str, Any]) -> dict[str, Sequence[Tensor]]:
 def check_shard_nuclei(args: Namespace, shard: RolloutShard) -> None:
     """Check nuclei where they enter the trainer. Raises ValueError naming the sample, and when there are none."""
     ragged = shard.batch.ragged
-    if getattr(args, "rollout_top_p", 1.0) != 1.0 and IDS not in ragged:
+    if args.rollout_top_p != 1.0 and IDS not in ragged:
         raise ValueError(
             f"--rollout-top-p {args.rollout_top_p}: the samples do not say which tokens they were sampled among; "
             f"--custom-convert-samples-to-train-data-path must pass {IDS} and {OFFSETS} on"
         )
-    check_nuclei(ragged, sample_namer(shard.batch.numbers.get("sample_indices")), getattr(args, "vocab_size", None))
+    check_nuclei(ragged, sample_namer(shard.batch.numbers.get("sample_indices")), args.vocab_size)
 
 
 def local_nuclei(

@@ -57,11 +57,11 @@ def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    with instead_of_adam() if getattr(args, "use_stateless_adam", False) else nullcontext():
+    with instead_of_adam() if args.use_stateless_adam else nullcontext():
         optimizer = get_megatron_optimizer(
             optimizer_config_from_args(args, get_model_config(model[0])),
             list(model),
-            use_gloo_process_groups=getattr(args, "enable_gloo_process_groups", True),
+            use_gloo_process_groups=args.enable_gloo_process_groups,
         )
     allocate_adam_state(optimizer)
     return optimizer
@@ -110,29 +110,27 @@ def build_scheduler(args: Namespace, optimizer: Any) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     batch = args.global_batch_size
-    decay_iters = getattr(args, "lr_decay_iters", None) or max(1, train_iterations(args))
+    decay_iters = args.lr_decay_iters or max(1, train_iterations(args))
     decay_steps = decay_iters * batch
-    fraction = getattr(args, "lr_warmup_fraction", None)
-    warmup_steps = (
-        fraction * decay_steps if fraction is not None else (getattr(args, "lr_warmup_iters", 0) or 0) * batch
-    )
-    wsd_iters = getattr(args, "lr_wsd_decay_iters", None)
+    fraction = args.lr_warmup_fraction
+    warmup_steps = fraction * decay_steps if fraction is not None else (args.lr_warmup_iters or 0) * batch
+    wsd_iters = args.lr_wsd_decay_iters
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=getattr(args, "lr_warmup_init", 0.0) or 0.0,
+        init_lr=args.lr_warmup_init or 0.0,
         max_lr=args.lr,
-        min_lr=getattr(args, "min_lr", None) or 0.0,
+        min_lr=args.min_lr or 0.0,
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
-        lr_decay_style=getattr(args, "lr_decay_style", None) or "linear",
-        start_wd=_first(getattr(args, "start_weight_decay", None), args.weight_decay),
-        end_wd=_first(getattr(args, "end_weight_decay", None), args.weight_decay),
+        lr_decay_style=args.lr_decay_style or "linear",
+        start_wd=_first(args.start_weight_decay, args.weight_decay),
+        end_wd=_first(args.end_weight_decay, args.weight_decay),
         wd_incr_steps=max(1, train_iterations(args)) * batch,
-        wd_incr_style=getattr(args, "weight_decay_incr_style", None) or "constant",
-        use_checkpoint_opt_param_scheduler=bool(getattr(args, "use_checkpoint_opt_param_scheduler", False)),
-        override_opt_param_scheduler=bool(getattr(args, "override_opt_param_scheduler", False)),
+        wd_incr_style=args.weight_decay_incr_style or "constant",
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
         wsd_decay_steps=wsd_iters * batch if wsd_iters is not None else None,
-        lr_wsd_decay_style=getattr(args, "lr_wsd_decay_style", None) or "exponential",
+        lr_wsd_decay_style=args.lr_wsd_decay_style or "exponential",
     )
 
 
@@ -145,9 +143,9 @@ def with_length_of_run(args: Namespace, scheduler: Any, saved: dict[str, Any]) -
     if scheduler.use_checkpoint_opt_param_scheduler:
         return saved
     derived = ["wd_incr_steps"]
-    if getattr(args, "lr_decay_iters", None) is None:
+    if args.lr_decay_iters is None:
         derived.append("lr_decay_steps")
-        if getattr(args, "lr_warmup_fraction", None) is not None:
+        if args.lr_warmup_fraction is not None:
             derived.append("lr_warmup_steps")
     own = {name: getattr(scheduler, name) for name in derived if name in saved}
     before = saved.get("lr_decay_steps")

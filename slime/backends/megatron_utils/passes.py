@@ -56,7 +56,7 @@ class LogProbPasses:
         self._others = {REFERENCE: "ref_"} if with_ref else {}
         if has_teacher(args):
             self._others[TEACHER] = "teacher_"
-        self._old_policy = OLD_ACTOR if getattr(args, "keep_old_actor", False) else ACTOR
+        self._old_policy = OLD_ACTOR if args.keep_old_actor else ACTOR
 
     def add_to(self, data: RolloutData) -> None:
         """Add ``ref_log_probs``, ``teacher_log_probs`` and ``log_probs`` (and entropies when asked for) as needed.
@@ -80,17 +80,17 @@ class LogProbPasses:
 
     def _needs_old_policy(self, data: RolloutData) -> bool:
         args = self.args
-        records_routing = getattr(args, "use_routing_replay", False) and not args.use_rollout_routing_replay
-        if getattr(args, "use_rollout_entropy", False) or records_routing:
+        records_routing = args.use_routing_replay and not args.use_rollout_routing_replay
+        if args.use_rollout_entropy or records_routing:
             return True
-        mismatch = getattr(args, "get_mismatch_metrics", False)
-        if getattr(args, "use_rollout_logprobs", False) and not mismatch:
+        mismatch = args.get_mismatch_metrics
+        if args.use_rollout_logprobs and not mismatch:
             return False  # the engines' log-probs are the old ones
         return not old_log_probs_equal_current(args, data)
 
     def _forward_only(self, data: RolloutData, prefix: str) -> dict[str, list[torch.Tensor]]:
         def collect(*inputs: Any, **keywords: Any) -> Any:
-            with_entropy = bool(getattr(self.args, "use_rollout_entropy", False))
+            with_entropy = self.args.use_rollout_entropy
             return get_log_probs_and_entropy(*inputs, with_entropy=with_entropy, **keywords)
 
         return forward_only(

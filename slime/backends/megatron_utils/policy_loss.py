@@ -67,14 +67,14 @@ def policy_loss_function(
     if args.advantage_estimator == "cispo":
         pg_loss, pg_clipfrac = compute_cispo_loss(ppo_kl, current, advantages, args.eps_clip, args.eps_clip_high)
     else:
-        clip_c = getattr(args, "eps_clip_c", None)
+        clip_c = args.eps_clip_c
         pg_loss, pg_clipfrac = compute_policy_loss(ppo_kl, advantages, args.eps_clip, args.eps_clip_high, clip_c)
     metrics: dict[str, Tensor] = {}
-    if getattr(args, "use_opsm", False):
+    if args.use_opsm:
         pg_loss, metrics["opsm_clipfrac"] = _mask_off_policy_sequences(args, batch, log_probs, pg_loss)
 
     reduce, masks = sum_of_sample_mean, batch["loss_masks"]
-    if getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False):
+    if args.use_tis or args.get_mismatch_metrics:
         ois = (-ppo_kl).exp().detach()
         pg_loss, masks, tis_metrics = _correct_importance(args, batch, log_probs, pg_loss)
         # The correction's own metrics are means over the tokens that were trained before it masked any.
@@ -111,7 +111,7 @@ def _log_probs(args: Namespace, batch: dict[str, Any], current: Column) -> LogPr
     trainer = batch.get("log_probs") or detached
     rollout = batch.get("rollout_log_probs")
     told = None if rollout is None else _where_trained(batch, rollout, trainer)
-    if getattr(args, "use_rollout_logprobs", False):
+    if args.use_rollout_logprobs:
         if rollout is None:
             raise ValueError(
                 "--use-rollout-logprobs: the samples have no rollout_log_probs; the generate function must set them"
@@ -191,18 +191,18 @@ def _reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor]) -> Red
         batch["total_lengths"],
         batch["response_lengths"],
         masks,
-        bool(getattr(args, "calculate_per_token_loss", False)),
+        args.calculate_per_token_loss,
         sample_denoms=sums,
     )
 
 
 def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor], default: Reducer) -> Reducer:
-    if getattr(args, "pg_loss_reducer", "rollout_mean") == "constant_length":
+    if args.pg_loss_reducer == "constant_length":
         return constant_length(_local_masks(batch, masks), args.pg_loss_length)
     custom = optional_function(args, "custom_pg_loss_reducer_function_path")
     if custom is None:
         return default
-    per_token = bool(getattr(args, "calculate_per_token_loss", False))
+    per_token = args.calculate_per_token_loss
     return checked_reducer(custom, custom(batch["total_lengths"], batch["response_lengths"], masks, per_token))
 
 
@@ -214,7 +214,7 @@ def _local_masks(batch: dict[str, Any], masks: list[Tensor]) -> Column:
 def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
     current = torch.cat(log_probs.current)
     ratio = None
-    if getattr(args, "use_unbiased_kl", False):
+    if args.use_unbiased_kl:
         ratio = (current - torch.cat(log_probs.old)).exp()
     reference = _where_trained(batch, batch["ref_log_probs"], [values.detach() for values in log_probs.current])
     return compute_approx_kl(current, torch.cat(reference), args.kl_loss_type, ratio)

@@ -17,10 +17,10 @@ def refreshed_reference(args: Namespace) -> tuple[str, int] | None:
     of the last such rollout and not ``--ref-load``. None: nothing is resumed, the reference was never refreshed, or
     (with a warning, since the KL term changes then) that iteration was not saved.
     """
-    interval, load = getattr(args, "ref_update_interval", None), getattr(args, "load", None)
-    if not interval or not is_megatron_checkpoint(load) or getattr(args, "finetune", False):
+    interval, load = args.ref_update_interval, args.load
+    if not interval or not is_megatron_checkpoint(load) or args.finetune:
         return None
-    _, iteration = find_checkpoint(load, getattr(args, "ckpt_step", None))
+    _, iteration = find_checkpoint(load, args.ckpt_step)
     refreshed = 0 if iteration is None else (iteration + 1) // interval * interval
     if refreshed == 0:
         return None

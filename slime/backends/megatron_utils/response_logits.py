@@ -53,7 +53,7 @@ def get_responses(
     """
     row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    temperature = getattr(args, "rollout_temperature", 1.0) if apply_temperature else 1.0
+    temperature = args.rollout_temperature if apply_temperature else 1.0
     for sample_rows, sample_targets in zip(rows.split(sizes), targets.split(sizes), strict=True):
         yield row[sample_rows].float() / temperature, sample_targets
 
@@ -98,9 +98,9 @@ def get_log_probs_and_entropy(
     del non_loss_data, max_seq_lens
     row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    temperature = getattr(args, "rollout_temperature", 1.0) if apply_temperature else 1.0
+    temperature = args.rollout_temperature if apply_temperature else 1.0
     if with_entropy_grad is None:
-        with_entropy_grad = getattr(args, "entropy_coef", 0.0) != 0
+        with_entropy_grad = args.entropy_coef != 0
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
@@ -118,8 +118,8 @@ def get_log_probs_and_entropy(
             targets,
             rows=rows,
             tp_group=tensor_parallel().group,
-            vocab_size=getattr(args, "vocab_size", None),
-            chunk_size=getattr(args, "log_probs_chunk_size", -1),
+            vocab_size=args.vocab_size,
+            chunk_size=args.log_probs_chunk_size,
             temperature=temperature,
             with_entropy=with_entropy,
             entropy_grad=with_entropy_grad,

@@ -18,16 +18,16 @@ def rope_settings(args: Namespace) -> dict[str, Any]:
     Raises ValueError when ``<hf_checkpoint>/config.json`` describes a scaling that the flags do not, or one that
     Megatron has no implementation of.
     """
-    scaling = bool(getattr(args, "use_rope_scaling", False))
-    factor = getattr(args, "rope_scaling_factor", None)
+    scaling = args.use_rope_scaling
+    factor = args.rope_scaling_factor
     settings = {
-        "rotary_percent": _default(getattr(args, "rotary_percent", None), 1.0),
-        "rotary_base": _default(getattr(args, "rotary_base", None), 10000),
-        "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
+        "rotary_percent": _default(args.rotary_percent, 1.0),
+        "rotary_base": _default(args.rotary_base, 10000),
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
         "rope_scaling": scaling,
         "rope_scaling_factor": _default(factor, DEFAULT_SCALING_FACTOR),
     }
-    checkpoint = getattr(args, "hf_checkpoint", None)
+    checkpoint = args.hf_checkpoint
     path = Path(checkpoint) / "config.json" if checkpoint else None
     if path is not None and path.is_file():
         _check(args, settings, path)
@@ -61,9 +61,9 @@ def _check(args: Namespace, settings: dict[str, Any], path: Path) -> None:
 
 
 def _has_yarn(args: Namespace) -> bool:
-    if getattr(args, "multi_latent_attention", False):
-        return getattr(args, "rope_type", None) != "rope"
-    return getattr(args, "position_embedding_type", None) == "yarn"
+    if args.multi_latent_attention:
+        return args.rope_type != "rope"
+    return args.position_embedding_type == "yarn"
 
 
 def _check_llama3(settings: dict[str, Any], rope: dict[str, Any], path: Path) -> None:

@@ -52,7 +52,7 @@ class RoutingReplay:
         self._current: MicroBatch | None = None
         self._decided: Tensor | None = None
         self._counts: Tensor | None = None
-        self.active = bool(getattr(args, "use_routing_replay", False))
+        self.active = args.use_routing_replay
         self._set_stage(FALLTHROUGH)
 
     @contextmanager
@@ -131,7 +131,7 @@ class RoutingReplay:
 
     def _enter(self, batch: dict[str, Any]) -> None:
         self._current = key = tuple(batch["sample_positions"])
-        rows = rows_of_batch(batch, sequence_parallel=bool(getattr(self._args, "sequence_parallel", False)))
+        rows = rows_of_batch(batch, sequence_parallel=self._args.sequence_parallel)
         self._decided = has_successor(rows, batch["total_lengths"]).to(batch["tokens"].device)
         if key in self._chosen:
             return
@@ -223,8 +223,8 @@ def build_routing_replay(args: Namespace, model: Sequence[torch.nn.Module]) -> R
     Layers of multi-token prediction route for themselves: neither the log-prob pass nor the engine's answer holds a
     choice for them. Collective. Raises ValueError for a model without a router that asks us.
     """
-    if not getattr(args, "use_routing_replay", False):
-        return RoutingReplay(Namespace())
+    if not args.use_routing_replay:
+        return RoutingReplay(args)
     from megatron.core.transformer.moe.router import TopKRouter
 
     routers = [
@@ -240,4 +240,4 @@ def build_routing_replay(args: Namespace, model: Sequence[torch.nn.Module]) -> R
             "--use-routing-replay: the model has no megatron TopKRouter whose choice could be replayed; leave the flag "
             "out, or let the layers of --spec route with megatron.core.transformer.moe.router.TopKRouter"
         )
-    return RoutingReplay(args, routers, from_engines=bool(getattr(args, "use_rollout_routing_replay", False)))
+    return RoutingReplay(args, routers, from_engines=args.use_rollout_routing_replay)

@@ -56,7 +56,7 @@ def run_schedule(
         data_iterator=micro_batch_iterators(args, data, micro_batches, len(model)),
         model=list(model),
         num_microbatches=len(micro_batches),
-        seq_length=getattr(args, "seq_length", None) or 1,
+        seq_length=args.seq_length or 1,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def has_teacher(args: Namespace) -> bool:
     """Return whether the trainer holds a teacher's weights (``--use-opd --opd-type megatron``)."""
-    return bool(getattr(args, "use_opd", False)) and args.opd_type == "megatron"
+    return args.use_opd and args.opd_type == "megatron"
 
 
 def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: WeightBackup) -> None:
@@ -30,7 +30,7 @@ def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: Weig
     """
     from slime.backends.megatron_utils.weights import load_hf
 
-    source, step = args.opd_teacher_load, getattr(args, "opd_teacher_ckpt_step", None)
+    source, step = args.opd_teacher_load, args.opd_teacher_ckpt_step
     try:
         if is_megatron_checkpoint(source):
             load_checkpoint(args, source, TrainerState(model), step=step, weights_only=True)

@@ -36,7 +36,7 @@ def save_train_dump(args: Namespace, rollout_id: int, data: RolloutData) -> None
 
     Collective over DP x CP on the last pipeline stage; the file is written by its first rank.
     """
-    template = getattr(args, "save_debug_train_data", None)
+    template = args.save_debug_train_data
     if not template or not is_last_stage():
         return
     columns = {name: _full_length(data, name, column) for name, column in per_sample_columns(data).items()}

@@ -111,7 +111,7 @@ def configure_schedules(context: StepContext) -> None:
     config.grad_scale_func = context.optimizer.scale_loss
     config.timers = None
     config.finalize_model_grads_func = finalize_model_grads
-    config.calculate_per_token_loss = bool(getattr(context.args, "calculate_per_token_loss", False))
+    config.calculate_per_token_loss = context.args.calculate_per_token_loss
     ddp = getattr(context.model[0], "ddp_config", None)
     if ddp is None:
         return
@@ -196,7 +196,7 @@ def _update(
     grad_norm = float(optimizer.get_grad_norm())
     finite = math.isfinite(grad_norm) and all(bool(report["finite"]) for report in reports)
     if not _everywhere(finite, context.device):
-        if getattr(args, "check_for_nan_in_loss_and_grad", True):
+        if args.check_for_nan_in_loss_and_grad:
             context.balancing.undo()
             raise _non_finite_error(rollout_id, step_id, grad_norm, data, micro_batches, reports)
         return True, grad_norm
@@ -288,7 +288,7 @@ def _reduce_reports(args: Namespace, reports: Sequence[dict[str, Any]], global_b
     # Every CP rank counts all tokens of its samples, but holds only its part of the sums.
     scale = (
         context_parallel().size / sum(count for count, _ in parts)
-        if getattr(args, "calculate_per_token_loss", False)
+        if args.calculate_per_token_loss
         else 1.0 / global_batch_size
     )
     return {name: sum(part.get(name, 0.0) for _, part in parts) * scale for name in names}

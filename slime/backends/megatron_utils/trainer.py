@@ -94,9 +94,7 @@ class MegatronTrainer:
         self.device = next(self.model[0].parameters()).device
         self.optimizer = build_optimizer(self.args, self.model)
         self.scheduler = build_scheduler(self.args, self.optimizer)
-        self._routing = (
-            build_routing_replay(self.args, self.model) if self.role == ACTOR else RoutingReplay(Namespace())
-        )
+        self._routing = build_routing_replay(self.args, self.model) if self.role == ACTOR else RoutingReplay(self.args)
         self._context = StepContext(
             self.args,
             self.model,
@@ -129,9 +127,9 @@ class MegatronTrainer:
         return start_rollout_id
 
     def _keep_old_actor(self) -> OldActor | None:
-        if not getattr(self.args, "keep_old_actor", False) or self.role != ACTOR:
+        if not self.args.keep_old_actor or self.role != ACTOR:
             return None
-        return OldActor(self._backup, getattr(self.args, "update_weights_interval", 1))
+        return OldActor(self._backup, self.args.update_weights_interval)
 
     def _build_model(self) -> list[torch.nn.Module]:
         from slime.backends.megatron_utils.model_provider import get_model
@@ -140,15 +138,14 @@ class MegatronTrainer:
 
     def _describe_parallelism(self) -> dict[str, int]:
         dp, cp, tp, pp = data_parallel(), context_parallel(), tensor_parallel(), pipeline_parallel()
-        vpp = getattr(self.args, "virtual_pipeline_model_parallel_size", None) or 1
+        vpp = self.args.virtual_pipeline_model_parallel_size or 1
         return {
             "dp_size": dp.size,
             "cp_size": cp.size,
             "tp_size": tp.size,
             "pp_size": pp.size,
             "vpp_size": vpp,
-            "microbatch_group_size_per_vp_stage": getattr(self.args, "microbatch_group_size_per_vp_stage", None)
-            or pp.size,
+            "microbatch_group_size_per_vp_stage": self.args.microbatch_group_size_per_vp_stage or pp.size,
             "dp_rank": dp.rank,
             "cp_rank": cp.rank,
             "tp_rank": tp.rank,
@@ -156,8 +153,8 @@ class MegatronTrainer:
         }
 
     def _load_reference(self) -> None:
-        source = getattr(self.args, "ref_load", None) or self.args.hf_checkpoint
-        step = getattr(self.args, "ref_ckpt_step", None)
+        source = self.args.ref_load or self.args.hf_checkpoint
+        step = self.args.ref_ckpt_step
         if refreshed := refreshed_reference(self.args):
             source, step = refreshed
         if is_megatron_checkpoint(source):
@@ -168,11 +165,11 @@ class MegatronTrainer:
 
     def _load(self) -> int:
         """Load ``--load`` when it is a Megatron checkpoint, else Hugging Face weights; return the first rollout id."""
-        load = getattr(self.args, "load", None)
+        load = self.args.load
         if is_megatron_checkpoint(load):
-            iteration = self._load_megatron(str(load), getattr(self.args, "ckpt_step", None))
+            iteration = self._load_megatron(str(load), self.args.ckpt_step)
             return 0 if iteration is None else iteration + 1
-        sources = (load, getattr(self.args, "ref_load", None), self.args.hf_checkpoint)
+        sources = (load, self.args.ref_load, self.args.hf_checkpoint)
         found = [path for path in sources if path and (Path(path) / "config.json").is_file()]
         if not found:
             raise FileNotFoundError(
@@ -216,7 +213,7 @@ class MegatronTrainer:
             with timer("data_preprocess"):
                 data = prepare_rollout_data(self.args, shard, self.device)
             rollout_metrics = self._before_steps(rollout_id, data, external_data or {})
-            if getattr(self.args, "reset_optimizer_states", False):
+            if self.args.reset_optimizer_states:
                 reset_optimizer_states(self.optimizer)
             with timer(f"{self.role}_train"):
                 steps = train_rollout(self._context, rollout_id, data)
@@ -236,7 +233,7 @@ class MegatronTrainer:
     def _before_steps(self, rollout_id: int, data: RolloutData, external_data: dict[str, Any]) -> dict[str, float]:
         """Complete ``data`` with what the loss needs; log and return the rollout's metrics."""
         add_external_columns(data, external_data, self.device)
-        if getattr(self.args, "compute_advantages_and_returns", True):
+        if self.args.compute_advantages_and_returns:
             self._passes.add_to(data)
             compute_advantages_and_returns(self.args, data)
         if self.hooks.postprocess_rollout_data is not None:
@@ -258,7 +255,7 @@ class MegatronTrainer:
         return {"steps": steps, "rollout": rollout_metrics}
 
     def _refresh_reference(self, rollout_id: int) -> None:
-        interval = getattr(self.args, "ref_update_interval", None)
+        interval = self.args.ref_update_interval
         if self._with_ref and interval and (rollout_id + 1) % interval == 0:
             with timer("ref_model_update"):
                 self._backup.save(REFERENCE)
@@ -279,7 +276,7 @@ class MegatronTrainer:
             raise RuntimeError("save() on a sleeping trainer, whose optimizer state is away: wake_up() must come first")
         with timer("save_model"):
             self._saver.save(rollout_id, self._state, force_sync=force_sync)
-            if export and (template := getattr(self.args, "save_hf", None)):
+            if export and (template := self.args.save_hf):
                 self.export_hf(template.format(rollout_id=rollout_id))
 
     def finish_saving(self) -> None:

@@ -66,7 +66,7 @@ def put_value_head(args: Namespace, config: Any, model: torch.nn.Module) -> None
             f"the critic's model {type(model).__name__} computes its output with the input embedding, so that a value "
             "head would not be called; let its provider obey untie_embeddings_and_output_weights"
         )
-    std = getattr(args, "init_method_std", None) or DEFAULT_STD
+    std = args.init_method_std or DEFAULT_STD
     setattr(owner, NAME, ValueHead(config, std=std, seed=args.seed))
 
 

@@ -134,7 +134,7 @@ def test_dense_model_by_hand() -> None:
         + matmul(length, 40, 16)  # down
     )
     assert flops_model(tiny_args()).forward([length])[0] == 3 * layer + matmul(length, 16, 384)
-    ungated = forward_flops(tiny_args(swiglu=False), [length])
+    ungated = forward_flops(tiny_args(swiglu=False, gated_linear_unit=False), [length])
     assert ungated == 3 * (layer - matmul(length, 16, 40)) + matmul(length, 16, 384)
     padded = forward_flops(tiny_args(padded_vocab_size=512), [length])
     assert padded == 3 * layer + matmul(length, 16, 512)

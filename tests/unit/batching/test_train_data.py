@@ -13,8 +13,9 @@ from slime.batching.columns import RolloutBatch
 from slime.batching.errors import TrainDataError
 from slime.batching.train_data import build_train_data
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 
-ARGS = SimpleNamespace(reward_key=None)
+ARGS = run_args(reward_key=None)
 
 
 def make_sample(index: int = 0, response: int = 3, **fields: Any) -> Sample:
@@ -57,7 +58,7 @@ def test_the_keys_every_converter_has() -> None:
 def test_groups_are_told_to_rloo_for_its_kl_penalty() -> None:
     samples = [make_sample(4), make_sample(5), make_sample(6)]
     for kl_coef, expected in ((0.0, None), (0.1, [2, 2, 3])):
-        args = SimpleNamespace(reward_key=None, advantage_estimator="rloo", kl_coef=kl_coef)
+        args = run_args(reward_key=None, advantage_estimator="rloo", kl_coef=kl_coef)
         assert build(samples, args).get("group_indices") == expected
 
 
@@ -97,7 +98,7 @@ def test_log_probs_may_be_missing_where_nothing_is_trained() -> None:
 
 
 def test_top_p_nuclei_are_checked() -> None:
-    args = SimpleNamespace(reward_key=None, rollout_top_p=0.9)
+    args = run_args(reward_key=None, rollout_top_p=0.9)
     good = make_sample(0, 2, rollout_top_p_token_ids=[1, 2, 3], rollout_top_p_token_offsets=[0, 1, 3])
     data = build([good], args)
     assert data["rollout_top_p_token_offsets"] == [[0, 1, 3]]
@@ -111,7 +112,7 @@ def test_top_p_nuclei_are_checked() -> None:
 
 def r3_args(**flags: Any) -> SimpleNamespace:
     defaults = {"reward_key": None, "use_rollout_routing_replay": True, "num_layers": 3, "moe_router_topk": 2}
-    return SimpleNamespace(**{**defaults, **flags})
+    return run_args(**{**defaults, **flags})
 
 
 def test_routed_experts_are_checked() -> None:

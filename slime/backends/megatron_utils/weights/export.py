@@ -129,7 +129,7 @@ def _write_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace, parti
 def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> None:
     source, family = Path(args.hf_checkpoint), model_family(args)
     shards, size = _written(plans)
-    if getattr(args, "mtp_num_layers", None):
+    if args.mtp_num_layers:
         copies, more = write_copies(source, partial, family, shards)
         shards, size = {**shards, **copies}, size + more
     carried, more = write_carried(source, partial, family, shards)

@@ -95,7 +95,7 @@ def experts_per_rank(config: Any) -> int:
 
 def tied(args: Namespace) -> bool:
     """Return whether input embedding and output layer are one tensor."""
-    return not getattr(args, "untie_embeddings_and_output_weights", False)
+    return not args.untie_embeddings_and_output_weights
 
 
 def model_family(args: Namespace, hf_dir: str | Path | None = None) -> Family:
@@ -103,7 +103,7 @@ def model_family(args: Namespace, hf_dir: str | Path | None = None) -> Family:
 
     slime <= 0.3.1 took the names of configuration classes (``qwen3config``), which are understood too.
     """
-    given = getattr(args, "model_name", None)
+    given = args.model_name
     if given:
         return family_of(given.lower().removesuffix("config"))
     return family_of(read_config(hf_dir or args.hf_checkpoint).get("model_type", "missing"))
@@ -112,7 +112,7 @@ def model_family(args: Namespace, hf_dir: str | Path | None = None) -> Family:
 def model_dims(args: Namespace, config: Any) -> Dims:
     """Return the sizes that layouts need, from the flags and Megatron's config."""
     padded = padded_vocab_size(args)
-    vocab = getattr(args, "vocab_size", None) or padded
+    vocab = args.vocab_size or padded
     experts = config.num_moe_experts or 0
     return Dims(config.num_attention_heads, config.num_query_groups, config.kv_channels, vocab, padded, experts)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from tests.support.arguments import run_args
 
 TOTALS, RESPONSES, REWARDS = [6, 5], [4, 2], [1.0, -2.0]
 MASKS = [torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1])]
@@ -18,7 +19,7 @@ OWN = {"rollout_ids": [0, 1]}
 
 def make_args(**overrides: Any) -> SimpleNamespace:
     values = {"advantage_estimator": "grpo", "kl_coef": 0.0, "kl_loss_type": "k1", "gamma": 0.5, "lambd": 0.9}
-    return SimpleNamespace(**{**values, **overrides})
+    return run_args(**{**values, **overrides})
 
 
 def make_data(**columns: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from slime.backends.megatron_utils.balancing import (
     coefficients,
     router_losses,
 )
+from tests.support.arguments import run_args
 
 GROUP = SimpleNamespace(size=lambda: 1)
 
@@ -101,7 +101,7 @@ def test_even_load_is_the_least_that_the_loss_can_be() -> None:
     ],
 )
 def test_coefficients(flags: dict[str, Any], expected: dict[str, float]) -> None:
-    assert coefficients(Namespace(**flags)) == expected
+    assert coefficients(run_args(**flags)) == expected
 
 
 class Model(torch.nn.Module):
@@ -141,7 +141,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("trained", [False, True])
 def test_layers_that_predict_further_tokens_count_where_they_are_trained(trained: bool) -> None:
     model = Model()
-    args = Namespace(
+    args = run_args(
         num_experts=4, num_layers=1, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1,
         mtp_num_layers=1, enable_mtp_training=trained,
     )  # fmt: skip

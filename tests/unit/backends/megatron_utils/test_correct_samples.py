@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 from slime.backends.megatron_utils import correct_samples
 from slime.backends.megatron_utils.correct_samples import correct_sample_means
 from slime.backends.megatron_utils.parallel import Ranks
+from tests.support.arguments import run_args
 
-ARGS = SimpleNamespace(log_correct_samples=True, rollout_max_response_len=8)
+ARGS = run_args(log_correct_samples=True, rollout_max_response_len=8)
 
 
 def data(**changes: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_the_engine_s_log_probs_stand_in_and_the_flag_decides() -> None:
     assert found["correct_entropy"] == 1.25
     assert "correct_entropy" not in correct_sample_means(ARGS, data(log_probs=None), lambda p: [p])
     assert correct_sample_means(ARGS, data(local_raw_reward=[0, 0, 0, 0]), lambda p: [p]) == {}
-    assert correct_sample_means(SimpleNamespace(), data(), lambda p: [p]) == {}
+    assert correct_sample_means(run_args(), data(), lambda p: [p]) == {}
 
 
 def test_context_parallel_ranks_share_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.checkpoint import TrainerState, _naming_damage, load_checkpoint
+from tests.support.arguments import run_args
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_common_state_that_is_cut_off(size, root):
     path = root / "iter_0000003" / "common.pt"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match="cannot be read, a file of it is damaged or cut off") as caught:
-        load_checkpoint(Namespace(), root, TrainerState([]))
+        load_checkpoint(run_args(), root, TrainerState([]))
     message = str(caught.value)
     assert message.startswith(f"checkpoint {root / 'iter_0000003'} ")
     assert f"common.pt {size}" in message

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from slime.backends.megatron_utils.data import check_shard
 from slime.batching.columns import RolloutShard
+from tests.support.arguments import run_args
 from tests.support.trainer import make_shards, make_train_data
 
 ONE_RANK = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-ARGS = SimpleNamespace(
+ARGS = run_args(
     vocab_size=256, global_batch_size=8, micro_batch_size=2, use_dynamic_batch_size=False, balance_data=False,
     balance_by_flops=False,
 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from slime.backends.megatron_utils.hook_results import checked_loss
 from slime.backends.megatron_utils.hooks import CONTRACTS, load_trainer_hooks, optional_function
 from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
 from slime.backends.megatron_utils.model_provider import model_provider
+from tests.support.arguments import run_args
 from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch
 
 HERE = f"{__name__}."
@@ -34,12 +34,12 @@ def two(first: Any, second: Any) -> Any:
 
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_a_function_with_other_parameters_is_refused_at_start(name: str) -> None:
-    right = load_trainer_hooks(SimpleNamespace(**{name: HERE + "whatever"}))
+    right = load_trainer_hooks(run_args(**{name: HERE + "whatever"}))
     assert right is not None
     if name == "custom_advantage_function_path":
         return
     with pytest.raises(TypeError, match=rf"--{name.replace('_', '-')} .*two.* cannot be called as the flag's function"):
-        load_trainer_hooks(SimpleNamespace(**{name: HERE + "two"}))
+        load_trainer_hooks(run_args(**{name: HERE + "two"}))
 
 
 def test_contracts_name_their_flags() -> None:
@@ -49,7 +49,7 @@ def test_contracts_name_their_flags() -> None:
 
 def test_what_a_hook_raises_says_where_it_comes_from() -> None:
     RETURNS["value"] = lambda args: 1 / 0
-    hooks = load_trainer_hooks(SimpleNamespace(custom_megatron_init_path=HERE + "whatever"))
+    hooks = load_trainer_hooks(run_args(custom_megatron_init_path=HERE + "whatever"))
     with pytest.raises(ZeroDivisionError) as error:
         hooks.after_megatron_init(None)
     assert any("in --custom-megatron-init-path" in note for note in error.value.__notes__)
@@ -58,7 +58,7 @@ def test_what_a_hook_raises_says_where_it_comes_from() -> None:
 def test_the_passing_hooks_are_called_with_what_the_contract_says() -> None:
     seen = []
     RETURNS["value"] = lambda *args, **kwargs: seen.append((args, kwargs))
-    hooks = load_trainer_hooks(SimpleNamespace(**dict.fromkeys(CONTRACTS, HERE + "whatever")))
+    hooks = load_trainer_hooks(run_args(**dict.fromkeys(CONTRACTS, HERE + "whatever")))
     hooks.after_megatron_init("args")
     hooks.before_log_prob("args", "model", "ref_")
     hooks.before_train_step("args", 1, 2, "model", "optimizer", "scheduler")
@@ -175,37 +175,37 @@ BAD_COLUMNS = [
 def test_columns_that_hooks_set_are_checked(name: str, column: Any, message: str) -> None:
     RETURNS["value"] = setting(name, column)
     path = HERE + "whatever"
-    args = SimpleNamespace(kl_coef=0, custom_advantage_function_path=path)
+    args = run_args(kl_coef=0, custom_advantage_function_path=path)
     with pytest.raises(ValueError, match=f"--custom-advantage-function-path .*{message}"):
         compute_advantages_and_returns(args, rollout_data())
-    hooks = load_trainer_hooks(SimpleNamespace(rollout_data_postprocess_path=path))
+    hooks = load_trainer_hooks(run_args(rollout_data_postprocess_path=path))
     with pytest.raises(ValueError, match=f"--rollout-data-postprocess-path .*{message}"):
         hooks.postprocess_rollout_data(args, 0, rollout_data())
 
 
 def test_postprocessing_works_in_place_and_keeps_every_sample(caplog: pytest.LogCaptureFixture) -> None:
-    hooks = load_trainer_hooks(SimpleNamespace(rollout_data_postprocess_path=HERE + "whatever"))
+    hooks = load_trainer_hooks(run_args(rollout_data_postprocess_path=HERE + "whatever"))
     RETURNS["value"] = setting("mine", [1, 2])
     data = rollout_data()
-    hooks.postprocess_rollout_data(None, 0, data)
+    hooks.postprocess_rollout_data(run_args(), 0, data)
     assert data["mine"] == [1, 2]
     RETURNS["value"] = lambda *args: args[-1]
-    hooks.postprocess_rollout_data(None, 0, rollout_data())
+    hooks.postprocess_rollout_data(run_args(), 0, rollout_data())
     assert not caplog.records
     RETURNS["value"] = lambda *args: dict(args[-1])
-    hooks.postprocess_rollout_data(None, 0, rollout_data())
+    hooks.postprocess_rollout_data(run_args(), 0, rollout_data())
     assert "returned a dict of 6, which is not used: it changes rollout_data in place" in caplog.text
     RETURNS["value"] = lambda *args: args[-1].update(tokens=args[-1]["tokens"][:1])
     with pytest.raises(ValueError, match=r"left 1 of 2 samples.* set their loss_masks to 0"):
-        hooks.postprocess_rollout_data(None, 0, rollout_data())
+        hooks.postprocess_rollout_data(run_args(), 0, rollout_data())
 
 
 def test_a_custom_loss_may_have_advantages_of_its_own_form() -> None:
     RETURNS["value"] = setting("advantages", [1.0, 2.0])
-    hooks = load_trainer_hooks(SimpleNamespace(rollout_data_postprocess_path=HERE + "whatever"))
-    hooks.postprocess_rollout_data(SimpleNamespace(loss_type="custom_loss"), 0, rollout_data())
+    hooks = load_trainer_hooks(run_args(rollout_data_postprocess_path=HERE + "whatever"))
+    hooks.postprocess_rollout_data(run_args(loss_type="custom_loss"), 0, rollout_data())
     with pytest.raises(ValueError, match=r"set advantages of sample index 70 to float 1\.0"):
-        hooks.postprocess_rollout_data(SimpleNamespace(loss_type="policy_loss"), 0, rollout_data())
+        hooks.postprocess_rollout_data(run_args(loss_type="policy_loss"), 0, rollout_data())
 
 
 def test_advantages_from_torch_split_reach_the_loss() -> None:
@@ -213,7 +213,7 @@ def test_advantages_from_torch_split_reach_the_loss() -> None:
     assert isinstance(split, tuple)
     RETURNS["value"] = setting("advantages", split)
     data = rollout_data()
-    args = SimpleNamespace(kl_coef=0, custom_advantage_function_path=HERE + "whatever")
+    args = run_args(kl_coef=0, custom_advantage_function_path=HERE + "whatever")
     compute_advantages_and_returns(args, data)
     assert per_sample_columns(data)["advantages"] is split
 
@@ -229,7 +229,7 @@ def test_a_metric_without_a_value_does_not_spoil_the_step() -> None:
 
 @pytest.mark.parametrize("number", [1.5, 2, np.float32(1.5), torch.tensor([1.5])])
 def test_metrics_of_a_custom_loss_are_numbers_of_any_kind(number: Any) -> None:
-    hook = optional_function(SimpleNamespace(custom_loss_function_path=HERE + "whatever"), "custom_loss_function_path")
+    hook = optional_function(run_args(custom_loss_function_path=HERE + "whatever"), "custom_loss_function_path")
     assert hook is not None
     _, metrics = checked_loss(hook, (torch.ones((), requires_grad=True), {"mine": number}))
     assert metrics == {"mine": number}
@@ -249,7 +249,7 @@ def told(*, pre_process: bool, post_process: bool, args: Any, config: Any) -> An
 
 @pytest.mark.parametrize("by", ["custom_model_provider_path", "spec"])
 def test_a_model_provider_is_given_what_it_names(by: str) -> None:
-    args = SimpleNamespace(**{by: HERE + "told" if by == "custom_model_provider_path" else [__name__, "told"]})
+    args = run_args(**{by: HERE + "told" if by == "custom_model_provider_path" else [__name__, "told"]})
     seen: list[Any] = []
     RETURNS["value"] = lambda *given: seen.append(given) or torch.nn.Identity()
     model_provider(args, "config")(pre_process=True, post_process=True)
@@ -260,7 +260,7 @@ def test_a_model_provider_is_given_what_it_names(by: str) -> None:
 @pytest.mark.parametrize(("name", "expected"), [("staged", (True, False, 1)), ("unstaged", (True, False))])
 def test_model_providers_are_called_by_keyword_and_return_a_module(by: str, name: str, expected: tuple) -> None:
     value = HERE + name if by == "custom_model_provider_path" else [__name__, name]
-    provider = model_provider(SimpleNamespace(**{by: value}), None)
+    provider = model_provider(run_args(**{by: value}), None)
     seen: list[Any] = []
     RETURNS["value"] = lambda *stage: seen.append(stage) or torch.nn.Identity()
     assert isinstance(provider(pre_process=True, post_process=False, vp_stage=1), torch.nn.Identity)

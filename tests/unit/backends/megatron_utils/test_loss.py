@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.loss import (
 )
 from slime.backends.megatron_utils.parallel import Ranks
 from tests.support import plain_grpo
+from tests.support.arguments import run_args
 
 VOCAB, TEMPERATURE = 17, 0.8
 TOTALS, RESPONSES = [7, 5, 9], [3, 4, 1]
@@ -35,7 +36,7 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "kl_loss_type": "low_var_kl", "use_tis": False, "tis_clip": 2.0, "tis_clip_low": 0.5,
         "calculate_per_token_loss": False,
     }  # fmt: skip
-    return SimpleNamespace(**{**values, **overrides})
+    return run_args(**{**values, **overrides})
 
 
 def make_batch(seed: int = 0) -> tuple[dict[str, Any], torch.Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from slime.backends.megatron_utils.mismatch import MismatchError, MismatchMeter, note_mismatch
+from tests.support.arguments import run_args
 
 TRAIN = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5]), torch.tensor([-3.0, -1.0, -1.0])]
 ROLLOUT = [torch.tensor([-1.5, -9.0]), torch.tensor([-0.5]), torch.tensor([-2.0, -1.0, -3.0])]
@@ -26,7 +26,7 @@ def batch(indices: list[int], **changes: Any) -> dict[str, Any]:
 
 
 def measure(steps: int = 1, **flags: Any) -> list[dict[str, float]]:
-    args = SimpleNamespace(**{"mismatch_alarm_threshold": 0.1, "mismatch_stop_threshold": None, **flags})
+    args = run_args(**{"mismatch_alarm_threshold": 0.1, "mismatch_stop_threshold": None, **flags})
     meter = MismatchMeter(args, 4, DATA, torch.device("cpu"))
     reports = [{"mismatch": note_mismatch(batch(indices))} for indices in MICRO_BATCHES]
     return [meter.measure(step, MICRO_BATCHES, reports) for step in range(steps)]
@@ -60,7 +60,7 @@ def test_what_earlier_steps_have_learnt_is_no_alarm(
     step: int, known: bool, alarms: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``--use-rollout-logprobs``: no pass before the steps, so a step's log-probs are those of its own weights."""
-    args = SimpleNamespace(mismatch_alarm_threshold=0.1, mismatch_stop_threshold=None)
+    args = run_args(mismatch_alarm_threshold=0.1, mismatch_stop_threshold=None)
     data = {**DATA, "log_probs": TRAIN} if known else DATA
     meter = MismatchMeter(args, 4, data, torch.device("cpu"))
     metrics = meter.measure(step, MICRO_BATCHES, [{"mismatch": note_mismatch(batch(i))} for i in MICRO_BATCHES])
@@ -96,5 +96,5 @@ def test_log_probs_of_the_policy_loss_come_first_and_without_engine_there_is_not
     assert "trainer_log_probs" not in own
     assert note_mismatch(batch([0], rollout_log_probs=None)) is None
     assert note_mismatch(batch([0], log_probs=None)) is None
-    meter = MismatchMeter(SimpleNamespace(), 0, {"tokens": []}, torch.device("cpu"))
+    meter = MismatchMeter(run_args(), 0, {"tokens": []}, torch.device("cpu"))
     assert meter.measure(0, [[0]], [{"mismatch": None}]) == {}

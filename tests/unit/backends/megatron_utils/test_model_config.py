@@ -12,12 +12,13 @@ from slime.backends.megatron_utils.model_config import params_dtype, squared_rel
 from slime.backends.megatron_utils.model_provider import padded_vocab_size
 from slime.backends.megatron_utils.optimizer import optimizer_config_from_args
 from slime.utils import accelerator
+from tests.support.arguments import run_args
 from tests.support.marks import needs_no_cuda
 
 
 def _args(**overrides: Any) -> Namespace:
     values = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48}
-    return Namespace(**{**values, **overrides})
+    return run_args(**{**values, **overrides})
 
 
 def test_same_named_arguments_are_copied() -> None:
@@ -49,7 +50,7 @@ def test_a_window_is_a_pair() -> None:
 def test_precisions_of_the_optimiser_are_dtypes() -> None:
     model = Namespace(params_dtype=torch.bfloat16, bf16=True, fp16=False)
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    config = optimizer_config_from_args(Namespace(lr=1e-6, **dict.fromkeys(names, "fp32")), model)
+    config = optimizer_config_from_args(run_args(lr=1e-6, **dict.fromkeys(names, "fp32")), model)
     assert [getattr(config, name) for name in names] == [torch.float32] * 4
     assert (config.lr, config.params_dtype, config.bf16) == (1e-6, torch.bfloat16, True)
 
@@ -79,7 +80,7 @@ def test_translated_arguments() -> None:
 
 
 def test_query_groups_count_only_with_grouped_attention() -> None:
-    assert transformer_config_from_args(_args(num_query_groups=1)).num_query_groups == 4
+    assert transformer_config_from_args(_args(num_query_groups=1, group_query_attention=False)).num_query_groups == 4
 
 
 def test_num_experts() -> None:
@@ -89,7 +90,7 @@ def test_num_experts() -> None:
 
 
 def test_squared_relu() -> None:
-    config = transformer_config_from_args(_args(squared_relu=True))
+    config = transformer_config_from_args(_args(swiglu=False, squared_relu=True))
     assert config.activation_func is squared_relu
     assert squared_relu(torch.tensor([-2.0, 3.0])).tolist() == [0.0, 9.0]
 
@@ -118,8 +119,10 @@ def test_two_dtypes_at_once() -> None:
 def test_what_needs_fused_kernels_is_off() -> None:
     accelerator.reset_accelerator()
     names = (*model_config.NEEDS_FUSED_KERNELS, *model_config.NEEDS_CUDA, "bias_activation_fusion")
-    asked = {name: True for name in names if name not in ("moe_router_fusion", "tp_comm_overlap")}
-    config = transformer_config_from_args(_args(**asked, bias_gelu_fusion=True))
+    asked = {
+        name: True for name in names if name not in ("moe_router_fusion", "tp_comm_overlap", "bias_activation_fusion")
+    }
+    config = transformer_config_from_args(_args(**asked, swiglu=False, bias_gelu_fusion=True))
     assert [name for name in names if getattr(config, name)] == []
 
 
@@ -142,7 +145,12 @@ def test_swiglu_is_fused_without_cuda_too(fusion: bool) -> None:
     ],
 )
 def test_padded_vocabulary(vocab: int, tp: int, options: dict[str, int], expected: int) -> None:
-    assert padded_vocab_size(_args(vocab_size=vocab, tensor_model_parallel_size=tp, **options)) == expected
+    assert (
+        padded_vocab_size(
+            _args(vocab_size=vocab, tensor_model_parallel_size=tp, **{"padded_vocab_size": None, **options})
+        )
+        == expected
+    )
 
 
 def test_padded_vocabulary_must_split_evenly() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from slime.backends.megatron_utils import mtp_loss
 from slime.backends.megatron_utils.mtp_loss import FurtherTokens, add_mtp_loss, further_tokens
 from slime.backends.megatron_utils.parallel import Ranks
+from tests.support.arguments import run_args
 
 PROMPTS, RESPONSES = (5, 1, 2), (4, 6, 9)
 
@@ -34,7 +34,7 @@ def _batch() -> dict[str, Any]:
 def test_every_response_token_is_predicted_once_from_where_it_can_be(
     monkeypatch: pytest.MonkeyPatch, cp_size: int, per_token: bool
 ) -> None:
-    args = Namespace(mtp_num_layers=3, data_pad_size_multiplier=8, calculate_per_token_loss=per_token)
+    args = run_args(mtp_num_layers=3, data_pad_size_multiplier=8, calculate_per_token_loss=per_token)
     found: dict[int, dict[int, float]] = {k: {} for k in (1, 2, 3)}
     for rank in range(cp_size):
         monkeypatch.setattr(mtp_loss, "context_parallel", lambda rank=rank: Ranks(rank=rank, size=cp_size))
@@ -60,7 +60,7 @@ def test_every_response_token_is_predicted_once_from_where_it_can_be(
 
 
 def test_the_loss_is_the_mean_over_layers_times_the_factor() -> None:
-    args = Namespace(mtp_loss_scaling_factor=0.3)
+    args = run_args(mtp_loss_scaling_factor=0.3)
     further = FurtherTokens(depths=(None, None), losses=[torch.tensor(2.0), torch.tensor(4.0)])  # type: ignore[arg-type]
     loss, metrics = add_mtp_loss(args, {"further_tokens": further}, torch.tensor(1.0), {"loss": torch.tensor(1.0)})
     assert float(loss) == pytest.approx(1.9)
@@ -71,10 +71,10 @@ def test_the_loss_is_the_mean_over_layers_times_the_factor() -> None:
 
 def test_without_layers_nothing_is_added() -> None:
     loss, metrics = torch.tensor(1.0), {"loss": torch.tensor(1.0)}
-    assert add_mtp_loss(Namespace(), {}, loss, metrics) == (loss, metrics)
+    assert add_mtp_loss(run_args(), {}, loss, metrics) == (loss, metrics)
 
 
 def test_a_model_that_did_not_run_its_layers_is_an_error() -> None:
     further = FurtherTokens(depths=(None,))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="1 layers of multi-token prediction, it has computed 0"):
-        add_mtp_loss(Namespace(), {"further_tokens": further}, torch.tensor(1.0), {})
+        add_mtp_loss(run_args(), {"further_tokens": further}, torch.tensor(1.0), {})

@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.backends.megatron_utils.nuclei import check_shard_nuclei, local_nuclei
 from slime.backends.megatron_utils.parallel import Ranks
 from slime.batching.columns import RolloutBatch
+from tests.support.arguments import run_args
 
 TOTALS, RESPONSES = [9, 4, 12], [5, 1, 11]
 
@@ -53,7 +54,7 @@ def test_log_probs_are_among_nuclei_and_the_entropy_is_of_all() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(7, (n,), generator=generator) for n in TOTALS]
     logits = torch.randn(1, sum(TOTALS), 7, generator=generator, dtype=torch.float64)
-    args = SimpleNamespace(rollout_temperature=0.5)
+    args = run_args(rollout_temperature=0.5)
     batch = {"unconcat_tokens": tokens, "total_lengths": TOTALS, "response_lengths": RESPONSES}
     _, plain = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **batch)
     _, found = get_log_probs_and_entropy(
@@ -76,11 +77,11 @@ def test_the_door_names_the_sample() -> None:
     data = {
         "tokens": [[1, 2, 3]], "response_lengths": [2], "rewards": [0.0], "loss_masks": [[1, 1]], "sample_indices": [5],
     }  # fmt: skip
-    args = SimpleNamespace(rollout_top_p=0.9, vocab_size=7)
+    args = run_args(rollout_top_p=0.9, vocab_size=7)
     without = SimpleNamespace(batch=RolloutBatch.from_train_data(data))
     with pytest.raises(ValueError, match=r"--rollout-top-p 0\.9: the samples do not say"):
         check_shard_nuclei(args, without)  # type: ignore[arg-type]
-    check_shard_nuclei(SimpleNamespace(rollout_top_p=1.0), without)  # type: ignore[arg-type]
+    check_shard_nuclei(run_args(rollout_top_p=1.0), without)  # type: ignore[arg-type]
     for ids, message in (([2, 7], "holds token id 7, but --vocab-size is 7"), ([2, 3], None)):
         nuclei_of = {"rollout_top_p_token_ids": [ids], "rollout_top_p_token_offsets": [[0, 1, 2]]}
         shard: Any = SimpleNamespace(batch=RolloutBatch.from_train_data({**data, **nuclei_of}))

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.backends.megatron_utils.reference import refreshed_reference
+from tests.support.arguments import run_args
 
 
 @pytest.fixture
@@ -23,7 +23,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def find(root: Path, **overrides: Any) -> tuple[str, int] | None:
-    return refreshed_reference(SimpleNamespace(**{"load": str(root), "ref_update_interval": 3, **overrides}))  # type: ignore[arg-type]
+    return refreshed_reference(
+        run_args(**{"load": str(root), "finetune": False, "ref_update_interval": 3, **overrides})
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

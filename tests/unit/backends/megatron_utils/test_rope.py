@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.rope import rope_settings
+from tests.support.arguments import run_args
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -17,11 +18,11 @@ LLAMA3 = {
 
 def _args(tmp_path: Path, config: dict[str, Any], **flags: Any) -> Namespace:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return Namespace(hf_checkpoint=str(tmp_path), **flags)
+    return run_args(hf_checkpoint=str(tmp_path), **flags)
 
 
 def test_defaults_without_a_checkpoint() -> None:
-    assert rope_settings(Namespace()) == {
+    assert rope_settings(run_args()) == {
         "rotary_percent": 1.0,
         "rotary_base": 10000,
         "seq_len_interpolation_factor": None,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 
 from slime.backends.megatron_utils.routing_replay import STAGE_VARIABLE, RoutingReplay
+from tests.support.arguments import run_args
 
 EXPERTS, TOPK = 6, 2
 
@@ -56,7 +56,7 @@ def batch_of(positions: list[int], length: int = 5, **columns: Any) -> dict[str,
 
 def new_replay(routers: list[Router], **flags: Any) -> RoutingReplay:
     engines = flags.pop("from_engines", False)
-    return RoutingReplay(Namespace(use_routing_replay=True, num_experts=EXPERTS), routers, from_engines=engines)
+    return RoutingReplay(run_args(use_routing_replay=True, num_experts=EXPERTS), routers, from_engines=engines)
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +170,7 @@ def test_choices_end_with_their_rollout_even_if_it_fails() -> None:
 
 
 def test_without_the_flag_nothing_is_touched() -> None:
-    replay = RoutingReplay(Namespace())
+    replay = RoutingReplay(run_args())
     with replay.training(), replay.forward({}):
         assert os.environ[STAGE_VARIABLE] == "to be restored"
     assert replay.step_metrics(torch.device("cpu")) == {}

@@ -12,6 +12,7 @@ import torch
 
 from slime.backends.megatron_utils.checkpoint import _load_scheduler
 from slime.backends.megatron_utils.optimizer import build_scheduler
+from tests.support.arguments import run_args
 
 LR = 0.1
 
@@ -22,7 +23,7 @@ def schedule(num_rollout: int, **flags: Any) -> tuple[SimpleNamespace, Any]:
         "num_rollout": num_rollout, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 8,
         "lr": LR, "min_lr": 0.0, "lr_decay_style": "linear", "lr_decay_iters": None, "weight_decay": 0.0,
     }  # fmt: skip
-    args = SimpleNamespace(**{**values, **flags})
+    args = run_args(**{**values, **flags})
     parameter = torch.nn.Parameter(torch.zeros(1))
     return args, build_scheduler(args, torch.optim.SGD([{"params": [parameter], "max_lr": LR, "min_lr": 0.0}], lr=LR))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from slime.backends.megatron_utils import cp_utils, train_metrics
 from slime.backends.megatron_utils.data import sample_index
 from slime.backends.megatron_utils.parallel import Ranks
 from slime.backends.megatron_utils.train_metrics import rollout_means
+from tests.support.arguments import run_args
 
 
 def data(**columns: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def data(**columns: Any) -> dict[str, Any]:
 
 
 def means(**columns: Any) -> dict[str, float]:
-    found = rollout_means(SimpleNamespace(), data(**columns))
+    found = rollout_means(run_args(), data(**columns))
     assert (found.pop("response_lengths"), found.pop("total_lengths")) == (2.5, 5.5)
     return found
 
@@ -72,7 +72,7 @@ def test_context_parallel_ranks_together_have_the_same_means(monkeypatch: pytest
         lengths = zip(column, (5, 6), (3, 2), strict=True)
         local = [cp_utils.slice_log_prob_with_cp(*row) for row in lengths]
         monkeypatch.setattr(train_metrics, "all_gather_objects", lambda part: parts.append(part) or parts)
-        found = rollout_means(SimpleNamespace(), data(log_probs=local, turns=turns, local_raw_reward=[1, 0]))
+        found = rollout_means(run_args(), data(log_probs=local, turns=turns, local_raw_reward=[1, 0]))
     assert len(parts) == 4
     for name, mean in whole.items():
         assert found[name] == pytest.approx(mean), name

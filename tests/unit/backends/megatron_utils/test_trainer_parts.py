@@ -17,10 +17,11 @@ from slime.backends.megatron_utils.optimizer import reset_optimizer_states
 from slime.backends.megatron_utils.train_metrics import train_step
 from slime.backends.megatron_utils.train_step import align_loss_scales
 from slime.backends.megatron_utils.trainer import MegatronTrainer
+from tests.support.arguments import run_args
 
 
 def skips(steps: int = 1, **overrides: Any) -> bool:
-    args = SimpleNamespace(**{"loss_type": "policy_loss", "advantage_estimator": "grpo", **overrides})
+    args = run_args(**{"loss_type": "policy_loss", "advantage_estimator": "grpo", **overrides})
     return old_log_probs_equal_current(args, {"num_microbatches": [2] * steps})
 
 
@@ -67,7 +68,7 @@ def test_steps_are_cut_out_of_the_micro_batches() -> None:
 
 
 def test_ci_assertions() -> None:
-    args = SimpleNamespace(ci_test=True, ci_train_rollout_logprob_abs_diff_threshold=0.1)
+    args = run_args(ci_test=True, ci_train_rollout_logprob_abs_diff_threshold=0.1)
     good = {"grad_norm": 1.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.05}
     good["mtp_loss"] = 0.9
     ci_checks.check_steps(args, 0, [good, {**good, "ppo_kl": 0.3, "kl_loss": 0.3}])
@@ -80,25 +81,25 @@ def test_ci_assertions() -> None:
         with pytest.raises(AssertionError):
             ci_checks.check_steps(args, 0, [{**good, name: value}])
     ci_checks.check_steps(args, 3, [{**good, "kl_loss": 0.2}])  # training has moved the policy by then
-    old = SimpleNamespace(**vars(args), keep_old_actor=True)
+    old = run_args(**{**vars(args), "keep_old_actor": True})
     ci_checks.check_steps(old, 3, [{**good, "ppo_kl": 1e-3}])  # the old policy is that of the engines
     args.ci_disable_kl_checker = True
     ci_checks.check_steps(args, 0, [{**good, "ppo_kl": 1e-3, "kl_loss": 1e-3}])
-    ci_checks.check_steps(SimpleNamespace(ci_test=False), 0, [{**good, "ppo_kl": 1.0}])
+    ci_checks.check_steps(run_args(ci_test=False), 0, [{**good, "ppo_kl": 1.0}])
 
 
 def test_ci_assertions_where_policies_differ_on_purpose() -> None:
     off = {"grad_norm": 1.0, "ppo_kl": 1e-3, "pg_clipfrac": 0.0}
     for flag in ("use_rollout_logprobs", "keep_old_actor"):
-        ci_checks.check_steps(SimpleNamespace(ci_test=True, **{flag: True}), 0, [off])
-    replayed = SimpleNamespace(ci_test=True, use_rollout_routing_replay=True)
+        ci_checks.check_steps(run_args(ci_test=True, **{flag: True}), 0, [off])
+    replayed = run_args(ci_test=True, use_rollout_routing_replay=True)
     ci_checks.check_steps(replayed, 0, [{**off, "ppo_kl": 0.0, "kl_loss": 1e-3}])  # the reference routes for itself
     with pytest.raises(AssertionError, match="ppo_kl"):
         ci_checks.check_steps(replayed, 0, [off])
 
 
 def test_ci_rollout_assertions() -> None:
-    args = SimpleNamespace(ci_test=True)
+    args = run_args(ci_test=True)
     ci_checks.check_rollout(args, 0, {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5})
     for metrics in (
         {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.6},
@@ -112,9 +113,9 @@ def test_ci_rollout_assertions() -> None:
 
 def test_gradient_norms_are_recorded_and_compared(tmp_path: Path) -> None:
     template = str(tmp_path / "{role}_{rollout_id}_{step_id}.pt")
-    ci_checks.check_steps(SimpleNamespace(ci_save_grad_norm=template), 2, [{"grad_norm": 1.5}, {"grad_norm": 4.0}])
+    ci_checks.check_steps(run_args(ci_save_grad_norm=template), 2, [{"grad_norm": 1.5}, {"grad_norm": 4.0}])
     assert torch.load(tmp_path / "actor_2_1.pt", weights_only=True) == 4.0
-    load = SimpleNamespace(ci_load_grad_norm=template)
+    load = run_args(ci_load_grad_norm=template)
     ci_checks.check_steps(load, 2, [{"grad_norm": 1.51}, {"grad_norm": 3.97}])
     with pytest.raises(AssertionError, match=r"rollout 2, step 1.*3\.9.*4\.0"):
         ci_checks.check_steps(load, 2, [{"grad_norm": 1.5}, {"grad_norm": 3.9}])
@@ -122,8 +123,8 @@ def test_gradient_norms_are_recorded_and_compared(tmp_path: Path) -> None:
 
 def test_a_wrong_hook_path_fails_at_start() -> None:
     with pytest.raises((ImportError, AttributeError, ValueError), match="no_such_function"):
-        load_trainer_hooks(SimpleNamespace(custom_tis_function_path="math.no_such_function"))
-    hooks = load_trainer_hooks(SimpleNamespace(custom_megatron_init_path="math.sqrt"))
+        load_trainer_hooks(run_args(custom_tis_function_path="math.no_such_function"))
+    hooks = load_trainer_hooks(run_args(custom_megatron_init_path="math.sqrt"))
     assert hooks.after_megatron_init is not None
     assert hooks.before_log_prob is None
 
@@ -131,7 +132,7 @@ def test_a_wrong_hook_path_fails_at_start() -> None:
 @pytest.mark.parametrize("samples", [8, 12, 4, 9])
 def test_no_place_on_the_step_axis_is_used_twice(samples: int) -> None:
     """Samples that do not fill a step wait for the next rollout, so rollouts make different numbers of steps."""
-    args = SimpleNamespace(rollout_batch_size=samples, n_samples_per_prompt=1, global_batch_size=4)
+    args = run_args(rollout_batch_size=samples, n_samples_per_prompt=1, global_batch_size=4)
     places, waiting = [], 0
     for rollout_id in range(9):
         steps, waiting = divmod(waiting + samples, 4)
@@ -144,7 +145,7 @@ def test_no_place_on_the_step_axis_is_used_twice(samples: int) -> None:
 
 def test_checkpoints_for_the_way_back_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
-    trainer = MegatronTrainer(SimpleNamespace(save_hf="exports/{rollout_id}"))  # type: ignore[arg-type]
+    trainer = MegatronTrainer(run_args(save_hf="exports/{rollout_id}"))  # type: ignore[arg-type]
     trainer._sleeper = SimpleNamespace(asleep=False)  # type: ignore[assignment]
     trainer._saver = SimpleNamespace(  # type: ignore[assignment]
         save=lambda rollout_id, state, force_sync: done.append((rollout_id, force_sync)),

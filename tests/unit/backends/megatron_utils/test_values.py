@@ -13,6 +13,7 @@ from slime.backends.megatron_utils.loss import get_values, loss_function, value_
 from slime.backends.megatron_utils.model_provider import freeze_parameters
 from slime.backends.megatron_utils.value_head import ValueHead, put_value_head
 from slime.backends.megatron_utils.values import add_external_columns
+from tests.support.arguments import run_args
 
 TOTAL, RESPONSE = [5, 3, 6], [2, 0, 5]
 
@@ -40,7 +41,7 @@ def lengths(batch: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_tokens_value_is_the_output_before_it_undivided_by_the_temperature() -> None:
     row = torch.arange(16.0).reshape(1, 16, 1)  # 5 + 3 + 6 positions and padding
-    _, found = get_values(row, args=SimpleNamespace(rollout_temperature=0.5), **lengths(a_batch()))
+    _, found = get_values(row, args=run_args(rollout_temperature=0.5), **lengths(a_batch()))
     assert [v.tolist() for v in found["values"]] == [[2, 3], [], [8, 9, 10, 11, 12]]
     with pytest.raises(ValueError, match="one value per position"):
         get_values(row.expand(1, 16, 2), args=None, **lengths(a_batch()))
@@ -51,7 +52,7 @@ def test_the_loss_is_the_clipped_square_reduced_like_every_loss(per_token: bool)
     batch = a_batch()
     row = torch.randn(1, 14, 1, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
     reduce = get_sum_of_sample_mean(TOTAL, RESPONSE, batch["loss_masks"], per_token)
-    loss, metrics = value_loss_function(SimpleNamespace(value_clip=0.3), batch, row, reduce)
+    loss, metrics = value_loss_function(run_args(value_clip=0.3), batch, row, reduce)
 
     expected = clipped = 0.0
     starts = [2, 7, 8]
@@ -81,7 +82,7 @@ def test_the_loss_is_the_clipped_square_reduced_like_every_loss(per_token: bool)
 
 def test_the_critics_arguments_choose_the_value_loss() -> None:
     batch = a_batch()
-    args = SimpleNamespace(loss_type="value_loss", value_clip=0.3)
+    args = run_args(loss_type="value_loss", value_clip=0.3)
     _, report = loss_function(args, batch, 1, torch.zeros(1, 14, 1))  # type: ignore[arg-type]
     assert report["keys"] == ["value_loss", "value_clipfrac"]
 
@@ -105,7 +106,7 @@ def test_the_value_head_starts_from_its_seed_alone() -> None:
 
 
 def test_the_value_head_takes_the_place_of_the_output_layer() -> None:
-    args = SimpleNamespace(seed=1, init_method_std=None)
+    args = run_args(seed=1, init_method_std=None)
     model = torch.nn.Module()
     model.language_model = torch.nn.Module()
     with pytest.raises(ValueError, match="has no output_layer"):
@@ -159,7 +160,7 @@ def test_values_that_cannot_be_right_are_refused(values: list[torch.Tensor], err
 def test_a_fresh_head_is_trained_whatever_is_frozen(flags: dict[str, list[str]]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model.output_layer = ValueHead(config(), std=0.1, seed=1)
-    freeze_parameters(SimpleNamespace(**flags), [model])  # type: ignore[arg-type]
+    freeze_parameters(run_args(**flags), [model])  # type: ignore[arg-type]
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained >= {"output_layer.weight", "output_layer.bias"}
     assert ("0.bias" in trained) == ("freeze_params_name_list" in flags)

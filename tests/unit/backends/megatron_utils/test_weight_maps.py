@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from slime.backends.megatron_utils.weights.layouts import Columns, QueryKeyValue
 from slime.backends.megatron_utils.weights.maps import FAMILIES, Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.backends.megatron_utils.weights.naming import model_family
+from tests.support.arguments import run_args
 
 
 def test_families_are_found_by_model_type() -> None:
@@ -109,7 +109,7 @@ def test_which_checkpoint_tensors_a_family_knows() -> None:
 
 def test_the_model_name_wins_over_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "a_new_llama"}')
-    args = Namespace(hf_checkpoint=str(tmp_path), model_name=None)
+    args = run_args(hf_checkpoint=str(tmp_path), model_name=None)
     with pytest.raises(ValueError, match="a_new_llama"):
         model_family(args)
     for given in ("llama", "LlamaConfig"):
