@@ -135,7 +135,7 @@ ABOUT_FAMILIES = """
 * With experts, tensor parallelism needs sequence parallelism.
 * Of Qwen3.5's vision-language checkpoints the language model is trained, on prompts without images.
 * Parts that are not trained (vision towers, without `--mtp-num-layers` also
-  [layers that predict further tokens](../advanced/multi_token_prediction.md)) are carried over into an export as they
+  [MTP layers](../advanced/multi_token_prediction.md)) are carried over into an export as they
   are in the checkpoint.
 * The norms on latents use `--norm-epsilon`, as SGLang's do; those of transformers have 1e-6 whatever the config says.
 * Published FP8 and INT4 weights are converted to bf16 first.
@@ -157,7 +157,7 @@ Megatron's own linear attention (`--experimental-attention-variant gated_delta_n
 
 ## Scripts
 
-Parameters are those of the language model alone, without layers that predict further tokens. The variables are set
+Parameters are those of the language model alone, without MTP layers. The variables are set
 before a script is sourced.
 """
 VARIANTS = """

@@ -169,14 +169,14 @@ def _plain_number(value: Any) -> Any:
 
 
 def _top_p(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    nuclei = [_nuclei(sample) for sample in samples]
+    masks = [_top_p_mask(sample) for sample in samples]
     return {
-        "rollout_top_p_token_ids": [ids for ids, _ in nuclei],
-        "rollout_top_p_token_offsets": [offsets for _, offsets in nuclei],
+        "rollout_top_p_token_ids": [ids for ids, _ in masks],
+        "rollout_top_p_token_offsets": [offsets for _, offsets in masks],
     }
 
 
-def _nuclei(sample: Sample) -> tuple[Any, Any]:
+def _top_p_mask(sample: Sample) -> tuple[Any, Any]:
     """Return (token ids, offsets) that say what each response token was sampled among; none where none is trained."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
     if ids is None or offsets is None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from slime.batching.errors import TrainDataError
-from slime.batching.nuclei import check_nuclei
 from slime.batching.ragged import Ragged
+from slime.batching.top_p_mask import check_top_p_mask
 
 REQUIRED_KEYS = ("tokens", "response_lengths", "rewards", "loss_masks")
 
@@ -108,7 +108,7 @@ def columns(ragged: Mapping[str, Ragged], numbers: Mapping[str, np.ndarray], nam
         if key in ragged:
             _finite(key, ragged[key], name_of)
             _no_positive_log_prob(key, ragged[key], name_of)
-    check_nuclei(ragged, name_of)
+    check_top_p_mask(ragged, name_of)
     _no_negative("tokens", ragged["tokens"], name_of)
     _no_negative("loss_masks", ragged["loss_masks"], name_of)
     _zero_or_one(ragged["loss_masks"], name_of)

@@ -1,4 +1,4 @@
-"""Numbers about the engine calls of a rollout: latencies and nucleus sizes. Pure functions."""
+"""Numbers about the engine calls of a rollout: latencies and sizes of top-p masks. Pure functions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def top_p_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return ``rollout/top_p_kept_vocab_per_token``: the mean nucleus size of trained tokens, where recorded."""
+    """Return ``rollout/top_p_kept_vocab_per_token``: the mean size of the top-p mask of a trained token."""
     kept = tokens = 0
     for sample in samples:
         if sample.rollout_top_p_token_offsets is None or sample.remove_sample:

@@ -188,7 +188,7 @@ class Sample:
 
         ``tokens`` [n] and ``log_probs`` [n] may be lists or tensors. Trainable tokens get loss mask 1 and need
         log-probs; the others (tool output, templates) get mask 0 and log-prob 0.0 and must not pass any.
-        ``meta_info`` is the engine's: top-p nuclei and routed experts are merged; unless ``update_terminal_info`` is
+        ``meta_info`` is the engine's: top-p masks and routed experts are merged; unless ``update_terminal_info`` is
         off, a ``finish_reason`` in it updates status, counters and weight versions.
 
         ``tokens``, ``loss_mask`` and ``rollout_log_probs`` that are lists are extended in place: who holds one sees it
@@ -322,7 +322,7 @@ class Sample:
         else:
             earlier = self.response_length - added
             mask = self.loss_mask or []
-            # tokens the engine did not sample have an empty nucleus; sampled ones without one are an error (below)
+            # tokens the engine did not sample have an empty mask; sampled ones without one are an error (below)
             old_offsets = [0] * (1 if any(mask[:earlier]) else earlier + 1)
         self.rollout_top_p_token_ids = to_int32_tensor(old_ids + ids)
         self.rollout_top_p_token_offsets = to_int32_tensor(old_offsets + [old_offsets[-1] + o for o in offsets[1:]])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from slime.backends.megatron_utils.parallel import first_error
 
 T = TypeVar("T")
 
@@ -24,9 +24,7 @@ def agree(error: Exception | None) -> None:
     mine = None
     if error is not None:
         mine = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
-    told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    first = next((text for text in told if text is not None), None)
+    first = first_error(mine)
     if first is not None:
         raise error if isinstance(error, WeightSyncError) else WeightSyncError(first) from error
 

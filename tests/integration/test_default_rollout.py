@@ -95,8 +95,8 @@ def log_masses(setup: SimpleNamespace, sample: Sample) -> torch.Tensor:
     with torch.no_grad():
         logits = setup.reference.model(torch.tensor([sample.tokens])).logits[0, -sample.response_length - 1 : -1]
     table, ids = torch.log_softmax(logits.float(), dim=-1), sample.rollout_top_p_token_ids.long()
-    nuclei = ids.tensor_split(sample.rollout_top_p_token_offsets[1:-1].long())
-    return torch.stack([row[nucleus].logsumexp(0) for row, nucleus in zip(table, nuclei, strict=True)])
+    masks = ids.tensor_split(sample.rollout_top_p_token_offsets[1:-1].long())
+    return torch.stack([row[nucleus].logsumexp(0) for row, nucleus in zip(table, masks, strict=True)])
 
 
 def requests_left(setup: SimpleNamespace) -> int:

@@ -1,4 +1,4 @@
-"""``train.py`` with a mixture of experts: engines report experts and nuclei, two trainers that split them replay both.
+"""``train.py`` with a mixture of experts: engines report experts and masks, two trainers that split them replay both.
 
 Expected values are those of transformers on the weights that each rollout was made with.
 """
@@ -92,7 +92,7 @@ def test_experts_are_those_of_the_weights_that_were_pushed(whole: tuple[Finished
         assert sum(agrees(sample, scores) for sample, scores, _ in samples) >= len(samples) - 2
 
 
-def test_nuclei_and_log_probs_are_those_of_transformers(whole: tuple[Finished, Path]) -> None:
+def test_top_p_masks_and_log_probs_are_those_of_transformers(whole: tuple[Finished, Path]) -> None:
     _, root = whole
     sizes = []
     for sample, scores, probs in (row for samples in scored(root) for row in samples):

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens: their loss and gradients, what training leaves alone, every family's weights."""
+"""MTP layers: their loss and gradients, what training leaves alone, every family's weights."""
 
 from __future__ import annotations
 

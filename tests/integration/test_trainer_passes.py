@@ -10,7 +10,7 @@ import torch
 
 from tests.support import plain_grpo
 from tests.support.distributed import run_distributed
-from tests.support.pass_ranks import HERE, NUCLEUS_LAYOUTS, nucleus_data
+from tests.support.pass_ranks import HERE, TOP_P_LAYOUTS, top_p_data
 from tests.support.trainer import make_train_data, tiny_checkpoint
 
 KL = {"with_ref": True, "use_kl_loss": True, "kl_loss_coef": 0.1}
@@ -149,11 +149,11 @@ def test_a_teacher_that_does_not_fit_is_refused(ranks: Any) -> None:
         assert "iter_0000007" in rank["teacher of a step that is not there"]
 
 
-def test_top_p_replay_takes_log_probs_among_the_nuclei(ranks: Any, checkpoints: dict[str, str]) -> None:
+def test_top_p_replay_takes_log_probs_among_the_top_p_masks(ranks: Any, checkpoints: dict[str, str]) -> None:
     """Old and reference log-probs alike; the entropy is that of the whole distribution."""
-    data, model = nucleus_data(), plain_grpo.load(checkpoints["checkpoint"])
-    log_probs = {i: values for rank in ranks for i, values in rank["nuclei"][0]["log_probs"].items()}
-    reference = {i: values for rank in ranks for i, values in rank["nuclei"][0]["ref_log_probs"].items()}
+    data, model = top_p_data(), plain_grpo.load(checkpoints["checkpoint"])
+    log_probs = {i: values for rank in ranks for i, values in rank["masks"][0]["log_probs"].items()}
+    reference = {i: values for rank in ranks for i, values in rank["masks"][0]["ref_log_probs"].items()}
     entropy = 0.0
     for n, index in enumerate(data["sample_indices"]):
         tokens, response = data["tokens"][n], data["response_lengths"][n]
@@ -169,24 +169,24 @@ def test_top_p_replay_takes_log_probs_among_the_nuclei(ranks: Any, checkpoints: 
         whole = torch.log_softmax(logits, dim=-1)
         weights = torch.tensor(data["loss_masks"][n]) / max(sum(data["loss_masks"][n]), 1)
         entropy += float((-(whole.exp() * whole).sum(-1) * weights).sum()) / 4 if n < 4 else 0.0
-    first = ranks[0]["nuclei"][0]["report"]["steps"][0]
+    first = ranks[0]["masks"][0]["report"]["steps"][0]
     assert first["entropy_loss"] == pytest.approx(entropy, rel=1e-5)
-    assert abs(first["ppo_kl"]) < 1e-7  # current and old log-probs are among the same nuclei
+    assert abs(first["ppo_kl"]) < 1e-7  # current and old log-probs are among the same masks
 
 
-@pytest.mark.parametrize("layout", list(NUCLEUS_LAYOUTS)[1:])
+@pytest.mark.parametrize("layout", list(TOP_P_LAYOUTS)[1:])
 def test_top_p_replay_does_not_depend_on_the_layout(ranks: Any, layout: str) -> None:
-    expected = ranks[0]["nuclei"][0]["report"]["steps"]
-    seen = ranks[0]["nuclei"][list(NUCLEUS_LAYOUTS).index(layout)]["report"]["steps"]
+    expected = ranks[0]["masks"][0]["report"]["steps"]
+    seen = ranks[0]["masks"][list(TOP_P_LAYOUTS).index(layout)]["report"]["steps"]
     assert abs(expected[1]["ppo_kl"]) > 1e-3
     for step, other in zip(expected, seen, strict=True):
         for name, value in step.items():
             assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-def test_samples_without_nuclei_are_refused_at_the_door(ranks: Any) -> None:
+def test_samples_without_top_p_masks_are_refused_at_the_door(ranks: Any) -> None:
     for rank in ranks:
-        for found in rank["nuclei"]:
+        for found in rank["masks"]:
             assert found["without"].startswith("--rollout-top-p 0.9: the samples do not say")
 
 

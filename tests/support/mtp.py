@@ -1,4 +1,4 @@
-"""Layers that predict further tokens: random ones for tiny checkpoints, and their loss by transformers and autograd.
+"""MTP layers: random ones for tiny checkpoints, and their loss by transformers and autograd.
 
 Names and order of concatenation are those of the families' own code (MiMo-7B's ``modeling_mimo.py``, and SGLang's
 models for the others), written down here once more.

@@ -104,7 +104,7 @@ def _family(checkpoint: str, flags: tuple[Any, ...], export_to: Path) -> dict[st
 
     from slime.backends.megatron_utils.loss import loss_function
     from slime.backends.megatron_utils.model_provider import get_model
-    from slime.backends.megatron_utils.mtp_model import lent_embedding
+    from slime.backends.megatron_utils.mtp_model import borrow_embedding
     from slime.backends.megatron_utils.parallel import data_parallel
     from slime.backends.megatron_utils.schedule_call import run_schedule
     from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
@@ -135,7 +135,7 @@ def _family(checkpoint: str, flags: tuple[Any, ...], export_to: Path) -> dict[st
     get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
     for chunk in model:
         chunk.zero_grad_buffer()
-    with lent_embedding(args, model):
+    with borrow_embedding(args, model):
         run_schedule(args, model, data, [[0, 1, 2], [3]], finish, forward_only=False)
     seen = sum(report["mtp_loss"] for report in kept)
     return {"weights": weights, "described": own == described, "loss": seen, "gradients": hf_gradients(model, args)}

@@ -11,7 +11,7 @@ from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import make_trainer, parameters, train_once
 
 HERE = "tests.support.pass_ranks."
-NUCLEUS_LAYOUTS: dict[str, dict[str, Any]] = {
+TOP_P_LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {},
     "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "CP2": {"context_parallel_size": 2, "micro_batch_size": 2},
@@ -61,34 +61,34 @@ def pass_scenarios(
             checkpoint, opd_teacher_load=f"{folder}/save", opd_teacher_ckpt_step=7
         ),
         "skips": _skips(checkpoint, skips),
-        "nuclei": [_with_nuclei(checkpoint, layout) for layout in NUCLEUS_LAYOUTS.values()],
+        "masks": [_with_top_p(checkpoint, layout) for layout in TOP_P_LAYOUTS.values()],
     }
 
 
-def nucleus_data() -> dict[str, list[Any]]:
+def top_p_data() -> dict[str, list[Any]]:
     """Return a rollout whose tokens were sampled among 1 to 40 others; masked ones have no nucleus."""
     data = make_train_data(seed=5)
     rng = np.random.default_rng(5)
     data["rollout_top_p_token_ids"], data["rollout_top_p_token_offsets"] = [], []
     for tokens, response, mask in zip(data["tokens"], data["response_lengths"], data["loss_masks"], strict=True):
-        nuclei = [
+        masks = [
             sorted({*rng.choice(256, rng.integers(0, 40), replace=False).tolist(), token}) if trained else []
             for token, trained in zip(tokens[-response:], mask, strict=True)
         ]
-        data["rollout_top_p_token_ids"].append([token for nucleus in nuclei for token in nucleus])
-        data["rollout_top_p_token_offsets"].append([0, *np.cumsum([len(nucleus) for nucleus in nuclei]).tolist()])
+        data["rollout_top_p_token_ids"].append([token for nucleus in masks for token in nucleus])
+        data["rollout_top_p_token_offsets"].append([0, *np.cumsum([len(nucleus) for nucleus in masks]).tolist()])
     return data
 
 
-def _with_nuclei(checkpoint: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """Train two steps on nuclei; return the report, the old log-probs and what the door says without them."""
+def _with_top_p(checkpoint: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Train two steps on masks; return the report, the old log-probs and what the door says without them."""
     settings = {
         "rollout_top_p": 0.9, "global_batch_size": 4, "entropy_coef": 0.01, "use_kl_loss": True, "lr": 1e-2,
         "adam_eps": 1e-3,  # Adam divides by the gradient's size: rounding of tiny ones would be as large as a step
         "rollout_data_postprocess_path": HERE + "note_columns",
     }  # fmt: skip
     trainer, _ = make_trainer(checkpoint, with_ref=True, load=checkpoint, **settings, **layout)
-    found = {"report": train_once(trainer, 0, nucleus_data()), **SEEN["columns"]}
+    found = {"report": train_once(trainer, 0, top_p_data()), **SEEN["columns"]}
     try:
         train_once(trainer, 1, make_train_data(seed=5))
     except ValueError as error:

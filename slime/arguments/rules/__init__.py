@@ -23,7 +23,6 @@ from slime.arguments.rules import (
     hf_config,
     megatron,
     model_defaults,
-    nuclei,
     optimizer,
     placement,
     prediction,
@@ -39,6 +38,7 @@ from slime.arguments.rules import (
     staleness,
     teacher_server,
     templates,
+    top_p_mask,
     weight_sync,
 )
 
@@ -69,7 +69,7 @@ RULES = (
     batches.derive_global_batch_size,
     batches.check_micro_batches,
     rollout.check,
-    nuclei.check,
+    top_p_mask.check,
     staleness.check,
     prompts.check,
     reward.check,

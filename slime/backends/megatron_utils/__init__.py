@@ -41,13 +41,13 @@ def import_megatron() -> None:
     with _lock:
         if _done:
             return
-        from slime.backends.megatron_utils import cpu_adapter, installed_core, repairs
+        from slime.backends.megatron_utils import cpu_adapter, installed_core, megatron_patches
 
         installed_core.prefer()
         for message in _NOISE:
             warnings.filterwarnings("ignore", message=message)
         adapted = cpu_adapter.install()
-        repairs.apply()
+        megatron_patches.apply()
         if adapted:
             cpu_adapter.adapt_imported_megatron()
         _done = True

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.advantages import (
@@ -23,7 +22,7 @@ from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, s
 from slime.backends.megatron_utils.distillation import add_distillation
 from slime.backends.megatron_utils.hook_results import check_token_columns
 from slime.backends.megatron_utils.hooks import optional_function
-from slime.backends.megatron_utils.parallel import data_parallel, is_last_stage
+from slime.backends.megatron_utils.parallel import all_gather_objects, data_parallel, is_last_stage
 
 Column = list[Tensor]
 
@@ -80,7 +79,7 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
         returns = get_reinforce_plus_plus_baseline_advantages(rewards, kl, data["loss_masks"], args.kl_coef)
         return [values.clone() for values in returns], returns
     if estimator == "rloo":
-        penalties = _penalties_against_their_groups(data, kl) if args.kl_coef != 0 else [0.0] * len(kl)
+        penalties = _leave_one_out_kl(data, kl) if args.kl_coef != 0 else [0.0] * len(kl)
         returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
         return [values.clone() for values in returns], returns
     if estimator == "reinforce_plus_plus":
@@ -116,7 +115,7 @@ def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
     return returns
 
 
-def _penalties_against_their_groups(data: dict, kl: Column) -> list[float]:
+def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
     """Return the KL of each response minus the mean over its group's other executions, on whatever ranks those are.
 
     The KL itself where there is none: carried over into a step without the rest of its group it is penalised too.
@@ -131,10 +130,7 @@ def _penalties_against_their_groups(data: dict, kl: Column) -> list[float]:
     sums = [float((k * mask).sum()) for k, mask in zip(_whole(data, kl), data["loss_masks"], strict=True)]
     ranks = data_parallel()
     mine = list(zip(sums, groups, data["rollout_ids"], strict=True))
-    parts = [mine]
-    if ranks.size > 1:
-        parts = [[]] * ranks.size
-        dist.all_gather_object(parts, mine, group=ranks.group)
+    parts = all_gather_objects(mine, ranks)
     rows = [row for part in parts for row in part]
     executions: dict[int, set[int]] = {}
     for _, group, rollout_id in rows:

@@ -30,7 +30,7 @@ from torch import Tensor
 from slime.algorithms.reducers import num_trained_tokens
 from slime.backends.megatron_utils.data import RolloutData, rows_of_batch
 from slime.backends.megatron_utils.mtp_loss import trains_mtp
-from slime.backends.megatron_utils.parallel import context_parallel, data_parallel
+from slime.backends.megatron_utils.parallel import context_parallel, data_parallel, gather_from_world
 
 AUX, SEQ_AUX, Z = "aux_loss", "seq_aux_loss", "z_loss"
 METRICS = {AUX: "load_balancing_loss", SEQ_AUX: "seq_load_balancing_loss", Z: "z_loss"}
@@ -292,6 +292,4 @@ def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balanc
 
 
 def _everywhere(numbers: list[int]) -> list[int]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, numbers)
-    return sorted({number for part in gathered for number in part})
+    return sorted({number for part in gather_from_world(numbers) for number in part})

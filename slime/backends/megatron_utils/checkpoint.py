@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.checkpoint_writer import in_process_strategy
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.optimizer import with_length_of_run
 from slime.backends.megatron_utils.optimizer_chain import check_optimizers, complete_steps, for_chain
-from slime.backends.megatron_utils.parallel import data_parallel, pipeline_parallel, tensor_parallel
+from slime.backends.megatron_utils.parallel import data_parallel, gather_from_world, pipeline_parallel, tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +236,7 @@ class _PendingSave:
     def publish(self) -> None:
         """Wait for all ranks, write the metadata, rename the directory, move the tracker (collective)."""
         self._thread.join()
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, None if self._error is None else repr(self._error))
+        failures = gather_from_world(None if self._error is None else repr(self._error))
         failed = {rank: text for rank, text in enumerate(failures) if text is not None}
         if failed:
             raise RuntimeError(

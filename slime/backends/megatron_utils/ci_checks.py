@@ -50,7 +50,7 @@ def _check_step(args: Namespace, rollout_id: int, step_id: int, metrics: dict[st
         )
     mtp_loss = metrics.get("mtp_loss")
     if mtp_loss is not None:
-        assert 0 < mtp_loss < 1, f"{where}: the loss of layers that predict further tokens is {mtp_loss}, not in (0, 1)"
+        assert 0 < mtp_loss < 1, f"{where}: the loss of MTP layers is {mtp_loss}, not in (0, 1)"
     if args.ci_disable_kl_checker:
         return
     other_policy = args.use_rollout_logprobs or args.keep_old_actor

@@ -145,11 +145,11 @@ def install() -> bool:
             "slime.backends.megatron_utils.import_megatron() before the first import of megatron or mbridge."
         )
     sys.meta_path.insert(0, _CpuFinder())
-    _give_torch_cuda_its_cpu_meaning()
+    _patch_torch_cuda_for_cpu()
     return True
 
 
-def _give_torch_cuda_its_cpu_meaning() -> None:
+def _patch_torch_cuda_for_cpu() -> None:
     cuda, stream = torch.cuda, CpuStream()
     # Every name gets a function of its own: torch._dynamo refuses one object with several meanings.
     cuda.current_device = lambda: _CPU  # megatron uses the result only as a `device=` argument

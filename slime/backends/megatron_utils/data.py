@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
-from slime.backends.megatron_utils.nuclei import check_shard_nuclei
+from slime.backends.megatron_utils.mtp_loss import MTPTargets
 from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
 from slime.batching.columns import RolloutShard
 from slime.batching.packing import pack
 from slime.batching.ragged import Ragged
 from slime.batching.routed_experts import rows_of_samples
-from slime.batching.validate import LARGEST_LOG_PROB
+from slime.batching.top_p_mask import IDS, OFFSETS, check_top_p_mask
+from slime.batching.validate import LARGEST_LOG_PROB, sample_namer
 
 RolloutData = dict[str, Any]
 
@@ -38,7 +39,7 @@ def prepare_rollout_data(args: Namespace, shard: RolloutShard, device: torch.dev
     Raises ValueError, naming the sample index, for anything that cannot be right.
     """
     check_shard(args, shard)
-    check_shard_nuclei(args, shard)
+    check_shard_top_p_mask(args, shard)
     data = shard.to_rollout_data(device)
     for key in _TOKEN_COLUMNS_TO_SLICE:
         if data.get(key) is not None:
@@ -124,6 +125,17 @@ def check_shard(args: Namespace, shard: RolloutShard) -> None:
         )
 
 
+def check_shard_top_p_mask(args: Namespace, shard: RolloutShard) -> None:
+    """Check the top-p masks of a shard. Raises ValueError naming the sample, and when masks are needed and missing."""
+    ragged = shard.batch.ragged
+    if args.rollout_top_p != 1.0 and IDS not in ragged:
+        raise ValueError(
+            f"--rollout-top-p {args.rollout_top_p}: the samples have no top-p masks; "
+            f"--custom-convert-samples-to-train-data-path must pass {IDS} and {OFFSETS} on"
+        )
+    check_top_p_mask(ragged, sample_namer(shard.batch.numbers.get("sample_indices")), args.vocab_size)
+
+
 def _rows_with(column: Ragged, flags: np.ndarray) -> np.ndarray:
     """Return bool [rows]: whether any of the row's values is flagged."""
     return Ragged(flags.astype(np.int64), column.offsets).row_sums() > 0
@@ -143,8 +155,23 @@ def per_sample_columns(data: RolloutData) -> dict[str, Any]:
     }
 
 
-def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) -> dict[str, Any]:
-    """Return the batch dict of the samples ``indices``: per-sample columns, and the packed stream.
+class LossBatch(dict[str, Any]):
+    """A micro-batch: the dict of columns that losses and hooks read, with typed fields for the trainer's own use.
+
+    mtp_targets: what the MTP layers are trained on, and their losses after the forward pass.
+    overwrite_logits: whether the loss may write the gradient over the logits, which the model does not read again.
+    finite_samples: bool [samples], set by the loss: whether all values of a sample are finite.
+    trainer_log_probs: set by the policy loss for the mismatch meter, one local tensor [n_local] per sample.
+    """
+
+    mtp_targets: MTPTargets | None = None
+    overwrite_logits: bool = False
+    finite_samples: Tensor | None = None
+    trainer_log_probs: list[Tensor] | None = None
+
+
+def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) -> LossBatch:
+    """Return the batch of the samples ``indices``: per-sample columns, and the packed stream.
 
     ``tokens`` int64 [1, T_local] is the packed (and CP-sliced) stream, ``unconcat_tokens`` the samples' full token
     tensors, ``packed_seq_params`` Megatron's description of the packing, ``sample_positions`` the given ``indices``;
@@ -153,7 +180,7 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cp, tp = context_parallel(), tensor_parallel()
-    batch = {key: _select(column, indices) for key, column in per_sample_columns(data).items()}
+    batch = LossBatch((key, _select(column, indices)) for key, column in per_sample_columns(data).items())
     packed = pack(
         batch["tokens"],
         batch["response_lengths"],
@@ -173,6 +200,11 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
         max_seqlen_kv=packed.max_seqlen,
     )
     return batch
+
+
+def may_overwrite_logits(args: Namespace, batch: dict[str, Any]) -> bool:
+    """Return whether slime's losses may overwrite the logits of ``batch``: a user's loss may still read them."""
+    return isinstance(batch, LossBatch) and batch.overwrite_logits and args.loss_type != "custom_loss"
 
 
 def rows_of_batch(batch: dict[str, Any], *, sequence_parallel: bool) -> Tensor:
@@ -218,6 +250,6 @@ def steps_of(data: RolloutData) -> list[list[list[int]]]:
 
 def micro_batch_iterators(
     args: Namespace, data: RolloutData, micro_batches: list[list[int]], num_chunks: int
-) -> list[Iterator[dict[str, Any]]]:
+) -> list[Iterator[LossBatch]]:
     """Return one iterator over ``micro_batches`` per model chunk (virtual pipeline stages each pull every one)."""
     return [(build_micro_batch(args, data, indices) for indices in micro_batches) for _ in range(num_chunks)]

@@ -79,7 +79,7 @@ class LatentSelfAttention(MLASelfAttention):
         return torch.cat([latent, rotated], dim=-1), bias
 
 
-def with_right_gradients(block: Any, *, duplicate: bool) -> Any:
+def fix_mla_tp_gradients(block: Any, *, duplicate: bool) -> Any:
     """Exchange megatron's latent attention for :class:`LatentSelfAttention` in the spec of a block, in place.
 
     ``duplicate``: whether the down-projections are to be duplicated (TransformerEngine's are).

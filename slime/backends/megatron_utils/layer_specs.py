@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime.backends.megatron_utils.core_attention import TorchCoreAttention
 from slime.backends.megatron_utils.experts import GroupedExperts
-from slime.backends.megatron_utils.latent_attention import with_right_gradients
+from slime.backends.megatron_utils.latent_attention import fix_mla_tp_gradients
 from slime.backends.megatron_utils.norms import TorchRMSNorm
 from slime.backends.megatron_utils.post_norms import with_post_norms
 from slime.utils import accelerator
@@ -42,7 +42,7 @@ def decoder_block_spec(args: Namespace, config: Any, vp_stage: int | None = None
         vp_stage=vp_stage,
     )
     block = block if with_te else _with_torch_modules(block)
-    return with_post_norms(args, with_right_gradients(block, duplicate=not with_te))
+    return with_post_norms(args, fix_mla_tp_gradients(block, duplicate=not with_te))
 
 
 def _with_torch_modules(block: Any) -> Any:
@@ -64,7 +64,7 @@ def _with_torch_modules(block: Any) -> Any:
 
 
 def mtp_block_spec(args: Namespace, config: Any) -> Any:
-    """Return the spec of ``--mtp-num-layers`` layers that predict further tokens: each has a layer like the last one.
+    """Return the spec of ``--mtp-num-layers`` MTP layers: each has a layer like the last one.
 
     Where some layers have linear attention these have full attention, which is the built-in layer.
     """
@@ -74,15 +74,15 @@ def mtp_block_spec(args: Namespace, config: Any) -> Any:
     )
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from slime.backends.megatron_utils.mtp_model import PredictionLayer
+    from slime.backends.megatron_utils.mtp_model import MTPLayer
 
     with_te = use_transformer_engine(args)
     layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, with_te, config.normalization, config.qk_l2_norm)
     block = TransformerBlockSubmodules(layer_specs=layers[-1:])
     block = block if with_te else _with_torch_modules(block)
-    block = with_post_norms(args, with_right_gradients(block, duplicate=not with_te))
+    block = with_post_norms(args, fix_mla_tp_gradients(block, duplicate=not with_te))
     layer = get_mtp_layer_spec(block.layer_specs[0], with_te)
-    layer.module = PredictionLayer
+    layer.module = MTPLayer
     if not with_te:
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchRMSNorm
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * args.mtp_num_layers)

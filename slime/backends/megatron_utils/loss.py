@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from slime.algorithms.reducers import num_trained_tokens
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import Reducer, get_sum_of_sample_mean
+from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.hook_results import checked_loss
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import icepop_function, mis_function, vanilla_tis_function
@@ -47,6 +48,21 @@ __all__ = [
     "vanilla_tis_function",
 ]
 
+
+class LossReport(TypedDict):
+    """What is known of a micro-batch after its loss.
+
+    keys: names of the metrics. values: float32 [1 + keys], the token count and then the metrics, reduced as the loss.
+    finite: bool, whether the loss is. finite_samples: bool [samples], and mismatch: [samples, 5], where known.
+    """
+
+    keys: list[str]
+    values: Tensor
+    finite: Tensor
+    finite_samples: Tensor | None
+    mismatch: Tensor | None
+
+
 LossFunction = Callable[[Namespace, dict[str, Any], Tensor, Reducer], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -60,7 +76,7 @@ def sft_loss_function(
         unconcat_tokens=batch["unconcat_tokens"],
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
-        overwrite_logits=args.loss_type != "custom_loss",
+        overwrite_logits=may_overwrite_logits(args, batch),
     )
     note_finite_samples(batch, result["log_probs"])
     loss = -sum_of_sample_mean(torch.cat(result["log_probs"]))
@@ -84,7 +100,7 @@ def _loss_by_type(args: Namespace) -> LossFunction:
 
 def loss_function(
     args: Namespace, batch: dict[str, Any], num_microbatches: int, logits: Tensor
-) -> tuple[Tensor, dict[str, Any]] | tuple[Tensor, Tensor, dict[str, Any]]:
+) -> tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]:
     """Return what Megatron's schedules expect of a micro-batch, scaled so that gradients do not depend on the layout.
 
     With B the step's ``batch["global_batch_size"]`` and S the reduced loss of the micro-batch, the gradient that
@@ -93,9 +109,10 @@ def loss_function(
     ``calculate_per_token_loss`` it is ``sum(S) / tokens``: three values, of which the schedule leaves the loss alone,
     and Megatron divides gradients by the token count that it sums over DP x CP, where each CP rank reports all tokens.
 
-    The last value is the report {"keys", "values" float32 [1 + keys] (token count first), "finite" (bool: the loss is),
-    "finite_samples", "mismatch"}; the last two have a row per sample, or are None.
+    The last value is the ``LossReport``.
     """
+    if not isinstance(batch, LossBatch):
+        batch = LossBatch(batch)
     per_token = args.calculate_per_token_loss
     masks = batch["loss_masks"]
     num_tokens = num_trained_tokens(masks).int()
@@ -111,15 +128,15 @@ def loss_function(
         loss, metrics = checkpoint(function, args, batch, logits, reduce, use_reentrant=False)
     else:
         loss, metrics = function(args, batch, logits, reduce)
-    loss, metrics = add_mtp_loss(args, batch, loss, metrics)
+    loss, metrics = add_mtp_loss(args, batch.mtp_targets, loss, metrics)
 
     mismatch = None if args.loss_type in ("sft_loss", "value_loss") else note_mismatch(batch)
     values = [num_tokens, *metrics.values()]
-    report = {
+    report: LossReport = {
         "keys": list(metrics),
         "values": torch.stack([torch.as_tensor(v, device=logits.device).detach().float().reshape(()) for v in values]),
         "finite": torch.isfinite(loss.detach()).all(),  # metrics need not be: a mean over nothing, say
-        "finite_samples": batch.pop("finite_samples", None),
+        "finite_samples": batch.finite_samples,
         "mismatch": mismatch,
     }
     if per_token:

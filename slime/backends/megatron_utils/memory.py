@@ -5,9 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 import torch
-import torch.distributed as dist
 
-from slime.backends.megatron_utils.parallel import is_main_rank
+from slime.backends.megatron_utils.parallel import gather_from_world, is_main_rank
 from slime.observability.logging_utils import log
 from slime.observability.memory import CudaGauge, Gauge, HostGauge, PhasePeaks
 from slime.observability.steps import rollout_step
@@ -34,8 +33,7 @@ def log_memory(
     Each value is the highest of all ranks.
     """
     mine = {**peaks.drain(), **copies}
-    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    everyone: list[dict[str, int]] = gather_from_world(mine)
     names = sorted({name for part in everyone for name in part})
     metrics = {f"perf/memory/{prefix}{name}": max(part.get(name, 0) for part in everyone) / GIB for name in names}
     if is_main_rank():

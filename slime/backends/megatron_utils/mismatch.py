@@ -15,8 +15,14 @@ import torch.distributed as dist
 
 from slime.algorithms.mismatch import combine, mismatch_sums
 from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
-from slime.backends.megatron_utils.data import RolloutData, sample_name
-from slime.backends.megatron_utils.parallel import data_parallel, is_last_stage, is_main_rank
+from slime.backends.megatron_utils.data import LossBatch, RolloutData, sample_name
+from slime.backends.megatron_utils.parallel import (
+    all_gather_objects,
+    data_parallel,
+    first_error,
+    is_last_stage,
+    is_main_rank,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +34,9 @@ class MismatchError(RuntimeError):
 def note_mismatch(batch: dict[str, Any]) -> torch.Tensor | None:
     """Return ``mismatch_sums`` [samples, 5] of a micro-batch's local tokens, None without both kinds of log-probs.
 
-    The trainer's are ``batch["trainer_log_probs"]``, which the policy loss leaves there, or the column ``log_probs``.
+    The trainer's are those that the policy loss set in the ``LossBatch``, or the column ``log_probs``.
     """
-    trainer = batch.pop("trainer_log_probs", None) or batch.get("log_probs")
+    trainer = (batch.trainer_log_probs if isinstance(batch, LossBatch) else None) or batch.get("log_probs")
     rollout = batch.get("rollout_log_probs")
     if trainer is None or rollout is None:
         return None
@@ -77,8 +83,8 @@ class MismatchMeter:
                 if not stops and is_main_rank():
                     logger.warning("%s", message)
             message = message if stops else None
-        if self._stop is not None:
-            self._stop_everywhere(message)
+        if self._stop is not None and (error := first_error(message)):
+            raise MismatchError(f"{error}. The parameters were not changed")
         return metrics
 
     def _over_ranks(self, sums: list[torch.Tensor]) -> dict[str, float]:
@@ -112,11 +118,7 @@ class MismatchMeter:
         own = [
             (sample_name(self._data, position), *row.tolist()) for position, row in zip(positions, sums, strict=True)
         ]
-        ranks = data_parallel(with_context_parallel=True)
-        parts: list[Any] = [own]
-        if ranks.size > 1:
-            parts = [None] * ranks.size
-            dist.all_gather_object(parts, own, group=ranks.group)
+        parts = all_gather_objects(own)
         samples: dict[str, list[float]] = {}  # context-parallel ranks each have a part of a sample
         for name, distance, _, _, count, largest in (row for part in parts for row in part):
             found = samples.setdefault(name, [0.0, 0.0, 0.0])
@@ -131,13 +133,3 @@ class MismatchMeter:
             "engines, other sampling parameters, tokens that were encoded again, and other precisions or expert "
             "routing in the engine; small differences are what --use-tis corrects"
         )
-
-    @staticmethod
-    def _stop_everywhere(message: str | None) -> None:
-        messages = [message]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            messages = [None] * dist.get_world_size()
-            dist.all_gather_object(messages, message)
-        told = next((text for text in messages if text), None)
-        if told:
-            raise MismatchError(f"{told}. The parameters were not changed")

@@ -14,6 +14,7 @@ import torch
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.model_config import ddp_config_from_args, transformer_config_from_args
 from slime.backends.megatron_utils.mtp_loss import trains_mtp
+from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.rope import rope_settings
 from slime.backends.megatron_utils.value_head import is_value_head, put_value_head
 from slime.utils import accelerator
@@ -95,7 +96,12 @@ def model_provider(args: Namespace, config: Any) -> Provider:
 
     def build(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
         spec = layer_spec(args, config, vp_stage)
-        return gpt_model(args, config, spec, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        model: Any = gpt_model(
+            args, config, spec, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+        )
+        # The output layer keeps its input for the backward pass, not the logits. A custom provider may change them.
+        model.logits_may_be_overwritten = True
+        return model
 
     return build
 
@@ -136,9 +142,9 @@ def gpt_model(
     model_class: Callable[..., torch.nn.Module] = GPTModel
     if post_process and args.mtp_num_layers:
         from slime.backends.megatron_utils.layer_specs import mtp_block_spec
-        from slime.backends.megatron_utils.mtp_model import PredictingGPTModel
+        from slime.backends.megatron_utils.mtp_model import GPTModelWithMTP
 
-        model_class = partial(PredictingGPTModel, args, mtp_spec=mtp_block_spec(args, config))
+        model_class = partial(GPTModelWithMTP, args, mtp_spec=mtp_block_spec(args, config))
     return model_class(
         config=config,
         transformer_layer_spec=layer_spec,
@@ -201,10 +207,7 @@ def _freeze_mtp(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
 def _unmatched_anywhere(patterns: list[str], names: list[str]) -> list[str]:
     """Return the patterns that match on no rank (pipeline stages hold different parameters)."""
     local = [any(re.search(pattern, name) for name in names) for pattern in patterns]
-    everywhere = [local]
-    if torch.distributed.is_initialized():
-        everywhere = [local] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everywhere, local)
+    everywhere = gather_from_world(local)
     return [pattern for i, pattern in enumerate(patterns) if not any(hits[i] for hits in everywhere)]
 
 

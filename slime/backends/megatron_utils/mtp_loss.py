@@ -1,4 +1,4 @@
-"""Multi-token prediction: what the layers that predict further tokens are trained on, and their loss.
+"""Multi-token prediction: what the MTP layers are trained on, and their loss.
 
 Layer ``k`` (from 1) sees at position ``i`` the hidden state there and the embedding of token ``i + k``, and predicts
 token ``i + k + 1`` (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2). With ``m`` the loss mask and ``S`` the
@@ -41,7 +41,7 @@ class Depth:
 
 
 @dataclass
-class FurtherTokens:
+class MTPTargets:
     """The depths of a micro-batch, and the loss of each (a scalar with gradient) once the model has seen them."""
 
     depths: tuple[Depth, ...]
@@ -53,19 +53,19 @@ def trains_mtp(args: Namespace) -> bool:
     return bool(args.enable_mtp_training and args.mtp_num_layers)
 
 
-def lends_embedding(args: Namespace) -> bool:
+def needs_shared_embedding(args: Namespace) -> bool:
     """Return whether the layers, which are on the last pipeline stage, need the embedding that the first one has."""
     untied = args.untie_embeddings_and_output_weights
     return trains_mtp(args) and untied and pipeline_parallel().size > 1
 
 
-def further_tokens(args: Namespace, batch: dict[str, Any]) -> FurtherTokens:
+def mtp_targets(args: Namespace, batch: dict[str, Any]) -> MTPTargets:
     """Return what the layers are trained on in ``batch`` (of ``data.build_micro_batch``).
 
     Every rank has the samples whole, so nothing is sent between context-parallel ranks, and no sequence sees the next.
     """
     weights = _weights(args, batch)
-    return FurtherTokens(tuple(_depth(args, batch, weights, k + 1) for k in range(args.mtp_num_layers)))
+    return MTPTargets(tuple(_depth(args, batch, weights, k + 1) for k in range(args.mtp_num_layers)))
 
 
 def _weights(args: Namespace, batch: dict[str, Any]) -> list[Tensor]:
@@ -113,20 +113,19 @@ def _packed(args: Namespace, samples: list[Tensor], batch: dict[str, Any]) -> Pa
 
 
 def add_mtp_loss(
-    args: Namespace, batch: dict[str, Any], loss: Tensor, metrics: dict[str, Tensor]
+    args: Namespace, targets: MTPTargets | None, loss: Tensor, metrics: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss with that of further tokens, and the metrics with ``mtp_<k>_loss`` and their mean ``mtp_loss``.
+    """Return the loss with that of the MTP layers, and the metrics with ``mtp_<k>_loss`` and their mean ``mtp_loss``.
 
-    Both as they are for a model whose layers are not trained. The metrics are without the scaling factor.
+    Both are unchanged when the layers are not trained (``targets`` is None). Metrics do not have the scaling factor.
     """
-    further: FurtherTokens | None = batch.pop("further_tokens", None)
-    if further is None:
+    if targets is None:
         return loss, metrics
-    if len(further.losses) != len(further.depths):
+    if len(targets.losses) != len(targets.depths):
         raise RuntimeError(
-            f"expected the model to compute the loss of {len(further.depths)} layers of multi-token prediction, it has "
-            f"computed {len(further.losses)}: is it the model that --mtp-num-layers builds?"
+            f"expected the model to compute the loss of {len(targets.depths)} layers of multi-token prediction, it has "
+            f"computed {len(targets.losses)}: is it the model that --mtp-num-layers builds?"
         )
-    mean = torch.stack(further.losses).mean()
-    reported = {f"mtp_{k + 1}_loss": value.detach() for k, value in enumerate(further.losses)}
+    mean = torch.stack(targets.losses).mean()
+    reported = {f"mtp_{k + 1}_loss": value.detach() for k, value in enumerate(targets.losses)}
     return loss + args.mtp_loss_scaling_factor * mean, {**metrics, **reported, "mtp_loss": mean.detach()}

@@ -1,4 +1,4 @@
-"""GPTModel with layers that predict further tokens. Import after ``import_megatron()``.
+"""GPTModel with MTP layers. Import after ``import_megatron()``.
 
 megatron-core's own multi-token prediction needs labels and returns a loss, normalises by the tokens of a micro-batch,
 and sends gradients into the whole model. Here the model returns logits as ever; the layers run only where a training
@@ -28,8 +28,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import Tensor
 
 from slime.algorithms.log_probs import log_probs_and_entropy
-from slime.backends.megatron_utils.mtp_loss import Depth, FurtherTokens, lends_embedding
-from slime.backends.megatron_utils.weights.naming import unwrap
+from slime.backends.megatron_utils.mtp_loss import Depth, MTPTargets, needs_shared_embedding
+from slime.backends.megatron_utils.parallel import unwrap
 
 ATTENTION_INPUTS = (
     *("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params"),
@@ -38,7 +38,7 @@ ATTENTION_INPUTS = (
 """What megatron's layers get beside the hidden states, of the arguments of ``GPTModel._postprocess``."""
 
 
-class PredictionLayer(MultiTokenPredictionLayer):
+class MTPLayer(MultiTokenPredictionLayer):
     """Megatron's layer, which is given the embeddings of the further tokens instead of tokens to roll."""
 
     def forward(self, hidden_states: Tensor, embeddings: Tensor, **attention: Any) -> Tensor:
@@ -52,10 +52,10 @@ class PredictionLayer(MultiTokenPredictionLayer):
         return run(hidden_states, embeddings)
 
 
-class PredictingGPTModel(GPTModel):
+class GPTModelWithMTP(GPTModel):
     """The last stage of megatron's GPTModel, with layers of multi-token prediction ``mtp``.
 
-    ``further_tokens`` given to ``forward`` says what they are trained on; their losses are put into it. Without it
+    ``mtp_targets`` given to ``forward`` says what they are trained on; their losses are put into it. Without it
     they are not run.
     """
 
@@ -65,11 +65,11 @@ class PredictingGPTModel(GPTModel):
         self.vocab = args.vocab_size
         self.log_probs_chunk_size = args.log_probs_chunk_size
         self.embedding_copy: Tensor | None = None
-        self._further: FurtherTokens | None = None
+        self._further: MTPTargets | None = None
 
-    def forward(self, *args: Any, further_tokens: FurtherTokens | None = None, **keywords: Any) -> Tensor:
+    def forward(self, *args: Any, mtp_targets: MTPTargets | None = None, **keywords: Any) -> Tensor:
         """Return the logits [1, t, vocab_local], as megatron's forward without labels."""
-        self._further = further_tokens
+        self._further = mtp_targets
         try:
             return super().forward(*args, **keywords)
         finally:
@@ -81,7 +81,7 @@ class PredictingGPTModel(GPTModel):
             self._further.losses = self._mtp_losses(self._further, hidden_states, attention)
         return super()._postprocess(hidden_states=hidden_states, **keywords)
 
-    def _mtp_losses(self, further: FurtherTokens, hidden_states: Tensor, attention: dict[str, Any]) -> list[Tensor]:
+    def _mtp_losses(self, further: MTPTargets, hidden_states: Tensor, attention: dict[str, Any]) -> list[Tensor]:
         losses = []
         # Recomputation takes its inputs for what may be differentiated: one of them has to ask for a gradient.
         hidden = hidden_states.detach().requires_grad_()
@@ -118,7 +118,7 @@ class PredictingGPTModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         if self.embedding_copy is None:
             raise RuntimeError(
-                "the last pipeline stage has no copy of the embedding: train it in the body of lent_embedding()"
+                "the last pipeline stage has no copy of the embedding: train it in the body of borrow_embedding()"
             )
         return self.embedding_copy
 
@@ -137,21 +137,21 @@ class PredictingGPTModel(GPTModel):
         return scatter_to_sequence_parallel_region(embeddings) if self.config.sequence_parallel else embeddings
 
 
-def predicting_chunk(chunk: torch.nn.Module) -> PredictingGPTModel | None:
+def mtp_model_of(chunk: torch.nn.Module) -> GPTModelWithMTP | None:
     """Return the model inside ``chunk`` if it has layers of multi-token prediction."""
     model = unwrap(chunk)
-    return model if isinstance(model, PredictingGPTModel) else None
+    return model if isinstance(model, GPTModelWithMTP) else None
 
 
 @contextmanager
-def lent_embedding(args: Namespace, model: Sequence[torch.nn.Module]) -> Iterator[None]:
+def borrow_embedding(args: Namespace, model: Sequence[torch.nn.Module]) -> Iterator[None]:
     """In the body the last pipeline stage has a copy of the first one's embedding as it was at the beginning.
 
-    Collective over first and last stage, and nothing where :func:`lends_embedding` says no. A copy without gradient
-    and optimiser state is all that layers need which only look up embeddings.
+    Collective over first and last stage, and nothing unless :func:`needs_shared_embedding`. The layers only look up
+    embeddings, so a copy without gradient and optimizer state is enough.
     """
-    last = predicting_chunk(model[-1])
-    if lends_embedding(args) and mpu.is_rank_in_embedding_group():
+    last = mtp_model_of(model[-1])
+    if needs_shared_embedding(args) and mpu.is_rank_in_embedding_group():
         group = mpu.get_embedding_group()
         source = dist.get_process_group_ranks(group)[0]
         if last is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.masters import masters_of, rebuild, rebuildable_buffers
+from slime.backends.megatron_utils.main_params import main_params, rebuild, rebuildable_buffers
 
 
 class Sleeper:
@@ -36,8 +36,8 @@ class Sleeper:
         self._optimizer = optimizer
         self._copy_rebuildable = copy_rebuildable
         self._kept: list[_Kept] = []
-        self._emptied: list[_Emptied] = []
-        self._rebuilt: list[_Emptied] = []
+        self._emptied: list[_FreedStorage] = []
+        self._rebuilt: list[_FreedStorage] = []
         self.asleep = False
 
     @property
@@ -50,7 +50,7 @@ class Sleeper:
         if self.asleep:
             raise RuntimeError("the trainer is already asleep: wake_up() must come before the next sleep()")
         rebuilt = _distinct([] if self._copy_rebuildable else rebuildable_buffers(self._optimizer))
-        masters = _distinct(masters_of(self._optimizer)) if rebuilt else {}
+        masters = _distinct(main_params(self._optimizer)) if rebuilt else {}
         # fp32 optimisers step the parameters themselves, and gradients may share a buffer with them: each storage once.
         weights = _without(_distinct(_weight_tensors(self._model)), rebuilt)
         state = _without(_distinct(_optimizer_tensors(self._optimizer)), rebuilt, weights)
@@ -59,8 +59,8 @@ class Sleeper:
         self._kept += [
             _Kept(storage, _to_host(storage), is_master=pointer in masters) for pointer, storage in state.items()
         ]
-        self._emptied = [_Emptied(storage, storage.nbytes()) for storage in gradients.values()]
-        self._rebuilt = [_Emptied(storage, storage.nbytes()) for storage in rebuilt.values()]
+        self._emptied = [_FreedStorage(storage, storage.nbytes()) for storage in gradients.values()]
+        self._rebuilt = [_FreedStorage(storage, storage.nbytes()) for storage in rebuilt.values()]
         _finish_copies(self._kept)
         freed = self.host_bytes + sum(emptied.nbytes for emptied in [*self._emptied, *self._rebuilt])
         for storage in [*weights.values(), *state.values(), *gradients.values(), *rebuilt.values()]:
@@ -126,7 +126,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Emptied:
+class _FreedStorage:
     """A storage that was freed without a copy."""
 
     storage: torch.UntypedStorage

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -67,14 +68,31 @@ def data_parallel(*, with_context_parallel: bool = False) -> Ranks:
     return _ranks(state.get_data_parallel_group(with_context_parallel=with_context_parallel)) if state else Ranks()
 
 
-def all_gather_objects(value: Any) -> list[Any]:
-    """Return the picklable ``value`` of every DP x CP rank, in order of ranks (collective over them)."""
-    ranks = data_parallel(with_context_parallel=True)
+def all_gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any]:
+    """Return the picklable ``value`` of each of ``ranks`` (default: DP x CP) in their order (collective over them)."""
+    ranks = data_parallel(with_context_parallel=True) if ranks is None else ranks
     if ranks.size == 1:
         return [value]
     gathered: list[Any] = [None] * ranks.size
     dist.all_gather_object(gathered, value, group=ranks.group)
     return gathered
+
+
+def gather_from_world(value: Any) -> list[Any]:
+    """Return the picklable ``value`` of every process of the trainer, in order of ranks (collective)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def first_error(message: str | None) -> str | None:
+    """Return the message of the first process that has one, on all of them (collective).
+
+    What fails on one rank must raise on all, in the same place: the others would wait for it forever.
+    """
+    return next((text for text in gather_from_world(message) if text is not None), None)
 
 
 def is_last_stage() -> bool:
@@ -86,3 +104,11 @@ def is_last_stage() -> bool:
 def is_main_rank() -> bool:
     """Return whether this is the one rank that reports metrics: last stage, first of every other dimension."""
     return is_last_stage() and tensor_parallel().rank == 0 and data_parallel(with_context_parallel=True).rank == 0
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside ``DistributedDataParallel`` and ``Float16Module``."""
+    model: Any = chunk
+    while hasattr(model, "module"):
+        model = model.module
+    return model

@@ -14,8 +14,8 @@ from slime.backends.megatron_utils.data import RolloutData
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.log_prob_pass import forward_only, old_log_probs_equal_current
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
-from slime.backends.megatron_utils.nuclei import NUCLEUS_COLUMNS
 from slime.backends.megatron_utils.old_actor import OLD_ACTOR
+from slime.backends.megatron_utils.response_logits import TOP_P_COLUMNS
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.teacher import TEACHER, has_teacher
 from slime.backends.megatron_utils.weight_backup import WeightBackup
@@ -25,7 +25,7 @@ ACTOR, REFERENCE = "actor", "ref"
 logger = logging.getLogger(__name__)
 
 
-def leave_out_given(data: RolloutData) -> None:
+def drop_precomputed_logprobs(data: RolloutData) -> None:
     """Remove columns that came with the samples under the names of the passes' own.
 
     Where the pass for ``log_probs`` is left out, such a column would be taken for the old policy.
@@ -63,7 +63,7 @@ class LogProbPasses:
 
         The weights of the actor are in the model again afterwards, unchanged to the bit, also after an error.
         """
-        leave_out_given(data)
+        drop_precomputed_logprobs(data)
         passes = dict(self._others)
         if self._needs_old_policy(data):
             passes[self._old_policy] = ""
@@ -101,5 +101,5 @@ class LogProbPasses:
             self.hooks,
             store_prefix=prefix,
             routing=self._routing,
-            columns=NUCLEUS_COLUMNS,
+            columns=TOP_P_COLUMNS,
         )

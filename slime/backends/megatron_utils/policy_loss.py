@@ -18,11 +18,11 @@ from slime.backends.megatron_utils.cp_utils import (
     get_sum_of_sample_mean,
     slice_log_prob_with_cp,
 )
+from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.hook_results import checked_correction, checked_reducer
 from slime.backends.megatron_utils.hooks import optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
-from slime.backends.megatron_utils.nuclei import nucleus_keywords
-from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples
+from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples, top_p_keywords
 
 Column = list[Tensor]
 """One local tensor [n_local] per sample."""
@@ -55,12 +55,13 @@ def policy_loss_function(
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
         with_entropy=True,
-        overwrite_logits=args.loss_type != "custom_loss",
-        **nucleus_keywords(batch),
+        overwrite_logits=may_overwrite_logits(args, batch),
+        **top_p_keywords(batch),
     )
     log_probs = _log_probs(args, batch, result["log_probs"])
     note_finite_samples(batch, log_probs.current, log_probs.old, batch["advantages"])
-    batch["trainer_log_probs"] = log_probs.trainer  # for the mismatch meter
+    if isinstance(batch, LossBatch):
+        batch.trainer_log_probs = log_probs.trainer  # for the mismatch meter
     current, advantages = torch.cat(log_probs.current), torch.cat(batch["advantages"])
 
     ppo_kl = _ppo_kl(args, batch, log_probs)
@@ -110,25 +111,25 @@ def _log_probs(args: Namespace, batch: dict[str, Any], current: Column) -> LogPr
     detached = [values.detach() for values in current]
     trainer = batch.get("log_probs") or detached
     rollout = batch.get("rollout_log_probs")
-    told = None if rollout is None else _where_trained(batch, rollout, trainer)
+    masked_rollout = None if rollout is None else _mask_untrained(batch, rollout, fill=trainer)
     if args.use_rollout_logprobs:
         if rollout is None:
             raise ValueError(
                 "--use-rollout-logprobs: the samples have no rollout_log_probs; the generate function must set them"
             )
-        return LogProbs(current, trainer, told, old=_where_trained(batch, rollout, detached))
-    old = trainer if trainer is detached else _where_trained(batch, trainer, detached)
-    return LogProbs(current, trainer, told, old)
+        return LogProbs(current, trainer, masked_rollout, old=_mask_untrained(batch, rollout, fill=detached))
+    old = trainer if trainer is detached else _mask_untrained(batch, trainer, fill=detached)
+    return LogProbs(current, trainer, masked_rollout, old)
 
 
-def _where_trained(batch: dict[str, Any], column: Column, elsewhere: Column) -> Column:
-    """Return ``column`` with ``elsewhere`` in the place of the tokens that are not trained, so that they do not differ.
+def _mask_untrained(batch: dict[str, Any], column: Column, *, fill: Column) -> Column:
+    """Return ``column`` with the values of ``fill`` at the tokens that are not trained.
 
-    What stands there, say the log-probs that a tool's text was given, may make ``exp`` of a difference infinite, and
-    masks multiply afterwards: infinity times 0 is NaN.
+    The column's own values there, such as placeholder log-probs of a tool's text, may make ``exp`` of a difference
+    infinite. Masks are multiplied afterwards, and infinity times 0 is NaN.
     """
     masks = _local_masks(batch, batch["loss_masks"])
-    return [torch.where(mask != 0, own, other) for mask, own, other in zip(masks, column, elsewhere, strict=True)]
+    return [torch.where(mask != 0, own, other) for mask, own, other in zip(masks, column, fill, strict=True)]
 
 
 def _whole(batch: dict[str, Any], column: Column) -> Column:
@@ -216,5 +217,5 @@ def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs
     ratio = None
     if args.use_unbiased_kl:
         ratio = (current - torch.cat(log_probs.old)).exp()
-    reference = _where_trained(batch, batch["ref_log_probs"], [values.detach() for values in log_probs.current])
+    reference = _mask_untrained(batch, batch["ref_log_probs"], fill=[values.detach() for values in log_probs.current])
     return compute_approx_kl(current, torch.cat(reference), args.kl_loss_type, ratio)

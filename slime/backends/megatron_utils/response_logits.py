@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.log_probs import log_probs_and_entropy
-from slime.algorithms.nucleus import nucleus_log_probs
+from slime.algorithms.top_p_mask import TopPMask, top_p_log_probs
 from slime.backends.megatron_utils.cp_utils import response_rows_and_targets
-from slime.backends.megatron_utils.nuclei import local_nuclei
-from slime.backends.megatron_utils.parallel import tensor_parallel
+from slime.backends.megatron_utils.data import LossBatch
+from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
+from slime.batching import context_parallel as layout
+from slime.batching.top_p_mask import IDS, OFFSETS
 
-# Operations of autograd, by the name of their node.
-_VIEWS = (
-    "AliasBackward",
-    "SqueezeBackward",
-    "TransposeBackward",
-    "UnsafeViewBackward",
-    "UnsqueezeBackward",
-    "ViewBackward",
-)
-_KEEP_THEIR_INPUT_ONLY = (
-    "LinearWithGradAccumulationAndAsyncCommunicationBackward",
-    "LinearWithFrozenWeightBackward",
-    "ToCopyBackward",
-    "AddmmBackward",
-    "BmmBackward",
-    "MmBackward",
-)
+TOP_P_COLUMNS = {IDS: "top_p_token_ids", OFFSETS: "top_p_token_offsets"}
+"""Columns of a batch -> keywords of ``get_log_probs_and_entropy``."""
+
+
+def top_p_keywords(batch: Mapping[str, Any]) -> dict[str, Sequence[Tensor]]:
+    """Return the keywords of ``get_log_probs_and_entropy`` for the top-p masks of ``batch``; empty without any."""
+    return {keyword: batch[name] for name, keyword in TOP_P_COLUMNS.items() if batch.get(name) is not None}
 
 
 def get_responses(
@@ -89,11 +81,11 @@ def get_log_probs_and_entropy(
     ``logits`` [1, T_local, V_local] are divided by ``args.rollout_temperature`` unless ``apply_temperature`` is False;
     the vocabulary may be split over the tensor-parallel group; padding columns past ``args.vocab_size`` have
     probability 0. The entropy carries a gradient ``with_entropy_grad``, by default when ``args.entropy_coef`` is not 0.
-    ``max_seq_lens`` as in ``get_responses``. With the nuclei that the response tokens were sampled among (per sample
-    ids [k] and offsets [response_length + 1]) log-probs are those among them; the entropy is of all. The pair has the
+    ``max_seq_lens`` as in ``get_responses``. With top-p masks (per sample ids [k] and offsets [response_length + 1])
+    log-probs are those among the kept tokens; the entropy is of all. The pair has the
     form of Megatron's loss functions, so this can be passed to its schedules; ``non_loss_data`` is what they pass and
-    has no effect. With ``overwrite_logits``, for callers that do nothing else with the logits, their gradient takes
-    their place in memory.
+    has no effect. With ``overwrite_logits`` their gradient takes their place in memory: for callers that do nothing
+    else with them, and whose model does not read its output in its own backward pass.
     """
     del non_loss_data, max_seq_lens
     row = packed_row(logits)
@@ -104,10 +96,10 @@ def get_log_probs_and_entropy(
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
-        log_probs = nucleus_log_probs(
+        log_probs = top_p_log_probs(
             row,
             targets,
-            local_nuclei(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths),
+            _local_top_p_mask(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths),
             rows=rows,
             tp_group=tensor_parallel().group,
             temperature=temperature,
@@ -123,7 +115,7 @@ def get_log_probs_and_entropy(
             temperature=temperature,
             with_entropy=with_entropy,
             entropy_grad=with_entropy_grad,
-            overwrite_logits=overwrite_logits and log_probs is None and _not_needed_by_their_maker(logits),
+            overwrite_logits=overwrite_logits and log_probs is None,
         )
         log_probs = whole if log_probs is None else log_probs
     result = {"log_probs": list(log_probs.split(sizes))}
@@ -132,21 +124,41 @@ def get_log_probs_and_entropy(
     return torch.empty(0, device=logits.device), result
 
 
-def _not_needed_by_their_maker(logits: Tensor) -> bool:
-    """Return whether ``logits`` come from an operation whose backward does not read its result, as a tanh's would.
+def _local_top_p_mask(
+    token_ids: Sequence[Tensor],
+    token_offsets: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> TopPMask:
+    """Return the mask of the local response tokens, in the order of ``response_rows_and_targets``.
 
-    So they do from Megatron's output layer; a model of one's own may end in anything.
+    ``token_ids`` [k_i] and ``token_offsets`` [response_length_i + 1] are of whole responses.
     """
-    node = logits.grad_fn
-    while node is not None and node.name().rstrip("0123456789") in _VIEWS:
-        node = node.next_functions[0][0]
-    return node is not None and node.name().rstrip("0123456789") in _KEEP_THEIR_INPUT_ONLY
+    cp = context_parallel()
+    ids: list[Tensor] = []
+    sizes: list[Tensor] = []
+    for kept, offsets, total, response in zip(token_ids, token_offsets, total_lengths, response_lengths, strict=True):
+        counts = offsets.diff()
+        if cp.size == 1:
+            ids.append(kept)
+            sizes.append(counts)
+            continue
+        bounds = offsets.tolist()
+        for start, end in layout.response_ranges(total, response, cp_rank=cp.rank, cp_size=cp.size):
+            ids.append(kept[bounds[start] : bounds[end]])
+            sizes.append(counts[start:end])
+    every = torch.cat(sizes).long() if sizes else token_offsets[0].new_zeros(0, dtype=torch.long)
+    starts = torch.zeros(every.numel() + 1, dtype=torch.long, device=every.device)
+    torch.cumsum(every, 0, out=starts[1:])
+    return TopPMask(torch.cat(ids).long() if ids else every, starts)
 
 
 def note_finite_samples(batch: dict[str, Any], *columns: Sequence[Tensor]) -> None:
-    """Set ``batch["finite_samples"]`` (bool [samples]): whether all of a sample's values in ``columns`` are finite.
+    """Set ``finite_samples`` of a ``LossBatch``: whether all of a sample's values in ``columns`` are finite.
 
     Read only when a step turns out not to be finite, to name the samples.
     """
+    if not isinstance(batch, LossBatch):
+        return
     flags = [torch.stack([torch.isfinite(values).all() for values in column]) for column in columns]
-    batch["finite_samples"] = torch.stack(flags).all(dim=0).detach()
+    batch.finite_samples = torch.stack(flags).all(dim=0).detach()

@@ -11,9 +11,9 @@ import torch
 
 from slime.backends.megatron_utils.balancing import Balancing
 from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs
-from slime.backends.megatron_utils.mtp_loss import further_tokens, trains_mtp
+from slime.backends.megatron_utils.mtp_loss import mtp_targets, trains_mtp
+from slime.backends.megatron_utils.parallel import unwrap
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
-from slime.backends.megatron_utils.weights.naming import unwrap
 
 Finish = Callable[..., Any]
 """From the model's output to what the schedule expects: a loss and its report, or collected data."""
@@ -34,8 +34,7 @@ def run_schedule(
 
     ``finish(batch)`` returns the function of the output for that micro-batch. Returns what those functions reported,
     one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` whatever they
-    returned, as non-loss data. ``routing`` and ``balancing`` are told which micro-batch each forward
-    is of.
+    returned, as non-loss data. ``routing`` and ``balancing`` are given the batch of each forward pass.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -43,11 +42,12 @@ def run_schedule(
         batch = next(iterator)
         inputs = model_inputs(batch)
         if not forward_only and trains_mtp(args) and hasattr(unwrap(chunk), "mtp"):
-            inputs["further_tokens"] = batch["further_tokens"] = further_tokens(args, batch)
-        with ExitStack() as told:
+            inputs["mtp_targets"] = batch.mtp_targets = mtp_targets(args, batch)
+        batch.overwrite_logits = _needs_no_logits(chunk)
+        with ExitStack() as stack:
             for part in (routing, balancing):
                 if part is not None:
-                    told.enter_context(part.forward(batch))
+                    stack.enter_context(part.forward(batch))
             output = chunk(**inputs)
         return output, finish(batch)
 
@@ -62,3 +62,14 @@ def run_schedule(
         collect_non_loss_data=forward_only,
     )
     return reports
+
+
+def _needs_no_logits(chunk: torch.nn.Module) -> bool:
+    """Return whether the model says that its backward pass does not read its output; a user's own may end in a tanh."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    model: Any = chunk
+    while isinstance(model, DistributedDataParallel | Float16Module):  # not a wrapper of the user's
+        model = model.module
+    return getattr(model, "logits_may_be_overwritten", False)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns, sample_index
 from slime.backends.megatron_utils.parallel import (
+    all_gather_objects,
     context_parallel,
     data_parallel,
     is_last_stage,
@@ -44,10 +45,7 @@ def save_train_dump(args: Namespace, rollout_id: int, data: RolloutData) -> None
         return
     dp = data_parallel()
     part = _local_part(data, columns, dp.rank)
-    parts: list[Any] = [part]
-    if dp.size > 1:
-        parts = [None] * dp.size
-        dist.all_gather_object(parts, part, group=dp.group)
+    parts = all_gather_objects(part, dp)
     if not is_main_rank():
         return
     samples = [sample for samples, _ in parts for sample in samples]

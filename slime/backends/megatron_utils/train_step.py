@@ -18,10 +18,11 @@ from slime.backends.megatron_utils.data import RolloutData, sample_name, steps_o
 from slime.backends.megatron_utils.hooks import TrainerHooks
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.mismatch import MismatchMeter
-from slime.backends.megatron_utils.mtp_loss import lends_embedding
+from slime.backends.megatron_utils.mtp_loss import needs_shared_embedding
 from slime.backends.megatron_utils.parallel import (
     all_gather_objects,
     context_parallel,
+    gather_from_world,
     is_last_stage,
     pipeline_parallel,
 )
@@ -56,20 +57,20 @@ def train_rollout(context: StepContext, rollout_id: int, data: RolloutData) -> l
     steps = steps_of(data)
     metrics = []
     meter = MismatchMeter(context.args, rollout_id, data, context.device)
-    lends = lends_embedding(context.args)
+    lends = needs_shared_embedding(context.args)
     for step_id, micro_batches in enumerate(steps):
         batch_size = int(data["global_batch_sizes"][step_id])
-        with _lent_embedding(context) if lends else nullcontext():
+        with _borrow_embedding(context) if lends else nullcontext():
             metrics.append(_train_step(context, rollout_id, step_id, data, micro_batches, batch_size, meter))
         # An embedding that is lent has to be whole when the step begins.
         _complete_parameters(context.model, last=lends or step_id == len(steps) - 1)
     return metrics
 
 
-def _lent_embedding(context: StepContext) -> AbstractContextManager[None]:
-    from slime.backends.megatron_utils.mtp_model import lent_embedding
+def _borrow_embedding(context: StepContext) -> AbstractContextManager[None]:
+    from slime.backends.megatron_utils.mtp_model import borrow_embedding
 
-    return lent_embedding(context.args, context.model)
+    return borrow_embedding(context.args, context.model)
 
 
 def _complete_parameters(model: Sequence[torch.nn.Module], *, last: bool) -> None:
@@ -256,8 +257,7 @@ def _non_finite_error(
         flags = report["finite_samples"]
         culprits = [] if flags is None else [i for i, finite in zip(indices, flags.tolist(), strict=True) if not finite]
         samples += [sample_name(data, i) for i in culprits or indices]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (samples, sorted(names)))
+    gathered = gather_from_world((samples, sorted(names)))
     all_samples = sorted({sample for part, _ in gathered for sample in part})
     all_names = sorted({name for _, part in gathered for name in part})
     what = f"not finite: {', '.join(all_names)}. Samples: {', '.join(all_samples)}" if all_names else (

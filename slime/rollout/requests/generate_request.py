@@ -11,7 +11,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.models import hf_fields
 from slime.arguments.rules.hf_config import read_config
 from slime.rollout.requests.generate_state import bookkeeping_of
-from slime.rollout.requests.nuclei import replays_nuclei
+from slime.rollout.requests.top_p_mask import replays_top_p
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
@@ -95,7 +95,7 @@ def _asked_for_training(args: Any) -> list[str]:
     asked = []
     if args.use_rollout_routing_replay:
         asked.append("return_routed_experts")
-    if replays_nuclei(args):
+    if replays_top_p(args):
         asked.append("return_sampling_mask")
     return asked
 
@@ -110,15 +110,15 @@ def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
 def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
     """Append the tokens of an engine's reply to ``sample``.
 
-    Where the engine tells the nuclei that it sampled from, log-probs are those among them: what was sampled from.
+    Where the engine reports top-p masks, log-probs are those among the kept tokens.
     """
     meta_info = output["meta_info"]
     reported = meta_info.get("output_token_logprobs") or []
-    among_nuclei = meta_info.get("output_token_sampling_logprobs")
+    among_kept = meta_info.get("output_token_sampling_logprobs")
     sample.append_response_tokens(
         args,
         tokens=[item[1] for item in reported],
-        log_probs=[item[0] for item in reported] if among_nuclei is None else among_nuclei,
+        log_probs=[item[0] for item in reported] if among_kept is None else among_kept,
         meta_info=meta_info,
         text=output["text"],
     )

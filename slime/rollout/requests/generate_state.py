@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.groups import FINISHED, copy_group, iter_samples, note_prompt
-from slime.rollout.requests.nuclei import replays_nuclei, top_k
+from slime.rollout.requests.top_p_mask import replays_top_p, top_k
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import LateFailures
 from slime.utils.http_utils import get_rollout_num_engines
@@ -34,7 +34,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
-    if replays_nuclei(args):
+    if replays_top_p(args):
         params["custom_params"] = {"return_top_p_token_ids": True}
     return params
 

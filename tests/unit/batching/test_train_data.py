@@ -97,7 +97,7 @@ def test_log_probs_may_be_missing_where_nothing_is_trained() -> None:
     assert build(samples)["rollout_log_probs"] == [[-1.0] * 3, [0.0] * 3, [0.0] * 3, [], [0.0] * 3]
 
 
-def test_top_p_nuclei_are_checked() -> None:
+def test_top_p_masks_are_checked() -> None:
     args = run_args(reward_key=None, rollout_top_p=0.9)
     good = make_sample(0, 2, rollout_top_p_token_ids=[1, 2, 3], rollout_top_p_token_offsets=[0, 1, 3])
     data = build([good], args)

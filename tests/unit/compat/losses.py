@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.support.arguments import run_args
 from tests.support.reference_calls import Call, check_equal
 
 PPO, CP, LOSS = (
@@ -289,11 +290,7 @@ def truncated_by_the_example(result: Any) -> None:
 
 def policy() -> dict[str, Any]:
     given = sample()
-    args = SimpleNamespace(
-        **vars(given["args"]), loss_type="policy_loss", advantage_estimator="grpo", eps_clip=0.2, eps_clip_high=0.3,
-        use_kl_loss=False,
-    )  # fmt: skip
-    args.rollout_temperature = 1.0
+    args = run_args(eps_clip=0.2, eps_clip_high=0.3, vocab_size=None)
     batch = {key: given[key] for key in ("unconcat_tokens", "total_lengths", "response_lengths")}
     batch |= {"loss_masks": [T([1, 1])], "advantages": [T([1.0, 3.0])], "log_probs": [T([math.log(0.75), -LN2])]}
     return {"args": args, "batch": batch, "logits": given["logits"], "sum_of_sample_mean": lambda values: values.mean()}

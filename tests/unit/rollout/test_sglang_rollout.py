@@ -75,7 +75,7 @@ def test_requests_carry_the_documented_parameters(cluster, make_args):
     assert len(set(keys)) == 8
 
 
-def test_top_p_asks_for_the_nucleus_and_deterministic_mode_for_seeds(cluster, make_args):
+def test_top_p_asks_for_the_top_p_mask_and_deterministic_mode_for_seeds(cluster, make_args):
     deterministic = {"sglang_enable_deterministic_inference": True, "n_samples_per_prompt": 3}
     args = make_args(rollout_top_p=0.9, rollout_top_k=-1, **deterministic)
     generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
@@ -84,7 +84,7 @@ def test_top_p_asks_for_the_nucleus_and_deterministic_mode_for_seeds(cluster, ma
     assert all(r["sampling_params"]["custom_params"] == {"return_top_p_token_ids": True} for r in cluster.requests)
     assert all(r["return_sampling_mask"] is True for r in cluster.requests)
     assert all(r["custom_labels"] == {"slime_return_sampling_mask": "true"} for r in cluster.requests)
-    # engines tell nuclei under a finite top-k only; half of the most that they tell leaves room for ties
+    # engines tell masks under a finite top-k only; half of the most that they tell leaves room for ties
     assert {r["sampling_params"]["top_k"] for r in cluster.requests} == {2048}
 
 

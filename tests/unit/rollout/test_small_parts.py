@@ -157,14 +157,14 @@ def test_groups_of_any_nesting_are_judged_by_all_their_samples():
         check_reward_nonzero_std(ARGS, [[Sample(index=7, group_index=3)]])
 
 
-def test_mean_nucleus_size():
+def test_mean_top_p_mask_size():
     one = Sample(response_length=3, loss_mask=[1, 0, 1], rollout_top_p_token_offsets=[0, 2, 2, 6])
     assert top_p_metrics([one, Sample(response_length=5)]) == {"rollout/top_p_kept_vocab_per_token": 3.0}
     assert top_p_metrics([Sample()]) == {}
 
 
 @pytest.mark.parametrize("make", [list, torch.tensor])
-def test_nuclei_of_tokens_that_are_not_trained_do_not_count(make):
+def test_top_p_masks_of_tokens_that_are_not_trained_do_not_count(make):
     # sizes 2, 4, 1 and 3; a partial rollout took the first two out of the loss
     offsets = {"rollout_top_p_token_ids": make(list(range(10))), "rollout_top_p_token_offsets": make([0, 2, 6, 7, 10])}
     partly = Sample(response_length=4, loss_mask=make([0, 0, 1, 1]), **offsets)

@@ -23,7 +23,7 @@ class Call:
 
     tokens: list[int]
     sampled: bool
-    nuclei: list[list[int]]
+    masks: list[list[int]]
     finish: str | None
     form: str
 
@@ -32,10 +32,10 @@ class Call:
         given: dict = {"tokens": make(self.tokens), "text": "".join(map(chr, self.tokens)), "trainable": self.sampled}
         if self.sampled:
             given["log_probs"] = make([-float(token) for token in self.tokens])
-        offsets = [sum(map(len, self.nuclei[:n])) for n in range(len(self.tokens) + 1)]
+        offsets = [sum(map(len, self.masks[:n])) for n in range(len(self.tokens) + 1)]
         meta: dict = {"cached_tokens": 1, "prompt_tokens": 2, "spec_verify_ct": 3, "weight_version": "v"}
         if self.sampled:
-            meta |= {"top_p_token_ids": [i for nucleus in self.nuclei for i in nucleus], "top_p_token_offsets": offsets}
+            meta |= {"top_p_token_ids": [i for nucleus in self.masks for i in nucleus], "top_p_token_offsets": offsets}
         if self.finish:
             meta["finish_reason"] = {"type": self.finish}
         return {**given, "meta_info": meta}
@@ -44,11 +44,11 @@ class Call:
 @st.composite
 def calls(draw) -> Call:
     tokens = draw(st.lists(st.integers(65, 90), min_size=1, max_size=4))
-    nuclei = [draw(st.lists(st.integers(0, 9), max_size=3)) for _ in tokens]
+    masks = [draw(st.lists(st.integers(0, 9), max_size=3)) for _ in tokens]
     return Call(
         tokens,
         draw(st.booleans()),
-        nuclei,
+        masks,
         draw(st.sampled_from([None, *FINISH])),
         draw(st.sampled_from(["list", "tensor", "array"])),
     )
@@ -62,7 +62,7 @@ def test_appends_against_a_record_per_token(series: list[Call], prompt: list[int
     status, finished = "pending", 0
     for call in series:
         sample.append_response_tokens(ARGS, **call.arguments())
-        for token, nucleus in zip(call.tokens, call.nuclei, strict=True):
+        for token, nucleus in zip(call.tokens, call.masks, strict=True):
             records.append((token, 1, -float(token), nucleus) if call.sampled else (token, 0, 0.0, []))
         if call.finish:
             finished += 1

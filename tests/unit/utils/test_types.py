@@ -249,7 +249,7 @@ def test_terminal_information_can_wait():
     "names", [("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets")]
 )
 @pytest.mark.parametrize("encode", [int32, list, lambda v: np.array(v, dtype="<i4").tobytes(), torch.tensor])
-def test_nuclei_are_merged(names, encode):
+def test_top_p_masks_are_merged(names, encode):
     sample = Sample(tokens=[0])
     ids, offsets = names
     sample.append_response_tokens(
@@ -262,7 +262,7 @@ def test_nuclei_are_merged(names, encode):
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 1, 3, 3, 4]
 
 
-def test_nuclei_come_as_engines_tell_them():
+def test_top_p_masks_come_as_engines_tell_them():
     sample = Sample(tokens=[0])
     meta = {"output_token_sampling_mask": [[7], [8, 9], []]}
     sample.append_response_tokens(tokens=[7, 9, 1], log_probs=[-1, -1, -1], meta_info=meta)
@@ -274,7 +274,7 @@ def test_nuclei_come_as_engines_tell_them():
         )
 
 
-def test_tool_text_before_the_first_nucleus_is_empty_but_sampled_tokens_must_have_one():
+def test_tool_text_before_the_first_top_p_mask_is_empty_but_sampled_tokens_must_have_one():
     sample = Sample(tokens=[0])
     sample.append_response_tokens(tokens=[1, 2], trainable=False)
     assert sample.rollout_top_p_token_ids is None
@@ -293,7 +293,7 @@ def test_tool_text_before_the_first_nucleus_is_empty_but_sampled_tokens_must_hav
     ("ids", "offsets"),
     [([5], None), (None, [0, 1]), ([5], [0, 1, 1]), ([5], [1, 1]), ([5, 6], [0, 1]), ("not base64!", [0, 1])],
 )
-def test_broken_nuclei_are_refused(ids, offsets):
+def test_broken_top_p_masks_are_refused(ids, offsets):
     meta = {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
     with pytest.raises(ValueError):
         Sample().append_response_tokens(tokens=[1], log_probs=[-1], meta_info=meta)

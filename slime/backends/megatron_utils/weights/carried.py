@@ -16,7 +16,7 @@ def carried_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
 
 
 def predicting_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
-    """Return the names of the tensors of ``checkpoint`` in layers that predict further tokens."""
+    """Return the names of the tensors of ``checkpoint`` in MTP layers."""
     extra = _extra_layers(checkpoint)
     return frozenset(name for name in checkpoint.names if family.predicts_hf(name, extra))
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import hf_writer
 from slime.backends.megatron_utils.weights.carried import write_carried, write_copies
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
@@ -59,8 +60,7 @@ def _everywhere(what: str, action: Any) -> list[Any]:
         result = action()
     except Exception as e:  # noqa: BLE001  raised below, on every rank, so that none waits for the failed one
         error = f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (result, error))
+    gathered = gather_from_world((result, error))
     errors = [error for _, error in gathered if error]
     if errors:
         raise RuntimeError(f"Hugging Face export failed while {what}: {'; '.join(errors)}")

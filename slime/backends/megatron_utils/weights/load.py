@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.parallel import unwrap
 from slime.backends.megatron_utils.value_head import is_value_head
 from slime.backends.megatron_utils.weights.carried import carried_names, predicting_names
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
@@ -23,7 +24,6 @@ from slime.backends.megatron_utils.weights.naming import (
     model_dims,
     model_family,
     tied,
-    unwrap,
     weights_of,
 )
 

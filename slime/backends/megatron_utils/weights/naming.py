@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.parallel import Ranks, expert_parallel, expert_tensor_parallel, tensor_parallel
+from slime.backends.megatron_utils.parallel import (
+    Ranks,
+    expert_parallel,
+    expert_tensor_parallel,
+    tensor_parallel,
+    unwrap,
+)
 from slime.backends.megatron_utils.value_head import is_value_head
 from slime.backends.megatron_utils.weights.hf_checkpoint import read_config
 from slime.backends.megatron_utils.weights.layouts import Dims, Shape
@@ -46,14 +52,6 @@ class Weight:
         """Return the shapes of the tensors ``hf_names``."""
         shapes = self.rule.layout.hf_shapes(tuple(self.parameter.shape), self.tensor_ranks.size, dims)
         return [(dims.num_experts, *shape) for shape in shapes] if self.rule.is_stacked else shapes
-
-
-def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside ``DistributedDataParallel`` and ``Float16Module``."""
-    model: Any = chunk
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def global_named_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

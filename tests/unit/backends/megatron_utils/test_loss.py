@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from slime.backends.megatron_utils import loss as loss_module
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.loss import (
     get_log_probs_and_entropy,
     get_responses,
@@ -101,15 +102,15 @@ def test_log_probs_and_entropy_of_the_packed_row() -> None:
         torch.testing.assert_close(F.log_softmax(rows, -1).gather(1, tokens[:, None])[:, 0], log_probs)
 
 
-@pytest.mark.parametrize("head", ["linear", "fp32", "tanh"])
-def test_logits_are_overwritten_where_their_maker_does_not_need_them(head: str) -> None:
+@pytest.mark.parametrize("head", ["linear", "fp32"])
+def test_logits_are_overwritten_on_request(head: str) -> None:
     batch, leaf = make_batch()
     weight = torch.randn(VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     gradients, overwritten = [], []
     for overwrite in (False, True):
         hidden = leaf.detach().double().requires_grad_()
         logits = F.linear(hidden.transpose(0, 1), weight).transpose(0, 1).contiguous()
-        logits = logits.float() if head == "fp32" else logits.tanh() if head == "tanh" else logits
+        logits = logits.float() if head == "fp32" else logits
         before = logits.detach().clone()
         _, result = get_log_probs_and_entropy(
             logits, args=make_args(), unconcat_tokens=batch["unconcat_tokens"], total_lengths=TOTALS,
@@ -119,7 +120,16 @@ def test_logits_are_overwritten_where_their_maker_does_not_need_them(head: str) 
         gradients.append(hidden.grad)
         overwritten.append(not torch.equal(logits, before))
     assert torch.equal(*gradients)
-    assert overwritten == [False, head != "tanh"]
+    assert overwritten == [False, True]
+
+
+def test_losses_overwrite_logits_only_where_the_batch_allows_it() -> None:
+    batch = LossBatch(make_batch()[0])
+    assert not may_overwrite_logits(make_args(), batch)
+    batch.overwrite_logits = True
+    assert may_overwrite_logits(make_args(), batch)
+    assert not may_overwrite_logits(make_args(), dict(batch))
+    assert not may_overwrite_logits(make_args(loss_type="custom_loss"), batch)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -310,7 +320,9 @@ def test_recomputed_loss_is_the_loss() -> None:
     results = []
     for recompute in (False, True):
         args, (batch, leaf) = make_args(recompute_loss_function=recompute), make_batch()
-        logits = leaf @ torch.eye(VOCAB)  # of a linear layer: overwritten in backward
+        batch = LossBatch(batch)
+        batch.overwrite_logits = True
+        logits = leaf @ torch.eye(VOCAB)
         loss, _ = loss_function(args, batch, 1, logits)  # type: ignore[misc]
         results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
         assert not torch.equal(logits, leaf)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.data import LossBatch
 from slime.backends.megatron_utils.mismatch import MismatchError, MismatchMeter, note_mismatch
 from tests.support.arguments import run_args
 
@@ -91,9 +92,9 @@ def test_the_stop_says_that_nothing_was_changed() -> None:
 
 
 def test_log_probs_of_the_policy_loss_come_first_and_without_engine_there_is_nothing() -> None:
-    own = batch([0], trainer_log_probs=[ROLLOUT[0]])
+    own = LossBatch(batch([0]))
+    own.trainer_log_probs = [ROLLOUT[0]]
     assert note_mismatch(own).tolist() == [[0, 0, 0, 1, 0]]
-    assert "trainer_log_probs" not in own
     assert note_mismatch(batch([0], rollout_log_probs=None)) is None
     assert note_mismatch(batch([0], log_probs=None)) is None
     meter = MismatchMeter(run_args(), 0, {"tokens": []}, torch.device("cpu"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slime.backends.megatron_utils import model_config
+from slime.backends.megatron_utils import import_megatron, model_config, schedule_call
 from slime.backends.megatron_utils.model_config import params_dtype, squared_relu, transformer_config_from_args
 from slime.backends.megatron_utils.model_provider import padded_vocab_size
 from slime.backends.megatron_utils.optimizer import optimizer_config_from_args
@@ -168,3 +168,13 @@ def test_fused_gradient_accumulation_needs_its_own_kernel(monkeypatch: pytest.Mo
     for present in (False, True):
         monkeypatch.setattr(model_config, "_has_module", lambda name, present=present: present)
         assert transformer_config_from_args(_args(**asked)).gradient_accumulation_fusion is present
+
+
+def test_only_the_built_in_model_lets_the_loss_overwrite_its_logits() -> None:
+    import_megatron()
+    model = torch.nn.Linear(2, 2)
+    model.logits_may_be_overwritten = True  # type: ignore[assignment]
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    assert schedule_call._needs_no_logits(model)
+    assert not schedule_call._needs_no_logits(wrapper)  # it may end in anything

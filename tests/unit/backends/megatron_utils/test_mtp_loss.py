@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import mtp_loss
-from slime.backends.megatron_utils.mtp_loss import FurtherTokens, add_mtp_loss, further_tokens
+from slime.backends.megatron_utils.mtp_loss import MTPTargets, add_mtp_loss, mtp_targets
 from slime.backends.megatron_utils.parallel import Ranks
 from tests.support.arguments import run_args
 
@@ -40,7 +40,7 @@ def test_every_response_token_is_predicted_once_from_where_it_can_be(
         monkeypatch.setattr(mtp_loss, "context_parallel", lambda rank=rank: Ranks(rank=rank, size=cp_size))
         batch = _batch()
         row = mtp_loss._packed(args, batch["unconcat_tokens"], batch).tokens[0]
-        for k, depth in enumerate(further_tokens(args, batch).depths, start=1):
+        for k, depth in enumerate(mtp_targets(args, batch).depths, start=1):
             for i, token in enumerate(row.tolist()):  # what the layer sees beside the hidden state of `token`
                 last = token == 0 or (token % 100) + k > len(batch["unconcat_tokens"][token // 100])
                 assert depth.input_ids[0, i] == (0 if last else token + k)
@@ -61,8 +61,8 @@ def test_every_response_token_is_predicted_once_from_where_it_can_be(
 
 def test_the_loss_is_the_mean_over_layers_times_the_factor() -> None:
     args = run_args(mtp_loss_scaling_factor=0.3)
-    further = FurtherTokens(depths=(None, None), losses=[torch.tensor(2.0), torch.tensor(4.0)])  # type: ignore[arg-type]
-    loss, metrics = add_mtp_loss(args, {"further_tokens": further}, torch.tensor(1.0), {"loss": torch.tensor(1.0)})
+    further = MTPTargets(depths=(None, None), losses=[torch.tensor(2.0), torch.tensor(4.0)])  # type: ignore[arg-type]
+    loss, metrics = add_mtp_loss(args, further, torch.tensor(1.0), {"loss": torch.tensor(1.0)})
     assert float(loss) == pytest.approx(1.9)
     assert {name: float(value) for name, value in metrics.items()} == {
         "loss": 1.0, "mtp_1_loss": 2.0, "mtp_2_loss": 4.0, "mtp_loss": 3.0,
@@ -71,10 +71,10 @@ def test_the_loss_is_the_mean_over_layers_times_the_factor() -> None:
 
 def test_without_layers_nothing_is_added() -> None:
     loss, metrics = torch.tensor(1.0), {"loss": torch.tensor(1.0)}
-    assert add_mtp_loss(run_args(), {}, loss, metrics) == (loss, metrics)
+    assert add_mtp_loss(run_args(), None, loss, metrics) == (loss, metrics)
 
 
 def test_a_model_that_did_not_run_its_layers_is_an_error() -> None:
-    further = FurtherTokens(depths=(None,))  # type: ignore[arg-type]
+    further = MTPTargets(depths=(None,))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="1 layers of multi-token prediction, it has computed 0"):
-        add_mtp_loss(run_args(), {"further_tokens": further}, torch.tensor(1.0), {})
+        add_mtp_loss(run_args(), further, torch.tensor(1.0), {})

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.data import LossBatch
 from slime.backends.megatron_utils.loss import get_values, loss_function, value_loss_function
 from slime.backends.megatron_utils.model_provider import freeze_parameters
 from slime.backends.megatron_utils.value_head import ValueHead, put_value_head
@@ -18,21 +19,23 @@ from tests.support.arguments import run_args
 TOTAL, RESPONSE = [5, 3, 6], [2, 0, 5]
 
 
-def a_batch() -> dict[str, Any]:
+def a_batch() -> LossBatch:
     generator = torch.Generator().manual_seed(0)
 
     def draw(n: int) -> torch.Tensor:
         return torch.randn(n, generator=generator)
 
-    return {
-        "unconcat_tokens": [torch.arange(n) for n in TOTAL],
-        "total_lengths": TOTAL,
-        "response_lengths": RESPONSE,
-        "loss_masks": [torch.tensor([1, 0]), torch.zeros(0, dtype=torch.int64), torch.ones(5, dtype=torch.int64)],
-        "values": [draw(n) for n in RESPONSE],
-        "returns": [draw(n) for n in RESPONSE],
-        "global_batch_size": 3,
-    }
+    return LossBatch(
+        {
+            "unconcat_tokens": [torch.arange(n) for n in TOTAL],
+            "total_lengths": TOTAL,
+            "response_lengths": RESPONSE,
+            "loss_masks": [torch.tensor([1, 0]), torch.zeros(0, dtype=torch.int64), torch.ones(5, dtype=torch.int64)],
+            "values": [draw(n) for n in RESPONSE],
+            "returns": [draw(n) for n in RESPONSE],
+            "global_batch_size": 3,
+        }
+    )
 
 
 def lengths(batch: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +80,7 @@ def test_the_loss_is_the_clipped_square_reduced_like_every_loss(per_token: bool)
     assert row.grad is not None
     assert set(row.grad[0, :, 0].nonzero().flatten().tolist()) <= {2, 8, 9, 10, 11, 12}  # 3 is masked
     assert row.grad.abs().sum() > 0
-    assert batch["finite_samples"].tolist() == [True, True, True]
+    assert batch.finite_samples.tolist() == [True, True, True]
 
 
 def test_the_critics_arguments_choose_the_value_loss() -> None:

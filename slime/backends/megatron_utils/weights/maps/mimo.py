@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's layers, and layers that predict further tokens under ``model.mtp_layers``."""
+"""MiMo-7B: Qwen2's layers, and MTP layers under ``model.mtp_layers``."""
 
 from __future__ import annotations
 

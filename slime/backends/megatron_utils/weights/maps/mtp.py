@@ -1,4 +1,4 @@
-"""Rules of layers that predict further tokens: two norms and a projection, a decoder layer, and a norm."""
+"""Rules of MTP layers: two norms and a projection, a decoder layer, and a norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nuclei travel from samples to the rows of logits that this rank holds."""
+"""TopPMask travel from samples to the rows of logits that this rank holds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cp_utils, nuclei
+from slime.backends.megatron_utils import cp_utils, response_logits
+from slime.backends.megatron_utils.data import check_shard_top_p_mask
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
-from slime.backends.megatron_utils.nuclei import check_shard_nuclei, local_nuclei
 from slime.backends.megatron_utils.parallel import Ranks
+from slime.backends.megatron_utils.response_logits import _local_top_p_mask
 from slime.batching.columns import RolloutBatch
 from tests.support.arguments import run_args
 
@@ -35,12 +36,12 @@ def as_lists(found: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3])
-def test_each_rank_has_the_nuclei_of_its_tokens(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_the_top_p_masks_of_its_tokens(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, offsets, kept = columns()
     for rank in range(cp):
-        for module in (nuclei, cp_utils):
+        for module in (response_logits, cp_utils):
             monkeypatch.setattr(module, "context_parallel", lambda rank=rank: Ranks(rank=rank, size=cp))
-        found = local_nuclei(ids, offsets, TOTALS, RESPONSES)
+        found = _local_top_p_mask(ids, offsets, TOTALS, RESPONSES)
         assert found.ids.dtype == found.offsets.dtype == torch.int64
         places = [
             cp_utils.slice_log_prob_with_cp(list(range(n)), total, n)
@@ -49,7 +50,7 @@ def test_each_rank_has_the_nuclei_of_its_tokens(cp: int, monkeypatch: pytest.Mon
         assert as_lists(found) == [kept[i][t] for i, tokens in enumerate(places) for t in tokens]
 
 
-def test_log_probs_are_among_nuclei_and_the_entropy_is_of_all() -> None:
+def test_log_probs_are_among_top_p_masks_and_the_entropy_is_of_all() -> None:
     ids, offsets, kept = columns()
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(7, (n,), generator=generator) for n in TOTALS]
@@ -79,14 +80,14 @@ def test_the_door_names_the_sample() -> None:
     }  # fmt: skip
     args = run_args(rollout_top_p=0.9, vocab_size=7)
     without = SimpleNamespace(batch=RolloutBatch.from_train_data(data))
-    with pytest.raises(ValueError, match=r"--rollout-top-p 0\.9: the samples do not say"):
-        check_shard_nuclei(args, without)  # type: ignore[arg-type]
-    check_shard_nuclei(run_args(rollout_top_p=1.0), without)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"--rollout-top-p 0\.9: the samples have no top-p masks"):
+        check_shard_top_p_mask(args, without)  # type: ignore[arg-type]
+    check_shard_top_p_mask(run_args(rollout_top_p=1.0), without)  # type: ignore[arg-type]
     for ids, message in (([2, 7], "holds token id 7, but --vocab-size is 7"), ([2, 3], None)):
-        nuclei_of = {"rollout_top_p_token_ids": [ids], "rollout_top_p_token_offsets": [[0, 1, 2]]}
-        shard: Any = SimpleNamespace(batch=RolloutBatch.from_train_data({**data, **nuclei_of}))
+        mask_columns = {"rollout_top_p_token_ids": [ids], "rollout_top_p_token_offsets": [[0, 1, 2]]}
+        shard: Any = SimpleNamespace(batch=RolloutBatch.from_train_data({**data, **mask_columns}))
         if message is None:
-            check_shard_nuclei(args, shard)
+            check_shard_top_p_mask(args, shard)
         else:
             with pytest.raises(ValueError, match=rf"sample index=5 .*{message}"):
-                check_shard_nuclei(args, shard)
+                check_shard_top_p_mask(args, shard)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from slime.backends.megatron_utils.parallel import gather_from_world
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -21,14 +22,14 @@ def rebuildable_buffers(optimizer: Any | None) -> list[Tensor]:
     """Return the flat weight buffers that ``rebuild`` fills; empty unless the masters equal them (collective)."""
     found = [
         buffer.param_data
-        for inner in _with_masters(optimizer)
+        for inner in _with_main_params(optimizer)
         for buffer in inner.buffers
         if buffer.param_dtype in _HALF and buffer.param_data is not None
     ]
     return found if _on_every_rank(bool(found) and _mirror(optimizer)) else []
 
 
-def masters_of(optimizer: Any | None) -> Iterator[Tensor]:
+def main_params(optimizer: Any | None) -> Iterator[Tensor]:
     """Yield this rank's master weights."""
     for _, master in _pairs(optimizer):
         yield master
@@ -37,13 +38,13 @@ def masters_of(optimizer: Any | None) -> Iterator[Tensor]:
 @torch.no_grad()
 def rebuild(model: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Write the weights anew from the masters and gather them (collective over the data-parallel ranks)."""
-    for inner in _with_masters(optimizer):
+    for inner in _with_main_params(optimizer):
         inner._copy_main_params_to_model_params()
     for chunk in model:
         chunk.start_param_sync(force_sync=True)
 
 
-def _with_masters(optimizer: Any | None) -> list[Any]:
+def _with_main_params(optimizer: Any | None) -> list[Any]:
     """Return the distributed optimisers inside a Megatron optimiser that hold masters themselves."""
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
     return [one for one in inner if any(getattr(one, "shard_fp32_from_float16_groups", None) or [])]
@@ -51,7 +52,7 @@ def _with_masters(optimizer: Any | None) -> list[Any]:
 
 def _pairs(optimizer: Any | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (this rank's part of a weight, its master)."""
-    for inner in _with_masters(optimizer):
+    for inner in _with_main_params(optimizer):
         groups = zip(inner.shard_float16_groups, inner.shard_fp32_from_float16_groups, strict=True)
         yield from (pair for group in groups for pair in zip(*group, strict=True))
 
@@ -62,8 +63,4 @@ def _mirror(optimizer: Any | None) -> bool:
 
 
 def _on_every_rank(mine: bool) -> bool:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    everyone: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return all(everyone)
+    return all(gather_from_world(mine))

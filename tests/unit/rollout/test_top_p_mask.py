@@ -44,7 +44,7 @@ def test_a_reply_of(engine: str) -> None:
     assert sample.status == Sample.Status.TRUNCATED
 
 
-def test_a_reply_without_nuclei_keeps_the_log_probs_of_the_whole_vocabulary() -> None:
+def test_a_reply_without_top_p_masks_keeps_the_log_probs_of_the_whole_vocabulary() -> None:
     sample = Sample(tokens=[3])
     append_output(run_args(), sample, {"text": "ab", "meta_info": COMMON})
     assert sample.rollout_log_probs == [-0.9, -1.2]

@@ -12,7 +12,7 @@ FEWEST = 4
 
 
 def check(args: Namespace) -> None:
-    """Refuse with ``--rollout-top-p`` below 1 what SGLang does not report nuclei with: it would refuse every request.
+    """Refuse with ``--rollout-top-p`` below 1 what SGLang reports no top-p masks with: it would refuse every request.
 
     Of engines that run elsewhere only they know.
     """

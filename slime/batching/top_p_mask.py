@@ -1,4 +1,4 @@
-"""Check of the nuclei that engines sampled from (``--rollout-top-p``)."""
+"""Check of the top-p masks: the tokens that engines sampled among (``--rollout-top-p``)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from slime.batching.ragged import Ragged
 IDS, OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
 
 
-def check_nuclei(ragged: Mapping[str, Ragged], name_of: Callable[[int], str], vocab_size: int | None = None) -> None:
-    """Check the columns of nuclei against each other, as far as they are there.
+def check_top_p_mask(
+    ragged: Mapping[str, Ragged], name_of: Callable[[int], str], vocab_size: int | None = None
+) -> None:
+    """Check the columns of top-p masks against each other, as far as they are there.
 
     Per sample, token ids [k] and response_length + 1 offsets into them: response token ``t`` was sampled among
     ``ids[offsets[t]:offsets[t + 1]]``. Tokens that no engine sampled have none and must not be trained. With
-    ``vocab_size`` also that ids are distinct within a nucleus and below it, which costs a sort.
+    ``vocab_size`` also that ids are distinct within a mask and below it, which costs a sort.
 
     Raises TrainDataError naming the sample.
     """
     if (IDS in ragged) != (OFFSETS in ragged):
         there, absent = (IDS, OFFSETS) if IDS in ragged else (OFFSETS, IDS)
-        raise TrainDataError(f"train data has {there} but no {absent}; nuclei need both")
+        raise TrainDataError(f"train data has {there} but no {absent}; a top-p mask needs both")
     if IDS not in ragged:
         return
     ids, offsets = ragged[IDS], ragged[OFFSETS]
@@ -33,7 +35,7 @@ def check_nuclei(ragged: Mapping[str, Ragged], name_of: Callable[[int], str], vo
     if empty.size:
         row, token = _place(masks, int(empty[0]))
         raise TrainDataError(
-            f"{name_of(row)}: response token {token} is trained but has no nucleus ({empty.size} such tokens in the "
+            f"{name_of(row)}: response token {token} is trained but has no top-p mask ({empty.size} such tokens in the "
             "batch); give those that were not sampled loss mask 0"
         )
     if vocab_size is not None:
@@ -41,7 +43,7 @@ def check_nuclei(ragged: Mapping[str, Ragged], name_of: Callable[[int], str], vo
 
 
 def _sizes(ids: Ragged, offsets: Ragged, name_of: Callable[[int], str]) -> np.ndarray:
-    """Return the size of every response token's nucleus, sample after sample; checks the offsets."""
+    """Return the size of every response token's mask, sample after sample; checks the offsets."""
     bounds, starts, ends = offsets.values, offsets.offsets[:-1], offsets.offsets[1:]
     wrong = (offsets.lengths == 0) | (bounds[starts] != 0) | (bounds[ends - 1] != ids.lengths)
     steps = np.diff(bounds)
@@ -65,14 +67,14 @@ def _check_ids(ids: Ragged, sizes: np.ndarray, name_of: Callable[[int], str], vo
     if outside.size:
         row, _ = _place(ids, int(outside[0]))
         raise TrainDataError(
-            f"{name_of(row)}: a nucleus holds token id {values[outside[0]]}, but --vocab-size is {vocab_size}"
+            f"{name_of(row)}: a top-p mask holds token id {values[outside[0]]}, but --vocab-size is {vocab_size}"
         )
     keys = np.repeat(np.arange(len(sizes)), sizes) * vocab_size + values
     order = np.argsort(keys, kind="stable")
     twice = np.flatnonzero(np.diff(keys[order]) == 0)
     if twice.size:
         entry = int(order[twice[0]])
-        raise TrainDataError(f"{name_of(_place(ids, entry)[0])}: a nucleus holds token id {values[entry]} twice")
+        raise TrainDataError(f"{name_of(_place(ids, entry)[0])}: a top-p mask holds token id {values[entry]} twice")
 
 
 def _place(column: Ragged, entry: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Nuclei that cannot be right are refused by the name of the sample."""
+"""TopPMask that cannot be right are refused by the name of the sample."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from slime.batching.errors import TrainDataError
-from slime.batching.nuclei import IDS, OFFSETS, check_nuclei
 from slime.batching.ragged import ragged_from_rows
+from slime.batching.top_p_mask import IDS, OFFSETS, check_top_p_mask
 
 
 def check(ids: list[list[int]], offsets: list[list[int]], masks: list[list[int]], **keywords: Any) -> None:
     rows = {IDS: ids, OFFSETS: offsets, "loss_masks": masks}
-    check_nuclei(
+    check_top_p_mask(
         {key: ragged_from_rows(row, "int32", key) for key, row in rows.items()}, "sample {}".format, **keywords
     )
 
@@ -26,7 +26,7 @@ GOOD = ([[3, 4, 5], [], [2, 1]], [[0, 1, 1, 3], [0], [0, 2]], [[1, 0, 1], [], [1
 def test_good_ones_pass() -> None:
     check(*GOOD)
     check(*GOOD, vocab_size=6)
-    check_nuclei({}, "sample {}".format)
+    check_top_p_mask({}, "sample {}".format)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_good_ones_pass() -> None:
         ({"offsets": (2, [1, 2])}, r"sample 2: .* must rise from 0 to 2, .*; they go from 1 to 2$"),
         ({"offsets": (0, [0, 1, 1, 2])}, r"sample 0: .* must rise from 0 to 3, .*; they go from 0 to 2$"),
         ({"offsets": (0, [0, 2, 1, 3])}, r"sample 0: .* they go from 0 to 3 and fall in between"),
-        ({"masks": (0, [1, 1, 1])}, r"sample 0: response token 1 is trained but has no nucleus \(1 such tokens"),
-        ({"ids": (2, [2, 6])}, r"sample 2: a nucleus holds token id 6, but --vocab-size is 6"),
-        ({"ids": (2, [-1, 0])}, r"sample 2: a nucleus holds token id -1"),
-        ({"ids": (0, [3, 4, 4])}, r"sample 0: a nucleus holds token id 4 twice"),
+        ({"masks": (0, [1, 1, 1])}, r"sample 0: response token 1 is trained but has no top-p mask \(1 such tokens"),
+        ({"ids": (2, [2, 6])}, r"sample 2: a top-p mask holds token id 6, but --vocab-size is 6"),
+        ({"ids": (2, [-1, 0])}, r"sample 2: a top-p mask holds token id -1"),
+        ({"ids": (0, [3, 4, 4])}, r"sample 0: a top-p mask holds token id 4 twice"),
     ],
 )
 def test_bad_ones_are_named(changes: dict[str, tuple[int, list[int]]], message: str) -> None:
@@ -49,14 +49,14 @@ def test_bad_ones_are_named(changes: dict[str, tuple[int, list[int]]], message: 
         check(rows["ids"], rows["offsets"], rows["masks"], vocab_size=6)
 
 
-def test_one_id_may_stand_in_many_nuclei() -> None:
+def test_one_id_may_stand_in_many_top_p_masks() -> None:
     check([[1, 1], [1]], [[0, 1, 2], [0, 1]], [[1, 1], [1]], vocab_size=2)
 
 
 def test_both_columns_or_neither() -> None:
     ragged = {IDS: ragged_from_rows([[1]], "int32", IDS), "loss_masks": ragged_from_rows([[1]], "int32", "loss_masks")}
     with pytest.raises(TrainDataError, match=f"has {IDS} but no {OFFSETS}"):
-        check_nuclei(ragged, "sample {}".format)
+        check_top_p_mask(ragged, "sample {}".format)
 
 
 def test_against_loops() -> None:

@@ -20,11 +20,11 @@ def apply() -> tuple[str, ...]:
     """Apply every repair that the installed megatron needs, once per process; return the names of those applied."""
     global _applied
     if _applied is None:
-        _applied = tuple(repair.__name__ for repair in REPAIRS if repair())
+        _applied = tuple(repair.__name__ for repair in PATCHES if repair())
     return _applied
 
 
-def repair_router_gemm_name() -> bool:
+def patch_router_gemm_name() -> bool:
     """Bind ``moe_utils.te_general_gemm``: without TransformerEngine the MoE router dies on this undefined name."""
     from megatron.core.transformer.moe import moe_utils
 
@@ -34,7 +34,7 @@ def repair_router_gemm_name() -> bool:
     return True
 
 
-def repair_restoring_adam_step() -> bool:
+def patch_restoring_adam_step() -> bool:
     """Let DistributedOptimizer restore a torch Adam state.
 
     It copies every state tensor by name from the checkpoint; torch keeps ``step`` among them, while the checkpoint
@@ -58,7 +58,7 @@ def repair_restoring_adam_step() -> bool:
     return True
 
 
-def repair_shared_adam_step() -> bool:
+def patch_shared_adam_step() -> bool:
     """Give each parameter a ``step`` tensor of its own after DistributedOptimizer.load_state_dict.
 
     It hands one tensor to all of them, so that each parameter's update advances everybody's step: after a resume the
@@ -81,7 +81,7 @@ def repair_shared_adam_step() -> bool:
     return True
 
 
-def repair_state_of_no_parameters() -> bool:
+def patch_state_of_no_parameters() -> bool:
     """Let DistributedOptimizer tell the state of an optimiser that holds no parameter on this rank.
 
     It wants all parameters to agree on one ``step``, and asserts that there is one: a pipeline stage without experts
@@ -108,7 +108,7 @@ def repair_state_of_no_parameters() -> bool:
     return True
 
 
-def repair_recompute_without_fp8() -> bool:
+def patch_recompute_without_fp8() -> bool:
     """Let ``--recompute-modules layernorm mlp ...`` recompute without fp8.
 
     Their checkpoints are made with the default ``fp8=False``, which counts as "not None", as fp8: without
@@ -128,7 +128,7 @@ def repair_recompute_without_fp8() -> bool:
     return True
 
 
-def repair_latent_attention_class_names() -> bool:
+def patch_latent_attention_class_names() -> bool:
     """Tell latent attention that TransformerEngine is absent: it looks only whether the wrappers' module imports.
 
     That module does, with mocks for the classes, so that ``isinstance(..., TELinear)`` raises TypeError.
@@ -141,13 +141,13 @@ def repair_latent_attention_class_names() -> bool:
     return True
 
 
-REPAIRS: tuple[Callable[[], bool], ...] = (
-    repair_router_gemm_name,
-    repair_latent_attention_class_names,
-    repair_restoring_adam_step,
-    repair_shared_adam_step,
-    repair_state_of_no_parameters,
-    repair_recompute_without_fp8,
+PATCHES: tuple[Callable[[], bool], ...] = (
+    patch_router_gemm_name,
+    patch_latent_attention_class_names,
+    patch_restoring_adam_step,
+    patch_shared_adam_step,
+    patch_state_of_no_parameters,
+    patch_recompute_without_fp8,
 )
 
 

@@ -1,4 +1,4 @@
-"""Log-probs among recorded nuclei against a dense log-softmax of masked logits in float64, whole and cut over ranks."""
+"""Log-probs among recorded masks against a dense log-softmax of masked logits in float64, whole and cut over ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import random
 import pytest
 import torch
 
-from slime.algorithms import nucleus as module
-from slime.algorithms.nucleus import Nuclei, nucleus_log_probs
+from slime.algorithms import top_p_mask as module
+from slime.algorithms.top_p_mask import TopPMask, top_p_log_probs
 from tests.unit.algorithms.thread_group import ThreadGroup, run_ranks
 
 
-def make_nuclei(rows: list[list[int]]) -> Nuclei:
+def make_mask(rows: list[list[int]]) -> TopPMask:
     offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows], dtype=torch.long).cumsum(0).tolist()])
-    return Nuclei(torch.tensor([i for row in rows for i in row], dtype=torch.long), offsets)
+    return TopPMask(torch.tensor([i for row in rows for i in row], dtype=torch.long), offsets)
 
 
 def by_hand(logits: list[list[float]], target: list[int], kept: list[list[int]], temperature: float) -> list[float]:
@@ -50,7 +50,7 @@ def check_cases(count: int) -> None:
         logits, targets, kept, temperature = random_case(generator)
         expected = by_hand(logits.tolist(), targets.tolist(), kept, temperature)
         seen, dense = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        actual = nucleus_log_probs(seen, targets, make_nuclei(kept), temperature=temperature)
+        actual = top_p_log_probs(seen, targets, make_mask(kept), temperature=temperature)
         assert max(abs(a - e) for a, e in zip(actual.tolist(), expected, strict=True)) < 1e-10
         weights = torch.arange(1.0, 6.0, dtype=torch.float64)
         (actual * weights).sum().backward()
@@ -72,9 +72,9 @@ def test_gradcheck() -> None:
     generator = random.Random(1)
     for _ in range(5):
         logits, targets, kept, temperature = random_case(generator, rows=3)
-        nuclei = make_nuclei(kept)
+        masks = make_mask(kept)
         assert torch.autograd.gradcheck(
-            lambda z, t=targets, n=nuclei, s=temperature: nucleus_log_probs(z, t, n, temperature=s),
+            lambda z, t=targets, n=masks, s=temperature: top_p_log_probs(z, t, n, temperature=s),
             logits.requires_grad_(),
         )
 
@@ -99,7 +99,7 @@ def test_a_vocabulary_cut_over_ranks(size: int, monkeypatch: pytest.MonkeyPatch)
 
     def rank(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
         part = logits[:, group.rank() * 6 : group.rank() * 6 + 6].clone().requires_grad_()
-        log_probs = nucleus_log_probs(part, targets, make_nuclei(kept), tp_group=group, temperature=0.7)  # type: ignore[arg-type]
+        log_probs = top_p_log_probs(part, targets, make_mask(kept), tp_group=group, temperature=0.7)  # type: ignore[arg-type]
         (log_probs * weights).sum().backward()
         assert part.grad is not None
         return log_probs.detach(), part.grad
@@ -118,7 +118,7 @@ def test_rows_are_selected_and_taken_in_pieces(entries: int, monkeypatch: pytest
     rows = torch.tensor([7, 0, 10, 3])
     some = [kept[i] for i in rows.tolist()]
     seen, dense = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    actual = nucleus_log_probs(seen, targets[rows], make_nuclei(some), rows=rows, temperature=temperature)
+    actual = top_p_log_probs(seen, targets[rows], make_mask(some), rows=rows, temperature=temperature)
     expected = masked(dense, targets, kept, temperature)[rows]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     actual.sum().backward()
@@ -131,7 +131,7 @@ def test_low_precision_logits(dtype: torch.dtype) -> None:
     logits, targets, kept, _ = random_case(random.Random(3), rows=40)
     seen = logits.to(dtype).requires_grad_()
     dense = logits.to(dtype).double().requires_grad_()
-    actual = nucleus_log_probs(seen, targets, make_nuclei(kept))
+    actual = top_p_log_probs(seen, targets, make_mask(kept))
     assert actual.dtype == torch.float32
     expected = masked(dense, targets, kept, 1.0)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
@@ -145,9 +145,9 @@ def test_low_precision_logits(dtype: torch.dtype) -> None:
 
 def test_nothing_to_do_and_nothing_but_the_target() -> None:
     logits = torch.randn(2, 5, requires_grad=True)
-    none = nucleus_log_probs(logits, torch.empty(0, dtype=torch.long), make_nuclei([]), rows=torch.empty(0).long())
+    none = top_p_log_probs(logits, torch.empty(0, dtype=torch.long), make_mask([]), rows=torch.empty(0).long())
     assert none.shape == (0,)
-    alone = nucleus_log_probs(logits, torch.tensor([1, 4]), make_nuclei([[], [4]]))
+    alone = top_p_log_probs(logits, torch.tensor([1, 4]), make_mask([[], [4]]))
     assert alone.tolist() == [0.0, 0.0]
     alone.sum().backward()
     assert logits.grad is not None
@@ -156,9 +156,9 @@ def test_nothing_to_do_and_nothing_but_the_target() -> None:
 
 def test_shapes_must_fit() -> None:
     with pytest.raises(ValueError, match="and 1 for 2 rows"):
-        nucleus_log_probs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), make_nuclei([[0]]))
+        top_p_log_probs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), make_mask([[0]]))
     with pytest.raises(ValueError, match="temperature must be positive"):
-        nucleus_log_probs(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long), make_nuclei([[0]]), temperature=0)
+        top_p_log_probs(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long), make_mask([[0]]), temperature=0)
 
 
 @pytest.mark.gpu
@@ -169,10 +169,10 @@ def test_on_a_device_nothing_but_the_gradient_is_as_large_as_the_vocabulary() ->
     targets = torch.randint(vocab, (rows,), device="cuda", generator=generator)
     ids = torch.randint(vocab // size, (rows, size), device="cuda", generator=generator)
     ids += torch.arange(size, device="cuda") * (vocab // size)  # distinct
-    nuclei = Nuclei(ids.flatten(), torch.arange(0, rows * size + 1, size, device="cuda"))
+    masks = TopPMask(ids.flatten(), torch.arange(0, rows * size + 1, size, device="cuda"))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    log_probs = nucleus_log_probs(logits, targets, nuclei)
+    log_probs = top_p_log_probs(logits, targets, masks)
     log_probs.sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < logits.numel() * 2 + 64 * 2**20  # the bf16 gradient, and what belongs to the entries

@@ -1,8 +1,9 @@
 """Log-probabilities among the tokens that an engine sampled from (top-p replay), without a mask over the vocabulary.
 
-With top-p sampling a token is drawn from the nucleus ``K``, so its probability is ``exp(z_t) / sum_{j in K} exp(z_j)``:
+With top-p sampling a token is drawn from the kept tokens ``K``, so its probability is
+``exp(z_t) / sum_{j in K} exp(z_j)``:
 the log-softmax of logits that are ``-inf`` outside of ``K``. Gradients: ``d log p_t / dz_j = [j = t] - q_j`` with the
-renormalised ``q`` for ``j`` in ``K``, 0 elsewhere. Only the entries of nuclei are read and written, so besides the
+renormalised ``q`` for ``j`` in ``K``, 0 elsewhere. Only the entries of the masks are read and written, so besides the
 gradient of the logits itself nothing grows with the vocabulary.
 """
 
@@ -16,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ENTRIES = 2**22  # entries of nuclei worked on at a time: about 150 MiB
+_CHUNK_ENTRIES = 2**22  # mask entries worked on at a time: about 150 MiB
 
 
 @dataclass(frozen=True)
-class Nuclei:
-    """Row ``i`` was sampled among the token ids ``ids[offsets[i]:offsets[i + 1]]``: distinct global ids.
+class TopPMask:
+    """The tokens that top-p sampling kept: row ``i`` was sampled among ``ids[offsets[i]:offsets[i + 1]]``, global ids.
 
-    ids: int64 [entries]. offsets: int64 [T + 1], from 0. The target of a row belongs to its nucleus also when it is not
-    listed; an empty one holds nothing else.
+    ids: int64 [entries]. offsets: int64 [T + 1], from 0. Ids of a row are distinct. The target of a row counts as kept
+    even when it is not listed; an empty row keeps nothing else.
     """
 
     ids: Tensor
@@ -34,17 +35,17 @@ class Nuclei:
         return self.offsets.numel() - 1
 
 
-def nucleus_log_probs(
+def top_p_log_probs(
     logits: Tensor,
     targets: Tensor,
-    nuclei: Nuclei,
+    mask: TopPMask,
     *,
     rows: Tensor | None = None,
     tp_group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return log-probs [T] of ``targets`` [T] (global token ids) among their ``nuclei`` under ``logits``.
+    """Return log-probs [T] of ``targets`` [T] (global token ids) among the tokens kept by ``mask`` under ``logits``.
 
     logits: [T, V_local], or [N, V_local] of which row ``rows[i]`` (distinct) belongs to ``targets[i]``; this rank's
     columns ``[vocab_start, vocab_start + V_local)``, default ``tp_rank * V_local``. They are divided by
@@ -53,10 +54,10 @@ def nucleus_log_probs(
     Raises ValueError for shapes that do not fit.
     """
     count = logits.size(0) if rows is None else rows.size(0)
-    if logits.dim() != 2 or targets.shape != (count,) or len(nuclei) != count:
+    if logits.dim() != 2 or targets.shape != (count,) or len(mask) != count:
         raise ValueError(
-            f"expected logits [T, V_local], targets [T] and T nuclei, got {tuple(logits.shape)}, "
-            f"{tuple(targets.shape)} and {len(nuclei)} for {count} rows"
+            f"expected logits [T, V_local], targets [T] and a mask of T rows, got {tuple(logits.shape)}, "
+            f"{tuple(targets.shape)} and {len(mask)} for {count} rows"
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -65,7 +66,7 @@ def nucleus_log_probs(
     if rows is None:
         rows = torch.arange(count, device=logits.device)
     plan = _Plan(vocab_start, logits.size(1), temperature, tp_group)
-    result: Tensor = _NucleusLogProbs.apply(logits, targets, nuclei.ids, nuclei.offsets, rows, plan)
+    result: Tensor = _TopPLogProbs.apply(logits, targets, mask.ids, mask.offsets, rows, plan)
     return result
 
 
@@ -87,7 +88,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Entries:
-    """The local entries of the nuclei of some rows without their targets: row among all, column, scaled logit."""
+    """The local mask entries of some rows without their targets: row among all, column, scaled logit."""
 
     row: Tensor
     column: Tensor
@@ -113,7 +114,7 @@ def _entries(
         yield _Entries(row, column, logits[rows[row], column].to(dtype) / plan.temperature)
 
 
-class _NucleusLogProbs(torch.autograd.Function):
+class _TopPLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, ids: Tensor, offsets: Tensor, rows: Tensor, plan: _Plan

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.megatron_utils import import_megatron, repairs
+from slime.backends.megatron_utils import import_megatron, megatron_patches
 
 import_megatron()
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
@@ -24,9 +24,9 @@ def _without_te() -> bool:
 pytestmark = pytest.mark.skipif(not _without_te(), reason="TransformerEngine is installed: other code paths")
 
 
-@pytest.mark.parametrize("name", [repair.__name__ for repair in repairs.REPAIRS])
+@pytest.mark.parametrize("name", [repair.__name__ for repair in megatron_patches.PATCHES])
 def test_the_installed_megatron_still_needs(name: str) -> None:
-    assert name in repairs.apply(), f"megatron-core {megatron_version} no longer needs {name}: remove it"
+    assert name in megatron_patches.apply(), f"megatron-core {megatron_version} no longer needs {name}: remove it"
 
 
 def test_router_gemm_falls_back_to_torch() -> None:
@@ -40,19 +40,19 @@ def test_router_gemm_falls_back_to_torch() -> None:
 
 def test_restoring_the_step() -> None:
     repaired = DistributedOptimizer._set_main_param_and_optimizer_states
-    assert repairs.restoring_adam_step_fails(inspect.unwrap(repaired))
-    assert not repairs.restoring_adam_step_fails(repaired)
+    assert megatron_patches.restoring_adam_step_fails(inspect.unwrap(repaired))
+    assert not megatron_patches.restoring_adam_step_fails(repaired)
 
 
 def test_loading_gives_each_parameter_its_step() -> None:
     repaired = DistributedOptimizer.load_state_dict
-    assert repairs.loading_shares_adam_step(inspect.unwrap(repaired))
-    assert not repairs.loading_shares_adam_step(repaired)
+    assert megatron_patches.loading_shares_adam_step(inspect.unwrap(repaired))
+    assert not megatron_patches.loading_shares_adam_step(repaired)
 
 
 def test_the_state_of_an_optimizer_without_parameters() -> None:
     repaired = DistributedOptimizer.state_dict
-    assert repairs.state_of_no_parameters_fails(inspect.unwrap(repaired))
+    assert megatron_patches.state_of_no_parameters_fails(inspect.unwrap(repaired))
     optimizer = torch.optim.AdamW([{"params": [], "wd_mult": 1.0}], lr=0.5)
     (group,) = repaired(SimpleNamespace(optimizer=optimizer, grad_scaler=None))["optimizer"]["param_groups"]
     assert (group["lr"], group["wd_mult"], group["step"]) == (0.5, 1.0, 0)
@@ -63,7 +63,7 @@ def test_the_state_of_an_optimizer_without_parameters() -> None:
 def test_one_update_after_a_load_advances_the_step_by_one(load: str, steps: list[float]) -> None:
     """From step 3 one update leads to step 4; with the shared tensor two parameters lead to 5."""
     method = DistributedOptimizer.load_state_dict
-    parameters, optimizer = repairs.load_at_step_three(inspect.unwrap(method) if load == "stock" else method)
+    parameters, optimizer = megatron_patches.load_at_step_three(inspect.unwrap(method) if load == "stock" else method)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -72,7 +72,7 @@ def test_one_update_after_a_load_advances_the_step_by_one(load: str, steps: list
 
 def test_applying_twice_changes_nothing() -> None:
     before = DistributedOptimizer.load_state_dict
-    assert repairs.apply() == repairs.apply()
+    assert megatron_patches.apply() == megatron_patches.apply()
     assert DistributedOptimizer.load_state_dict is before
 
 
