@@ -1,20 +1,22 @@
-"""Packing and context-parallel layouts: what is packed comes back, on every rank and in every layout."""
+"""Packing and context-parallel layouts: every token is on one rank, where its logits are expected."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.backends.megatron_utils import cp_utils
+from slime.backends.megatron_utils.parallel import Ranks
 from slime.batching.context_parallel import (
     gather_responses,
     logits_and_tokens_offsets,
     response_ranges,
-    slice_response,
     slice_response_with_cp,
     slice_with_cp,
     unslice_with_cp,
@@ -30,7 +32,6 @@ samples = st.lists(
     max_size=8,
 )
 cp_sizes = st.sampled_from([1, 2, 4])
-layouts = st.sampled_from(["zigzag", "contiguous"])
 
 
 def make_tokens(shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
@@ -42,16 +43,16 @@ def make_tokens(shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
     return tokens
 
 
-def pack_all_ranks(shapes: list[tuple[int, int]], cp_size: int, layout: str, **kwargs) -> list[PackedMicroBatch]:
+def pack_all_ranks(shapes: list[tuple[int, int]], cp_size: int, **kwargs) -> list[PackedMicroBatch]:
     return [
-        pack(make_tokens(shapes), [r for _, r in shapes], cp_rank=rank, cp_size=cp_size, layout=layout, **kwargs)
+        pack(make_tokens(shapes), [r for _, r in shapes], cp_rank=rank, cp_size=cp_size, **kwargs)
         for rank in range(cp_size)
     ]
 
 
-def check_pack_and_unpack(shapes: list[tuple[int, int]], cp_size: int, layout: str, tp_size: int, pad: int) -> None:
+def check_pack_and_unpack(shapes: list[tuple[int, int]], cp_size: int, tp_size: int, pad: int) -> None:
     tokens = make_tokens(shapes)
-    ranks = pack_all_ranks(shapes, cp_size, layout, tp_size=tp_size, pad_multiplier=pad)
+    ranks = pack_all_ranks(shapes, cp_size, tp_size=tp_size, pad_multiplier=pad)
 
     # every rank holds rows of one length, a multiple of what sequence parallelism splits it into
     (local,) = {packed.tokens.size(1) for packed in ranks}
@@ -63,9 +64,8 @@ def check_pack_and_unpack(shapes: list[tuple[int, int]], cp_size: int, layout: s
     assert ranks[0].max_seqlen == max(lengths)
     assert all(length > 0 for length in lengths)
     for length, (total, _) in zip(lengths, shapes, strict=False):
-        assert length == total if layout == "contiguous" else length == zigzag_local_length(total, cp_size) * cp_size
-        assert layout == "contiguous" or cp_size == 1 or length % (2 * cp_size) == 0
-    if layout == "zigzag" and cp_size > 1:  # the padding segment is zig-zagged too
+        assert length == zigzag_local_length(total, cp_size) * cp_size
+    if cp_size > 1:  # the padding segment is zig-zagged too
         assert all(length % (2 * cp_size) == 0 for length in lengths)
 
     # the spans of all ranks cover every sequence exactly once, and hold its tokens
@@ -80,30 +80,32 @@ def check_pack_and_unpack(shapes: list[tuple[int, int]], cp_size: int, layout: s
     held = sum(span.length for packed in ranks for spans in packed.spans for span in spans)
     assert sum(int((packed.tokens != 0).sum()) for packed in ranks) == held  # all else is padding
 
-    # a row value that encodes its own token: the logits index must find the token *before* each response token
-    for i, (total, response) in enumerate(shapes):
-        restored = torch.zeros(response, dtype=torch.long)
-        for packed in ranks:
-            local_values = packed.split_responses(packed.tokens[0][packed.logits_index])[i]
-            ranges = packed.response_ranges[i]
-            assert sum(end - start for start, end in ranges) == packed.response_sizes[i] == local_values.numel()
-            restored[torch.cat([torch.arange(a, b) for a, b in ranges] or [torch.empty(0, dtype=torch.long)])] = (
-                local_values
+    # the rows whose logits predict response tokens hold the token *before* each of these
+    predicting: list[list[torch.Tensor]] = [[] for _ in shapes]
+    for rank, packed in enumerate(ranks):
+        with mock.patch.object(cp_utils, "context_parallel", lambda rank=rank: Ranks(rank, cp_size)):
+            rows, targets, sizes = cp_utils.response_rows_and_targets(
+                tokens, [total for total, _ in shapes], [response for _, response in shapes]
             )
-        assert torch.equal(restored, tokens[i][total - response - 1 : total - 1].long())
+        pairs = torch.stack([packed.tokens[0, rows], targets], 1)
+        for found, part in zip(predicting, pairs.split(sizes), strict=True):
+            found.append(part)
+    for sequence, (total, response), parts in zip(tokens, shapes, predicting, strict=True):
+        expected = torch.stack([sequence[total - response - 1 : total - 1], sequence[total - response :]], 1)
+        assert torch.equal(torch.cat(parts).sort(dim=0).values, expected.long())
 
 
 @settings(max_examples=60, deadline=None)
-@given(samples, cp_sizes, layouts, st.sampled_from([1, 2]), st.sampled_from([1, 3, 8, 128]))
-def test_packing_loses_and_invents_nothing(shapes, cp_size, layout, tp_size, pad) -> None:
-    check_pack_and_unpack(shapes, cp_size, layout, tp_size, pad)
+@given(samples, cp_sizes, st.sampled_from([1, 2]), st.sampled_from([1, 3, 8, 128]))
+def test_packing_loses_and_invents_nothing(shapes, cp_size, tp_size, pad) -> None:
+    check_pack_and_unpack(shapes, cp_size, tp_size, pad)
 
 
 @SOAK
 @settings(max_examples=3000, deadline=None)
-@given(samples, cp_sizes, layouts, st.sampled_from([1, 2]), st.sampled_from([1, 3, 8, 128]))
-def test_packing_loses_and_invents_nothing_full(shapes, cp_size, layout, tp_size, pad) -> None:
-    check_pack_and_unpack(shapes, cp_size, layout, tp_size, pad)
+@given(samples, cp_sizes, st.sampled_from([1, 2]), st.sampled_from([1, 3, 8, 128]))
+def test_packing_loses_and_invents_nothing_full(shapes, cp_size, tp_size, pad) -> None:
+    check_pack_and_unpack(shapes, cp_size, tp_size, pad)
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,44 +146,6 @@ def test_padding_segment_is_even_per_rank_under_context_parallelism() -> None:
     assert packed.cu_seqlens.tolist() == [0, 4, 12]
 
 
-def test_contiguous_by_hand() -> None:
-    packed = pack_all_ranks([(5, 2), (4, 3)], 2, "contiguous", pad_multiplier=6)  # 9 tokens -> 12, 6 per rank
-    assert packed[0].tokens.tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert packed[1].tokens.tolist() == [[7, 8, 9, 0, 0, 0]]
-    assert packed[0].cu_seqlens.tolist() == [0, 5, 9, 12]
-    assert packed[0].logits_index.tolist() == [2, 3, 5]  # the second sample's first response token is predicted here
-    assert packed[1].logits_index.tolist() == [0, 1]
-    assert packed[1].response_ranges == ((), ((1, 3),))
-
-
-@settings(max_examples=40, deadline=None)
-@given(samples, cp_sizes)
-def test_response_slices_match_the_packed_row(shapes: list[tuple[int, int]], cp_size: int) -> None:
-    for rank, packed in enumerate(pack_all_ranks(shapes, cp_size, "zigzag", pad_multiplier=1)):
-        for i, (total, response) in enumerate(shapes):
-            values = torch.arange(float(response))
-            by_length = slice_response_with_cp(values, total, response, cp_rank=rank, cp_size=cp_size)
-            assert torch.equal(by_length, slice_response(values, packed.response_ranges[i]))
-            assert by_length.numel() == packed.response_sizes[i]
-
-
-@settings(max_examples=40, deadline=None)
-@given(samples, cp_sizes, layouts, st.randoms(use_true_random=False))
-def test_loss_mask_lies_on_the_predicting_logits(shapes, cp_size, layout, rng) -> None:
-    masks = [torch.tensor([rng.randint(0, 1) for _ in range(response)], dtype=torch.uint8) for _, response in shapes]
-    tokens, total_mask = make_tokens(shapes), 0.0
-    for rank in range(cp_size):
-        packed = pack(
-            tokens, [r for _, r in shapes], masks, cp_rank=rank, cp_size=cp_size, layout=layout, pad_multiplier=4
-        )
-        assert packed.loss_mask.shape == packed.tokens.shape
-        total_mask += float(packed.loss_mask.sum())
-        on_row = packed.split_responses(packed.loss_mask[0][packed.logits_index])
-        for i, mask in enumerate(masks):
-            assert torch.equal(on_row[i], slice_response(mask.float(), packed.response_ranges[i]))
-    assert total_mask == sum(int(mask.sum()) for mask in masks)
-
-
 def test_single_rank_without_padding_has_no_padding_segment() -> None:
     packed = pack([torch.tensor([5, 6, 7])], [1], pad_multiplier=3)
     assert packed.cu_seqlens.tolist() == [0, 3]
@@ -191,17 +155,16 @@ def test_single_rank_without_padding_has_no_padding_segment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "responses", "masks", "match"),
+    ("tokens", "responses", "match"),
     [
-        ([], [], None, "at least one sample"),
-        ([torch.ones(3)], [3], None, "sample 0 .* 3 tokens and response length 3"),
-        ([torch.ones(3), torch.ones(2)], [1, -1], None, "sample 1"),
-        ([torch.ones(3)], [2], [torch.ones(1)], "loss mask has 1 entries, response 2"),
+        ([], [], "at least one sample"),
+        ([torch.ones(3)], [3], "sample 0 .* 3 tokens and response length 3"),
+        ([torch.ones(3), torch.ones(2)], [1, -1], "sample 1"),
     ],
 )
-def test_refuses_what_cannot_be_trained(tokens, responses, masks, match: str) -> None:
+def test_refuses_what_cannot_be_trained(tokens, responses, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        pack(tokens, responses, masks)
+        pack(tokens, responses)
 
 
 def test_gather_checks_its_input_and_is_the_identity_alone() -> None:
