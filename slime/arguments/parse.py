@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.passthrough import megatron
 
 HELP = ("-h", "--help")
+DRY_RUN = "slime.planner.render.plan_text"
+"""Answers ``--dry-run``: by path, as the planner is a layer above, and only a dry run loads it."""
 
 
 def parse_args(
@@ -121,15 +124,14 @@ def _check_availability(
 
 
 def _answer_dry_run(args: argparse.Namespace, look: Callable[..., Any] | None) -> NoReturn:
-    from slime.arguments.plan.text import plan_text
-
     if look is not None:
         found = look(args, dry_run=True)
         if found.errors:
             raise ArgumentError("\n".join(found.errors))
         args.warnings += found.warnings
         args.unchecked += found.unchecked
-    _print(plan_text(args))
+    module, _, function = DRY_RUN.rpartition(".")
+    _print(getattr(import_module(module), function)(args))
     sys.exit(0)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.plan.batch import GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.arguments.rules.prompts import BUILT_IN_SOURCES
 from slime.first_look import Findings
 from slime.utils.data import Dataset, read_file, split_slice

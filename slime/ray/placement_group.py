@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from slime.arguments.plan.nodes import torn_engines
-from slime.arguments.plan.placement import EnginePlan, Layout, engines_of, layout_of
+from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of
 from slime.arguments.roles import ACTOR, CRITIC, actor_args, critic_args
 from slime.observability import tracking
 from slime.ray import cluster
@@ -237,7 +236,7 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
 
 def check_engines_fit_nodes(engines: Sequence[EnginePlan], nodes: Sequence[str], rollout_offset: int) -> None:
     """Raise PlacementError when an engine process would need GPUs of two nodes; ``nodes``: address of every slot."""
-    torn = torn_engines(engines, nodes, rollout_offset)
+    torn = engines_split_across_nodes(engines, nodes, rollout_offset)
     if torn:
         first = torn[0].gpu_offset + rollout_offset
         found = " and ".join(dict.fromkeys(nodes[first : first + torn[0].num_gpus]))

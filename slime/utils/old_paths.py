@@ -107,6 +107,9 @@ PUBLIC: dict[str, dict[str, str]] = {
 
 # Importable until the next major version, with a warning.
 OLD: dict[str, dict[str, str]] = {
+    "slime.arguments.plan": _at("slime.planner", "Plan plan"),
+    "slime.arguments.plan.placement": _at("slime.arguments.placement", "EnginePlan Layout engines_of layout_of"),
+    "slime.arguments.plan.text": _at("slime.planner.render", "plan_text summary_text"),
     "slime.rollout.agent_rollout": _at("slime_plugins.rollout_buffer.rollout_buffer_example", "generate_rollout"),
     "slime.rollout.sft_example": _at("slime.rollout.sft_rollout", "generate_rollout"),
     "slime.rollout.sglang_example": _at("slime.rollout.sglang_rollout", f"{_EXAMPLE} generate_rollout_async"),

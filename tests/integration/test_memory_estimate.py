@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.arguments.plan.memory_activations import kept_of, layer_bytes, spared
-from slime.arguments.plan.memory_trainer import state_bytes, trainer_memory
-from slime.arguments.plan.model_size import ModelSize, model_size
+from slime.planner.memory_trainer import kept_of, layer_bytes, spared, state_bytes, trainer_memory
+from slime.planner.model_size import ModelSize, model_size
 from tests.support.distributed import run_distributed
 from tests.support.memory_ranks import case_args
 

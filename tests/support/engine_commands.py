@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.arguments.files.sglang_config import deployment
-from slime.arguments.plan.placement import EnginePlan, engines_of
+from slime.arguments.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.plan.placement import EnginePlan
+from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines.fleet import EngineFleet

@@ -19,7 +19,7 @@ import pytest
 
 from scripts.bench.standin import ServerThread, StandInRouter
 from scripts.bench.standin.wire import Listener, Request, Response
-from slime.arguments.plan.placement import EnginePlan
+from slime.arguments.placement import EnginePlan
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet

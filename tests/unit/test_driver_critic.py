@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.loop import refuse_impossible_loop
+from slime.arguments.rules.loop import refuse_impossible_loop
 from slime.driver import Loop
 from slime.observability.timer import get_timers
 from tests.unit.test_driver import RolloutRecorder, TrainerRecorder, loop_args

@@ -1,4 +1,4 @@
-"""Find the published model that a checkpoint is a copy of, by the name of its directory."""
+"""What the name of a checkpoint's directory says: the published model it is a copy of, and its quantization."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from slime.arguments.models.facts import models
 
 # A checkpoint in another number format has the same architecture.
 _FORMAT = re.compile(r"[-_.](fp8|fp4|nvfp4|mxfp4|mxfp8|bf16|fp16|int4|int8|awq|gptq)$", re.IGNORECASE)
+
+# Published models whose own checkpoints are quantized.
+_QUANTIZED = {
+    **dict.fromkeys(("deepseek-v3", "deepseek-v3-0324", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v3.2-exp"), "fp8"),
+    **dict.fromkeys(("deepseek-r1", "deepseek-r1-0528", "deepseek-r1-zero", "minimax-m2"), "fp8"),
+    **dict.fromkeys(("kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-base"), "fp8"),
+    "kimi-k2-thinking": "int4",
+}
+_QUANTIZATION = re.compile(r"[-_.](fp8|int4|bf16|fp16)$")
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,13 @@ def known_config(checkpoint: str) -> dict[str, Any] | None:
     """The config of the published model named like ``checkpoint``, in Hugging Face vocabulary; see ``known_model``."""
     model = known_model(checkpoint)
     return None if model is None else dict(model.config)
+
+
+def quantization_by_name(checkpoint: str) -> str | None:
+    """The quantization that a checkpoint's name ends with (``-FP8``), else that of the published model of its name."""
+    name = PurePath(checkpoint).name.lower()
+    found = _QUANTIZATION.search(name)
+    return found.group(1) if found else _QUANTIZED.get(name)
 
 
 def _base_name(checkpoint: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
+from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"

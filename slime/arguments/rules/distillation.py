@@ -7,8 +7,8 @@ from pathlib import Path
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 from slime.arguments.rules import hf_config
+from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 from slime.arguments.rules.reward import DISTILLATION
 
 _HOOKS_OF_SAMPLES = (

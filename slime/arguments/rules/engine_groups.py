@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.placement import engines_of, models_of
+from slime.arguments.placement import engines_of, models_of
 
 
 def check(args: Namespace) -> None:

@@ -7,8 +7,8 @@ from argparse import Namespace
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args
-from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
 from slime.arguments.rules import prompts
+from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 
 
 def resolve_datasets(args: Namespace) -> None:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.memory_quantization import quantization_by_name
+from slime.arguments.models.known import quantization_by_name
 
 
 def check(args: Namespace) -> None:

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.batch import GENERATE_WITH_ENGINES
+from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 ROLLOUT_BUFFER_ROLLOUTS = (

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from slime.arguments import unchecked
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.placement import models_of
+from slime.arguments.placement import models_of
 
 ALIASES = {
     "dp": "data_parallel_size",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.batch import SFT_ROLLOUT
+from slime.arguments.rules.loop import SFT_ROLLOUT
 
 
 def check(args: Namespace) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from slime.arguments.plan.placement import EnginePlan
+from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils import version_files
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.ports import reserve_ports

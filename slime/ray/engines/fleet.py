@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import ray
 
-from slime.arguments.plan.placement import EnginePlan, engines_of
+from slime.arguments.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
 from slime.ray.engines.engine import RayEngine

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from slime.arguments.plan.placement import EnginePlan
+from slime.arguments.placement import EnginePlan
 from slime.servers.types import EngineInfo
 
 

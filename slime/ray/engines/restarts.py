@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.arguments.plan.placement import EnginePlan
+from slime.arguments.placement import EnginePlan
 from slime.ray.engines.members import Engine, Member, Members, State
 from slime.ray.remote import one_line_kind
 from slime.servers.engine_client import EngineClient

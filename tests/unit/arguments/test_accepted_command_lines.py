@@ -23,7 +23,7 @@ from slime.arguments.flag import add_to_parser
 from slime.arguments.parse import resolve
 from slime.arguments.passthrough import catalog
 from slime.arguments.passthrough.sglang import flag_of_record
-from slime.arguments.plan.placement import EnginePlan, engines_of, layout_of
+from slime.arguments.placement import EnginePlan, engines_of, layout_of
 from slime.backends.sglang_utils.router_args import router_fields
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.ray.engines.fleet import validate_server_group_gpu_indices

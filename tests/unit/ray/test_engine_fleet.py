@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.arguments.plan.placement import EnginePlan
+from slime.arguments.placement import EnginePlan
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import health as engine_health
 from slime.ray.engines import restarts as engine_restarts

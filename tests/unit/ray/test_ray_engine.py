@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from slime.arguments.plan.placement import EnginePlan
+from slime.arguments.placement import EnginePlan
 from slime.ray import remote
 from slime.ray.engines import engine as ray_engine
 from slime.ray.engines.engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments.plan.placement import plan_engines
+from slime.arguments.placement import plan_engines
 from slime.ray.placement_group import PlacementError, check_engines_fit_nodes
 
 NODES = ["10.0.0.1"] * 8 + ["10.0.0.2"] * 8

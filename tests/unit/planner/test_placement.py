@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.arguments.plan.nodes import node_of_slot, pack, torn_engines
-from slime.arguments.plan.placement import (
+from slime.arguments.placement import (
     EnginePlan,
     Layout,
     engines_of,
+    engines_split_across_nodes,
     layout_of,
+    node_of_slot,
+    pack,
     plan_engines,
     plan_groups,
     plan_layout,
@@ -209,7 +211,7 @@ def test_engines_that_begin_with_a_node_lie_on_whole_nodes(before: int, count: i
     layout = plan_layout(actor_slots=8 * before, rollout_slots=count * size)
     nodes = pack(layout, trainer_slots_per_node=8, slots_per_node=8)
     engines = plan_engines(rollout_slots=count * size, slots_per_engine=size, slots_per_node=8)
-    assert torn_engines(engines, node_of_slot(nodes), layout.rollout_offset) == []
+    assert engines_split_across_nodes(engines, node_of_slot(nodes), layout.rollout_offset) == []
     node = node_of_slot(nodes)
     for engine in engines:
         used = [node[layout.rollout_offset + engine.gpu_offset + i] for i in range(engine.num_gpus)]
@@ -220,8 +222,10 @@ def test_engines_across_the_border_of_nodes_are_found() -> None:
     layout = plan_layout(actor_slots=3, rollout_slots=12)  # nodes: slots 0-7 and 8-14; engines: 3-6, 7-10, 11-14
     nodes = pack(layout, trainer_slots_per_node=3, slots_per_node=8)
     engines = plan_engines(rollout_slots=12, slots_per_engine=4, slots_per_node=8)
-    assert [engine.rank for engine in torn_engines(engines, node_of_slot(nodes), layout.rollout_offset)] == [1]
+    assert [
+        engine.rank for engine in engines_split_across_nodes(engines, node_of_slot(nodes), layout.rollout_offset)
+    ] == [1]
     two_nodes = plan_engines(rollout_slots=16, slots_per_engine=16, slots_per_node=8)
     layout = plan_layout(actor_slots=3, rollout_slots=16)
     nodes = pack(layout, trainer_slots_per_node=3, slots_per_node=8)
-    assert torn_engines(two_nodes, node_of_slot(nodes), layout.rollout_offset) == two_nodes
+    assert engines_split_across_nodes(two_nodes, node_of_slot(nodes), layout.rollout_offset) == two_nodes

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.plan.processes import EngineSizes, Placement, Router, placement_of
+from slime.planner.placement import EngineSizes, Placement, Router, placement_of
 from tests.support.arguments import dry
 
-TWO_MODELS = Path(__file__).parents[3] / "data" / "arguments" / "two_models.yaml"
+TWO_MODELS = Path(__file__).parents[2] / "data" / "arguments" / "two_models.yaml"
 TRAIN_4 = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --rollout-batch-size 8 --global-batch-size 8 "
 
 
@@ -70,7 +70,7 @@ def test_engines_of_a_deployment() -> None:
     assert placement.engine_sizes[5] == EngineSizes(tp=8, pp=2)
     assert placement.routers == (Router("actor", None), Router("judge", None))
     assert placement.idle == 8
-    assert placement.torn == ()
+    assert placement.split == ()
 
 
 def test_routers() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.arguments.plan.batch import FULLY_ASYNC_ROLLOUT
-from slime.arguments.plan.loop import loop_of, refuse_impossible_loop
+from slime.arguments.rules.loop import FULLY_ASYNC_ROLLOUT, refuse_impossible_loop
+from slime.planner.loop import loop_of
 from tests.support.arguments import dry
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from slime.arguments.models.facts import models
 from slime.arguments.models.known import known_config
 from slime.arguments.models.megatron_flags import megatron_flags
-from slime.arguments.plan.model_size import ModelSize, model_size
+from slime.planner.model_size import ModelSize, model_size
+from tests.support.arguments import known
 from tests.support.memory_args import bare_args, meta_parameters
 
 # Totals that the models' publishers and the Hugging Face hub give; tied weights count once.
@@ -41,9 +42,11 @@ ONE_OF_EACH = ("llama3.2-3B-Instruct", "qwen2.5-0.5B", "qwen3-0.6B", "qwen3-30B-
 
 
 @pytest.fixture(scope="module")
-def namespace_of(flags: Any, parser: Any) -> Any:
+def namespace_of() -> Any:
     """Return a function from a Hugging Face config to the namespace of its Megatron flags."""
     from slime.arguments.command_line import read_words
+
+    flags, parser = known()
 
     def make(config: dict[str, Any], *more: str) -> Namespace:
         args = Namespace(**{flag.dest: flag.default for flag in flags})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments.plan.words import bullets, count, span, table
+from slime.planner.format import bullets, count, span, table
 
 
 def test_counts() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.arguments.plan.ranks import TrainerRanks, ranks_of
 from slime.backends.megatron_utils import import_megatron
+from slime.planner.placement import TrainerRanks, ranks_of
 
 
 @st.composite

@@ -5,19 +5,21 @@ from __future__ import annotations
 import textwrap
 from argparse import Namespace
 
-from slime.arguments.plan.memory import CAPACITIES, GIB, Memory
-from slime.arguments.plan.memory_advice import Advice, engine_advice, trainer_advice, trainer_together
-from slime.arguments.plan.memory_engine import EngineMemory
-from slime.arguments.plan.memory_trainer import TrainerMemory, element_size, memory_by_part, state_bytes
-from slime.arguments.plan.model_size import ModelSize
+from slime.planner.memory import CAPACITIES, GIB, Memory, memory
+from slime.planner.memory_engine import EngineMemory
+from slime.planner.memory_trainer import TrainerMemory, element_size, memory_by_part, state_bytes
+from slime.planner.model_size import ModelSize
 
 WIDTH = 98  # and two for the indent
-USUAL = 80  # GB: advice is given for a run that does not fit on such a GPU
 TIGHT = 0.9  # beyond this part of a GPU, fragmentation decides
 
 
-def render(args: Namespace, found: Memory) -> str:
-    """Return the table of ``found``, indented by two columns."""
+def memory_text(args: Namespace) -> str:
+    """Return the table, indented by two columns, at most 100 columns wide, or a sentence without a model."""
+    try:
+        found = memory(args)
+    except ValueError as error:
+        return f"  No estimate: {error}."
     lines = ["Per GPU, in GiB, on CUDA GPUs; what is counted and what is not: docs/en/advanced/memory.md"]
     lines += textwrap.wrap(_model_line(found.size), WIDTH, subsequent_indent=" " * 11)  # a no-break space sticks
     if found.trainer is not None:
@@ -27,7 +29,6 @@ def render(args: Namespace, found: Memory) -> str:
     if found.colocate and found.trainer is not None and found.engine is not None:
         lines += [_colocated_line(found)]
     lines += ["", *_verdict_lines(found)]
-    lines += _advice_lines(args, found)
     for remark in found.remarks:
         lines += textwrap.wrap(f"note: {remark}", WIDTH, subsequent_indent="      ")
     return "\n".join(f"  {line}".rstrip() for line in lines).replace("\xa0", " ")
@@ -141,27 +142,6 @@ def _generating(found: Memory, engine: EngineMemory, capacity: int) -> str:
         return "does not fit beside the trainer"
     room = f"{cache / GIB:,.1f} of cache: {engine.tokens(capacity):,} tokens"
     return room if requests is None else f"{room}, {requests:,} of these requests"
-
-
-def _advice_lines(args: Namespace, found: Memory) -> list[str]:
-    capacity = CAPACITIES[USUAL]
-    lines: list[str] = []
-    if found.trainer is not None and found.training(capacity) > capacity:
-        advice = trainer_advice(args, capacity)[:3]
-        lines += _three("training", advice)
-        together = trainer_together(args, advice, capacity) if len(advice) > 1 else None
-        if together is not None:
-            lines.append(f"  all of them  -> {together / GIB:,.1f} GiB")
-    if found.engine is not None and not found.generating_fits(capacity):
-        lines += _three("generating", engine_advice(args))
-    return lines
-
-
-def _three(what: str, advice: list[Advice]) -> list[str]:
-    if not advice:
-        return []
-    head = f"to need less while {what}, one of:"
-    return ["", head, *(f"  {item.flags}  -> {item.needed / GIB:,.1f} GiB" for item in advice[:3])]
 
 
 def _row(name: str, count: float, explained: str) -> str:

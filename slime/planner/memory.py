@@ -1,7 +1,7 @@
 """An estimate of the memory that a run needs on every GPU, from its flags alone.
 
-``memory(args)`` gives the numbers, ``memory_text(args)`` the table of ``--dry-run``. Formulas and what is left out are
-described in docs/en/advanced/memory.md.
+``memory(args)`` gives the numbers, ``memory_text.memory_text(args)`` the table of ``--dry-run``. Formulas and
+what is left out:  docs/en/advanced/memory.md.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.plan.memory_engine import EngineMemory, engine_memory
-from slime.arguments.plan.memory_trainer import CONTEXT, TrainerMemory, trainer_memory
-from slime.arguments.plan.model_size import ModelSize, model_size
+from slime.arguments.models.known import known_config
+from slime.planner.memory_engine import EngineMemory, engine_memory
+from slime.planner.memory_trainer import TrainerMemory, trainer_memory
+from slime.planner.model_size import ModelSize, model_size
 
 GIB = 2**30
 
@@ -103,17 +104,6 @@ def memory(args: Namespace) -> Memory:
     )
 
 
-def memory_text(args: Namespace) -> str:
-    """Return the table, at most 100 columns wide; a sentence where the model is not described."""
-    from slime.arguments.plan.memory_text import render
-
-    try:
-        found = memory(args)
-    except ValueError as error:
-        return f"  No estimate: {error}."
-    return render(args, found)
-
-
 def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
     """Return the ``config.json`` of ``--hf-checkpoint``; where that is not there, of the published model of its name.
 
@@ -126,8 +116,6 @@ def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
         found = json.loads((Path(checkpoint) / "config.json").read_text())
         return found if isinstance(found, dict) else {}
     except (OSError, json.JSONDecodeError):
-        from slime.arguments.models.known import known_config
-
         return known_config(checkpoint) or {}
 
 
@@ -157,6 +145,3 @@ def _remarks(args: Namespace, size: ModelSize, engine: EngineMemory | None) -> l
     if engine is not None and getattr(args, "sglang_config", None):
         found.append("--sglang-config: counted is an engine of --rollout-num-gpus-per-engine GPUs")
     return found
-
-
-__all__ = ["CAPACITIES", "CONTEXT", "Memory", "checkpoint_config", "memory", "memory_text"]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.arguments.plan.batch import DEFAULT_ROLLOUT, SFT_ROLLOUT, BatchPlan, batch_of, batch_rows
+from slime.arguments.rules.loop import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.batching.schedule import build_dp_schedule
+from slime.planner.batch import BatchPlan, batch_of, batch_rows
 
 
 def rows(batch: BatchPlan) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Which loop a command line runs, and what that loop cannot follow."""
+"""Which loop a command line runs, in sentences."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.arguments.errors import ArgumentError
-from slime.arguments.plan.batch import FULLY_ASYNC_ROLLOUT, SFT_ROLLOUT
-from slime.arguments.plan.words import count
-from slime.arguments.rules.checkpoints import first_weights, needs_reference
+from slime.arguments.rules.checkpoints import first_weights
+from slime.arguments.rules.loop import SFT_ROLLOUT, generates_always
+from slime.planner.format import count
 
 Kind = Literal[
     "synchronous",
@@ -64,55 +63,6 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
         rows.append(("first weights", first_weights(args)))
         rows.append(("checkpoints", _checkpoints(args)))
     return LoopPlan(kind, tuple(rows))
-
-
-def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
-    """Raise ``ArgumentError`` for flags that ``train.py``, with ``overlap`` ``train_async.py``, cannot follow."""
-    if not overlap:
-        if args.update_weights_interval != 1:
-            raise ArgumentError(
-                f"--update-weights-interval {args.update_weights_interval} has no effect in train.py, which takes the "
-                "weights to the engines after every rollout; use train_async.py or leave it out"
-            )
-        if generates_always(args) and not args.debug_rollout_only:
-            raise ArgumentError(
-                f"--rollout-function-path {FULLY_ASYNC_ROLLOUT} generates while the trainer trains, which train.py "
-                "does not; use train_async.py"
-            )
-        return
-    # With a critic --offload-train is on: actor and critic take turns on slots that engines have no part in.
-    names = ("colocate", "offload_rollout") if args.use_critic else ("colocate", "offload_train", "offload_rollout")
-    asked = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
-    if asked:
-        raise ArgumentError(
-            f"{asked[0]} makes engines and trainers take turns, but train_async.py generates while it trains; use "
-            "train.py, or give each slots and memory of its own (--actor-num-gpus-per-node, --rollout-num-gpus)"
-        )
-    limit, interval = args.max_staleness, args.update_weights_interval
-    refresh = args.ref_update_interval
-    if (
-        args.release_train
-        and refresh is not None
-        and needs_reference(args)
-        and refresh % interval
-        and refresh % (args.save_interval or 1)
-    ):
-        raise ArgumentError(
-            f"--release-train: the reference of --ref-update-interval {refresh} comes back from a checkpoint, and "
-            f"there is none after every {refresh} rollouts; use a multiple of --update-weights-interval {interval} or "
-            f"of --save-interval {args.save_interval}"
-        )
-    if limit is not None and limit < interval and not generates_always(args):
-        raise ArgumentError(
-            f"--max-staleness {limit}: train_async.py ends every rollout before the weight sync that precedes its "
-            f"training, so those of --rollout-function-path {args.rollout_function_path} lag {interval}; use at least "
-            f"{interval}, or {FULLY_ASYNC_ROLLOUT}"
-        )
-
-
-def generates_always(args: Namespace) -> bool:
-    """Whether the rollout function goes on generating between its calls, weight syncs included."""
-    return bool(args.rollout_function_path == FULLY_ASYNC_ROLLOUT)
 
 
 def _kind(args: Namespace, overlap: bool) -> Kind:

@@ -7,10 +7,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
 
-from slime.arguments.plan.placement import EnginePlan
-from slime.arguments.plan.processes import EngineSizes, Kind, Placement
-from slime.arguments.plan.ranks import DENSE, NAMES, Axis, TrainerRanks
-from slime.arguments.plan.words import bullets, count, span, table, wrapped
+from slime.arguments.placement import EnginePlan
+from slime.planner.format import bullets, count, span, table, wrapped
+from slime.planner.placement import DENSE, NAMES, Axis, EngineSizes, Kind, Placement, TrainerRanks
 
 FEW_RANKS, FEW_ENGINES = 16, 8
 """So many are listed one by one."""
@@ -253,13 +252,13 @@ def _notes(placement: Placement, args: Namespace) -> list[str]:
     return notes
 
 
-def torn_warnings(placement: Placement) -> list[str]:
+def split_warnings(placement: Placement) -> list[str]:
     """One sentence about engines that could not start on nodes as they were assumed."""
-    if not placement.torn:
+    if not placement.split:
         return []
-    several = len(placement.torn) > 1
+    several = len(placement.split) > 1
     return [
-        f"{_plural('engine', [engine.rank for engine in placement.torn])} would lie across the border of two nodes, "
+        f"{_plural('engine', [engine.rank for engine in placement.split])} would lie across the border of two nodes, "
         f"and the slots of an engine process must be on one (see Placement): unless nodes are larger, "
         f"{'these engines' if several else 'this engine'} cannot start; change --actor-num-gpus-per-node, "
         "--rollout-num-gpus-per-engine or --num-gpus-per-node"

@@ -5,13 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from slime.arguments.plan.words import count, span
-
-DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
-SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-GENERATE_WITH_ENGINES = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
-"""Built-in rollout functions that share generation, rewards and evaluation."""
+from slime.arguments.rules.loop import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, SFT_ROLLOUT
+from slime.planner.format import count, span
 
 
 @dataclass(frozen=True)

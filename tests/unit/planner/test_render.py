@@ -14,8 +14,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from slime.arguments import ArgumentError
-from slime.arguments.plan import plan
-from slime.arguments.plan.text import plan_text, sections, summary_text
+from slime.planner import plan
+from slime.planner.render import plan_text, sections, summary_text
 from tests.support.arguments import dry
 from tests.support.command_lines import command_lines as random_command_lines
 from tests.support.plan_pages import PAGES, command_lines, page, resolved

@@ -1,0 +1,137 @@
+"""The page that ``--dry-run`` prints: the whole configuration, then what the run would do."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from slime.arguments.command_line import all_flags
+from slime.arguments.flag import Flag
+from slime.arguments.rules import model_defaults
+from slime.arguments.view import to_yaml
+from slime.planner import Plan, plan
+from slime.planner.batch import batch_rows
+from slime.planner.format import WIDTH, bullets, count, labelled, wrapped
+from slime.planner.memory_text import memory_text
+from slime.planner.placement_text import placement_lines
+from slime.utils.secrets import MASK, is_secret
+
+PARALLEL_SIZES = ("world_size", "data_parallel_size")
+SAME_IN_EVERY_RUN = frozenset({"teacher server", "Megatron: training scripts"})
+"""Groups whose derived values are the same in every run."""
+HIDDEN = frozenset({"dry_run", "config", "dump_config"})
+NO_BREAK = "\u00a0"
+LONG = 48
+
+
+def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
+    """Return the page. The configuration comes first, so that the end of a terminal shows what matters.
+
+    ``overlap``: see ``plan``.
+    """
+    head = "# Resolved configuration (--dump-config FILE writes one that --config FILE reads)"
+    return "\n".join([head, to_yaml(args), "-" * WIDTH, "", summary_text(args, overlap=overlap)])
+
+
+def summary_text(args: Namespace, *, overlap: bool | None = None) -> str:
+    """Return the page without the configuration: what was given and derived, and the plan."""
+    planned = plan(args, overlap=overlap)
+    lines: list[str] = []
+    for title, body in sections(args, planned):
+        lines += [title, *body, ""]
+    return "\n".join([*lines, *verdict(planned)])
+
+
+def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
+    """Return the titles and lines of the summary; what there is nothing to say about is left out."""
+    found = [
+        ("Given", given_lines(args)),
+        ("Model", labelled(model_defaults.summary(args))),
+        ("Derived", derived_lines(args)),
+        ("Loop", labelled(planned.loop.rows)),
+        ("Batches", labelled(batch_rows(planned.batch))),
+        ("Placement", placement_lines(planned.placement, args)),
+        ("Memory", memory_text(args).splitlines()),
+        ("Warnings", bullets(planned.warnings)),
+        ("Not checked", bullets(planned.unchecked)),
+    ]
+    return [(title, body) for title, body in found if body]
+
+
+def verdict(planned: Plan) -> list[str]:
+    """Return what a real run would do with this command line."""
+    lines = []
+    if planned.refused_without_gpus is not None:
+        lines += wrapped(f"On a machine without GPUs a run would be refused: {planned.refused_without_gpus}")
+    if planned.refused:
+        return [*lines, "A real run would be refused:", *bullets(_merged(planned.refused))]
+    seen = f" with {count(len(planned.warnings), 'warning')}" if planned.warnings else ""
+    if planned.unchecked:
+        return [*lines, f"A real run would start{seen}, if everything is there that could not be checked here."]
+    return [*lines, f"A real run would start{seen}."]
+
+
+def _merged(sentences: Sequence[str]) -> list[str]:
+    """Sentences about flags that differ in nothing but the flag become one."""
+    flags: dict[str, list[str]] = {}
+    for sentence in sentences:
+        flag, _, rest = sentence.partition(" ")
+        flags.setdefault(rest, []).append(flag)
+    return [
+        f"{named[0]} {rest}" if len(named) == 1 else f"{rest.removeprefix('is ')}: {', '.join(named)}"
+        for rest, named in flags.items()
+    ]
+
+
+def given_lines(args: Namespace) -> list[str]:
+    """The flags that were given, by group, with their resolved values."""
+    groups: dict[str, list[str]] = {}
+    for flag in all_flags():
+        if flag.dest in args.explicit_flags - HIDDEN and hasattr(args, flag.dest):
+            groups.setdefault(flag.group, []).append(_as_typed(flag, getattr(args, flag.dest)))
+    return _wrapped(list(groups.items()))
+
+
+def derived_lines(args: Namespace) -> list[str]:
+    """The flags whose value differs from the default without having been given, and the trainer's sizes.
+
+    Model flags taken from the checkpoint's config have a section of their own.
+    """
+    groups: dict[str, list[str]] = {}
+    from_config = model_defaults.taken(args)
+    known = {flag.dest: flag for flag in all_flags()}
+    for flag in known.values():
+        value = getattr(args, flag.dest, flag.default)
+        given = flag.dest in args.explicit_flags or flag.dest in from_config
+        if not given and value != flag.default and flag.group not in SAME_IN_EVERY_RUN:
+            groups.setdefault(flag.group, []).append(_as_typed(flag, value))
+    sizes = [] if args.debug_rollout_only else [f"{name}={getattr(args, name)}" for name in PARALLEL_SIZES]
+    return _wrapped([*groups.items(), ("parallel sizes", sizes)])
+
+
+def _wrapped(groups: list[tuple[str, list[str]]]) -> list[str]:
+    rows = [(group, "  ".join(words).replace("  ", " ")) for group, words in groups if words]
+    return [line.replace(NO_BREAK, " ").rstrip() for line in labelled(rows)]
+
+
+def _as_typed(flag: Flag, value: Any) -> str:
+    """The flag as it would be typed; a short value and its flag stay on one line."""
+    if flag.action in ("true", "false"):
+        switched = value is (flag.action == "true")
+        return flag.option if switched else f"{flag.dest}={value}"
+    if flag.action == "tristate" and isinstance(value, bool):
+        return flag.options[0] if value else flag.options[-1]
+    text = _shown(flag.dest, value)
+    return f"{flag.option}{NO_BREAK if len(text) < LONG else ' '}{text}"
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is not None and is_secret(name):
+        return MASK
+    if isinstance(value, list | tuple) and len(value) > 8:
+        return "+".join(f"[{item}]*{len(list(same))}" for item, same in groupby(value))
+    if isinstance(value, list | tuple):
+        return NO_BREAK.join(map(str, value)) or "[]"
+    return str(value).replace(" ", NO_BREAK)
