@@ -29,11 +29,12 @@ unit: setup  ## the unit tests (under 3 minutes)
 soak: setup  ## full counts, seeds and timings; GPU tests where there is a GPU
 	$(BIN)/python -m pytest -m "soak or gpu" -rA $(PYTEST_FLAGS)
 
-lint: setup  ## ruff, mypy on the typed packages, import layers
+lint: setup  ## ruff, mypy on the typed packages, import layers, a report of sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.code_metrics
 
 format: setup  ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,319 @@
+"""Print the size and the coupling of the code: ``python -m tools.code_metrics``. A report, not a gate.
+
+Everything is read from the source text; nothing is imported but the table of flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import fnmatch
+import statistics
+import tomllib
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT_FUNCTION = 8
+GROUP = "slime.rollout.sglang_rollout.generate_and_rm_group"
+POST = "post"
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class Module:
+    """One file of the package."""
+
+    name: str
+    path: Path
+    is_package: bool
+    tree: ast.Module
+    lines: int
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """Local name -> dotted name that an import binds it to, wherever the import is."""
+        return dict(_bindings(self))
+
+
+class Code:
+    """The modules of one package and what they refer to."""
+
+    def __init__(self, root: Path, package: str) -> None:
+        self.root, self.package = root, package
+        self.modules: dict[str, Module] = {}
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package else parts)
+            text = path.read_text(encoding="utf-8")
+            self.modules[name] = Module(name, path, is_package, ast.parse(text), text.count("\n"))
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """Module -> modules of the package that it imports, anywhere in its text."""
+        return {
+            name: {target for dotted in _imported_names(module) if (target := self._module_of(dotted))} - {name}
+            for name, module in self.modules.items()
+        }
+
+    def _module_of(self, dotted: str) -> str | None:
+        """The module that ``dotted`` names, or whose attribute it names."""
+        if dotted in self.modules:
+            return dotted
+        parent = dotted.rpartition(".")[0]
+        return parent if parent in self.modules else None
+
+    @cached_property
+    def functions(self) -> dict[str, tuple[Module, str | None, Function]]:
+        """``module.function`` and ``module.Class.method`` -> (module, class, function)."""
+        found: dict[str, tuple[Module, str | None, Function]] = {}
+        for module in self.modules.values():
+            for node in module.tree.body:
+                if isinstance(node, Function):
+                    found[f"{module.name}.{node.name}"] = (module, None, node)
+                elif isinstance(node, ast.ClassDef):
+                    for method in node.body:
+                        if isinstance(method, Function):
+                            found[f"{module.name}.{node.name}.{method.name}"] = (module, node.name, method)
+        return found
+
+    def resolve(self, module: Module, owner: str | None, node: ast.expr) -> list[str]:
+        """The functions of the package that the expression may mean."""
+        if isinstance(node, ast.BoolOp):
+            return [name for value in node.values for name in self.resolve(module, owner, value)]
+        dotted = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+        head, _, rest = dotted.partition(".")
+        if head in ("self", "cls") and owner is not None:
+            dotted = f"{module.name}.{owner}.{rest}"
+        elif head in module.imported:
+            dotted = ".".join(filter(None, (module.imported[head], rest)))
+        else:
+            dotted = f"{module.name}.{dotted}"
+        return [name for name in (dotted, f"{dotted}.__init__", f"{dotted}.__call__") if name in self.functions]
+
+    def calls(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield (caller, callee) of one function; a function that is passed on is called by the one it is passed to."""
+        module, owner, function = self.functions[name]
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            callees = self.resolve(module, owner, call.func)
+            for callee in callees:
+                yield name, callee
+            for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
+                for passed in self.resolve(module, owner, argument):
+                    for caller in callees or [name]:
+                        yield caller, passed
+
+    def shortest_chain(self, start: str, last: str) -> list[str]:
+        """The shortest chain of calls from ``start`` to a function named ``last``, both included; [] without one."""
+        edges: dict[str, set[str]] = defaultdict(set)
+        chains = deque([[start]] if start in self.functions else [])
+        seen = {start}
+        while chains:
+            chain = chains.popleft()
+            if chain[-1].rpartition(".")[2] == last:
+                return chain
+            for caller, callee in self.calls(chain[-1]):
+                edges[caller].add(callee)
+            fresh = sorted(edges[chain[-1]] - seen)
+            seen.update(fresh)
+            chains.extend([*chain, name] for name in fresh)
+        return []
+
+    def circles(self) -> list[list[str]]:
+        """The sets of modules that import each other, directly or through others."""
+        reached = {name: self._reached(name) for name in self.modules}
+        groups = {
+            frozenset({name, *(other for other in reached[name] if name in reached[other])}) for name in self.modules
+        }
+        return sorted(sorted(group) for group in groups if len(group) > 1)
+
+    def _reached(self, name: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [name]
+        while todo:
+            fresh = self.imports[todo.pop()] - seen
+            seen |= fresh
+            todo.extend(fresh)
+        return seen
+
+    def with_one_importer(self) -> list[str]:
+        """The modules, packages left out, that exactly one other module imports."""
+        importers = Counter(target for targets in self.imports.values() for target in targets)
+        return sorted(n for n, module in self.modules.items() if importers[n] == 1 and not module.is_package)
+
+    def short_private_functions(self) -> list[str]:
+        """Private functions of at most ``SHORT_FUNCTION`` lines that their file calls once and names nowhere else."""
+        found = []
+        for module in self.modules.values():
+            named = Counter(filter(None, map(_last_name, module.nodes)))
+            called = Counter(_last_name(node.func) for node in module.nodes if isinstance(node, ast.Call))
+            for node in module.nodes:
+                if isinstance(node, Function) and node.name.startswith("_") and not node.name.endswith("__"):
+                    assert node.end_lineno is not None
+                    short = node.end_lineno - node.lineno < SHORT_FUNCTION
+                    if short and named[node.name] == called[node.name] == 1:
+                        found.append(f"{module.name}.{node.name}")
+        return found
+
+    def getattr_on_args(self) -> list[str | None]:
+        """The attribute of every ``getattr(args, ...)`` (None: not a literal)."""
+        return [
+            node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            for module in self.modules.values()
+            for node in module.nodes
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and len(node.args) > 1
+            and ast.unparse(node.args[0]).rpartition(".")[2].endswith("args")
+        ]
+
+    def functions_that_take_args(self) -> int:
+        """How many functions have a parameter named ``args``, ``*args`` not counted."""
+        nodes = (node for module in self.modules.values() for node in module.nodes)
+        return sum(
+            any(a.arg == "args" for a in (*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs))
+            for n in nodes
+            if isinstance(n, Function)
+        )
+
+    def upward_imports(self, contracts: list[Mapping[str, Any]]) -> list[str]:
+        """Imports against the layers of import-linter's ``contracts``: upwards, or between siblings."""
+        found = []
+        for contract in contracts:
+            if contract["type"] != "layers":
+                continue
+            ignored = [pattern.split(" -> ") for pattern in contract.get("ignore_imports", ())]
+            for container in contract.get("containers", [""]):
+                rows = [[name.strip(" ()") for name in row.replace(":", "|").split("|")] for row in contract["layers"]]
+                row_of = {f"{container}.{name}".strip("."): row for row, names in enumerate(rows) for name in names}
+                for source, targets in self.imports.items():
+                    for target in sorted(targets):
+                        above, below = _room(source, row_of), _room(target, row_of)
+                        if above is None or below is None or above == below or row_of[above] < row_of[below]:
+                            continue
+                        if not any(_like(source, one) and _like(target, other) for one, other in ignored):
+                            found.append(f"{source} -> {target}")
+        return sorted(set(found))
+
+    def typed_lines(self, mypy: Mapping[str, Any]) -> int:
+        """The lines of the modules that mypy checks under its settings."""
+        ignored = [
+            pattern
+            for override in mypy.get("overrides", ())
+            if override.get("ignore_errors")
+            for pattern in ([override["module"]] if isinstance(override["module"], str) else override["module"])
+        ]
+        return sum(
+            module.lines
+            for name, module in self.modules.items()
+            if any(name == package or name.startswith(f"{package}.") for package in mypy["packages"])
+            and not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
+        )
+
+
+def _last_name(node: ast.AST) -> str | None:
+    """``name`` of the expressions ``name`` and ``x.name``."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+def _imported_names(module: Module) -> Iterator[str]:
+    """Yield the dotted name of everything that is imported anywhere in the file."""
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{_origin(module, node)}.{alias.name}" for alias in node.names)
+
+
+def _bindings(module: Module) -> Iterator[tuple[str, str]]:
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{_origin(module, node)}.{alias.name}"
+
+
+def _origin(module: Module, node: ast.ImportFrom) -> str:
+    """The dotted name of the module after ``from``, relative ones resolved."""
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    parts = parts[: len(parts) - node.level + module.is_package]
+    return ".".join([*parts, *filter(None, [node.module])])
+
+
+def _room(name: str, rooms: Mapping[str, int]) -> str | None:
+    """The layer that the module belongs to."""
+    parts = name.split(".")
+    return next((r for n in range(len(parts), 0, -1) if (r := ".".join(parts[:n])) in rooms), None)
+
+
+def _like(name: str, pattern: str) -> bool:
+    """Whether a module matches an expression of import-linter (``**`` stands for the module's children, too)."""
+    return fnmatch.fnmatch(name, pattern.replace("**", "*")) or name == pattern.removesuffix(".**")
+
+
+def declared_flags() -> set[str]:
+    """The attribute of every flag that the command line knows."""
+    from slime.arguments.command_line import all_flags
+
+    return {flag.dest for flag in all_flags()}
+
+
+def report(code: Code, settings: Mapping[str, Any], declared: set[str]) -> list[tuple[str, str]]:
+    """Return (what, how much) of every measure."""
+    lines = {name: module.lines for name, module in code.modules.items()}
+    total = sum(lines.values())
+    largest = max(lines, key=lines.__getitem__)
+    guards = code.getattr_on_args()
+    guarded = [name for name in guards if name in declared]
+    chain = code.shortest_chain(GROUP, POST)
+    shown = [name.rpartition(".")[2] for name in chain]
+    circles = code.circles()
+    upward = code.upward_imports(settings["importlinter"]["contracts"])
+    typed = code.typed_lines(settings["mypy"])
+    return [
+        ("lines", f"{total:,}"),
+        ("files", f"{len(lines)}"),
+        ("median file", f"{statistics.median(lines.values()):.0f} lines"),
+        ("largest file", f"{lines[largest]} lines, {largest}"),
+        ("modules with one importer", f"{len(code.with_one_importer())}"),
+        (f"private functions called once, <= {SHORT_FUNCTION} lines", f"{len(code.short_private_functions())}"),
+        ("getattr on args", f"{len(guards)}, of them {len(guarded)} on declared flags"),
+        ("functions that take args", f"{code.functions_that_take_args()}"),
+        ("frames from group to post", f"{len(chain)}: {' > '.join(shown)}" if chain else "no chain of calls found"),
+        ("import circles", f"{len(circles)}{_few([' <> '.join(circle) for circle in circles])}"),
+        ("upward imports", f"{len(upward)}{_few(upward)}"),
+        ("lines that mypy checks", f"{typed:,} ({typed / total:.0%})"),
+    ]
+
+
+def _few(items: list[str], most: int = 3) -> str:
+    return "".join(f"\n  {item[:150]}" for item in items[:most]) + ("\n  ..." if len(items) > most else "")
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, default=ROOT, help="a checkout; the flags are always those of this one")
+    root = parser.parse_args().root
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    for what, how_much in report(Code(root, "slime"), settings, declared_flags()):
+        print(f"{what + ':':45}{how_much}")
+
+
+if __name__ == "__main__":
+    main()
