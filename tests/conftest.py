@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported anywhere: several processes share the cores, and more threads than cores only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +41,22 @@ def gpu_missing() -> str | None:
     if result.returncode or "GPU" not in result.stdout:
         return f"needs a CUDA device: nvidia-smi lists none ({result.stderr.strip() or result.stdout.strip()})"
     return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--durations-file FILE``: what tests cost, printed at the end and written to FILE."""
+    parser.addoption("--durations-file", metavar="FILE", type=Path, help="write seconds by test and by file to FILE")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what the tests cost, where it was asked for."""
+    path: Path | None = config.getoption("durations_file")
+    if path is not None:
+        from tests.support.durations import write_summary
+
+        reports = (report for reports in terminalreporter.stats.values() for report in reports)
+        terminalreporter.section(f"durations, written to {path}")
+        terminalreporter.write(write_summary(config.rootpath / path, reports))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
