@@ -4,13 +4,14 @@ With ``--run RUN_DIR`` only compare the metrics that a run has logged with their
 
 What is checked: relative links and anchors; ``train.py``, ``python -m`` and ``make`` command lines in shell fences;
 flags, files and dotted names in code spans; Python fences compile; generated pages and the scripts of models match what
-they are generated from; every page of ``docs`` can be reached from its index.
+they are generated from; every page of ``docs`` can be reached from its index; prose has none of the words in ``WORDS``.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 import textwrap
 import time
@@ -32,6 +33,36 @@ GENERATED = {
 """Page that is generated, as a whole or in part -> the module whose ``render()`` returns it."""
 QUOTES = (gen_arguments_doc.PAGE,)
 """Pages that quote the help texts of other programs: their code spans are not checked."""
+
+GENERATED_PROSE = (gen_arguments_doc.PAGE, gen_models_doc.PAGE, gen_config_files_doc.PAGE)
+"""Pages whose words come from the code."""
+WORDS = {
+    r"nucle(us|i)": "top-p set, top-p token mask",
+    r"further tokens": "MTP targets, MTP layers",
+    r"asleep|falls? asleep|sleeping trainers?": "offloaded",
+    r"wakes? up|woken": "onload",
+    r"befall?s?|befell": "happens to",
+    r"mend(s|ed)?": "fix",
+    r"torn": "split across nodes",
+    r"greet(s|ed|ing)?": "health check",
+    r"told": "a passive of: pass, name, report",
+    r"nobody": "no process, not used",
+    r"anew": "again",
+    r"go(es)? on|went on": "continue, resume",
+    r"come(s)? back|came back": "is returned, is restarted",
+    r"lives in": "is in",
+    r"for want of": "not available",
+    r"at the door of": "attributed to",
+    r"whole story": "details",
+    r"maths": "math",
+    r"learnt": "learned",
+    r"for ever": "forever",
+    r"\w*(optim|minim|maxim|summar|normal|general|initial|serial|organ|custom|synchron|recogn|token|quant)is"
+    r"(e|es|ed|er|ers|ing|ation|ations)": "American spelling, -ize",
+    r"\w*(behavi|neighb|fav|col|hon)our\w*": "American spelling, -or",
+}
+"""Words that prose does without (regular expressions) -> what to write instead."""
+_WORDS = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
 
 def documents() -> list[Path]:
@@ -67,6 +98,14 @@ def check_python(page: Page) -> Iterator[tuple[int, str]]:
                 yield fence.line + (error.lineno or 1) - 1, f"this Python does not compile: {error.msg}"
 
 
+def check_words(page: Page) -> Iterator[tuple[int, str]]:
+    """Yield (line, mistake) of words outside of code and link targets that have a plainer one."""
+    for number, line in enumerate(page.prose.splitlines(), start=1):
+        for found in _WORDS.finditer(re.sub(r"\]\([^)]*\)", "]", line)):
+            instead = next(i for word, i in WORDS.items() if re.fullmatch(word, found[0], re.IGNORECASE))
+            yield number, f"{found[0]!r}: write {instead}"
+
+
 def unreachable(index: Path, pages: dict[Path, Page]) -> list[Path]:
     """Return the pages below the folder of ``index`` that no chain of links leads to from it."""
     seen, todo = {index}, [index]
@@ -93,6 +132,8 @@ def check_pages(paths: Iterable[Path], index: Path | None = None) -> list[str]:
         found = [*check_links(page, pages), *check_python(page)]
         if page.path not in QUOTES:
             found += check_spans(page)
+        if page.path not in GENERATED_PROSE:
+            found += check_words(page)
         for fence in page.fences:
             found += check_fence(fence)
         mistakes += [f"{_shown(page.path)}:{line}: {mistake}" for line, mistake in sorted(found)]

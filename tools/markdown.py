@@ -26,9 +26,13 @@ class Fence:
 
 @dataclass
 class Page:
-    """What the checks need of one page. Links and spans are (line, text); anchors are as GitHub makes them."""
+    """What the checks need of one page. Links and spans are (line, text); anchors are as GitHub makes them.
+
+    ``prose`` is the page without its code, with the same number of lines.
+    """
 
     path: Path
+    prose: str = ""
     links: list[tuple[int, str]] = field(default_factory=list)
     spans: list[tuple[int, str]] = field(default_factory=list)
     fences: list[Fence] = field(default_factory=list)
@@ -56,6 +60,7 @@ def read_page(path: Path) -> Page:
     page.spans = [(_line(prose, span), " ".join(span[2].split())) for span in _SPAN.finditer(prose)]
     # What spans hold is code, not links; line breaks inside stay, so that line numbers hold.
     plain = _SPAN.sub(lambda span: "code" + "\n" * span[2].count("\n"), prose)
+    page.prose = plain
     page.anchors |= set(_ANCHOR.findall(plain))
     for pattern in (_LINK, _DEFINITION, _ATTRIBUTE):
         page.links += [(_line(plain, link, 1), link[1]) for link in pattern.finditer(plain)]

@@ -34,6 +34,7 @@ FLAG=1 python train_async.py --update-weights-interval 2 ... && make test
 $ python -m tools.tiny_model --family qwen3 --out m
 ls --no-such-flag-of-ls
 ```
+Words in code are not prose: `goes on`, and neither are [those of a link](https://example.org/behaviour).
 Spans: `--sglang-*`, `--no-offload-train`, `slime/driver.py`, `slime.utils.types.Sample`, `--rm-type math`.
 
 ```python
@@ -78,6 +79,8 @@ def test_a_good_page_has_no_mistake(tmp_path):
         ("See `slime.utils.types.Example`.", 1, "has no Example"),
         ("See `slime.nothing`.", 1, "no nothing"),
         ("```python\n\nx =\n```", 3, "does not compile"),
+        ("A rollout\nGoes on.", 2, "'Goes on': write continue"),
+        ("The [Optimiser](https://example.org/behaviour)", 1, "'Optimiser': write American spelling"),
         ("```bash\nls", 1, "never closed"),
     ],
 )
