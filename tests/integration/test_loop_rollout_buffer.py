@@ -12,7 +12,9 @@ from tools.tiny_model import make_tiny_checkpoint
 pytestmark = pytest.mark.integration
 
 
-def test_a_run_trains_on_conversations_and_goes_on_where_it_was(tmp_path):
+@pytest.mark.parametrize("restarted", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_run_trains_on_conversations(tmp_path, restarted):
+    """On every change, what a restart fetches: tests/unit/slime_plugins/test_rollout_buffer.py."""
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl", 12))
     dumps = tmp_path / "dumps"
     with ServedBuffer() as served:
@@ -21,11 +23,13 @@ def test_a_run_trains_on_conversations_and_goes_on_where_it_was(tmp_path):
             "--rollout-buffer-url", served.url, "--save", tmp_path / "save", "--load", tmp_path / "save",
             "--save-interval", 1, "--save-debug-rollout-data", dumps / "{rollout_id}.pt", "--num-rollout",
         ]  # fmt: skip
-        first = run_train([*map(str, command), "2"], tmp_path / "first")
-        resumed = run_train([*map(str, command), "3", "--override-opt_param-scheduler"], tmp_path / "resumed")
-    assert sorted(first.metric("train/loss")) == [0, 1]
-    assert sorted(resumed.metric("train/loss")) == [2]
-    for run in (first, resumed):
+        ends = [2, 3] if restarted else [3]
+        runs = [
+            run_train([*map(str, command), str(end), "--override-opt_param-scheduler"], tmp_path / f"run-{end}")
+            for end in ends
+        ]
+    assert [sorted(run.metric("train/loss")) for run in runs] == ([[0, 1], [2]] if restarted else [[0, 1, 2]])
+    for run in runs:
         assert set(run.metric("rollout/buffer/failed_samples").values()) == {0.0}
         assert all(norm >= 0 for norm in run.metric("train/grad_norm").values())
     samples = [sample for number in range(3) for sample in load_rollout(dumps / f"{number}.pt")]

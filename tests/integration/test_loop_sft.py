@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_train import Run, command_line, run_train, sft_file, sft_flags
+from tests.support.run_train import Finished, Run, command_line, run_train, sft_file, sft_flags
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
-ROLLOUTS = 4
+COMPARED = 4  # rollouts whose losses and last weights are compared; both runs go on after them
 HOLD = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.hold"]
 
 
@@ -21,30 +21,36 @@ HOLD = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.hold"]
 def flags(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("sft")
     base = sft_flags(make_tiny_checkpoint(root / "model"), sft_file(root / "sft.jsonl"))
-    return [*base, "--actor-num-gpus-per-node", "2", "--num-rollout", str(ROLLOUTS)]
+    return [*base, "--actor-num-gpus-per-node", "2", "--num-rollout", "100000"]
 
 
 def saving(root: Path) -> list[str]:
-    return [
-        "--save",
-        str(root),
-        "--load",
-        str(root),
-        "--save-interval",
-        "1",
-        "--save-hf",
-        str(root / "hf-{rollout_id}"),
-    ]
+    words = ["--save", root, "--load", root, "--save-interval", "1", "--save-hf", root / "hf-{rollout_id}"]
+    return list(map(str, words))
+
+
+def weights(root: Path) -> bytes:
+    return (root / f"hf-{COMPARED - 1}" / "model-00001-of-00001.safetensors").read_bytes()
+
+
+def losses(run: Finished, count: int) -> list[float]:
+    return run.values("train/loss")[:count]
 
 
 def test_a_killed_run_resumes_to_the_same_weights(flags, tmp_path):
+    """Three runs, ended in three ways: SIGTERM, a killed driver, a killed rank."""
     # 6 of the 8 conversations of a rollout fill a step: the others are carried over, also over the restart.
     flags = [*flags, "--global-batch-size", "6"]
-    whole = run_train([*flags, *saving(tmp_path / "whole")], tmp_path / "run")
-    loss = whole.values("train/loss")
-    assert len(loss) == ROLLOUTS * 8 // 6
+    steps = COMPARED * 8 // 6
+    with Run([*flags, *saving(tmp_path / "whole")], tmp_path / "run") as run:
+        run.wait_for(rf"rollout {COMPARED - 1} of 100000: .*loss", 120)
+        run.wait_for(rf"rollout {COMPARED} of", 60)
+        run.send(signal.SIGTERM)
+        whole = run.finish(30)
+        assert_ended_by_signal(run, whole, 143)
+    loss = losses(whole, steps)
+    assert len(loss) == steps
     assert loss[-1] < loss[0]
-    assert re.search(rf"rollout {ROLLOUTS - 1} of {ROLLOUTS}: .*loss", whole.output)
 
     again = [*flags, *saving(tmp_path / "again"), *HOLD]
     with Run(again, tmp_path / "killed", env={"SLIME_TEST_HOLD_AT": "2"}) as run:
@@ -54,11 +60,28 @@ def test_a_killed_run_resumes_to_the_same_weights(flags, tmp_path):
         run.process.kill()
         run.process.wait(10)
         assert run.assert_nothing_left() < 30
-    resumed = run_train(again, tmp_path / "resumed")
+
+    with Run(again, tmp_path / "resumed") as run:
+        run.wait_for(rf"rollout {COMPARED} of", 120)
+        log = (tmp_path / "resumed" / "logs" / "actor_rank1.log").read_text()
+        os.kill(int(re.search(r"actor_rank1 of run .*: pid (\d+)", log).group(1)), signal.SIGKILL)
+        resumed = run.finish(30)
+        assert resumed.returncode == 1
+        run.assert_nothing_left(5)
     assert (tmp_path / "again" / "rollout" / "carried_over_1.json").exists()
-    assert resumed.values("train/loss") == loss[2:]
-    last = f"hf-{ROLLOUTS - 1}/model-00001-of-00001.safetensors"
-    assert (tmp_path / "again" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+    assert losses(resumed, steps - 2) == loss[2:]
+    assert weights(tmp_path / "again") == weights(tmp_path / "whole")
+    # The killed rank is named, not its neighbor that lost it.
+    message = resumed.output[resumed.output.index("error: ") :].splitlines()
+    assert re.match(r"error: actor rank 1 ended unexpectedly during .+: ", message[0])
+    assert any(line.startswith("The last lines of ") and "actor_rank1.log" in line for line in message)
+
+
+def assert_ended_by_signal(run: Run, ended: Finished, code: int) -> None:
+    assert ended.returncode == code
+    assert "Traceback" not in ended.output
+    assert "SystemError" not in ended.output
+    run.assert_nothing_left(5)
 
 
 def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
@@ -75,38 +98,18 @@ def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
     assert "the sauce is burnt" in (failed.run_dir / "logs" / "failure.txt").read_text()
 
 
-def test_a_killed_rank_is_named_not_its_neighbour_that_lost_it(flags, tmp_path):
-    with Run([*flags, "--num-rollout", "100000"], tmp_path / "run") as run:
+@pytest.mark.soak
+def test_ctrl_c_ends_everything(flags, tmp_path):
+    """On every change: test_loop_fully_async.py."""
+    with Run(flags, tmp_path / "run") as run:
         run.wait_for(r"rollout 2 of", 120)
-        log = (tmp_path / "run" / "logs" / "actor_rank1.log").read_text()
-        os.kill(int(re.search(r"actor_rank1 of run .*: pid (\d+)", log).group(1)), signal.SIGKILL)
-        ended = run.finish(30)
-        assert ended.returncode == 1
-        run.assert_nothing_left(5)
-    told = ended.output[ended.output.index("error: ") :].splitlines()
-    assert re.match(r"error: actor rank 1 ended unexpectedly during .+: ", told[0])
-    assert any(line.startswith("The last lines of ") and "actor_rank1.log" in line for line in told)
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+        assert_ended_by_signal(run, run.finish(30), 130)
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)]
-)  # Ctrl-C: test_loop_fully_async.py too
-def test_signals_end_everything(flags, tmp_path, signum, code):
-    with Run([*flags, "--num-rollout", "100000"], tmp_path / "run") as run:
-        run.wait_for(r"rollout 2 of", 120)
-        if signum == signal.SIGINT:
-            os.killpg(run.process.pid, signum)  # as a terminal does
-        else:
-            run.send(signum)
-        ended = run.finish(30)
-        assert ended.returncode == code
-        assert "Traceback" not in ended.output
-        assert "SystemError" not in ended.output
-        run.assert_nothing_left(5)
-
-
+@pytest.mark.soak
 def test_a_driver_of_the_users_own(flags, tmp_path):
-    """The three public functions, used the way scripts written for slime <= 0.3.1 use them."""
+    """Without engines. On every change with them: test_own_driver.py."""
     script = "tests/support/own_driver.py"
     run = run_train([*flags, "--num-rollout", "2"], tmp_path / "run", script=script)
     assert "rollouts per epoch: None, start: 0, critic: False" in run.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def test_colocated(flags: list[str], tmp_path: Path) -> None:
     path = os.pathsep.join([str(make_checkout(tmp_path / "Megatron-LM")), os.environ.get("PYTHONPATH", "")])
     run = run_train([*flags, *extra], tmp_path / "run", script=SCRIPT, env={"PYTHONPATH": path})
     assert f"not the copy in {tmp_path / 'Megatron-LM'}" in run.output
+    assert re.search(r"rollouts per epoch: \S+, start: 0, critic: False", run.output)
     assert len(run.values("train/loss")) == len(run.values("rollout/raw_reward")) == 2
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
     assert sorted(run.metric("eval/held_out")) == [0, 1]
@@ -50,8 +52,8 @@ FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generat
 @pytest.mark.parametrize(
     "extra",
     [
-        f"--save SAVE {ASYNC_SAVE}",
         f"{FULLY_ASYNC} --save SAVE {ASYNC_SAVE}",
+        pytest.param(f"--save SAVE {ASYNC_SAVE}", marks=pytest.mark.soak),
         pytest.param(f"--advantage-estimator ppo --save SAVE {ASYNC_SAVE}", marks=pytest.mark.soak),
     ],
 )

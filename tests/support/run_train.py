@@ -98,10 +98,19 @@ def read_metric(run_dir: Path, name: str) -> dict[int, float]:
 
 
 class Run:
-    """``train.py`` (or another script) in progress; use as a context manager: nothing of it survives the block."""
+    """``train.py`` (or another script) in progress; use as a context manager: nothing of it survives the block.
+
+    The first look costs a start several seconds; it is taken only with ``first_look``.
+    """
 
     def __init__(
-        self, flags: Sequence[str], run_dir: Path, *, script: str = "train.py", env: dict[str, str] | None = None
+        self,
+        flags: Sequence[str],
+        run_dir: Path,
+        *,
+        script: str = "train.py",
+        env: dict[str, str] | None = None,
+        first_look: bool = False,
     ) -> None:
         self.run_dir = run_dir
         self.tag = uuid.uuid4().hex
@@ -109,8 +118,9 @@ class Run:
         self._lines: list[str] = []
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", TEST_TAG: self.tag, **(env or {})}
         environ.pop("SLIME_RUN_ID", None)
+        words = [*map(str, flags), "--run-dir", str(run_dir), *([] if first_look else ["--skip-first-look"])]
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / script), *map(str, flags), "--run-dir", str(run_dir)],
+            [sys.executable, str(ROOT / script), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -215,9 +225,10 @@ def run_train(
     env: dict[str, str] | None = None,
     timeout_s: float = 300.0,
     returncode: int = 0,
+    first_look: bool = False,
 ) -> Finished:
     """Run to the end; assert the exit code and that no process is left."""
-    with Run(flags, run_dir, script=script, env=env) as run:
+    with Run(flags, run_dir, script=script, env=env, first_look=first_look) as run:
         finished = run.finish(timeout_s)
         assert finished.returncode == returncode, f"{finished.returncode}, not {returncode}:\n{run.output}{run.logs()}"
         run.assert_nothing_left(5.0)
