@@ -18,7 +18,7 @@ CKPT_ARGS=(
     --save-hf "$BASE_DIR/Qwen3-4B-Base_sft/hf-{rollout_id}" # what run-qwen3-4B.sh can start from
 )
 
-# A "rollout" is a batch of conversations, and one optimiser step.
+# A "rollout" is a batch of conversations, and one optimizer step.
 ROLLOUT_ARGS=(
     --prompt-data "$BASE_DIR/openhermes2_5/openhermes2_5.parquet"
     --input-key messages --rollout-shuffle

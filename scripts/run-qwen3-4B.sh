@@ -13,12 +13,12 @@ CLUSTER_ARGS=(
 
 CKPT_ARGS=(
     --hf-checkpoint "$BASE_DIR/Qwen3-4B"
-    --load "$BASE_DIR/Qwen3-4B_slime" # a run that was interrupted goes on from here
+    --load "$BASE_DIR/Qwen3-4B_slime" # an interrupted run resumes from here
     --save "$BASE_DIR/Qwen3-4B_slime"
     --save-interval 20
 )
 
-# 32 prompts x 8 responses = 256 samples: one optimiser step per rollout, so that every step is on policy.
+# 32 prompts x 8 responses = 256 samples: one optimizer step per rollout, so that every step is on policy.
 ROLLOUT_ARGS=(
     --prompt-data "$BASE_DIR/dapo-math-17k/dapo-math-17k.jsonl"
     --input-key prompt --label-key label --apply-chat-template --rollout-shuffle

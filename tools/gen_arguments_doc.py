@@ -48,7 +48,7 @@ OLDER_WORDS = """\
 Launch scripts of slime <= 0.3.0, and those for the flags of SGLang 0.4.9 to 0.5.19, may keep these. A warning says what
 each is now: on the command line, in `--config`, `--custom-config-path` and role files, and (without the prefix
 `--sglang-`) in the `overrides` of `--sglang-config`. Where the current flag is given too, it wins in a file, and on the
-command line the later one does. A refused flag ends the run; a dry run lists it and goes on."""
+command line the later one does. A refused flag ends the run; a dry run lists it and continues."""
 
 
 def _escape(text: str) -> str:

@@ -20,7 +20,7 @@ HEAD = (
 )
 _TABLE = re.compile(r"(<!-- table: begin -->\n).*?(<!-- table: end -->)", re.DOTALL)
 _ONE = re.compile(r"(--[\w-]+)(?: \S+){0,2} is not available yet in this version")
-_QUANTISED = re.compile(r"--hf-checkpoint \S+ is quantised \((\w+)\)")
+_QUANTIZED = re.compile(r"--hf-checkpoint \S+ is quanti[sz]ed \((\w+)\)")
 _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 
 # What the refused flags stand for, by the names of flags.
@@ -39,9 +39,9 @@ def not_yet(refusals: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     for sentence in refusals:
         several, one = _SEVERAL.match(sentence), _ONE.match(sentence)
-        quantised = _QUANTISED.match(sentence)
+        quantized = _QUANTIZED.match(sentence)
         flags = several[1].split(", ") if several else [one[1]] if one else []
-        other = f"{quantised[1].upper()} engines" if quantised else sentence
+        other = f"{quantized[1].upper()} engines" if quantized else sentence
         found.update(dict.fromkeys([_feature(flag) for flag in flags] or [other]))
     return list(found)
 

@@ -1,4 +1,4 @@
-"""Make a tiny, randomly initialised Hugging Face checkpoint with a byte-level tokenizer, from nothing.
+"""Make a tiny, randomly initialized Hugging Face checkpoint with a byte-level tokenizer, from nothing.
 
 Nothing is downloaded: the architecture is the family's real one (``FAMILIES``), only small, and the tokenizer knows the
 256 bytes plus the chat markers, so any text round-trips. The quickstart and the tests use it.

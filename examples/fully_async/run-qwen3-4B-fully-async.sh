@@ -11,7 +11,7 @@ CLUSTER_ARGS=(
 
 CKPT_ARGS=(
     --hf-checkpoint "$BASE_DIR/Qwen3-4B"
-    --load "$BASE_DIR/Qwen3-4B_slime_async" # a run that was interrupted goes on from here
+    --load "$BASE_DIR/Qwen3-4B_slime_async" # an interrupted run resumes from here
     --save "$BASE_DIR/Qwen3-4B_slime_async"
     --save-interval 20
 )

@@ -11,7 +11,7 @@ CLUSTER_ARGS=(
 
 CKPT_ARGS=(
     --hf-checkpoint "$BASE_DIR/Qwen3-8B"
-    --load "$BASE_DIR/Qwen3-8B_slime_opd" # a run that was interrupted goes on from here
+    --load "$BASE_DIR/Qwen3-8B_slime_opd" # an interrupted run resumes from here
     --save "$BASE_DIR/Qwen3-8B_slime_opd"
     --save-interval 20
 )
@@ -25,7 +25,7 @@ ROLLOUT_ARGS=(
     --rollout-temperature 1
 )
 
-# The reward is learnt from too; a smaller coefficient gives it more weight.
+# The reward is trained on too; a smaller coefficient gives it more weight.
 DISTILLATION_ARGS=(
     --use-opd --opd-type megatron --opd-kl-coef 1.0
     --opd-teacher-load "${TEACHER:-$BASE_DIR/Qwen3-8B-teacher}"

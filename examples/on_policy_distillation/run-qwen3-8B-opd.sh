@@ -11,7 +11,7 @@ CLUSTER_ARGS=(
 
 CKPT_ARGS=(
     --hf-checkpoint "$BASE_DIR/Qwen3-8B"
-    --load "$BASE_DIR/Qwen3-8B_slime_opd" # a run that was interrupted goes on from here
+    --load "$BASE_DIR/Qwen3-8B_slime_opd" # an interrupted run resumes from here
     --save "$BASE_DIR/Qwen3-8B_slime_opd"
     --save-interval 20
 )

@@ -10,7 +10,7 @@ from typing import Literal
 MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "num-attention-heads": 8,
          "num-key-value-heads": 4}  # fmt: skip
 SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
-"""One pass over the demonstrations: batches of 1280, ten optimiser steps each; the same budget for every seed."""
+"""One pass over the demonstrations: batches of 1280, ten optimizer steps each; the same budget for every seed."""
 
 GRPO_ROLLOUTS = 100
 STEPS_PER_ROLLOUT, EVAL_INTERVAL = 2, 10
@@ -27,7 +27,7 @@ class Paths:
 
     @property
     def model(self) -> Path:
-        """The randomly initialised model."""
+        """The randomly initialized model."""
         return self.root / "model"
 
     @property

@@ -19,11 +19,11 @@ async def exact_answer(args: argparse.Namespace, sample: Sample, **kwargs: Any) 
 
 
 def shuffled_rewards(args: argparse.Namespace, samples: list[Sample]) -> tuple[list[float], list[float]]:
-    """Deal the rewards of a rollout out at random, then normalise them as usual.
+    """Deal the rewards of a rollout out at random, then normalize them as usual.
 
     A control, for ``--custom-reward-post-process-path``: the same rewards in the same numbers, but they no longer say
-    which answer was right. What a model still gains under it is not learnt from the reward. Returns the raw rewards as
-    they were earned, and group-normalised shuffled ones.
+    which answer was right. What a model still gains under it is not learned from the reward. Returns the raw rewards as
+    they were earned, and group-normalized shuffled ones.
     """
     raw = [float(sample.reward) for sample in samples]  # type: ignore[arg-type]
     dealt = list(raw)
@@ -31,10 +31,10 @@ def shuffled_rewards(args: argparse.Namespace, samples: list[Sample]) -> tuple[l
     groups: dict[int | None, list[int]] = {}
     for position, sample in enumerate(samples):
         groups.setdefault(sample.group_index, []).append(position)
-    normalised = [0.0] * len(samples)
+    normalized = [0.0] * len(samples)
     for positions in groups.values():
         rewards = [dealt[i] for i in positions]
         mean, spread = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
         for i in positions:
-            normalised[i] = (dealt[i] - mean) / (spread + 1e-6)
-    return raw, normalised
+            normalized[i] = (dealt[i] - mean) / (spread + 1e-6)
+    return raw, normalized

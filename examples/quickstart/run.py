@@ -22,9 +22,9 @@ from examples.quickstart.stages import ROOT, StageError, run_stage
 
 INTRODUCTION = """\
 slime quickstart: a Qwen3 model of half a million parameters is made from nothing and taught to add two numbers.
-First it imitates a hasty teacher whose answers are more often wrong than right (SFT); then it tries for itself and is
-told only whether an answer was right (GRPO). The loop is slime's real one: a Megatron trainer and two SGLang engines
-behind a router, on Ray. {expected}
+First it imitates demonstrations that are more often wrong than right (SFT); then it generates answers itself and is
+rewarded for the right ones (GRPO). The loop is slime's real one: a Megatron trainer and two SGLang engines behind a
+router, on Ray. {expected}
 Everything goes to {root}"""
 
 EXPECTED_S = {"model and data": 20, "SFT": 180, "GRPO": 450}

@@ -92,11 +92,11 @@ def report(shape: str, options: argparse.Namespace) -> bool:
     ratios = [a / b for a, b in zip(own, other, strict=True)]
     ratio = statistics.median(ratios)
     good = ratio <= 1.0 and errors["chunked"] <= EXACTNESS_LIMIT * errors["plain chunks"]
-    told = ", ".join(f"{name} {error:.2f}" for name, error in errors.items())
+    shown = ", ".join(f"{name} {error:.2f}" for name, error in errors.items())
     print(
         f"{shape} on {options.device}: {statistics.median(own):.4f} s, plain chunks {statistics.median(other):.4f} s, "
         f"loop {loop:.3f} s; ratio to plain chunks {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f} in "
-        f"{len(ratios)} pairs), to the loop {statistics.median(own) / loop:.4f}; rounding {told}; "
+        f"{len(ratios)} pairs), to the loop {statistics.median(own) / loop:.4f}; rounding {shown}; "
         f"load {os.getloadavg()[0]:.1f}: {'good' if good else 'TOO SLOW OR LESS EXACT'}",
         flush=True,
     )

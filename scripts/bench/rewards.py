@@ -50,7 +50,7 @@ class Setting:
 
 
 async def beside(setting: Setting) -> None:
-    """Wait for processes that compute the same rewards for nobody."""
+    """Wait for processes that compute the same rewards and discard them."""
     code = "import sys; sys.path[:0] = sys.argv[3:]; from scripts.bench.rewards import burn\n"
     code += "for _ in range(int(sys.argv[1])): burn(float(sys.argv[2]))"
     running = [

@@ -53,7 +53,7 @@ def make_samples(count: int, prompt: int, response: int) -> list[Sample]:
 
 
 class RayStore:
-    """Ray's object store, with all that its serialisation does."""
+    """Ray's object store, with all that its serialization does."""
 
     name = "Ray's object store"
 

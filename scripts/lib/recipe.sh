@@ -34,7 +34,7 @@ OPTIMIZER_ARGS=(
     --adam-beta1 0.9 --adam-beta2 0.98
 )
 
-# Adam's states in host memory: 12 bytes per parameter that GPUs need not hold, for a slower optimiser step.
+# Adam's states in host memory: 12 bytes per parameter that GPUs need not hold, for a slower optimizer step.
 CPU_ADAM_ARGS=(
     --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
 )
@@ -94,7 +94,7 @@ FP8_ARGS=(
     --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather
 )
 
-# Quantisation-aware training: the trainer computes with experts rounded to INT4 in groups, as the engine has them, and
+# Quantization-aware training: the trainer computes with experts rounded to INT4 in groups, as the engine has them, and
 # applies the gradients to the exact ones.
 INT4_QAT_ARGS=(
     --train-env-vars

@@ -1,7 +1,7 @@
 """A stand-in for SGLang engines and their router, for benchmarks and fault tests only.
 
-It speaks the wire format of the endpoints that slime uses and computes nothing: replies, times and faults are what it
-is told. ``python -m scripts.bench.standin --help`` serves one from the command line.
+It speaks the wire format of the endpoints that slime uses and computes nothing: replies, times and faults are
+configured. ``python -m scripts.bench.standin --help`` serves one from the command line.
 """
 
 from scripts.bench.standin.cluster import ServerThread, StandInCluster

@@ -55,7 +55,7 @@ class StandInEngine:
     """``reply`` gives the whole answer's token ids. It takes ``duration`` s, or ``delay`` s per token without that.
 
     ``slots`` requests run at a time (None: all), the others wait, at most ``max_waiting``: more are answered 503.
-    ``failures`` befall the next requests one by one, ``faults`` any of them, and until ``unavailable_until``
+    ``failures`` apply to the next requests one by one, ``faults`` any of them, and until ``unavailable_until``
     (time.monotonic) all are answered 503. ``record`` keeps the bodies and headers of requests.
     """
 
