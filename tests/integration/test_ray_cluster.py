@@ -115,7 +115,7 @@ def test_stopping_a_submitted_job_ends_the_run(head, model, tmp_path):
         assert time.monotonic() < deadline, head.ray("job", "logs", name).stdout
         time.sleep(0.5)
     log = head.ray("job", "logs", name).stdout
-    run_id = log.split("run ", 2)[2].split(" on ")[0] if "run directory" in log else log.split("run ", 1)[1].split()[0]
+    run_id = re.search(r"run (\d{8}-\d{6}-\w{8}) on ", log).group(1)
     assert processes_of_run(run_id), log
     head.ray("job", "stop", name)
     deadline = time.monotonic() + 30
