@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from slime.utils.async_utils import run
@@ -30,8 +30,17 @@ def finish(result: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return run(wait())
-    with ThreadPoolExecutor(1, "slime-asyncio-hook") as thread:
-        return thread.submit(asyncio.run, wait()).result()
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(asyncio.run(wait()))
+        except BaseException as e:  # noqa: BLE001  (raised again where it is awaited)
+            answer.set_exception(e)
+
+    # A daemon: a hook that hangs does not keep the process from its exit.
+    threading.Thread(target=work, name="slime-asyncio-hook", daemon=True).start()
+    return answer.result()
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
