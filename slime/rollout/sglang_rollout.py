@@ -64,9 +64,10 @@ logger = logging.getLogger(__name__)
 
 
 class GenerateState(Bookkeeping, metaclass=SingletonMeta):
-    """What all requests of this process share: tokenizer, limits, the groups in flight of the present rollout.
+    """What all requests of this process share: tokenizer, limits, the groups in flight of the current rollout.
 
-    Of what stands in its place ``generate_and_rm`` needs ``semaphore``, ``aborted`` and ``dp_rank_context``.
+    A class that users patch in its place needs ``semaphore``, ``aborted`` and ``dp_rank_context`` for
+    ``generate_and_rm``.
     """
 
     def __init__(self, args: Any) -> None:

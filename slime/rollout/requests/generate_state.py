@@ -288,5 +288,5 @@ def _of_stand_ins() -> Bookkeeping:
 
 
 def bookkeeping_of(state: Any) -> Bookkeeping:
-    """Return the notes of ``state``, which are its own attributes; all stand-ins of a process share theirs."""
+    """Return the bookkeeping of ``state``: itself, or the one that all replacements in this process share."""
     return state if isinstance(state, Bookkeeping) else _of_stand_ins()
