@@ -538,6 +538,24 @@ def test_model_urls():
     assert sglang_rollout.get_model_url(args, "actor", "/x") == "http://[::1]:5/x"
 
 
+def test_the_way_from_a_group_to_its_request_is_short(cluster, make_args, monkeypatch):
+    """``generate_and_rm_group`` starts a task per sample, which calls no more than these before ``post``."""
+    ways, post = set(), sglang_rollout.post
+
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        way, frame = [], sys._getframe(1)
+        while frame is not None and "asyncio" not in frame.f_code.co_filename:
+            way.append(frame.f_code.co_name)
+            frame = frame.f_back
+        ways.add(tuple(reversed(way)))
+        return await post(*args, **kwargs)
+
+    monkeypatch.setattr(sglang_rollout, "post", watched)
+    args = make_args()
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert ways == {("generate_and_rm", "call_generate", "generate")}
+
+
 def test_the_module_does_not_import_ray():
     assert "ray" not in {name.partition(".")[0] for name in vars(sys.modules["slime.rollout.sglang_rollout"])}
     assert load_function("slime.rollout.sglang_rollout.generate") is sglang_rollout.generate
