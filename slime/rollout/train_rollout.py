@@ -1,4 +1,4 @@
-"""The loop of one training rollout: submit, collect, filter, and stop what is not needed any more."""
+"""The loop of one training rollout: submit, collect, filter, and abort what is not needed any more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUBMITTED_AT_ONCE = 8
 
 
 class Collection:
-    """The groups of one rollout, by what becomes of them."""
+    """The groups of one rollout: accepted, dropped, handed back."""
 
     def __init__(self, args: Any, rollout_id: int, dynamic_filter: Callable[..., Any] | None) -> None:
         self.args = args
@@ -45,7 +45,7 @@ class Collection:
         self.handed_back: list[Group] = []
         self.unfinished: list[Group] = []
         self.drawn: list[Group] = []
-        """Those that have not been begun."""
+        """Those that have not been started."""
         self.aborted = 0
         self.metrics = MetricGatherer()
         self.staleness = StalenessFilter(args, rollout_id)
@@ -133,6 +133,7 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
         tokens = 0
         reward_sum, rewarded = 0.0, 0
         while len(collection.accepted) < target:
+            # Groups that the filter drops or the generate function gives up are replaced by new ones.
             while state.remaining_batch_size < target:
                 collection.drawn = draw_groups(args, get_samples, args.over_sampling_batch_size)
                 if not collection.drawn:
@@ -149,9 +150,10 @@ async def collect(args: Any, state: Any, get_samples: Callable[[int], list[Group
                 )
             for task in _in_order(done, state):
                 before, group = len(collection.accepted), task.result()
-                collection.staleness.stamp(group)
+                collection.staleness.stamp(group)  # first: the journal saves the steps of the tokens too
                 if state.on_completed is not None and not has_aborted(group):
                     state.on_completed(group)
+                # A filter that raises must find the group still in flight, so that it is handed back.
                 await collection.add(group, state.groups_in_flight.original(task), state)
                 state.groups_in_flight.take_original(task)
                 samples = list(iter_samples(group))
