@@ -155,7 +155,7 @@ def _weights(settings: Settings, difference: Tensor, trained: Tensor) -> tuple[T
 
 
 def _rejection(settings: Settings, difference: Tensor, trained: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return which tokens are kept, as bools, and why others would not be; without ``use_rs`` only to be told."""
+    """Return which tokens are kept, as bools, and why others would not be; without ``use_rs`` only for the metrics."""
     ratio = importance_ratio(settings.rs_level, difference, trained)
     outside = (ratio < settings.rs_lower) | (ratio > settings.rs_upper)
     metrics = {"mis_rs_fraction": outside.to(ratio.dtype)}

@@ -149,7 +149,7 @@ class RolloutShard:
 
     batch: the rank's samples, step after step and micro-batch after micro-batch. partition: their positions in the
     whole batch. micro_batch_indices: per micro-batch the positions *within this shard*, over all steps.
-    num_microbatches, global_batch_sizes: per optimiser step. batch_raw_reward, batch_total_lengths: of all samples of
+    num_microbatches, global_batch_sizes: per optimizer step. batch_raw_reward, batch_total_lengths: of all samples of
     all ranks.
     """
 

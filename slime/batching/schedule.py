@@ -1,4 +1,4 @@
-"""Which data-parallel rank trains which sample in which micro-batch of which optimiser step.
+"""Which data-parallel rank trains which sample in which micro-batch of which optimizer step.
 
 A step trains ``global_batch_size`` *rollouts* (executions; all samples of a rollout stay in one step). Its samples are
 divided into micro-batches, whose number every rank must share equally, and these over the ranks.

@@ -48,7 +48,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "slime.utils.health_monitor": _at("slime.ray.engines.health", "EngineHealth HealthLimits HealthMonitor"),
     "slime.utils.routing_replay": _at(f"{_MEGATRON}.routing_replay", "RoutingReplay build_routing_replay"),
-    "slime.utils.tensor_backper": {"TensorBackuper": f"{_MEGATRON}.weight_backup.WeightBackup"},
+    "slime.utils.tensor_backper": {"TensorBackuper": f"{_MEGATRON}.policies.WeightBackup"},
     "slime.utils.accelerator.torch_accelerator": {
         "TorchAccelerator": "slime.utils.accelerator.cuda.CudaAccelerator",
         "CpuAccelerator": "slime.utils.accelerator.cpu.CpuAccelerator",
@@ -59,11 +59,11 @@ PUBLIC: dict[str, dict[str, str]] = {
         **_METRICS,
     },
     "slime.observability.train_data_utils": {
-        **_at(f"{_MEGATRON}.train_dump", "save_train_dump"),
+        **_at(f"{_MEGATRON}.reporting", "save_train_dump"),
         **_at(f"{_MEGATRON}.data", "build_micro_batch micro_batch_iterators prepare_rollout_data"),
     },
     "slime.observability.train_metric_utils": _at(
-        f"{_MEGATRON}.train_metrics", "log_perf log_rollout_metrics log_train_metrics rollout_means"
+        f"{_MEGATRON}.reporting", "log_perf log_rollout_metrics log_train_metrics rollout_means"
     ),
     "slime.observability.metric_utils": {
         **_METRICS,
@@ -89,7 +89,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     "slime.backends.sglang_utils.sglang_engine": {"SGLangEngine": "slime.ray.engines.engine.EngineActor"},
     f"{_MEGATRON}.actor": {"MegatronTrainRayActor": "slime.ray.train_actor.TrainRayActor"},
     f"{_MEGATRON}.model": _at(f"{_MEGATRON}.model_provider", "get_model model_provider padded_vocab_size"),
-    f"{_MEGATRON}.ci_utils": _at(f"{_MEGATRON}.ci_checks", "check_rollout check_steps"),
+    f"{_MEGATRON}.ci_utils": _at(f"{_MEGATRON}.reporting", "check_rollout check_steps"),
     f"{_MEGATRON}.hf_checkpoint_saver": _at(f"{_WEIGHTS}.export", "export_hf"),
     f"{_MEGATRON}.hf_to_megatron": _at(f"{_WEIGHTS}.load", "load_hf"),
     f"{_MEGATRON}.misc_utils": _at(_HF_NAMES, "strip_param_name_prefix"),

@@ -106,7 +106,7 @@ def _family(checkpoint: str, flags: tuple[Any, ...], export_to: Path) -> dict[st
     from slime.backends.megatron_utils.model_provider import get_model
     from slime.backends.megatron_utils.mtp_model import borrow_embedding
     from slime.backends.megatron_utils.parallel import data_parallel
-    from slime.backends.megatron_utils.schedule_call import run_schedule
+    from slime.backends.megatron_utils.passes import run_schedule
     from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
     from tests.support.megatron_model import hf_gradients, model_args
 

@@ -1,4 +1,4 @@
-"""Advantages and returns of a rollout in the trainer: KL to the reference, the estimator, whitening."""
+"""Advantages and returns of a rollout: KL to the reference, the estimator, distillation, whitening."""
 
 from __future__ import annotations
 
@@ -16,13 +16,37 @@ from slime.algorithms.advantages import (
 )
 from slime.algorithms.gae import get_advantages_and_returns_batch, token_rewards
 from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.opd import distil
 from slime.algorithms.rewards import leave_one_out
 from slime.algorithms.whitening import masked_whiten
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
-from slime.backends.megatron_utils.distillation import add_distillation
-from slime.backends.megatron_utils.hook_results import check_token_columns
-from slime.backends.megatron_utils.hooks import optional_function
+from slime.backends.megatron_utils.data import RolloutData
+from slime.backends.megatron_utils.hooks import check_token_columns, optional_function
 from slime.backends.megatron_utils.parallel import all_gather_objects, data_parallel, is_last_stage
+
+
+def add_distillation(args: Namespace, data: RolloutData) -> None:
+    """With ``--use-opd``: take ``opd_kl_coef`` times the reverse KL off ``advantages``, and set ``opd_reverse_kl``.
+
+    The student's log-probs are those of the old policy. Returns of a value function stay as they are: it does not know
+    the teacher. Raises ValueError when a column is missing.
+    """
+    if not args.use_opd:
+        return
+    student = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+    if data.get("teacher_log_probs") is None:
+        raise ValueError(
+            f"--use-opd --opd-type {args.opd_type}: the samples have no teacher_log_probs. "
+            "slime.rollout.on_policy_distillation sets them (--custom-rm-path ...reward_func, "
+            "--custom-reward-post-process-path ...post_process_rewards), or set Sample.teacher_log_probs, one number "
+            "per response token, in a function of yours; a converter of yours must pass the column on"
+        )
+    if data.get(student) is None:
+        raise ValueError(f"--use-opd needs the student's {student}, which the samples and passes do not have")
+    data["advantages"], data["opd_reverse_kl"] = distil(
+        data["advantages"], data[student], data["teacher_log_probs"], args.opd_kl_coef
+    )
+
 
 Column = list[Tensor]
 

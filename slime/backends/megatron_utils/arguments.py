@@ -13,7 +13,7 @@ __all__ = ["set_default_megatron_args"]
 def set_default_megatron_args(args: Namespace) -> Namespace:
     """Fill ``args`` in place with what slime always gives Megatron, and return it.
 
-    Works on any namespace: bf16 unless ``fp16``, 4096 positions, the distributed optimiser, the tokenizer of
+    Works on any namespace: bf16 unless ``fp16``, 4096 positions, the distributed optimizer, the tokenizer of
     ``hf_checkpoint``, checkpoints that any layout can read, and ``padded_vocab_size`` where ``vocab_size`` is known.
     """
     megatron_defaults.fill(args)

@@ -47,7 +47,7 @@ def coefficients(args: Namespace) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the losses of an optimiser step are divided by.
+    """What the losses of an optimizer step are divided by.
 
     micro_batches: of all data-parallel ranks together. samples: likewise. scale: what a loss is multiplied by so that
     Megatron's scaling of auxiliary losses and of gradients makes the mean over micro-batches of it.
@@ -103,7 +103,7 @@ class Balancing:
 
     @contextmanager
     def step(self, data: RolloutData, micro_batches: list[list[int]]) -> Iterator[None]:
-        """The body is the forwards and backwards of the optimiser step over ``micro_batches``. Collective."""
+        """The body is the forwards and backwards of the optimizer step over ``micro_batches``. Collective."""
         if not self._columns:
             yield
             return
@@ -217,7 +217,7 @@ def router_losses(
 ) -> dict[str, Tensor]:
     """Return this rank's parts of the losses of one layer over one micro-batch; ``seq_aux_loss`` is a sum of samples.
 
-    logits: fp32 [tokens, experts]. sample, lengths: as in ``_Tokens``. router: tells ``topk``, ``score_function`` and
+    logits: fp32 [tokens, experts]. sample, lengths: as in ``_Tokens``. router: has ``topk``, ``score_function`` and
     the group ``tp_cp_group`` over which tokens are divided.
     """
     valid = sample >= 0

@@ -1,6 +1,6 @@
 """Save and load trainer state as Megatron ``torch_dist`` checkpoints that any other parallel layout can read.
 
-What is saved: model, optimiser (``fully_reshardable``: fp32 parameters and Adam moments in model coordinates),
+What is saved: model, optimizer (``fully_reshardable``: fp32 parameters and Adam moments in model coordinates),
 learning-rate schedule, random states. The iteration of a checkpoint is the rollout id after which it was taken.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+import queue
 import random
 import shutil
 import threading
@@ -24,21 +25,70 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
-from slime.backends.megatron_utils.checkpoint_writer import in_process_strategy
 from slime.backends.megatron_utils.offload import torch_optimizers
-from slime.backends.megatron_utils.optimizer import with_length_of_run
-from slime.backends.megatron_utils.optimizer_chain import check_optimizers, complete_steps, for_chain
+from slime.backends.megatron_utils.optimizer import check_optimizers, complete_steps, for_chain, with_length_of_run
 from slime.backends.megatron_utils.parallel import data_parallel, gather_from_world, pipeline_parallel, tensor_parallel
+
+
+def in_process_strategy(*, parallel_over_dp: bool) -> Any:
+    """Return Megatron's ``torch_dist`` save strategy, writing from this process.
+
+    With ``parallel_over_dp`` the DP x CP ranks share the writing of replicated tensors. Megatron's own writer forks one
+    process per file and starts a ``multiprocessing.Manager``, which imports the main module again: seconds per save,
+    unsafe with Ray's threads and CUDA, and a process left over when the trainer dies. Here the same writer functions
+    run in the calling thread. They spend their time in system calls without the GIL.
+    """
+    import_megatron()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    # The queue through which the writer returns results; set before Megatron would start a Manager process for it.
+    filesystem_async._results_queue = queue.Queue()
+
+    class InProcessStrategy(TorchDistSaveShardedStrategy):
+        def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+            request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+            if request.async_fn is None:
+                return request
+            transforms, _use_msc = request.async_fn.args
+            return request._replace(async_fn=lambda *args: _write(filesystem_async, transforms, *args))
+
+    strategy = InProcessStrategy("torch_dist", 1)
+    ranks = data_parallel(with_context_parallel=True)
+    if parallel_over_dp and ranks.size > 1:
+        return FullyParallelSaveStrategyWrapper(strategy, ranks.group)
+    return strategy
+
+
+def _write(filesystem_async: Any, transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue) -> None:
+    """Write ``buckets`` one by one and put {bucket number: results} into ``results``. Raises what writing raised."""
+    written: dict[int, Any] = {}
+    for number, bucket in enumerate(buckets):
+        answer: queue.Queue = queue.Queue()
+        ticket: queue.Queue = queue.Queue()
+        ticket.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, answer, ticket, use_fsync=True
+        )
+        _, outcome = answer.get_nowait()
+        if isinstance(outcome, Exception):
+            raise outcome
+        written[number] = outcome
+    results.put(written)
+
 
 logger = logging.getLogger(__name__)
 
-# fully_reshardable: optimiser state is stored by parameter, not by bucket, so that DP, TP and PP may all change.
+
+# fully_reshardable: optimizer state is stored by parameter, not by bucket, so that DP, TP and PP may all change.
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
+
 
 # What torch and pickle raise for files that are not what was written.
 _DAMAGE = (EOFError, OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
@@ -65,7 +115,7 @@ def load_checkpoint(
     """Fill ``state`` from the checkpoint under ``root``; return its iteration (None: a ``release`` checkpoint).
 
     ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` (neither, and counting starts afresh: returns None) are
-    obeyed; ``weights_only`` reads just the model, without its module ``without`` when that is given. Optimiser state
+    obeyed; ``weights_only`` reads just the model, without its module ``without`` when that is given. Optimizer state
     may come from any layout; random states are restored only under the same one. Raises ValueError / FileNotFoundError
     for an incomplete, missing or other checkpoint.
     """
@@ -213,7 +263,7 @@ class _PendingSave:
         write = request.async_fn
         arguments = list(request.async_fn_args)
         if write is not None:
-            # Copies to host memory: training goes on and changes the parameters while the thread writes.
+            # Copies to host memory: training continues and changes the parameters while the thread writes.
             arguments[1] = _staged(request.preload_fn(), copy=asynchronous)
         self._thread = threading.Thread(
             target=self._run, args=(write, arguments), name=f"save-{iteration}", daemon=True
@@ -255,7 +305,7 @@ class _PendingSave:
 
 
 def _is_stateless(args: Namespace) -> bool:
-    """Whether the optimiser has nothing to save, so that its schedule is all there is to continue."""
+    """Whether the optimizer has nothing to save, so that its schedule is all there is to continue."""
     return args.use_stateless_adam
 
 
@@ -295,7 +345,7 @@ def _freezes_some(model: Sequence[torch.nn.Module]) -> bool:
 
 
 def _freezes_some_anywhere(model: Sequence[torch.nn.Module]) -> bool:
-    """Whether layers may differ in what is trained: one tensor of all layers' optimiser state would have gaps then."""
+    """Whether layers may differ in what is trained: one tensor of all layers' optimizer state would have gaps then."""
     found = torch.tensor([float(_freezes_some(model))], device=next(model[0].parameters()).device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())

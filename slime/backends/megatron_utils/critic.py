@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils import value_head
 from slime.backends.megatron_utils.checkpoint import TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint
 from slime.backends.megatron_utils.data import RolloutData
-from slime.backends.megatron_utils.log_prob_pass import forward_only
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
-from slime.backends.megatron_utils.train_metrics import log_rollout_metrics
+from slime.backends.megatron_utils.passes import forward_only
+from slime.backends.megatron_utils.reporting import log_rollout_metrics
 from slime.backends.megatron_utils.trainer import MegatronTrainer
-from slime.backends.megatron_utils.values import get_values
+from slime.backends.megatron_utils.values import VALUE_HEAD, checkpoint_has_value_head, get_values
 from slime.observability.timer import timer
 
 logger = logging.getLogger(__name__)
@@ -46,11 +45,11 @@ class CriticTrainer(MegatronTrainer):
 
     def _load_megatron(self, root: str, step: int | None) -> int | None:
         directory, _ = find_checkpoint(root, step)
-        if value_head.checkpoint_has_value_head(directory, self.args.hidden_size):
+        if checkpoint_has_value_head(directory, self.args.hidden_size):
             return super()._load_megatron(root, step)
         logger.warning("%s has no value head of this size: it starts afresh, the other weights are read", directory)
         state = TrainerState(self.model)
-        load_checkpoint(self.args, root, state, step=step, weights_only=True, without=value_head.NAME)
+        load_checkpoint(self.args, root, state, step=step, weights_only=True, without=VALUE_HEAD)
         self.optimizer.reload_model_params()
         return None
 

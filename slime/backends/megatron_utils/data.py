@@ -240,7 +240,7 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def steps_of(data: RolloutData) -> list[list[list[int]]]:
-    """Return, per optimiser step, the micro-batches of this rank as lists of local sample positions."""
+    """Return, per optimizer step, the micro-batches of this rank as lists of local sample positions."""
     steps, start = [], 0
     for count in data["num_microbatches"]:
         steps.append([list(map(int, indices)) for indices in data["micro_batch_indices"][start : start + count]])

@@ -150,7 +150,7 @@ def mark_routed_experts(model: torch.nn.Module) -> None:
     Megatron's modules ask for it only when experts are divided (``expert_model_parallel_size > 1``). With an
     expert-tensor-parallel size other than the tensor-parallel size these ranks are others than those of the rest of
     the model as well, and gradients would silently lack the tokens of some. Where the ranks are the same experts are
-    marked too: they have an optimiser of their own then in every layout, so that checkpoints of all layouts are alike.
+    marked too: they have an optimizer of their own then in every layout, so that checkpoints of all layouts are alike.
     Call before the model is wrapped for data parallelism.
     """
     for parameter in _routed(model.named_parameters()):

@@ -14,8 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from slime.backends.megatron_utils.core_attention import TorchCoreAttention
 from slime.backends.megatron_utils.experts import GroupedExperts
 from slime.backends.megatron_utils.latent_attention import fix_mla_tp_gradients
-from slime.backends.megatron_utils.norms import TorchRMSNorm
-from slime.backends.megatron_utils.post_norms import with_post_norms
+from slime.backends.megatron_utils.norms import TorchRMSNorm, with_post_norms
 from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def _with_torch_modules(block: Any) -> Any:
         experts = getattr(parts.mlp, "submodules", None)
         if isinstance(experts, MoESubmodules):
             experts.experts = ModuleSpec(module=GroupedExperts)
-            logger.info("routed experts: a matrix product each, for want of TransformerEngine's grouped kernels")
+            logger.info("routed experts: one matrix product each, grouped kernel not available")
     return block
 
 

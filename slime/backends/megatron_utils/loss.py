@@ -20,8 +20,7 @@ from slime.algorithms.reducers import num_trained_tokens
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import Reducer, get_sum_of_sample_mean
 from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
-from slime.backends.megatron_utils.hook_results import checked_loss
-from slime.backends.megatron_utils.hooks import optional_function
+from slime.backends.megatron_utils.hooks import checked_loss, optional_function
 from slime.backends.megatron_utils.importance import icepop_function, mis_function, vanilla_tis_function
 from slime.backends.megatron_utils.mismatch import note_mismatch
 from slime.backends.megatron_utils.mtp_loss import add_mtp_loss
@@ -104,7 +103,7 @@ def loss_function(
     """Return what Megatron's schedules expect of a micro-batch, scaled so that gradients do not depend on the layout.
 
     With B the step's ``batch["global_batch_size"]`` and S the reduced loss of the micro-batch, the gradient that
-    reaches the optimiser is that of ``sum(S) / B`` over all micro-batches of all ranks: the schedule multiplies the
+    reaches the optimizer is that of ``sum(S) / B`` over all micro-batches of all ranks: the schedule multiplies the
     first of two values by cp / num_microbatches and DDP divides by dp * cp, hence the factor here. With
     ``calculate_per_token_loss`` it is ``sum(S) / tokens``: three values, of which the schedule leaves the loss alone,
     and Megatron divides gradients by the token count that it sums over DP x CP, where each CP rank reports all tokens.

@@ -82,10 +82,10 @@ def patch_shared_adam_step() -> bool:
 
 
 def patch_state_of_no_parameters() -> bool:
-    """Let DistributedOptimizer tell the state of an optimiser that holds no parameter on this rank.
+    """Let DistributedOptimizer tell the state of an optimizer that holds no parameter on this rank.
 
     It wants all parameters to agree on one ``step``, and asserts that there is one: a pipeline stage without experts
-    cannot save the (empty) optimiser of experts.
+    cannot save the (empty) optimizer of experts.
     """
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 
@@ -178,7 +178,7 @@ def restoring_adam_step_fails(restore: Callable[..., None]) -> bool:
 
 
 def state_of_no_parameters_fails(state_dict: Callable[..., Any]) -> bool:
-    """Return whether ``state_dict`` (DistributedOptimizer's method) raises for an optimiser without parameters."""
+    """Return whether ``state_dict`` (DistributedOptimizer's method) raises for an optimizer without parameters."""
     optimizer = torch.optim.AdamW([{"params": []}], lr=0.1)
     try:
         state_dict(SimpleNamespace(optimizer=optimizer, grad_scaler=None))

@@ -63,7 +63,7 @@ def transformer_config_from_args(args: Namespace) -> Any:
         without.append("gradient_accumulation_fusion")
     off = [name for name in without if values.get(name)]
     if off:
-        logger.info("switched off for want of their kernels on this machine: %s", ", ".join(off))
+        logger.info("disabled, kernel not available on this machine: %s", ", ".join(off))
     values.update(dict.fromkeys(without, False))
     return config_class(**values)
 

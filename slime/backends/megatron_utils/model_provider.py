@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.model_config import ddp_config_from_args, tra
 from slime.backends.megatron_utils.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.rope import rope_settings
-from slime.backends.megatron_utils.value_head import is_value_head, put_value_head
+from slime.backends.megatron_utils.values import is_value_head, put_value_head
 from slime.utils import accelerator
 from slime.utils.misc import load_function
 from slime.utils.model_shape import padded_vocab_size

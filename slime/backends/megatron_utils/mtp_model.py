@@ -39,7 +39,7 @@ ATTENTION_INPUTS = (
 
 
 class MTPLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, which is given the embeddings of the further tokens instead of tokens to roll."""
+    """Megatron's layer, which is given the embeddings of the tokens to see instead of tokens to roll."""
 
     def forward(self, hidden_states: Tensor, embeddings: Tensor, **attention: Any) -> Tensor:
         """Return the hidden states, normalised, for ``hidden_states`` and ``embeddings``, all [t, 1, hidden]."""

@@ -1,11 +1,12 @@
 """Give the trainer's device memory back while the engines generate, without patching the allocator.
 
 A tensor's storage can be resized to zero bytes and later grown again while every view of it stays valid. ``Sleeper``
-walks over everything a trainer holds (parameters, buffers, gradient buffers, optimiser state), copies each distinct
+walks over everything a trainer holds (parameters, buffers, gradient buffers, optimizer state), copies each distinct
 storage once to host memory, frees it, and brings it back in the same place. Two things are freed without a copy:
 
-* Gradient buffers come back zeroed: a trainer sleeps only between optimiser steps, when they hold nothing.
-* bf16 and fp16 weights are written anew from the optimiser's fp32 copy (``masters``).
+* Gradient buffers come back zeroed: a trainer sleeps only between optimizer steps, when they hold nothing.
+* bf16 and fp16 weights are rounded again from the main parameters, the fp32 copy of its share that the distributed
+  optimizer holds, and gathered over the data-parallel ranks, as after every step. They are the same to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.main_params import main_params, rebuild, rebuildable_buffers
+from slime.backends.megatron_utils.parallel import gather_from_world
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def rebuildable_buffers(optimizer: Any | None) -> list[Tensor]:
+    """Return the flat weight buffers that ``rebuild`` fills; empty unless the masters equal them (collective)."""
+    found = [
+        buffer.param_data
+        for inner in _with_main_params(optimizer)
+        for buffer in inner.buffers
+        if buffer.param_dtype in _HALF and buffer.param_data is not None
+    ]
+    return found if _on_every_rank(bool(found) and _mirror(optimizer)) else []
+
+
+def main_params(optimizer: Any | None) -> Iterator[Tensor]:
+    """Yield this rank's master weights."""
+    for _, master in _pairs(optimizer):
+        yield master
+
+
+@torch.no_grad()
+def rebuild(model: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    """Write the weights anew from the masters and gather them (collective over the data-parallel ranks)."""
+    for inner in _with_main_params(optimizer):
+        inner._copy_main_params_to_model_params()
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
+
+
+def _with_main_params(optimizer: Any | None) -> list[Any]:
+    """Return the distributed optimizers inside a Megatron optimizer that hold masters themselves."""
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [one for one in inner if any(getattr(one, "shard_fp32_from_float16_groups", None) or [])]
+
+
+def _pairs(optimizer: Any | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (this rank's part of a weight, its master)."""
+    for inner in _with_main_params(optimizer):
+        groups = zip(inner.shard_float16_groups, inner.shard_fp32_from_float16_groups, strict=True)
+        yield from (pair for group in groups for pair in zip(*group, strict=True))
+
+
+def _mirror(optimizer: Any | None) -> bool:
+    """Whether the weights are the rounded masters. Somebody may have put others into the model."""
+    return all(master is not None and torch.equal(part, master.to(part.dtype)) for part, master in _pairs(optimizer))
+
+
+def _on_every_rank(mine: bool) -> bool:
+    return all(gather_from_world(mine))
 
 
 class Sleeper:
@@ -51,7 +102,7 @@ class Sleeper:
             raise RuntimeError("the trainer is already asleep: wake_up() must come before the next sleep()")
         rebuilt = _distinct([] if self._copy_rebuildable else rebuildable_buffers(self._optimizer))
         masters = _distinct(main_params(self._optimizer)) if rebuilt else {}
-        # fp32 optimisers step the parameters themselves, and gradients may share a buffer with them: each storage once.
+        # fp32 optimizers step the parameters themselves, and gradients may share a buffer with them: each storage once.
         weights = _without(_distinct(_weight_tensors(self._model)), rebuilt)
         state = _without(_distinct(_optimizer_tensors(self._optimizer)), rebuilt, weights)
         gradients = _without(_distinct(_gradient_tensors(self._model, self._optimizer)), rebuilt, weights, state)
@@ -165,7 +216,7 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
 
 
 def torch_optimizers(optimizer: Any | None) -> list[torch.optim.Optimizer]:
-    """Return the torch optimisers inside a Megatron optimiser (chained or not), without empty stubs."""
+    """Return the torch optimizers inside a Megatron optimizer (chained or not), without empty stubs."""
     if optimizer is None:
         return []
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

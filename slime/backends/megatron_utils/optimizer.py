@@ -1,4 +1,4 @@
-"""Optimiser and learning-rate schedule from Megatron's flags."""
+"""Optimizer and learning-rate schedule from Megatron's flags, and the optimizers of a chain in checkpoints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
@@ -17,14 +19,16 @@ from slime.backends.megatron_utils.stateless_adam import instead_of_adam
 
 logger = logging.getLogger(__name__)
 
+
 # Types that --main-grads-dtype and its kin name; fp8 is kept as bytes with a scale.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def train_iterations(args: Namespace) -> int:
-    """Return the number of optimiser steps of the whole run.
+    """Return the number of optimizer steps of the whole run.
 
     ``num_rollout * rollout_batch_size * n_samples_per_prompt // global_batch_size``, the horizon of the schedule.
     """
@@ -49,7 +53,7 @@ def optimizer_config_from_args(args: Namespace, model_config: Any) -> Any:
 
 
 def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
-    """Return Megatron's optimiser (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated.
+    """Return Megatron's optimizer (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated.
 
     With ``--use-stateless-adam`` there is none.
     """
@@ -71,7 +75,7 @@ def allocate_adam_state(optimizer: Any) -> None:
     """Create the state that ``torch.optim.Adam(W)`` otherwise creates in its first ``step()``.
 
     Megatron's sharded state dict asserts that it is there, both for a save before the first step and as the target
-    of a load. TransformerEngine's and apex's optimisers look after themselves.
+    of a load. TransformerEngine's and apex's optimizers look after themselves.
     """
     for inner in torch_optimizers(optimizer):
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
@@ -103,7 +107,7 @@ def reset_optimizer_states(optimizer: Any) -> None:
 def build_scheduler(args: Namespace, optimizer: Any) -> Any:
     """Return Megatron's ``OptimizerParamScheduler``. Its unit is samples: it advances by the global batch size a step.
 
-    ``--lr-decay-iters`` and ``--lr-wsd-decay-iters`` count optimiser steps; ``--lr-decay-iters`` defaults to the
+    ``--lr-decay-iters`` and ``--lr-wsd-decay-iters`` count optimizer steps; ``--lr-decay-iters`` defaults to the
     length of the run. Warm-up is ``--lr-warmup-fraction`` of the decay, or ``--lr-warmup-iters`` steps.
     """
     import_megatron()
@@ -137,7 +141,7 @@ def build_scheduler(args: Namespace, optimizer: Any) -> Any:
 def with_length_of_run(args: Namespace, scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the ``saved`` state of a schedule, whose lengths are those of ``scheduler`` where no flag gives them.
 
-    They follow from ``--num-rollout`` then, and a run that is to be longer than the one that was saved goes on.
+    They follow from ``--num-rollout`` then, and a run that is to be longer than the saved one continues.
     ``--use-checkpoint-opt_param-scheduler`` keeps those that were saved.
     """
     if scheduler.use_checkpoint_opt_param_scheduler:
@@ -152,7 +156,7 @@ def with_length_of_run(args: Namespace, scheduler: Any, saved: dict[str, Any]) -
     if own.get("lr_decay_steps", before) != before and scheduler.lr_decay_style != "constant":
         batch = args.global_batch_size
         logger.warning(
-            "the learning rate (--lr-decay-style %s) now decays over the %g optimiser steps of --num-rollout %d, over "
+            "the learning rate (--lr-decay-style %s) now decays over the %g optimizer steps of --num-rollout %d, over "
             "%g until now; --lr-decay-iters %g keeps the end of its decay where it was",
             scheduler.lr_decay_style, own["lr_decay_steps"] / batch, args.num_rollout, before / batch, before / batch,
         )  # fmt: skip
@@ -161,3 +165,75 @@ def with_length_of_run(args: Namespace, scheduler: Any, saved: dict[str, Any]) -
 
 def _first(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+EXPERTS = 1
+
+
+"""The place of the experts' optimizer in the chain."""
+
+
+def check_optimizers(saved: dict[Any, Any], optimizer: Any, directory: Path) -> None:
+    """Raise ValueError for the state of another number of optimizers than ``optimizer`` chains.
+
+    That of one for experts and the rest (as Megatron saves where it does not divide experts) will do for two.
+    """
+    held, own = len(_parts(saved)), len(optimizer.chained_optimizers)
+    if held == own or (held == 1 and own == EXPERTS + 1 and "param_state_sharding_type" in saved):
+        return
+    raise ValueError(
+        f"checkpoint {directory} has the state of {held} optimizers, this run has {own}: routed experts have one of "
+        "their own. Resume the model that was saved, with the same parameters frozen, or continue without that state: "
+        "--no-load-optim"
+    )
+
+
+def for_chain(loaded: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """Return the loaded state for ``optimizer``: what one optimizer shared is said of each of the chain.
+
+    The groups of the two differ in their names alone: ``is_expert_parallel`` is a part of it.
+    """
+    shared = {key: value for key, value in loaded.items() if not isinstance(key, int)}
+    if len(optimizer.chained_optimizers) == 1 or not shared:
+        return loaded
+    chain = {}
+    for place in range(len(optimizer.chained_optimizers)):
+        groups = [{**group, "is_expert_parallel": place == EXPERTS} for group in shared["optimizer"]["param_groups"]]
+        inner = {**shared["optimizer"], "param_groups": groups}
+        chain[place] = {**shared, "optimizer": inner, **loaded.get(place, {})}
+    return chain
+
+
+def complete_steps(state: dict[Any, Any], device: torch.device) -> None:
+    """Fill in the number of steps where an optimizer holds no parameter on this rank, in place. Collective.
+
+    All optimizers step together. A rank without experts, or without a share of some parameters, knows from the others
+    how often; it may be rank 0, which speaks for all.
+    """
+    parts = _parts(state)
+    own = max((_steps(part) for part in parts), default=0)
+    steps = torch.tensor(own, device=device)
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+    count = int(steps.item())
+    for part in parts:
+        if not part.get("param_state", True):
+            del part["param_state"]  # nothing of this rank's is what all ranks save alike, and would differ
+        inner = part.get("optimizer", part)
+        if "state" in inner:
+            if any("betas" in group for group in inner["param_groups"]):
+                inner["state"].setdefault("common_step", torch.tensor(float(count)))
+        elif any("step" in group for group in inner["param_groups"]):
+            for group in inner["param_groups"]:
+                group["step"] = count
+
+
+def _parts(state: dict[Any, Any]) -> list[dict[Any, Any]]:
+    """The states of the optimizers: those of a chain have numbers as keys."""
+    return [value for key, value in sorted(state.items(), key=str) if isinstance(key, int)] or [state]
+
+
+def _steps(part: dict[Any, Any]) -> int:
+    inner = part.get("optimizer", part)
+    found = [group.get("step") or 0 for group in inner["param_groups"]]
+    found.append(inner.get("state", {}).get("common_step", 0))
+    return int(max(found))

@@ -1,27 +1,176 @@
-"""The forward passes before the steps of a rollout: what reference, teacher and old policy say of its tokens."""
+"""Forward passes before the steps: log-probs of reference, teacher and old policy, and the call of the schedule."""
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from slime.backends.megatron_utils.data import RolloutData
+from slime.backends.megatron_utils.balancing import Balancing
+from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs, num_samples, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
-from slime.backends.megatron_utils.log_prob_pass import forward_only, old_log_probs_equal_current
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
-from slime.backends.megatron_utils.old_actor import OLD_ACTOR
+from slime.backends.megatron_utils.mtp_loss import mtp_targets, trains_mtp
+from slime.backends.megatron_utils.parallel import is_last_stage, unwrap
+from slime.backends.megatron_utils.policies import OLD_ACTOR, TEACHER, WeightBackup, has_teacher
 from slime.backends.megatron_utils.response_logits import TOP_P_COLUMNS
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
-from slime.backends.megatron_utils.teacher import TEACHER, has_teacher
-from slime.backends.megatron_utils.weight_backup import WeightBackup
 from slime.observability.timer import timer
 
+Finish = Callable[..., Any]
+
+
+"""From the model's output to what the schedule expects: a loss and its report, or collected data."""
+
+
+def run_schedule(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    data: RolloutData,
+    micro_batches: list[list[int]],
+    finish: Callable[[dict[str, Any]], Finish],
+    *,
+    forward_only: bool,
+    routing: RoutingReplay | None = None,
+    balancing: Balancing | None = None,
+) -> list[Any]:
+    """Run ``micro_batches`` (lists of local sample positions) through ``model``, backward too unless ``forward_only``.
+
+    ``finish(batch)`` returns the function of the output for that micro-batch. Returns what those functions reported,
+    one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` whatever they
+    returned, as non-loss data. ``routing`` and ``balancing`` are given the batch of each forward pass.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
+        batch = next(iterator)
+        inputs = model_inputs(batch)
+        if not forward_only and trains_mtp(args) and hasattr(unwrap(chunk), "mtp"):
+            inputs["mtp_targets"] = batch.mtp_targets = mtp_targets(args, batch)
+        batch.overwrite_logits = _needs_no_logits(chunk)
+        with ExitStack() as stack:
+            for part in (routing, balancing):
+                if part is not None:
+                    stack.enter_context(part.forward(batch))
+            output = chunk(**inputs)
+        return output, finish(batch)
+
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=micro_batch_iterators(args, data, micro_batches, len(model)),
+        model=list(model),
+        num_microbatches=len(micro_batches),
+        seq_length=args.seq_length or 1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return reports
+
+
+def _needs_no_logits(chunk: torch.nn.Module) -> bool:
+    """Return whether the model says that its backward pass does not read its output; a user's own may end in a tanh."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    model: Any = chunk
+    while isinstance(model, DistributedDataParallel | Float16Module):  # not a wrapper of the user's
+        model = model.module
+    return getattr(model, "logits_may_be_overwritten", False)
+
+
+_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
+
+
+@torch.no_grad()
+def forward_only(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    data: RolloutData,
+    collect: Callable[..., tuple[Tensor, dict[str, list[Tensor]]]],
+    hooks: TrainerHooks,
+    *,
+    store_prefix: str = "",
+    routing: RoutingReplay | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> dict[str, list[Tensor]]:
+    """Run ``model`` over all samples of this rank and return what ``collect`` makes of the logits.
+
+    ``collect`` has the signature of ``loss.get_log_probs_and_entropy``. The result maps ``store_prefix + name`` to one
+    tensor per sample in the CP-local layout, in the order of ``data``; it is empty except on the last pipeline stage.
+    ``routing`` records or replays in the stage it is in. ``columns``: further columns that ``collect`` takes, where
+    they exist, and under which keyword.
+    """
+    for chunk in model:
+        chunk.eval()
+    if hooks.before_log_prob is not None:
+        hooks.before_log_prob(args, model, store_prefix)
+
+    def collecting(batch: dict[str, Any]) -> Any:
+        return partial(
+            collect,
+            args=args,
+            unconcat_tokens=batch["unconcat_tokens"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            **{keyword: batch[name] for name, keyword in (columns or {}).items() if batch.get(name) is not None},
+        )
+
+    # The passes have no optimizer step between them: all steps' micro-batches make one long pipeline.
+    micro_batches = [indices for step in steps_of(data) for indices in step]
+    results = run_schedule(args, model, data, micro_batches, collecting, forward_only=True, routing=routing)
+    for chunk in model:
+        chunk.train()
+    if not is_last_stage():
+        return {}
+    columns: dict[str, list[Any]] = {}
+    for indices, (_, values) in zip(micro_batches, results, strict=True):
+        for name, tensors in values.items():
+            column = columns.setdefault(store_prefix + name, [None] * num_samples(data))
+            for index, tensor in zip(indices, tensors, strict=True):
+                column[index] = tensor
+    return columns
+
+
+def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
+    """Return whether the separate old log-prob pass can be left out because its result is known.
+
+    With one optimizer step per rollout the policy that is differentiated *is* the old policy, so its detached
+    log-probs are the old ones, to the bit (ratio 1). That must not hold, or the numbers be wanted before the step, for:
+    KL in the reward, distillation, old weights, routing that the pass records, the user's loss, advantages, data
+    post-processing or hooks around pass and step, the entropy of the pass, dumps of its columns, assertions and traces
+    of it, and what is random in the step and off in the pass.
+    """
+    replays_engine_routing = args.use_rollout_routing_replay
+    return len(data["num_microbatches"]) == 1 and not any(
+        [
+            args.loss_type == "custom_loss",
+            args.kl_coef != 0,
+            args.use_opd,
+            args.keep_old_actor,
+            args.use_routing_replay and not replays_engine_routing,
+            args.custom_advantage_function_path is not None,
+            args.rollout_data_postprocess_path is not None,
+            args.custom_megatron_before_log_prob_hook_path is not None,
+            args.custom_megatron_before_train_step_hook_path is not None,
+            args.use_rollout_entropy,
+            args.save_debug_train_data is not None,
+            args.ci_test,
+            "train_log_probs" in (args.profile_target or ()),
+            *(getattr(args, name, None) for name in _RANDOM_IN_TRAINING),
+        ]
+    )
+
+
 ACTOR, REFERENCE = "actor", "ref"
+
+
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,7 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_log_prob_with_cp,
 )
 from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
-from slime.backends.megatron_utils.hook_results import checked_correction, checked_reducer
-from slime.backends.megatron_utils.hooks import optional_function
+from slime.backends.megatron_utils.hooks import checked_correction, checked_reducer, optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples, top_p_keywords
 

@@ -27,7 +27,7 @@ from slime.batching.routed_experts import has_successor, rows_of_experts
 
 FALLTHROUGH, RECORD, REPLAY_FORWARD, REPLAY_BACKWARD = "fallthrough", "record", "replay_forward", "replay_backward"
 STAGE_VARIABLE = "ROUTING_REPLAY_STAGE"
-"""The environment variable that tells layers of one's own which of the stages above is on."""
+"""The environment variable that says to a user's layers which of the stages above is active."""
 
 MicroBatch = tuple[int, ...]
 """The local positions of its samples: what names a micro-batch in every pass of a rollout."""
@@ -139,7 +139,7 @@ class RoutingReplay:
             if batch.get("rollout_routed_experts") is None:
                 raise ValueError(
                     "--use-rollout-routing-replay: the rollout data has no rollout_routed_experts. The engines report "
-                    "them in meta_info.routed_experts; a rollout function of one's own must ask for them "
+                    "them in meta_info.routed_experts; a custom rollout function must ask for them "
                     "(return_routed_experts, and with a router the label slime_return_routed_experts) and keep them "
                     "(Sample.append_response_tokens)"
                 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _ONLY_STEP = 1
-"""What ``step`` is in every parameter group: a fresh optimiser is always at its first."""
+"""What ``step`` is in every parameter group: a fresh optimizer is always at its first."""
 
 
 class StatelessAdam(torch.optim.Optimizer):
@@ -140,7 +140,7 @@ def _check(group: dict[str, Any]) -> None:
 
 @contextmanager
 def instead_of_adam() -> Iterator[None]:
-    """Within the body Megatron builds its optimisers around ``StatelessAdam``.
+    """Within the body Megatron builds its optimizers around ``StatelessAdam``.
 
     Megatron takes its Adam from names of two modules and has no other way in. With the flag below unset it passes
     ``adam_w_mode`` as to TransformerEngine's and apex's Adam.

@@ -1,4 +1,4 @@
-"""The optimiser steps of one rollout: forward, backward, clip, update, schedule, metrics."""
+"""The optimizer steps of one rollout: forward, backward, clip, update, schedule, metrics."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from slime.backends.megatron_utils.parallel import (
     is_last_stage,
     pipeline_parallel,
 )
+from slime.backends.megatron_utils.passes import run_schedule
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
-from slime.backends.megatron_utils.schedule_call import run_schedule
 
 
 class NonFiniteError(RuntimeError):
@@ -49,7 +49,7 @@ class StepContext:
 
 
 def train_rollout(context: StepContext, rollout_id: int, data: RolloutData) -> list[dict[str, float]]:
-    """Train on ``data``; return per optimiser step the metrics of spec names without prefix (``loss``, ``grad_norm``).
+    """Train on ``data``; return per optimizer step the metrics of spec names without prefix (``loss``, ``grad_norm``).
 
     Loss metrics are present on the last pipeline stage only. Raises ``NonFiniteError`` and ``MismatchError`` on all
     ranks alike.
@@ -215,7 +215,7 @@ def _update(
 
 
 def align_loss_scales(optimizer: Any) -> None:
-    """Give all parts of the optimiser (those of experts, and the rest) the loss scale of the one that lowered it most.
+    """Give all parts of the optimizer (those of experts, and the rest) the loss scale of the one that lowered it most.
 
     Each has a scaler of its own, which knows of its own overflows only, but the loss is scaled once.
     """

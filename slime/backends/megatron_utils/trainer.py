@@ -17,13 +17,10 @@ from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.balancing import build_balancing
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
-from slime.backends.megatron_utils.ci_checks import check_rollout, check_steps
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
-from slime.backends.megatron_utils.memory import log_memory, watch_memory
 from slime.backends.megatron_utils.offload import Sleeper
-from slime.backends.megatron_utils.old_actor import OldActor
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler, reset_optimizer_states
 from slime.backends.megatron_utils.parallel import (
     context_parallel,
@@ -32,14 +29,26 @@ from slime.backends.megatron_utils.parallel import (
     tensor_parallel,
 )
 from slime.backends.megatron_utils.passes import ACTOR, REFERENCE, LogProbPasses
-from slime.backends.megatron_utils.reference import refreshed_reference
+from slime.backends.megatron_utils.policies import (
+    OldActor,
+    WeightBackup,
+    has_teacher,
+    load_teacher,
+    refreshed_reference,
+)
+from slime.backends.megatron_utils.reporting import (
+    check_rollout,
+    check_steps,
+    log_memory,
+    log_perf,
+    log_rollout_metrics,
+    log_train_metrics,
+    save_train_dump,
+    watch_memory,
+)
 from slime.backends.megatron_utils.routing_replay import RoutingReplay, build_routing_replay
-from slime.backends.megatron_utils.teacher import has_teacher, load_teacher
-from slime.backends.megatron_utils.train_dump import save_train_dump
-from slime.backends.megatron_utils.train_metrics import log_perf, log_rollout_metrics, log_train_metrics
 from slime.backends.megatron_utils.train_step import StepContext, configure_schedules, train_rollout
 from slime.backends.megatron_utils.values import add_external_columns
-from slime.backends.megatron_utils.weight_backup import WeightBackup
 from slime.batching.columns import RolloutShard
 from slime.observability.profiling import Profiling
 from slime.observability.timer import get_timers, timer
@@ -78,7 +87,7 @@ class MegatronTrainer:
         self._asleep_on_host = 0
 
     def initialize(self) -> int:
-        """Build process groups, model, optimiser and schedule, load weights and state; return the first rollout id."""
+        """Build process groups, model, optimizer and schedule, load weights and state; return the first rollout id."""
         from slime.backends.megatron_utils.initialize import initialize_megatron
 
         import_megatron()
@@ -296,7 +305,7 @@ class MegatronTrainer:
             export_hf(self.model, self.args, path)
 
     def sleep(self) -> None:
-        """Move parameters and optimiser state to host memory and free the device's (gradients are dropped)."""
+        """Move parameters and optimizer state to host memory and free the device's (gradients are dropped)."""
         with timer("sleep"):
             self._backup.forget_active()  # one copy of the weights on the host is enough
             freed = self._sleeper.sleep()

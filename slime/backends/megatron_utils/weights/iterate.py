@@ -27,7 +27,7 @@ def iter_hf_weights(
     weights of their pipeline stage, each once. With ``gather_pp`` it is collective over the pipeline group too and
     every rank gets the weights of all stages, first stage first. A tied output layer is not yielded. Padding of the
     vocabulary is cut off. Tensors may share memory with the model's parameters: copy what has to survive the next
-    optimiser step.
+    optimizer step.
     """
     import_megatron()
     from megatron.core import parallel_state as mpu

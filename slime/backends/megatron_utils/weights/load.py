@@ -11,7 +11,7 @@ import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.parallel import unwrap
-from slime.backends.megatron_utils.value_head import is_value_head
+from slime.backends.megatron_utils.values import is_value_head
 from slime.backends.megatron_utils.weights.carried import carried_names, predicting_names
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
@@ -31,7 +31,7 @@ MAX_LISTED = 8
 COMPARED_ROWS = 64
 
 Own = dict[tuple[bool, int | None], set[int | None]]
-"""Which experts (None: what is not one) a rank has of (whether it predicts further tokens, layer)."""
+"""Which experts (None: what is not one) a rank has of (whether it is of an MTP layer, layer)."""
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def _check_names(
 def _held_elsewhere(name: str, predicts: bool, family: Family, own: Own, args: Namespace, dims: Dims) -> bool:
     """Return whether another rank holds the tensor (or, if tied, nobody needs to).
 
-    ``predicts``: whether it is of a layer that predicts further tokens, which are all on one stage.
+    ``predicts``: whether it is of an MTP layer; these are all on one stage.
     """
     if not family.knows_hf(name):
         return False

@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.parallel import (
     tensor_parallel,
     unwrap,
 )
-from slime.backends.megatron_utils.value_head import is_value_head
+from slime.backends.megatron_utils.values import is_value_head
 from slime.backends.megatron_utils.weights.hf_checkpoint import read_config
 from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.utils.model_shape import padded_vocab_size
 
 MTP = "mtp."
-"""The beginning of the names of parameters that predict further tokens."""
+"""The beginning of the names of MTP parameters."""
 
 
 @dataclass(frozen=True)

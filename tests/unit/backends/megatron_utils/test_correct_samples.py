@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import correct_samples
-from slime.backends.megatron_utils.correct_samples import correct_sample_means
+from slime.backends.megatron_utils import reporting
 from slime.backends.megatron_utils.parallel import Ranks
+from slime.backends.megatron_utils.reporting import correct_sample_means
 from tests.support.arguments import run_args
 
 ARGS = run_args(log_correct_samples=True, rollout_max_response_len=8)
@@ -50,8 +50,8 @@ def test_context_parallel_ranks_share_a_sample(monkeypatch: pytest.MonkeyPatch) 
     whole = correct_sample_means(ARGS, data(), lambda part: [part])
     parts: list[Any] = []
     for rank in (0, 1):
-        monkeypatch.setattr(correct_samples, "context_parallel", lambda rank=rank: Ranks(rank, 2))
-        monkeypatch.setattr(correct_samples, "slice_log_prob_with_cp", lambda v, total, n, rank=rank: v[rank::2])
+        monkeypatch.setattr(reporting, "context_parallel", lambda rank=rank: Ranks(rank, 2))
+        monkeypatch.setattr(reporting, "slice_log_prob_with_cp", lambda v, total, n, rank=rank: v[rank::2])
         mine = data(log_probs=[values[rank::2] for values in data()["log_probs"]])
         correct_sample_means(ARGS, mine, lambda part: parts.append(part) or [part])
     assert correct_sample_means(ARGS, mine, lambda _: parts) == pytest.approx(whole)

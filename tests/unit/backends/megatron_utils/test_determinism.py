@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from slime.backends.megatron_utils.determinism import VARIABLES, enable_deterministic_mode
+from slime.backends.megatron_utils.initialize import VARIABLES, enable_deterministic_mode
 from slime.utils import accelerator
 
 

@@ -47,7 +47,7 @@ def test_biases_of_experts_and_counts_of_tokens_stay_fp32(half: str, monkeypatch
     assert [name for name in model.state_dict() if "expert" in name] == ["0.expert_bias"]
 
 
-# What Megatron saves of one optimiser, and of a chain: of experts, and of the rest.
+# What Megatron saves of one optimizer, and of a chain: of experts, and of the rest.
 ONE = {"optimizer": {}, "param_state_sharding_type": "fully_reshardable"}
 CHAIN = {0: ONE, 1: ONE}
 
@@ -55,7 +55,7 @@ CHAIN = {0: ONE, 1: ONE}
 @pytest.mark.parametrize(("saved", "held", "own"), [(CHAIN, 2, 1), ({"param_groups": []}, 1, 2), (ONE, 1, 3)])
 def test_a_resume_with_other_optimizers_is_refused(saved: dict[Any, Any], held: int, own: int) -> None:
     import_megatron()
-    from slime.backends.megatron_utils.optimizer_chain import check_optimizers
+    from slime.backends.megatron_utils.optimizer import check_optimizers
 
     check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * held), Path("iter_1"))
     with pytest.raises(ValueError, match=rf"state of {held} optimizers, this run has {own}: .*--no-load-optim"):

@@ -12,8 +12,7 @@ import torch
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import per_sample_columns
-from slime.backends.megatron_utils.hook_results import checked_loss
-from slime.backends.megatron_utils.hooks import CONTRACTS, load_trainer_hooks, optional_function
+from slime.backends.megatron_utils.hooks import CONTRACTS, checked_loss, load_trainer_hooks, optional_function
 from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
 from slime.backends.megatron_utils.model_provider import model_provider
 from tests.support.arguments import run_args

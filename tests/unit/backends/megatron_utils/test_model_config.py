@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slime.backends.megatron_utils import import_megatron, model_config, schedule_call
+from slime.backends.megatron_utils import import_megatron, model_config, passes
 from slime.backends.megatron_utils.model_config import params_dtype, squared_relu, transformer_config_from_args
 from slime.backends.megatron_utils.model_provider import padded_vocab_size
 from slime.backends.megatron_utils.optimizer import optimizer_config_from_args
@@ -47,7 +47,7 @@ def test_a_window_is_a_pair() -> None:
     assert transformer_config_from_args(_args(window_size=[128, 0])).window_size == (128, 0)
 
 
-def test_precisions_of_the_optimiser_are_dtypes() -> None:
+def test_precisions_of_the_optimizer_are_dtypes() -> None:
     model = Namespace(params_dtype=torch.bfloat16, bf16=True, fp16=False)
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     config = optimizer_config_from_args(run_args(lr=1e-6, **dict.fromkeys(names, "fp32")), model)
@@ -176,5 +176,5 @@ def test_only_the_built_in_model_lets_the_loss_overwrite_its_logits() -> None:
     model.logits_may_be_overwritten = True  # type: ignore[assignment]
     wrapper = torch.nn.Module()
     wrapper.module = model
-    assert schedule_call._needs_no_logits(model)
-    assert not schedule_call._needs_no_logits(wrapper)  # it may end in anything
+    assert passes._needs_no_logits(model)
+    assert not passes._needs_no_logits(wrapper)  # it may end in anything

@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.norms import TorchRMSNorm
+from slime.backends.megatron_utils import import_megatron
+
+import_megatron()
+
+from slime.backends.megatron_utils.norms import TorchRMSNorm  # noqa: E402  needs the adapted megatron
 
 
 def _config(**overrides: Any) -> SimpleNamespace:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.old_actor import OLD_ACTOR, ROLLOUT_ACTOR, OldActor
-from slime.backends.megatron_utils.weight_backup import WeightBackup
+from slime.backends.megatron_utils.policies import OLD_ACTOR, ROLLOUT_ACTOR, OldActor, WeightBackup
 
 
 class Run:

@@ -52,7 +52,7 @@ def test_a_longer_run_goes_on_along_its_own_schedule(saved: Any, caplog: pytest.
     assert not warnings(caplog)
     assert resumed(saved, 20) == pytest.approx(LR * (1 - 4 / 20))
     [said] = warnings(caplog)
-    assert "over the 20 optimiser steps of --num-rollout 20, over 10 until now; --lr-decay-iters 10 keeps" in said
+    assert "over the 20 optimizer steps of --num-rollout 20, over 10 until now; --lr-decay-iters 10 keeps" in said
 
 
 def test_the_warm_up_that_is_a_part_of_the_run_follows_it() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cp_utils, train_metrics
+from slime.backends.megatron_utils import cp_utils, reporting
 from slime.backends.megatron_utils.data import sample_index
 from slime.backends.megatron_utils.parallel import Ranks
-from slime.backends.megatron_utils.train_metrics import rollout_means
+from slime.backends.megatron_utils.reporting import rollout_means
 from tests.support.arguments import run_args
 
 
@@ -67,11 +67,11 @@ def test_context_parallel_ranks_together_have_the_same_means(monkeypatch: pytest
     parts: list[Any] = []
     for rank in range(4):
         ranks = Ranks(rank, 4)
-        for module in (cp_utils, train_metrics):
+        for module in (cp_utils, reporting):
             monkeypatch.setattr(module, "context_parallel", lambda ranks=ranks: ranks)
         lengths = zip(column, (5, 6), (3, 2), strict=True)
         local = [cp_utils.slice_log_prob_with_cp(*row) for row in lengths]
-        monkeypatch.setattr(train_metrics, "all_gather_objects", lambda part: parts.append(part) or parts)
+        monkeypatch.setattr(reporting, "all_gather_objects", lambda part: parts.append(part) or parts)
         found = rollout_means(run_args(), data(log_probs=local, turns=turns, local_raw_reward=[1, 0]))
     assert len(parts) == 4
     for name, mean in whole.items():

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import ci_checks
+from slime.backends.megatron_utils import reporting
 from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
-from slime.backends.megatron_utils.log_prob_pass import old_log_probs_equal_current
 from slime.backends.megatron_utils.optimizer import reset_optimizer_states
-from slime.backends.megatron_utils.train_metrics import train_step
+from slime.backends.megatron_utils.passes import old_log_probs_equal_current
+from slime.backends.megatron_utils.reporting import train_step
 from slime.backends.megatron_utils.train_step import align_loss_scales
 from slime.backends.megatron_utils.trainer import MegatronTrainer
 from tests.support.arguments import run_args
@@ -71,7 +71,7 @@ def test_ci_assertions() -> None:
     args = run_args(ci_test=True, ci_train_rollout_logprob_abs_diff_threshold=0.1)
     good = {"grad_norm": 1.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.05}
     good["mtp_loss"] = 0.9
-    ci_checks.check_steps(args, 0, [good, {**good, "ppo_kl": 0.3, "kl_loss": 0.3}])
+    reporting.check_steps(args, 0, [good, {**good, "ppo_kl": 0.3, "kl_loss": 0.3}])
     for name, value in {
         "train_rollout_logprob_abs_diff": 0.11,
         "ppo_kl": 1e-3,
@@ -79,28 +79,28 @@ def test_ci_assertions() -> None:
         "mtp_loss": 1.1,
     }.items():
         with pytest.raises(AssertionError):
-            ci_checks.check_steps(args, 0, [{**good, name: value}])
-    ci_checks.check_steps(args, 3, [{**good, "kl_loss": 0.2}])  # training has moved the policy by then
+            reporting.check_steps(args, 0, [{**good, name: value}])
+    reporting.check_steps(args, 3, [{**good, "kl_loss": 0.2}])  # training has moved the policy by then
     old = run_args(**{**vars(args), "keep_old_actor": True})
-    ci_checks.check_steps(old, 3, [{**good, "ppo_kl": 1e-3}])  # the old policy is that of the engines
+    reporting.check_steps(old, 3, [{**good, "ppo_kl": 1e-3}])  # the old policy is that of the engines
     args.ci_disable_kl_checker = True
-    ci_checks.check_steps(args, 0, [{**good, "ppo_kl": 1e-3, "kl_loss": 1e-3}])
-    ci_checks.check_steps(run_args(ci_test=False), 0, [{**good, "ppo_kl": 1.0}])
+    reporting.check_steps(args, 0, [{**good, "ppo_kl": 1e-3, "kl_loss": 1e-3}])
+    reporting.check_steps(run_args(ci_test=False), 0, [{**good, "ppo_kl": 1.0}])
 
 
 def test_ci_assertions_where_policies_differ_on_purpose() -> None:
     off = {"grad_norm": 1.0, "ppo_kl": 1e-3, "pg_clipfrac": 0.0}
     for flag in ("use_rollout_logprobs", "keep_old_actor"):
-        ci_checks.check_steps(run_args(ci_test=True, **{flag: True}), 0, [off])
+        reporting.check_steps(run_args(ci_test=True, **{flag: True}), 0, [off])
     replayed = run_args(ci_test=True, use_rollout_routing_replay=True)
-    ci_checks.check_steps(replayed, 0, [{**off, "ppo_kl": 0.0, "kl_loss": 1e-3}])  # the reference routes for itself
+    reporting.check_steps(replayed, 0, [{**off, "ppo_kl": 0.0, "kl_loss": 1e-3}])  # the reference routes for itself
     with pytest.raises(AssertionError, match="ppo_kl"):
-        ci_checks.check_steps(replayed, 0, [off])
+        reporting.check_steps(replayed, 0, [off])
 
 
 def test_ci_rollout_assertions() -> None:
     args = run_args(ci_test=True)
-    ci_checks.check_rollout(args, 0, {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5})
+    reporting.check_rollout(args, 0, {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.5})
     for metrics in (
         {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.6},
         {"rollout/log_probs": -1.5},
@@ -108,17 +108,17 @@ def test_ci_rollout_assertions() -> None:
         {"rollout/entropy": 1.2},
     ):
         with pytest.raises(AssertionError):
-            ci_checks.check_rollout(args, 0, metrics)
+            reporting.check_rollout(args, 0, metrics)
 
 
 def test_gradient_norms_are_recorded_and_compared(tmp_path: Path) -> None:
     template = str(tmp_path / "{role}_{rollout_id}_{step_id}.pt")
-    ci_checks.check_steps(run_args(ci_save_grad_norm=template), 2, [{"grad_norm": 1.5}, {"grad_norm": 4.0}])
+    reporting.check_steps(run_args(ci_save_grad_norm=template), 2, [{"grad_norm": 1.5}, {"grad_norm": 4.0}])
     assert torch.load(tmp_path / "actor_2_1.pt", weights_only=True) == 4.0
     load = run_args(ci_load_grad_norm=template)
-    ci_checks.check_steps(load, 2, [{"grad_norm": 1.51}, {"grad_norm": 3.97}])
+    reporting.check_steps(load, 2, [{"grad_norm": 1.51}, {"grad_norm": 3.97}])
     with pytest.raises(AssertionError, match=r"rollout 2, step 1.*3\.9.*4\.0"):
-        ci_checks.check_steps(load, 2, [{"grad_norm": 1.5}, {"grad_norm": 3.9}])
+        reporting.check_steps(load, 2, [{"grad_norm": 1.5}, {"grad_norm": 3.9}])
 
 
 def test_a_wrong_hook_path_fails_at_start() -> None:
@@ -162,7 +162,7 @@ def test_checkpoints_for_the_way_back_are_not_exported(monkeypatch: pytest.Monke
 
 
 def test_moments_are_forgotten_and_weights_that_lie_beside_them_are_not() -> None:
-    """As optimisers that work on the host, or with rounded weights, keep them."""
+    """As optimizers that work on the host, or with rounded weights, keep them."""
     weight = torch.nn.Parameter(torch.ones(3))
     adam = torch.optim.Adam([weight])
     weight.grad = torch.ones(3)
@@ -196,7 +196,7 @@ class Scaler:
     ("scalers", "expected"),
     [([(8, 1, 0), (16, 2, 5)], (8, 1, 0)), ([(16, 2, 5), (16, 1, 0)], (16, 1, 0)), ([(4, 0, 0)], (4, 0, 0))],
 )
-def test_all_parts_of_the_optimiser_have_one_loss_scale(scalers: Any, expected: Any) -> None:
+def test_all_parts_of_the_optimizer_have_one_loss_scale(scalers: Any, expected: Any) -> None:
     parts = [SimpleNamespace(grad_scaler=Scaler(*scaler)) for scaler in scalers]
     align_loss_scales(SimpleNamespace(chained_optimizers=[*parts, SimpleNamespace(grad_scaler=None)]))
     for part in parts:

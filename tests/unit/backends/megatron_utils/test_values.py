@@ -12,8 +12,7 @@ from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.backends.megatron_utils.data import LossBatch
 from slime.backends.megatron_utils.loss import get_values, loss_function, value_loss_function
 from slime.backends.megatron_utils.model_provider import freeze_parameters
-from slime.backends.megatron_utils.value_head import ValueHead, put_value_head
-from slime.backends.megatron_utils.values import add_external_columns
+from slime.backends.megatron_utils.values import ValueHead, add_external_columns, put_value_head
 from tests.support.arguments import run_args
 
 TOTAL, RESPONSE = [5, 3, 6], [2, 0, 5]

@@ -1,37 +1,24 @@
-"""The weight maps, one module per model family, found by ``model_type`` of the checkpoint's ``config.json``."""
+"""The weight maps of the model families, found by ``model_type`` of the checkpoint's ``config.json``."""
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.maps import (
-    deepseek_v3,
-    glm4,
-    glm4_moe,
-    llama,
-    mimo,
-    minimax_m2,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-)
+from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
 __all__ = ["FAMILIES", "NOT_EXPRESSIBLE", "Family", "Rule", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
-    qwen2.FAMILY,
-    qwen2_moe.FAMILY,
-    qwen3.FAMILY,
-    qwen3_moe.FAMILY,
-    llama.FAMILY,
+    families.QWEN2,
+    families.QWEN2_MOE,
+    families.QWEN3,
+    families.QWEN3_MOE,
+    families.LLAMA,
     deepseek_v3.FAMILY,
     glm4.FAMILY,
-    glm4_moe.FAMILY,
-    mimo.FAMILY,
-    minimax_m2.FAMILY,
-    qwen3_next.FAMILY,
+    families.GLM4_MOE,
+    families.MIMO,
+    families.MINIMAX_M2,
+    families.QWEN3_NEXT,
     *qwen3_5.FAMILIES,
 )
 

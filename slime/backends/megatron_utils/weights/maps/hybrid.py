@@ -9,7 +9,7 @@ import torch
 from slime.backends.megatron_utils.weights.layouts import Dims, QueryKeyValue, Replicated, Shape
 from slime.backends.megatron_utils.weights.maps.dense import DENSE, QK_NORM, layer_rule, qkv_names
 from slime.backends.megatron_utils.weights.maps.mtp import mtp_rules
-from slime.backends.megatron_utils.weights.maps.rule import Prediction, Rule
+from slime.backends.megatron_utils.weights.maps.rule import MTPLayers, Rule
 
 
 class GatedQueryKeyValue(QueryKeyValue):
@@ -45,11 +45,11 @@ GATED_ATTENTION: tuple[Rule, ...] = (
 )
 
 
-def one_predicting_layer(rules: Sequence[Rule]) -> Prediction:
-    """Return the one layer that predicts a further token, for decoder layers with ``rules``; it has full attention."""
+def one_predicting_layer(rules: Sequence[Rule]) -> MTPLayers:
+    """Return the one MTP layer for decoder layers with ``rules``; it has full attention."""
     names = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight")
     own = [rule for rule in rules if ".linear_attn." not in rule.megatron[0]]
-    return Prediction(mtp_rules(own, names, "mtp.layers.{layer}."), r"^mtp\.")
+    return MTPLayers(mtp_rules(own, names, "mtp.layers.{layer}."), r"^mtp\.")
 
 
 def delta_net(*projections: str) -> tuple[Rule, ...]:

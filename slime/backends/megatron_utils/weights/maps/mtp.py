@@ -9,7 +9,7 @@ import torch
 
 from slime.backends.megatron_utils.weights.layouts import Dims, Layout, Replicated, Rows
 from slime.backends.megatron_utils.weights.maps.dense import EMBEDDING, HF_LAYER, LM_HEAD, MEGATRON_LAYER
-from slime.backends.megatron_utils.weights.maps.rule import Prediction, Rule
+from slime.backends.megatron_utils.weights.maps.rule import MTPLayers, Rule
 
 MEGATRON_MTP = "mtp.layers.{layer}."
 PROJECTION = "eh_proj.weight"
@@ -19,9 +19,9 @@ COPIES = ((f"{HF_LAYER}embed_tokens.weight", EMBEDDING), (f"{HF_LAYER}shared_hea
 """The copies of embedding and output layer that DeepSeek-V3's checkpoints have in every such layer."""
 
 
-def in_extra_layers(rules: Sequence[Rule]) -> Prediction:
-    """Return how DeepSeek-V3's relatives predict further tokens, whose decoder layers have ``rules``."""
-    return Prediction(mtp_rules(rules), copies=COPIES)
+def in_extra_layers(rules: Sequence[Rule]) -> MTPLayers:
+    """Return the MTP layers of DeepSeek-V3's relatives, whose decoder layers have ``rules``."""
+    return MTPLayers(mtp_rules(rules), copies=COPIES)
 
 
 class HiddenFirst(Rows):

@@ -11,9 +11,9 @@ from dataclasses import replace
 from slime.backends.megatron_utils.weights.layouts import Columns
 from slime.backends.megatron_utils.weights.maps.dense import ROTARY_BUFFERS, layer_rule
 from slime.backends.megatron_utils.weights.maps.experts import router, shared_expert_gate, shared_experts
+from slime.backends.megatron_utils.weights.maps.families import GATED_SHARED_EXPERT
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.hybrid import GATED_ATTENTION, delta_net, one_predicting_layer
-from slime.backends.megatron_utils.weights.maps.qwen2_moe import EXPERTS
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
 VISION = (r"^model\.visual\.",)
@@ -39,7 +39,7 @@ def _family(name: str, rules: tuple[Rule, ...]) -> Family:
 
 FAMILIES = (
     _family("qwen3_5_text", DENSE),
-    _family("qwen3_5_moe_text", (*DENSE, *EXPERTS)),
+    _family("qwen3_5_moe_text", (*DENSE, *GATED_SHARED_EXPERT)),
     _family("qwen3_5", _below_language_model(DENSE)),
     _family("qwen3_5_moe", _below_language_model((*DENSE, *STACKED_EXPERTS))),
 )

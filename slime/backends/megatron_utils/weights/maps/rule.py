@@ -44,8 +44,8 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The layers of a family that predict further tokens (``--mtp-num-layers``): their ``rules``, and their tensors.
+class MTPLayers:
+    """The MTP layers of a family (``--mtp-num-layers``): their ``rules``, and their tensors.
 
     ``pattern`` is a regular expression of them; without it they are in layers numbered on after the last one (and
     ``{layer}`` of the rules stands for that number on Hugging Face's side). ``copies``: tensors among them that repeat
@@ -71,7 +71,7 @@ class Family:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
-    prediction: Prediction | None = None
+    prediction: MTPLayers | None = None
 
     @property
     def _all_rules(self) -> tuple[Rule, ...]:
@@ -116,11 +116,11 @@ class Family:
         return any(re.search(pattern, hf_name) for pattern in self.ignored)
 
     def carries_hf(self, hf_name: str, extra_layers: range) -> bool:
-        """Return whether it is carried, or predicts further tokens; ``extra_layers``: layer numbers after the last."""
+        """Return whether it is carried, or of an MTP layer; ``extra_layers``: layer numbers after the last."""
         return self.predicts_hf(hf_name, extra_layers) or any(re.search(p, hf_name) for p in self.carried)
 
     def predicts_hf(self, hf_name: str, extra_layers: range) -> bool:
-        """Return whether the tensor belongs to a layer that predicts further tokens."""
+        """Return whether the tensor belongs to an MTP layer."""
         if self.prediction is None:
             return False
         if self.prediction.pattern is None:
@@ -128,7 +128,7 @@ class Family:
         return re.search(self.prediction.pattern, hf_name) is not None
 
     def copy_of(self, hf_name: str) -> str | None:
-        """Return the tensor that ``hf_name``, in a layer that predicts further tokens, repeats; None if it does not."""
+        """Return the tensor that ``hf_name``, in an MTP layer, repeats; None if it does not."""
         return dict(self.prediction.copies).get(as_template(hf_name).template) if self.prediction else None
 
 

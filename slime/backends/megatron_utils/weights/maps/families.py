@@ -1,0 +1,66 @@
+"""The families whose map is a few rules put together; longer ones have a module of their own."""
+
+from __future__ import annotations
+
+from slime.backends.megatron_utils.weights.maps.dense import DENSE, QK_NORM, QKV_BIAS, ROTARY_BUFFERS
+from slime.backends.megatron_utils.weights.maps.experts import (
+    expert_bias,
+    routed_experts,
+    router,
+    shared_expert_gate,
+    shared_experts,
+)
+from slime.backends.megatron_utils.weights.maps.hybrid import GATED_ATTENTION, delta_net, one_predicting_layer
+from slime.backends.megatron_utils.weights.maps.mtp import HiddenFirst, in_extra_layers, mtp_rules
+from slime.backends.megatron_utils.weights.maps.rule import Family, MTPLayers, Rule
+
+# Llama 2 and 3; Qwen2 and Qwen2.5 with biases on q, k and v; Qwen3 with norms on q and k.
+LLAMA = Family("llama", ("llama",), DENSE, ROTARY_BUFFERS)
+QWEN2 = Family("qwen2", ("qwen2",), (*DENSE, QKV_BIAS), ROTARY_BUFFERS)
+QWEN3 = Family("qwen3", ("qwen3",), (*DENSE, *QK_NORM), ROTARY_BUFFERS)
+
+# Qwen1.5 and Qwen2 with experts, and a shared one behind a gate. Layers of Qwen3 with experts may be dense.
+GATED_SHARED_EXPERT = (router(), *routed_experts(), *shared_experts("mlp.shared_expert."), shared_expert_gate())
+QWEN2_MOE = Family("qwen2_moe", ("qwen2_moe",), (*DENSE, QKV_BIAS, *GATED_SHARED_EXPERT), ROTARY_BUFFERS)
+QWEN3_MOE = Family("qwen3_moe", ("qwen3_moe",), (*DENSE, *QK_NORM, router(), *routed_experts()), ROTARY_BUFFERS)
+
+# Qwen3-Next: gated delta nets and gated attention.
+_QWEN3_NEXT: tuple[Rule, ...] = (
+    *GATED_ATTENTION,
+    *delta_net("in_proj_qkvz", "in_proj_ba"),
+    *GATED_SHARED_EXPERT,
+)
+QWEN3_NEXT = Family(
+    "qwen3_next", ("qwen3_next",), _QWEN3_NEXT, ROTARY_BUFFERS, prediction=one_predicting_layer(_QWEN3_NEXT)
+)
+
+# GLM-4.5, 4.6 and 4.7: biases on q, k and v, in the large ones norms on q and k; a shared expert.
+_GLM4_MOE: tuple[Rule, ...] = (
+    *(*DENSE, QKV_BIAS, *QK_NORM),
+    *(router(), expert_bias(), *routed_experts(), *shared_experts()),
+)
+GLM4_MOE = Family("glm4_moe", ("glm4_moe",), _GLM4_MOE, ROTARY_BUFFERS, prediction=in_extra_layers(_GLM4_MOE))
+
+# MiMo-7B: Qwen2's layers, and MTP layers under names of their own.
+_MIMO_MTP = mtp_rules(
+    QWEN2.rules,
+    ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight"),
+    "model.mtp_layers.{layer}.",
+    HiddenFirst(),
+)
+MIMO = Family("mimo", ("mimo",), QWEN2.rules, ROTARY_BUFFERS, prediction=MTPLayers(_MIMO_MTP, r"^model\.mtp_layers\."))
+
+# MiniMax-M2: norms on q and k that span all heads, experts in every layer under Mixtral's names.
+_MIXTRAL = "block_sparse_moe."
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    ("minimax_m2",),
+    (
+        *DENSE,
+        *QK_NORM,
+        router(f"{_MIXTRAL}gate.weight"),
+        expert_bias(f"{_MIXTRAL}e_score_correction_bias"),
+        *routed_experts(f"{_MIXTRAL}experts.{{expert}}.", ("w1", "w3", "w2")),
+    ),
+    ROTARY_BUFFERS,
+)
