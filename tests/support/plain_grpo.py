@@ -111,7 +111,7 @@ def train(
             new, entropy = log_probs(model, i)
             terms = sample_loss(args, new, entropy, old[i], ref[i], rollout, data["rewards"][i], mask)
             weight = 1 / tokens if args.calculate_per_token_loss else 1 / max(data["rollout_mask_sums"][i], 1) / batch
-            of_policy = 1 / args.pg_loss_length / batch if hasattr(args, "pg_loss_length") else weight  # Dr. GRPO
+            of_policy = 1 / args.pg_loss_length / batch if args.pg_loss_length is not None else weight  # Dr. GRPO
             for name, values in terms.items():
                 part = (values * mask).sum() * (of_policy if name == "pg_loss" else weight)
                 if name == "loss":

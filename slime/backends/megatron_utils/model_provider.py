@@ -45,8 +45,8 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
         models.append(provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage))
         if post_process and args.mtp_num_layers and not hasattr(models[-1], "mtp"):
             raise ValueError(
-                f"--mtp-num-layers {args.mtp_num_layers}: {type(models[-1]).__name__} has no module `mtp`. The layers "
-                "that predict further tokens are those of slime.backends.megatron_utils.model_provider.gpt_model: let "
+                f"--mtp-num-layers {args.mtp_num_layers}: {type(models[-1]).__name__} has no module `mtp`. MTP layers "
+                "are those of slime.backends.megatron_utils.model_provider.gpt_model: let "
                 "the function of --custom-model-provider-path or --spec call it, or leave the flag out"
             )
         if with_value_head and post_process:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments.rules.optimizer import train_steps
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.stateless_adam import instead_of_adam
@@ -25,14 +26,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-def train_iterations(args: Namespace) -> int:
-    """Return the number of optimizer steps of the whole run.
-
-    ``num_rollout * rollout_batch_size * n_samples_per_prompt // global_batch_size``, the horizon of the schedule.
-    """
-    return args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
 
 
 def optimizer_config_from_args(args: Namespace, model_config: Any) -> Any:
@@ -114,7 +107,8 @@ def build_scheduler(args: Namespace, optimizer: Any) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     batch = args.global_batch_size
-    decay_iters = args.lr_decay_iters or max(1, train_iterations(args))
+    steps = max(1, train_steps(args) or 0)
+    decay_iters = args.lr_decay_iters or steps
     decay_steps = decay_iters * batch
     fraction = args.lr_warmup_fraction
     warmup_steps = fraction * decay_steps if fraction is not None else (args.lr_warmup_iters or 0) * batch
@@ -129,7 +123,7 @@ def build_scheduler(args: Namespace, optimizer: Any) -> Any:
         lr_decay_style=args.lr_decay_style or "linear",
         start_wd=_first(args.start_weight_decay, args.weight_decay),
         end_wd=_first(args.end_weight_decay, args.weight_decay),
-        wd_incr_steps=max(1, train_iterations(args)) * batch,
+        wd_incr_steps=steps * batch,
         wd_incr_style=args.weight_decay_incr_style or "constant",
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,
