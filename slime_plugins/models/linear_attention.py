@@ -24,7 +24,7 @@ class LinearAttention(HuggingfaceAttention):
 
     def hf_forward(self, hidden_states: Tensor, packed_seq_params: Any) -> Tensor:
         """See the base class."""
-        from slime.backends.megatron_utils.core_attention import sequence_lengths
+        from slime.backends.megatron_utils.attention import sequence_lengths
 
         sequences = hidden_states.split(sequence_lengths(packed_seq_params), dim=1)
         return torch.cat([self.linear_attn(sequence) for sequence in sequences if sequence.size(1)], dim=1)

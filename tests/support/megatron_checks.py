@@ -140,7 +140,7 @@ def attention_under_cp() -> dict[str, torch.Tensor]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from slime.backends.megatron_utils.core_attention import TorchCoreAttention
+    from slime.backends.megatron_utils.attention import TorchCoreAttention
 
     module = TorchCoreAttention(attention_config(), 1, AttnMaskType.causal, "self")
     rank, size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()

@@ -11,9 +11,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from slime.backends.megatron_utils.core_attention import TorchCoreAttention
+from slime.backends.megatron_utils.attention import TorchCoreAttention, fix_mla_tp_gradients
 from slime.backends.megatron_utils.experts import GroupedExperts
-from slime.backends.megatron_utils.latent_attention import fix_mla_tp_gradients
 from slime.backends.megatron_utils.norms import TorchRMSNorm, with_post_norms
 from slime.utils import accelerator
 

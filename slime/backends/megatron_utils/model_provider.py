@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.model_config import ddp_config_from_args, transformer_config_from_args
+from slime.backends.megatron_utils.model_config import ddp_config_from_args, rope_settings, transformer_config_from_args
 from slime.backends.megatron_utils.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.parallel import gather_from_world
-from slime.backends.megatron_utils.rope import rope_settings
 from slime.backends.megatron_utils.values import is_value_head, put_value_head
 from slime.utils import accelerator
 from slime.utils.misc import load_function

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.weights.carried import carried_names, predict
 from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
-from slime.backends.megatron_utils.weights.maps.dense import LM_HEAD
+from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.backends.megatron_utils.weights.naming import (
     MTP,

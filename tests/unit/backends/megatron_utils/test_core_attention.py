@@ -12,8 +12,8 @@ import_megatron()
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
-from slime.backends.megatron_utils import core_attention  # noqa: E402
-from slime.backends.megatron_utils.core_attention import Segment, TorchCoreAttention, packed_segments  # noqa: E402
+from slime.backends.megatron_utils import attention  # noqa: E402
+from slime.backends.megatron_utils.attention import Segment, TorchCoreAttention, packed_segments  # noqa: E402
 from tests.support.dense_attention import dense_attention, undo_zigzag_pack, zigzag  # noqa: E402
 from tests.support.megatron_checks import attention_config  # noqa: E402
 
@@ -118,8 +118,8 @@ def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool) -> None:
         segments: list[Segment] = []
         for i in range(len(lengths)):
             k_parts, v_parts = ([p[i] for p in parts[name]] for name in "kv")
-            segments += core_attention.cp_segments(parts["q"][rank][i], k_parts, v_parts, rank, causal=causal)
-        outs.append(core_attention.attend(segments, causal=causal, scale=8**-0.5))
+            segments += attention.cp_segments(parts["q"][rank][i], k_parts, v_parts, rank, causal=causal)
+        outs.append(attention.attend(segments, causal=causal, scale=8**-0.5))
     seen = undo_zigzag_pack(outs, lengths)
     torch.testing.assert_close(seen.double(), dense_attention(q, k, v, lengths, causal=causal), atol=2e-6, rtol=1e-5)
 
@@ -140,15 +140,15 @@ def test_flash_gets_lower_right_aligned_segments(monkeypatch: pytest.MonkeyPatch
             out.append(dense_attention(queries, k[keys], v[keys], [len(queries)])[-n:])
         return torch.cat(out)
 
-    expected = core_attention.attend(segments, causal=True, scale=8**-0.5)
-    monkeypatch.setattr(core_attention, "flash_attn_varlen_func", varlen)
-    monkeypatch.setattr(core_attention, "flash_takes", lambda segments: True)
-    torch.testing.assert_close(core_attention.attend(segments, causal=True, scale=8**-0.5).float(), expected)
+    expected = attention.attend(segments, causal=True, scale=8**-0.5)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", varlen)
+    monkeypatch.setattr(attention, "flash_takes", lambda segments: True)
+    torch.testing.assert_close(attention.attend(segments, causal=True, scale=8**-0.5).float(), expected)
 
 
 def test_flash_is_left_alone_for_cpu_and_fp32_tensors() -> None:
     q, k, v, _ = _tensors(4, 4, 2)
-    assert not core_attention.flash_takes([Segment(q[None], k[None], v[None])])
+    assert not attention.flash_takes([Segment(q[None], k[None], v[None])])
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import NOT_EXPRESSIBLE, family_of
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
-from slime.backends.megatron_utils.weights.maps.hybrid import GatedQueryKeyValue
-from slime.backends.megatron_utils.weights.maps.mtp import HiddenFirst
+from slime.backends.megatron_utils.weights.maps.parts import GatedQueryKeyValue, HiddenFirst
 
 HEADS, GROUPS, D, HIDDEN = 8, 4, 3, 5
 DIMS = Dims(HEADS, GROUPS, D, vocab_size=10, padded_vocab_size=16)

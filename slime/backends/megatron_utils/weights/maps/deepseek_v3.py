@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from slime.backends.megatron_utils.weights.layouts import Replicated, Rows
-from slime.backends.megatron_utils.weights.maps.dense import DENSE, ROTARY_BUFFERS, layer_rule
-from slime.backends.megatron_utils.weights.maps.experts import expert_bias, routed_experts, router, shared_experts
-from slime.backends.megatron_utils.weights.maps.mtp import in_extra_layers
+from slime.backends.megatron_utils.weights.maps.parts import (
+    DENSE,
+    ROTARY_BUFFERS,
+    expert_bias,
+    in_extra_layers,
+    layer_rule,
+    routed_experts,
+    router,
+    shared_experts,
+)
 from slime.backends.megatron_utils.weights.maps.rule import Family
 
 LATENT_ATTENTION = (

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.maps.dense import DENSE, QK_NORM, QKV_BIAS, ROTARY_BUFFERS
-from slime.backends.megatron_utils.weights.maps.experts import (
+from slime.backends.megatron_utils.weights.maps.parts import (
+    DENSE,
+    GATED_ATTENTION,
+    QK_NORM,
+    QKV_BIAS,
+    ROTARY_BUFFERS,
+    HiddenFirst,
+    delta_net,
     expert_bias,
+    in_extra_layers,
+    mtp_rules,
+    one_predicting_layer,
     routed_experts,
     router,
     shared_expert_gate,
     shared_experts,
 )
-from slime.backends.megatron_utils.weights.maps.hybrid import GATED_ATTENTION, delta_net, one_predicting_layer
-from slime.backends.megatron_utils.weights.maps.mtp import HiddenFirst, in_extra_layers, mtp_rules
 from slime.backends.megatron_utils.weights.maps.rule import Family, MTPLayers, Rule
 
 # Llama 2 and 3; Qwen2 and Qwen2.5 with biases on q, k and v; Qwen3 with norms on q and k.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.weights.layouts import Dims, Layout, Replicated, Shape
-from slime.backends.megatron_utils.weights.maps.dense import DENSE, QKV_BIAS, ROTARY_BUFFERS, layer_rule
+from slime.backends.megatron_utils.weights.maps.parts import DENSE, QKV_BIAS, ROTARY_BUFFERS, layer_rule
 from slime.backends.megatron_utils.weights.maps.rule import Family
 
 

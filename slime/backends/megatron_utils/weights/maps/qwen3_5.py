@@ -9,11 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.backends.megatron_utils.weights.layouts import Columns
-from slime.backends.megatron_utils.weights.maps.dense import ROTARY_BUFFERS, layer_rule
-from slime.backends.megatron_utils.weights.maps.experts import router, shared_expert_gate, shared_experts
 from slime.backends.megatron_utils.weights.maps.families import GATED_SHARED_EXPERT
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
-from slime.backends.megatron_utils.weights.maps.hybrid import GATED_ATTENTION, delta_net, one_predicting_layer
+from slime.backends.megatron_utils.weights.maps.parts import (
+    GATED_ATTENTION,
+    ROTARY_BUFFERS,
+    delta_net,
+    layer_rule,
+    one_predicting_layer,
+    router,
+    shared_expert_gate,
+    shared_experts,
+)
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
 VISION = (r"^model\.visual\.",)
