@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.arguments import run_args
-
 
 def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace:
-    """Return parsed arguments for training the tiny model in ``checkpoint`` on CPU, eight samples a step."""
+    """Return parsed arguments for training the tiny model in ``checkpoint`` on CPU, eight samples a step.
+
+    What the parser derives from a flag, and ``overrides`` may change, is reset to follow the override. A name that no
+    run has is a ``TypeError``.
+    """
     values: dict[str, Any] = {
         "distributed_backend": "gloo",
-        "padded_vocab_size": None,
         "lr": 1e-3,
         "lr_decay_style": "constant",
         "adam_beta2": 0.98,
@@ -28,8 +31,37 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
         "rollout_temperature": 0.7,
         "kl_loss_type": "low_var_kl",
         "eps_clip_high": 0.28,
+        # derived from parallel sizes, --load and --weight-decay
+        "padded_vocab_size": None,
+        "expert_tensor_parallel_size": None,
+        "finetune": False,
+        "no_load_optim": False,
+        "no_load_rng": False,
+        "start_weight_decay": overrides.get("weight_decay", 0.01),
+        "end_weight_decay": overrides.get("weight_decay", 0.01),
+        **overrides,
     }
-    return run_args("--hf-checkpoint", checkpoint, **{**values, **overrides})
+    args = copy.deepcopy(_parsed(str(checkpoint), (Path(checkpoint) / "config.json").read_text()))
+    unknown = sorted(values.keys() - vars(args).keys() - {"disable_param_buffers_cpu_backup"})
+    if unknown:
+        raise TypeError(f"parsed arguments have no attribute {', '.join(unknown)}")
+    vars(args).update(values)
+    return args
+
+
+@cache
+def _parsed(checkpoint: str, config: str) -> argparse.Namespace:
+    from slime.arguments import finalize_for_device, parse_args
+    from tools.tiny_model import megatron_flags
+
+    required = (
+        *("--hf-checkpoint", checkpoint, "--disable-rollout-global-dataset", "--rollout-max-response-len", "32"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--global-batch-size", "8"),
+        *("--num-rollout", "8", "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"),
+    )
+    args = parse_args([*required, *megatron_flags(checkpoint)])
+    finalize_for_device(args, "cpu")
+    return args
 
 
 def make_train_data(
