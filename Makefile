@@ -29,7 +29,7 @@ unit: setup  ## the unit tests (under 3 minutes)
 soak: setup  ## full counts, seeds and timings; GPU tests where there is a GPU
 	$(BIN)/python -m pytest -m "soak or gpu" -rA --durations-file build/durations-soak.txt $(PYTEST_FLAGS)
 
-lint: setup  ## ruff, mypy on the typed packages, import layers, a report of sizes
+lint: setup  ## ruff, mypy, import layers, a report of sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

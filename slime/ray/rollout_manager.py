@@ -31,8 +31,8 @@ from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook
 from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
-from slime.utils.garbage import gc_freeze
 from slime.utils.http_utils import init_http_client
+from slime.utils.memory_utils import gc_freeze
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample
 
@@ -87,12 +87,12 @@ class RolloutManager(EngineControl):
             started = time.monotonic()
             samples, metrics = self._samples(rollout_id)
             if not samples:
-                raise ValueError(f"rollout {rollout_id} holds no sample; look at the rollout function and its filters")
+                raise ValueError(f"rollout {rollout_id} holds no sample; check the rollout function and its filters")
             seconds = time.monotonic() - started
             if self.args.save_debug_rollout_data:
                 save_dump(self.args, rollout_id, samples)
             write_samples(self.args, rollout_id, samples)
-            self._constant_rewards.look(rollout_id, samples)
+            self._constant_rewards.check(rollout_id, samples)
             self._report(rollout_id, samples, metrics, seconds)
             boxes = None
             if not self.args.debug_rollout_only:
@@ -127,7 +127,7 @@ class RolloutManager(EngineControl):
         That is the place in the prompts, except under ``--disable-rollout-global-dataset``, and what was carried over.
         """
         if self.args.rollout_global_dataset:
-            # A data source that cannot tell past from present is at least not saved in the middle of a rollout.
+            # A data source without snapshots is at least not saved in the middle of a rollout.
             with contextlib.nullcontext() if hasattr(self.data_source, "snapshot") else self._generating:
                 self.data_source.save(rollout_id)
         known = rollout_id in self._carried_snapshots
@@ -155,11 +155,11 @@ class RolloutManager(EngineControl):
         self.args.num_rollout = num_rollout
 
     def set_train_parallel_config(self, config: Mapping[str, int]) -> None:
-        """Learn how the trainers divide the data."""
+        """Set how the trainers divide the data."""
         self.converter.train_parallel_config = dict(config)
 
     def weights_updated(self, version: int, step: int) -> None:
-        """Learn that every engine holds ``version``, the weights after training on all rollouts before ``step``."""
+        """Record that every engine holds ``version``, the weights after training on all rollouts before ``step``."""
         weight_clock().publish(version, step)
 
     def drain_records(self) -> list[Any]:
@@ -234,6 +234,6 @@ class RolloutManager(EngineControl):
 
 
 def _rollout_function(args: Namespace, name: str) -> Callable[..., Any]:
-    """Return the function that makes rollouts; errors are laid at the door of a user's own, not of a built-in one."""
+    """Return the function that makes rollouts; errors are attributed to a user's function, not to a built-in one."""
     hook = make_hook(getattr(args, name), name)
     return hook.function if hook.path.startswith("slime.") else hook

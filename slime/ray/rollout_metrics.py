@@ -139,7 +139,7 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
 def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing.
 
-    Groups of one execution, and those with rewards that are no numbers (dicts, or None, for a custom post-processing),
+    Groups of one execution, and those with non-numeric rewards (dicts, or None, for a custom post-processing),
     are not counted.
     """
     if args.advantage_estimator == "ppo":
@@ -258,11 +258,11 @@ def _share(flags: Iterable[bool]) -> float:
 
 
 CONSTANT_ROLLOUTS = 3
-"""So many rollouts in a row with one and the same reward are no chance."""
+"""So many rollouts in a row with one constant reward are not chance."""
 
 
 class ConstantRewards:
-    """Watches the rewards of rollouts, and warns once. Where something else than the reward may teach, it does not."""
+    """Warns once when rewards are constant over several rollouts, unless the loss has other inputs than rewards."""
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
@@ -272,8 +272,8 @@ class ConstantRewards:
         own = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
         self._watches = not other_loss and not own
 
-    def look(self, rollout_id: int, samples: Sequence[Sample]) -> None:
-        """Look at the rewards of a rollout, those of samples that are left out of the loss excepted."""
+    def check(self, rollout_id: int, samples: Sequence[Sample]) -> None:
+        """Check the rewards of a rollout, without those of samples that are removed from the loss."""
         if not self._watches:
             return
         key = self.args.reward_key

@@ -75,7 +75,7 @@ class _Call:
         while not self.done.wait(0.5):
             if self.interruption is not None and time.monotonic() - self.interrupted_at > CLEANUP_GRACE_S:
                 logger.warning(
-                    "%s was interrupted (%r) and still has not finished after %.0f s; going on without it",
+                    "%s was interrupted (%r) and still has not finished after %.0f s; continuing without it",
                     getattr(self.coro, "__qualname__", self.coro),
                     self.interruption,
                     CLEANUP_GRACE_S,
@@ -104,7 +104,7 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
         raise RuntimeError("async_utils.run() was called on the asyncio thread itself; await the coroutine there")
     call = _Call(coro, loop)
     with _lock:
-        _calls.add(call)  # before it begins: whoever it tells of itself may interrupt it at once
+        _calls.add(call)  # before it begins: it may be interrupted at once
     try:
         call.begin()
         try:

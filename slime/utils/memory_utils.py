@@ -1,4 +1,4 @@
-"""Memory of the current device: give cached blocks back, and say what is free."""
+"""Memory of the current device and of the process: cached blocks, what is free, garbage collection."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
 _GB = 2**30
+ALLOCATIONS = 20_000
+"""More objects than before, after which the youngest are collected (Python: 700)."""
 
 
 def clear_memory(clear_host_memory: bool = False) -> None:
@@ -36,3 +38,15 @@ def print_memory(msg: str, clear_before_print: bool = False) -> dict[str, str | 
     found = available_memory()
     logger.info("memory %s: %s", msg, found)
     return found
+
+
+def gc_freeze() -> None:
+    """Exclude all objects of now from garbage collection (``gc.freeze``), and collect less often from now on.
+
+    For a process that has loaded its modules and data: to traverse them, which finds nothing, blocks its event loop
+    for tenths of a second as often as once per rollout. Reference counting frees nearly everything else.
+    """
+    gc.collect()
+    gc.freeze()
+    _, middle, oldest = gc.get_threshold()
+    gc.set_threshold(ALLOCATIONS, middle, oldest)

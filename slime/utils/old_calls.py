@@ -1,10 +1,16 @@
-"""Functions of slime <= 0.3.1 whose homes are called in another way. Nothing here is used by slime itself."""
+"""Functions of slime <= 0.3.1 that are called in another way today. Nothing here is used by slime itself."""
 
 from __future__ import annotations
 
+import atexit
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
+
+from slime.utils.moved import warn_moved
+
+_TRACKING = "slime.observability.logging_utils"
 
 
 def calculate_fwd_flops(seqlens: Sequence[int], args: Any) -> float:
@@ -20,3 +26,27 @@ def compute_statistics(values: Sequence[float]) -> dict[str, float]:
 def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return ``d`` with ``prefix`` before every key."""
     return {f"{prefix}{key}": value for key, value in d.items()}
+
+
+def compute_log_probs(logits: Any, tokens: Any, process_group: Any) -> Any:
+    """Return log-probs [T, 1] of ``tokens`` [T] under ``logits`` [T, V_local]."""
+    path, name = "slime.utils.ppo_utils", "calculate_log_probs_and_entropy"
+    warn_moved(f"{path}.compute_log_probs", f"{path}.{name}(logits, tokens, group)[0]")
+    return import_module("slime.algorithms.log_probs").calculate_log_probs_and_entropy(logits, tokens, process_group)[0]
+
+
+def init_wandb_primary(args: Namespace) -> str | None:
+    """Open the trackers of the driver, until it exits; return the id of the W&B run, None without ``--use-wandb``."""
+    warn_moved("slime.utils.wandb_utils.init_wandb_primary", f"{_TRACKING}.init_tracking(args)")
+    tracking = import_module(_TRACKING)
+    tracking.init_tracking(args, primary=True)
+    atexit.register(tracking.finish_tracking)  # loops of the releases that had this function do not call it
+    run_id: str | None = args.wandb_run_id
+    return run_id
+
+
+def init_wandb_secondary(args: Namespace, wandb_run_id: str | None = None, router_addr: str | None = None) -> None:
+    """Let this process hand its metrics to the driver, which writes them; the other arguments are not needed."""
+    del wandb_run_id, router_addr
+    warn_moved("slime.utils.wandb_utils.init_wandb_secondary", f"{_TRACKING}.init_tracking(args, primary=False)")
+    import_module(_TRACKING).init_tracking(args, primary=False)

@@ -1,4 +1,4 @@
-"""Modules of slime <= 0.3.1 that are no files here: what users import from them, and where that lives.
+"""Modules of slime <= 0.3.1 that are no files here: what users import from them, and its home.
 
 ``import slime`` puts a finder behind Python's own ones, so that a file of the same path always wins. Its modules are
 empty until a name is asked for. A function is patched at its home, which is where slime looks it up.
@@ -25,7 +25,7 @@ _METRICS = {"compute_rollout_step": "slime.observability.steps.rollout_step"}
 _TIMER = _at("slime.observability.timer", "timer")
 _UPDATERS = "slime.weight_sync.named_updaters"
 _HF_NAMES = f"{_WEIGHTS}.hf_names"
-_WANDB = _at("slime.utils.wandb_utils", "init_wandb_primary init_wandb_secondary")
+_WANDB = _at("slime.utils.old_calls", "init_wandb_primary init_wandb_secondary")
 _EXAMPLE = "GenerateState abort eval_rollout generate generate_and_rm generate_and_rm_group generate_rollout"
 _TRACE = (
     "TRACE_CHILDREN_KEY TraceHandle bind_trace bind_trace_carrier build_sglang_meta_trace_attrs export_trace "
@@ -37,6 +37,19 @@ _CONVERTERS = (  # modules of hf_to_megatron and megatron_to_hf
 
 # Importable for good: name -> home.
 PUBLIC: dict[str, dict[str, str]] = {
+    "slime.utils.ppo_utils": {
+        **_at("slime.algorithms.advantages", "get_grpo_returns get_reinforce_plus_plus_baseline_advantages"),
+        **_at("slime.algorithms.advantages", "get_reinforce_plus_plus_returns"),
+        **_at("slime.algorithms.gae", "chunked_gae get_advantages_and_returns_batch vanilla_gae"),
+        **_at("slime.algorithms.kl", "compute_approx_kl"),
+        **_at("slime.algorithms.log_probs", "calculate_log_probs_and_entropy"),
+        **_at(
+            "slime.algorithms.policy_loss", "compute_cispo_loss compute_gspo_kl compute_opsm_mask compute_policy_loss"
+        ),
+        **_at("slime.algorithms.scan", "chunked_discounted_returns"),
+        **_at("slime.utils.old_calls", "compute_log_probs"),
+    },
+    "slime.utils.wandb_utils": _WANDB,
     "slime.utils.dp_schedule": _at("slime.batching.schedule", "DpSchedule build_dp_schedule leftover_positions"),
     "slime.utils.seqlen_balancing": _at(
         "slime.batching.seqlen_balancing",

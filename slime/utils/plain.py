@@ -14,7 +14,7 @@ from slime.utils.secrets import MASK, is_secret
 def plain(name: str, value: Any) -> Any:
     """``value``, which is called ``name``, as plain data; what has no plain form is written as its ``repr``.
 
-    The values of keys, tokens and passwords are blotted out, at every depth.
+    The values of keys, tokens and passwords are masked, at every depth.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -27,7 +27,7 @@ START_DEADLINE_S = 60.0
 GUARD_TAG = "SLIME_GUARD_ID"
 RUN_TAG = "SLIME_RUN_ID"
 KEEP_ENVIRON = {"SPT_NOENV": "1"}
-"""setproctitle (which SGLang uses) overwrites what ``/proc/<pid>/environ`` shows unless told not to."""
+"""setproctitle (which SGLang uses) overwrites what ``/proc/<pid>/environ`` shows unless configured not to."""
 
 
 class ProcessStartError(RuntimeError):

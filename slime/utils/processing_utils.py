@@ -34,7 +34,7 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
     except (OSError, ValueError) as e:
         logger.info("%s has no processor: %s", name_or_path, e)
         return None
-    return processor if isinstance(processor, ProcessorMixin) else None  # a bare tokenizer comes back for text models
+    return processor if isinstance(processor, ProcessorMixin) else None  # text models get a bare tokenizer
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:

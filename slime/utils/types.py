@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Self
 
-from slime.utils.meta_arrays import decode_int32_meta_array, first_present, to_int32_tensor
+from slime.utils.misc import decode_int32_meta_array, first_present, to_int32_tensor
 
 RolloutBatch = dict[str, Any]
 """Training data of one rollout: column name -> list (one entry per sample) or whole-batch value."""
@@ -276,7 +276,7 @@ class Sample:
     def _record_weight_versions(self, meta_info: Mapping[str, Any], added: int) -> None:
         """Add the spans of an engine reply of ``added`` tokens.
 
-        One that only names the version at its end does not tell which tokens earlier versions made, if any.
+        One that only names the version at its end does not show which tokens earlier versions made, if any.
         """
         reported = [span for span in meta_info.get("weight_versions") or [] if isinstance(span, Mapping)]
         says_less = {}
@@ -292,7 +292,9 @@ class Sample:
                 continue
             new = {"version": str(span["version"]), "start": start, "end": end, **says_less}
             if spans and {**spans[-1], "start": start, "end": end} == new and spans[-1]["end"] == start:
-                spans[-1]["end"] = end  # a span that has a step is left alone: versions count anew after a restart
+                spans[-1]["end"] = (
+                    end  # a span that has a step is left alone: version numbers start over after a restart
+                )
             else:
                 spans.append(new)
         self.weight_version_spans = spans

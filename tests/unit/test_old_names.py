@@ -12,7 +12,7 @@ import torch
 from slime.backends.megatron_utils import update_weight_utils
 from slime.observability import tensorboard_utils, timer, tracking
 from slime.rollout import sample_hooks
-from slime.utils import data, ppo_utils, wandb_utils
+from slime.utils import data, old_calls, ppo_utils, wandb_utils
 from slime.utils.misc import Box, SingletonMeta
 from slime.utils.types import Sample
 from slime.weight_sync import named_updaters
@@ -30,7 +30,7 @@ def test_log_probs_of_tokens():
 def test_wandb_is_one_of_the_trackers(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_tracker", tracking.Tracker())
     at_exit = []
-    monkeypatch.setattr(wandb_utils.atexit, "register", at_exit.append)
+    monkeypatch.setattr(old_calls.atexit, "register", at_exit.append)
     args = run_args(run_dir=str(tmp_path))
     with pytest.warns(DeprecationWarning, match=r"init_tracking\(args, primary=False\)"):
         wandb_utils.init_wandb_secondary(args, "run id", router_addr="http://x")

@@ -1,46 +1,126 @@
-"""The one place that knows what a device is.
+"""The one place that knows what a device is: ``device_type()``, ``current_device()``, ``synchronize()``, ...
 
-Everything else in slime asks this module: ``device_type()``, ``current_device()``, ``synchronize()``, ... CUDA and CPU
-are built in; further kinds are added with :func:`register_accelerator`. The environment variable
-``SLIME_ACCELERATOR`` names the one to use; without it the available one of highest priority is taken. Importing this
-module does not import torch.
+CUDA and CPU are built in; :func:`register_accelerator` adds a kind of device. ``SLIME_ACCELERATOR`` selects one;
+without it the available one of highest priority is taken. Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from slime.utils.accelerator.base import Accelerator
-from slime.utils.accelerator.registry import (
-    get_accelerator,
-    initialize_accelerator,
-    register_accelerator,
-    registered_accelerators,
-    reset_accelerator,
-    set_accelerator,
-)
+from slime.utils.accelerator.cpu import CpuAccelerator
+from slime.utils.accelerator.cuda import CudaAccelerator
 
 __all__ = [
     "Accelerator",
     "communication_backend",
     "current_device",
-    "device_count",
     "device_type",
     "empty_cache",
     "get_accelerator",
     "initialize_accelerator",
-    "is_available",
-    "manual_seed",
-    "max_memory_allocated",
     "memory_stats",
     "register_accelerator",
-    "registered_accelerators",
     "reset_accelerator",
-    "reset_peak_memory_stats",
     "set_accelerator",
     "set_device",
     "synchronize",
 ]
+
+ENV = "SLIME_ACCELERATOR"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    factory: Callable[[], Accelerator]
+    is_available: Callable[[], bool] | None
+    priority: int
+
+    def available(self) -> bool:
+        return self.is_available() if self.is_available is not None else self.factory().is_available()
+
+
+_kinds: dict[str, _Kind] = {}
+_current: Accelerator | None = None
+_lock = threading.RLock()
+
+
+def register_accelerator(
+    name: str,
+    factory: Callable[[], Accelerator],
+    is_available: Callable[[], bool] | None = None,
+    priority: int = 0,
+    communication_backends: tuple[str, ...] = (),
+) -> None:
+    """Add a kind of device (or replace the one called ``name``).
+
+    ``is_available`` answers without building the accelerator whether it can be used here (default: ask the built
+    one). Among the available kinds the one of highest ``priority`` is chosen; CUDA has 100, the CPU 0.
+    ``communication_backends`` is part of the public signature; the accelerator's own attribute decides.
+    """
+    del communication_backends
+    with _lock:
+        _kinds[name] = _Kind(factory, is_available, priority)
+
+
+def get_accelerator() -> Accelerator:
+    """Return the accelerator of this process, choosing it at the first call.
+
+    Raises ValueError for an unknown name in ``SLIME_ACCELERATOR`` and RuntimeError when no device can be used.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _current = _select()
+        return _current
+
+
+def _select() -> Accelerator:
+    wanted = os.environ.get(ENV, "").strip()
+    if wanted:
+        if wanted not in _kinds:
+            raise ValueError(f"{ENV}={wanted!r} is not a registered accelerator, known: {sorted(_kinds)}")
+        if not _kinds[wanted].available():
+            raise RuntimeError(
+                f"{ENV}={wanted!r} was asked for, but this process sees no such device; unset it to let slime choose "
+                f"among {sorted(_kinds)}."
+            )
+        return _kinds[wanted].factory()
+    for kind in sorted(_kinds.values(), key=lambda kind: -kind.priority):
+        if kind.available():
+            return kind.factory()
+    raise RuntimeError(f"none of the registered accelerators is available: {sorted(_kinds)}")
+
+
+def set_accelerator(accelerator: Accelerator | str) -> Accelerator:
+    """Use ``accelerator`` (an instance, or a registered name) from now on; return it."""
+    global _current
+    with _lock:
+        if isinstance(accelerator, str):
+            if accelerator not in _kinds:
+                raise ValueError(f"accelerator {accelerator!r} is not registered, known: {sorted(_kinds)}")
+            accelerator = _kinds[accelerator].factory()
+        _current = accelerator
+        return accelerator
+
+
+def reset_accelerator() -> None:
+    """Forget the choice; the next use selects again."""
+    global _current
+    with _lock:
+        _current = None
+
+
+def initialize_accelerator(local_rank: int | None = None) -> Accelerator:
+    """Choose the accelerator and prepare this process for it (on CUDA: select the device of ``local_rank``)."""
+    accelerator = get_accelerator()
+    accelerator.initialize(local_rank)
+    return accelerator
 
 
 def device_type() -> str:
@@ -51,16 +131,6 @@ def device_type() -> str:
 def communication_backend() -> str:
     """Return the torch.distributed backend for tensors of the device, such as ``"gloo"`` or ``"nccl"``."""
     return get_accelerator().communication_backend
-
-
-def is_available() -> bool:
-    """Return whether the selected accelerator can be used in this process."""
-    return get_accelerator().is_available()
-
-
-def device_count() -> int:
-    """Return how many devices this process sees (a CPU counts as one)."""
-    return get_accelerator().device_count()
 
 
 def current_device() -> Any:
@@ -83,21 +153,10 @@ def empty_cache() -> None:
     get_accelerator().empty_cache()
 
 
-def manual_seed(seed: int) -> None:
-    """Seed the device's default random generator."""
-    get_accelerator().manual_seed(seed)
-
-
 def memory_stats() -> dict[str, int]:
     """Return ``total, free, used, allocated, reserved`` in bytes; on a CPU the last two are this process's RSS."""
     return get_accelerator().memory_stats()
 
 
-def max_memory_allocated() -> int:
-    """Return the peak of the memory allocated by this process, in bytes, since the last reset."""
-    return get_accelerator().max_memory_allocated()
-
-
-def reset_peak_memory_stats() -> None:
-    """Start a new measurement for :func:`max_memory_allocated`."""
-    get_accelerator().reset_peak_memory_stats()
+register_accelerator("cuda", CudaAccelerator, priority=100)
+register_accelerator("cpu", CpuAccelerator)

@@ -17,10 +17,6 @@ class Accelerator(ABC):
         """Return whether this process can use such a device."""
 
     @abstractmethod
-    def device_count(self) -> int:
-        """Return how many devices this process sees."""
-
-    @abstractmethod
     def current_device(self) -> Any:
         """Return the current ``torch.device``."""
 
@@ -37,20 +33,8 @@ class Accelerator(ABC):
         """Release cached memory."""
 
     @abstractmethod
-    def manual_seed(self, seed: int) -> None:
-        """Seed the default generator."""
-
-    @abstractmethod
     def memory_stats(self) -> dict[str, int]:
         """Return ``total, free, used, allocated, reserved`` in bytes."""
-
-    @abstractmethod
-    def max_memory_allocated(self) -> int:
-        """Return the peak of allocated bytes since the last reset."""
-
-    @abstractmethod
-    def reset_peak_memory_stats(self) -> None:
-        """Start a new peak measurement."""
 
     def initialize(self, local_rank: int | None = None) -> None:
         """Prepare the process: choose the device of ``local_rank`` when one is given."""

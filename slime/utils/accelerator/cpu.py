@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -52,9 +51,6 @@ class CpuAccelerator(Accelerator):
     def is_available(self) -> bool:
         return True
 
-    def device_count(self) -> int:
-        return 1
-
     def current_device(self) -> Any:
         import torch
 
@@ -74,21 +70,8 @@ class CpuAccelerator(Accelerator):
             if trim is not None:
                 trim(0)
 
-    def manual_seed(self, seed: int) -> None:
-        import torch
-
-        torch.default_generator.manual_seed(seed)
-
     def memory_stats(self) -> dict[str, int]:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = _available_pages()
         rss = _status_bytes("VmRSS") or _peak_rss()
         return {"total": total, "free": free, "used": total - free, "allocated": rss, "reserved": rss}
-
-    def max_memory_allocated(self) -> int:
-        return _status_bytes("VmHWM") or _peak_rss()
-
-    def reset_peak_memory_stats(self) -> None:
-        """Reset the kernel's high-water mark of this process; where that is not allowed the peak is since start."""
-        with contextlib.suppress(OSError):  # not Linux, or a sandbox forbids it: the documented fallback
-            Path("/proc/self/clear_refs").write_text("5")

@@ -18,11 +18,6 @@ class CudaAccelerator(Accelerator):
 
         return torch.cuda.is_available()
 
-    def device_count(self) -> int:
-        import torch
-
-        return torch.cuda.device_count()
-
     def current_device(self) -> Any:
         import torch
 
@@ -53,11 +48,6 @@ class CudaAccelerator(Accelerator):
         gc.collect()
         torch.cuda.empty_cache()
 
-    def manual_seed(self, seed: int) -> None:
-        import torch
-
-        torch.cuda.manual_seed(seed)
-
     def memory_stats(self) -> dict[str, int]:
         import torch
 
@@ -69,13 +59,3 @@ class CudaAccelerator(Accelerator):
             "allocated": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
         }
-
-    def max_memory_allocated(self) -> int:
-        import torch
-
-        return torch.cuda.max_memory_allocated()
-
-    def reset_peak_memory_stats(self) -> None:
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()

@@ -16,8 +16,13 @@ import tempfile
 from pathlib import Path
 
 from slime.utils.external_utils.checkpoint_links import make_loadable
-from slime.utils.external_utils.env_vars import get_bool_env_var
-from slime.utils.external_utils.train_command import ExecuteTrainConfig, execute_train, is_dry_run, repo_base_dir
+from slime.utils.external_utils.train_command import (
+    ExecuteTrainConfig,
+    execute_train,
+    get_bool_env_var,
+    is_dry_run,
+    repo_base_dir,
+)
 from slime.utils.misc import exec_command as run_command
 
 __all__ = [

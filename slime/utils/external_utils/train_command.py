@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import slime
-from slime.utils.external_utils.env_vars import get_bool_env_var
 
 repo_base_dir = Path(slime.__file__).resolve().parents[1]
 """The directory of ``train.py``, ``scripts`` and ``tools``."""
@@ -23,6 +22,17 @@ CORE_DUMP_ENVIRONMENT = {
     "CUDA_COREDUMP_SHOW_PROGRESS": "1",
     "CUDA_COREDUMP_FILE": "/tmp/cuda_coredump_%h.%p.%t",
 }
+
+
+def get_bool_env_var(name: str, default: str = "false") -> bool:
+    """Return whether variable ``name`` is ``true`` or ``1``, in any case.
+
+    Raises ValueError for anything but true, 1, false and 0.
+    """
+    value = os.environ.get(name, default)
+    if value.lower() not in ("true", "1", "false", "0"):
+        raise ValueError(f"the environment variable {name} must be true, 1, false or 0, got {value!r}")
+    return value.lower() in ("true", "1")
 
 
 @dataclass

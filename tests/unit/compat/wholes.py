@@ -86,7 +86,7 @@ def teacher_reply() -> dict[str, Any]:
     """The teacher's log-probs of [7, 8, 9]; nothing is known about the first, and the response is the last two."""
     reply = {"meta_info": {"input_token_logprobs": [[None, 7, None], [-1.0, 8, None], [-2.0, 9, None]]}}
     sample = Sample(tokens=[7, 8, 9], response_length=2, reward=reply)
-    return {"args": SimpleNamespace(), "samples": [sample]}
+    return {"args": SimpleNamespace(reward_key=None), "samples": [sample]}
 
 
 def distilled(result: Any, _: Any, given: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ def said_of(caplog: pytest.LogCaptureFixture, rollouts: list[list[Any]], **flags
     watch = ConstantRewards(run_args(**{"rm_type": "math", "run_dir": "runs/1", **flags}))
     with caplog.at_level(logging.WARNING):
         for rollout_id, rewards in enumerate(rollouts):
-            watch.look(rollout_id, [Sample(reward=reward) for reward in rewards])
+            watch.check(rollout_id, [Sample(reward=reward) for reward in rewards])
     return caplog.messages
 
 
@@ -54,7 +54,7 @@ def test_samples_left_out_of_the_loss_do_not_count(caplog: pytest.LogCaptureFixt
     """Failed rewards are 0, whatever the others are; they are told in another way."""
     watch = ConstantRewards(run_args(run_dir="r"))
     for rollout_id in range(9):
-        watch.look(rollout_id, [Sample(reward=0.0, remove_sample=True)])
+        watch.check(rollout_id, [Sample(reward=0.0, remove_sample=True)])
     assert caplog.messages == []
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from slime.utils import accelerator
-from slime.utils.accelerator import registry
 from slime.utils.accelerator.cpu import CpuAccelerator
 
 
@@ -20,7 +19,7 @@ class Abacus(CpuAccelerator):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
-    monkeypatch.setattr(registry, "_kinds", dict(registry._kinds))
+    monkeypatch.setattr(accelerator, "_kinds", dict(accelerator._kinds))
     accelerator.reset_accelerator()
     yield
     accelerator.reset_accelerator()
@@ -35,7 +34,6 @@ def test_cuda_wins_where_it_is_available_and_the_cpu_elsewhere() -> None:
     import torch
 
     assert accelerator.device_type() == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert list(accelerator.registered_accelerators()) == ["cuda", "cpu"]
 
 
 def test_cpu_facade() -> None:
@@ -45,16 +43,9 @@ def test_cpu_facade() -> None:
     assert accelerator.device_type() == "cpu"
     assert accelerator.communication_backend() == "gloo"
     assert accelerator.current_device() == torch.device("cpu")
-    assert accelerator.device_count() == 1
     accelerator.set_device(3)
     accelerator.synchronize()
     accelerator.empty_cache()
-    state = torch.get_rng_state()
-    accelerator.manual_seed(5)
-    first = torch.rand(3)
-    accelerator.manual_seed(5)
-    assert torch.equal(first, torch.rand(3))
-    torch.set_rng_state(state)
 
 
 def test_cpu_memory_is_in_bytes_and_adds_up() -> None:
@@ -67,8 +58,6 @@ def test_cpu_memory_is_in_bytes_and_adds_up() -> None:
         block.write(b"\1" * len(block))
         grown = accelerator.memory_stats()["allocated"] - stats["allocated"]
     assert 60 * 2**20 < grown < 80 * 2**20
-    accelerator.reset_peak_memory_stats()
-    assert accelerator.max_memory_allocated() >= 64 * 2**20
 
 
 def test_the_highest_available_priority_is_chosen() -> None:
@@ -83,7 +72,6 @@ def test_environment_selects(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator.register_accelerator("abacus", Abacus, priority=-1, communication_backends=("beads", "gloo"))
     monkeypatch.setenv("SLIME_ACCELERATOR", "abacus")
     assert accelerator.communication_backend() == "beads"
-    assert accelerator.registered_accelerators()["abacus"] == ("beads", "gloo")
 
 
 def test_the_choice_is_kept_until_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +84,9 @@ def test_the_choice_is_kept_until_reset(monkeypatch: pytest.MonkeyPatch) -> None
         accelerator.get_accelerator()
 
 
-def test_a_misspelt_name_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_ACCELERATOR", "cudaa")
-    with pytest.raises(ValueError, match=r"SLIME_ACCELERATOR='cudaa'.*Did you mean 'cuda'"):
+    with pytest.raises(ValueError, match=r"SLIME_ACCELERATOR='cudaa'.*known: \['cpu', 'cuda'\]"):
         accelerator.device_type()
     with pytest.raises(ValueError, match="not registered"):
         accelerator.set_accelerator("tpu")

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from slime.utils.garbage import ALLOCATIONS, gc_freeze
+from slime.utils.memory_utils import ALLOCATIONS, gc_freeze
 
 
 class Node:
