@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rollout(Protocol):
-    """What the loop asks of the rollout side (``slime.ray.rollout_handle.RolloutHandle``)."""
+    """What the loop needs of the rollout side (``slime.ray.rollout_handle.RolloutHandle``)."""
 
     def start_generate(self, rollout_id: int) -> Any: ...
     def wait_generate(self, started: Any, rollout_id: int) -> Any: ...
@@ -49,7 +49,7 @@ class Rollout(Protocol):
 
 
 class Trainer(Protocol):
-    """What the loop asks of the trainers (``slime.ray.train_group.RayTrainGroup``)."""
+    """What the loop needs of the trainers (``slime.ray.train_group.RayTrainGroup``)."""
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
     def wait(self, refs: list[Any], what: str) -> list[Any]: ...
@@ -67,7 +67,7 @@ class Loop:
     """The steps of a run, and the two orders in which they are taken.
 
     ``trainer`` is None under ``--debug-rollout-only``. ``rollouts_per_epoch`` places saves and evaluations at epoch
-    ends. With ``--offload-train`` the trainer is asleep at first; a ``critic`` is too, and they are awake in turns.
+    ends. With ``--offload-train`` the trainer starts offloaded; so does a ``critic``, and they are onloaded in turns.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Loop:
     ) -> None:
         self.args, self.rollout, self.trainer = args, rollout, trainer
         self.critic = None if critic is None else CriticStep(args, critic, rollout.save)
-        self._trainer_sleeps = trainer is not None and args.offload_train
+        self._trainer_offloaded = trainer is not None and args.offload_train
         self.rollouts_per_epoch = rollouts_per_epoch
         self.overlap = overlap
         self.mixes_versions = generates_always(args)
@@ -183,8 +183,8 @@ class Loop:
     def save(self, rollout_id: int) -> None:
         """Save where it is due: first the prompts' state, then the checkpoint, whose tracker file makes both count.
 
-        Trainers that are released after it come back from it, so that it is due then in any case; one that
-        ``--save-interval`` does not ask for is removed once there is a later one.
+        Released trainers restart from it, so that it is always due then; one that ``--save-interval`` does not ask for
+        is removed once there is a later one.
         """
         assert self.trainer is not None
         due = self._due(rollout_id, self.args.save_interval, at_the_end=True) and self._trains_actor(rollout_id)
@@ -236,7 +236,7 @@ class Loop:
                 self.rollout.onload_kv()
 
     def supply_weights(self) -> None:
-        """In the middle of a rollout that has lost every engine: push the weights to those started again."""
+        """In the middle of a rollout that has lost every engine: push the weights to the restarted ones."""
         if self.trainer is not None:
             self.sync_weights(self.args.start_rollout_id if self._trained_step is None else self._trained_step)
 
@@ -262,19 +262,19 @@ class Loop:
                 self.rollout.onload_weights()
 
     def _offload_trainer(self) -> None:
-        if self.trainer is not None and not self._trainer_sleeps:
+        if self.trainer is not None and not self._trainer_offloaded:
             with timer("offload_train"):
                 self.trainer.offload()
-            self._trainer_sleeps = True
+            self._trainer_offloaded = True
 
     def _onload_trainer(self) -> None:
-        if self.trainer is not None and self._trainer_sleeps:
+        if self.trainer is not None and self._trainer_offloaded:
             with timer("onload_train"):
                 self.trainer.onload()
-            self._trainer_sleeps = False
+            self._trainer_offloaded = False
 
     def evaluate_periodically(self, rollout_id: int) -> None:
-        """Evaluate after a rollout where ``--eval-interval`` or the end of an epoch says so."""
+        """Evaluate after a rollout where ``--eval-interval`` or the end of an epoch asks for it."""
         if self._due(rollout_id, self.args.eval_interval, at_the_end=False):
             self.evaluate(rollout_id)
 
@@ -359,7 +359,7 @@ def _with_roles(args: Namespace) -> Namespace:
 
 
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
-    """End every process of the run, whatever state it is in. A second Ctrl-C ends the patience, not the duty."""
+    """End every process of the run, whatever state it is in. A second Ctrl-C skips the grace period."""
     try:
         try:
             if rollout is not None and gently:

@@ -1,4 +1,4 @@
-"""How much memory each timed phase of a process took at most. No torch before a device is asked."""
+"""Peak memory of each timed phase of a process. torch is imported only when a device is measured."""
 
 from __future__ import annotations
 

@@ -16,17 +16,17 @@ LOG_INTERVAL_S = float(os.environ.get("SLIME_PROGRESS_INTERVAL", "15"))
 
 
 class Starting:
-    """Says what the start of a run waits for, one step after the other, and how long it has taken so far."""
+    """Logs what the start of a run waits for, step by step, and how long it has taken so far."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
 
     def waits_for(self, what: str) -> None:
-        """Say that ``what`` is the next step."""
+        """Log that ``what`` is the next step."""
         logger.info("starting (%.0f s): %s", time.monotonic() - self._begin, what)
 
     def done(self) -> None:
-        """Say that the start is over."""
+        """Log that the start is over."""
         logger.info("started in %.0f s", time.monotonic() - self._begin)
 
 

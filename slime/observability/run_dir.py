@@ -98,7 +98,7 @@ def _commit() -> str | None:
 
 
 def command_line(argv: list[str] | None = None) -> str:
-    """Return the command line of this process in shell syntax, with the values of secret flags blotted out."""
+    """Return the command line of this process in shell syntax, with the values of secret flags masked."""
     words = list(sys.argv if argv is None else argv)
     for i, word in enumerate(words):
         flag, equals, _ = word.partition("=")

@@ -8,7 +8,7 @@ from argparse import Namespace
 def rollout_step(args: Namespace, rollout_id: int) -> int:
     """Return the place on the ``rollout/step`` and ``eval/step`` axes: the rollout's id.
 
-    With ``--wandb-always-use-train-step``: the optimiser steps that the samples of earlier rollouts were meant for.
+    With ``--wandb-always-use-train-step``: the optimizer steps that the samples of earlier rollouts were meant for.
     """
     if not args.wandb_always_use_train_step:
         return rollout_id

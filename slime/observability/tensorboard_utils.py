@@ -13,7 +13,7 @@ from slime.utils.misc import SingletonMeta
 
 
 class _TensorboardAdapter(metaclass=SingletonMeta):
-    """One event file per process, in the directory of ``--tb-project-name`` (``tensorboard_dir`` says which).
+    """One event file per process, in the directory of ``--tb-project-name`` (see ``tensorboard_dir``).
 
     Raises ValueError without ``--use-tensorboard``.
     """

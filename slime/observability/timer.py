@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Watcher(Protocol):
-    """Is told, in the thread that is timed, when a timer of ``measure`` begins and ends."""
+    """Called in the timed thread when a timer of ``measure`` begins and ends."""
 
     def began(self, name: str) -> None: ...
     def ended(self, name: str) -> None: ...
@@ -70,7 +70,7 @@ class Timers:
             return dict(self._seconds)
 
     def drain(self, prefix: str = "perf/") -> dict[str, float]:
-        """Return ``{<prefix><name>_time: seconds}`` and set all sums to zero; running timers go on."""
+        """Return ``{<prefix><name>_time: seconds}`` and set all sums to zero; running timers continue."""
         with self._lock:
             metrics = {f"{prefix}{name}_time": value for name, value in self._seconds.items()}
             self._seconds.clear()

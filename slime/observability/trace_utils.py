@@ -1,6 +1,6 @@
 """Traces of samples: what happened to one sample, when, inside which span.
 
-A trace lives on the sample itself, as the plain dictionary ``sample.trace`` ("carrier"), so that it survives
+A trace is kept on the sample itself, as the plain dictionary ``sample.trace`` ("carrier"), so that it survives
 ``to_dict``/``from_dict``, process boundaries and debug dumps::
 
     {"version": 1, "trace_id", "sample_id", "group_id", "attempt", "events": [...]}
@@ -102,7 +102,7 @@ def import_trace(carrier: Mapping[str, Any]) -> TraceHandle | None:
 
 
 def trace_next_attempt(target: Any) -> None:
-    """Note that the sample is generated anew (after an abort, say): later events carry the next attempt number."""
+    """Note that the sample is generated again, as after an abort: later events carry the next attempt number."""
     with _harmless("trace_next_attempt"):
         for handle in _handles(target):
             handle.carrier["attempt"] += 1
@@ -318,5 +318,5 @@ class _harmless:
         what = f"{self.where}: {type(error).__name__}"
         if what not in _complained:
             _complained.add(what)
-            logger.warning("tracing failed in %s and goes on without: %s", self.where, error, exc_info=error)
+            logger.warning("tracing failed in %s and is skipped: %s", self.where, error, exc_info=error)
         return True

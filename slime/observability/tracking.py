@@ -1,7 +1,7 @@
 """Where metrics go: one writer per run, any number of processes that measure.
 
 Invariant: only the primary process (the driver) touches files and trackers. Every other process buffers its records;
-its owner fetches them with :func:`drain` and the driver hands them to :func:`ingest`; what nobody has fetched by the
+its owner fetches them with :func:`drain` and the driver hands them to :func:`ingest`; what has not been fetched by the
 end of the run is asked for then (:meth:`Tracker.add_source`). A metric is therefore written
 once, by one process, in the order in which the driver saw it, and a run needs no shared tracker session.
 """
@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypedDict
 logger = logging.getLogger(__name__)
 
 BUFFER_LIMIT = 200_000
-"""Records a process without a writer keeps until somebody drains it; the oldest are dropped beyond this."""
+"""Records a process without a writer keeps until it is drained; the oldest are dropped beyond this."""
 
 STEP_AXES: dict[str, tuple[str, ...]] = {
     "train/step": ("train/",),

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy ``config`` with the values of keys, tokens and passwords blotted out."""
+    """Copy ``config`` with the values of keys, tokens and passwords masked."""
     return {k: MASK if v and is_secret(k) else v for k, v in config.items()}
 
 
@@ -37,7 +37,7 @@ class JsonlWriter:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
-        """Append ``metrics``; those that are no numbers are left to the trackers that can show them."""
+        """Append ``metrics``; non-numeric ones are left to the trackers that can show them."""
         for name, value in metrics.items():
             if not is_scalar(value):
                 continue

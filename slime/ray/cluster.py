@@ -1,4 +1,4 @@
-"""The Ray cluster a run lives on: its own, in the processes of this host, or one that is already running.
+"""The Ray cluster of a run: its own, in processes of this host, or one that is already running.
 
 Invariant: after ``shutdown`` no process of the run is left on this host, and if this process is killed before, none is
 left a few seconds later. Every process of a run has ``SLIME_RUN_ID`` in its environment; janitors end what remains.
@@ -55,7 +55,7 @@ NOSET_VISIBLE_DEVICES = (
     "TPU_VISIBLE_CHIPS",
     "ONEAPI_DEVICE_SELECTOR",
 )
-"""Ray must not hide devices from workers: ranks choose theirs, and engines see those of their neighbours."""
+"""Ray must not hide devices from workers: ranks choose theirs, and engines see those of their neighbors."""
 
 
 @dataclass
@@ -101,18 +101,18 @@ class Cluster:
 
     def watch_nodes(self, node_ids: list[str]) -> None:
         """Put a janitor on every other node of the run. Raises TimeoutError when one does not start."""
-        strangers = [n for n in dict.fromkeys(node_ids) if n != self.node_id and n not in self.node_janitors]
-        for node_id in strangers:
+        remote_nodes = [n for n in dict.fromkeys(node_ids) if n != self.node_id and n not in self.node_janitors]
+        for node_id in remote_nodes:
             self.node_janitors[node_id] = (
                 ray.remote(NodeJanitor)
                 .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
                 .remote(self.run_id)
             )
-        started = [self.node_janitors[n].started.remote() for n in strangers]
-        if len(ray.wait(started, num_returns=len(started), timeout=JANITOR_DEADLINE_S)[0] if started else []) < len(
-            started
-        ):
-            raise TimeoutError(f"the janitors of the nodes {strangers} did not start within {JANITOR_DEADLINE_S:.0f} s")
+        started = [self.node_janitors[n].started.remote() for n in remote_nodes]
+        ready = ray.wait(started, num_returns=len(started), timeout=JANITOR_DEADLINE_S)[0] if started else []
+        if len(ready) < len(started):
+            nodes = ", ".join(remote_nodes)
+            raise TimeoutError(f"the janitors of the nodes {nodes} did not start within {JANITOR_DEADLINE_S:.0f} s")
 
     def shutdown(self) -> None:
         """Disconnect, and end what is left of the run on this host (and, through their janitors, elsewhere)."""
@@ -192,7 +192,7 @@ def connect(args: Namespace, slots: int) -> Cluster:
 
 
 def device_of_cluster(totals: dict[str, float], override: str | None) -> Device:
-    """Return ``cuda`` or ``cpu``: what ``SLIME_ACCELERATOR`` says, else whether the cluster has GPUs."""
+    """Return ``cuda`` or ``cpu``: ``SLIME_ACCELERATOR``, else whether the cluster has GPUs."""
     if override in ("cpu", "cuda"):
         return cast(Device, override)
     return "cuda" if totals.get("GPU", 0) > 0 else "cpu"
@@ -217,8 +217,9 @@ def on_slot(pg: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy
 def own_gpu_index() -> int:
     """Return the index, among the devices this process sees, of the GPU that Ray gave it; 0 without one.
 
-    Ray does not hide devices from the processes of a run (``cluster.NOSET_VISIBLE_DEVICES``), but whoever started Ray
-    may have: its ids are then the entries of ``CUDA_VISIBLE_DEVICES``, while torch and SGLang count what is visible.
+    Ray does not hide devices from the processes of a run (``cluster.NOSET_VISIBLE_DEVICES``), but the process
+    that started Ray may have: its ids are then the entries of ``CUDA_VISIBLE_DEVICES``, while torch and SGLang count
+    what is visible.
     """
     return gpu_index(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -279,7 +280,7 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
     _keep_to_loopback()
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # says that it protects us; it may
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # one line per connection
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ray.init(
         address="local",
@@ -297,7 +298,7 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
 
 
 def _require_listener(address: str) -> None:
-    """Raise OSError when nothing listens at ``host:port``; Ray itself would try for minutes before it said so."""
+    """Raise OSError when nothing listens at ``host:port``; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if "://" not in address and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
@@ -313,7 +314,7 @@ def _keep_to_loopback() -> None:
 
 
 def _keep_sigterm_handler() -> None:
-    """Let Ray leave a SIGTERM handler that is there: its own ends the process with code 15, out of whatever runs."""
+    """Keep an existing SIGTERM handler: Ray would replace it by one that ends the process with code 15 immediately."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         ray._private.utils.set_sigterm_handler = lambda handler: None
 

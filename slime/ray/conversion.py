@@ -69,7 +69,7 @@ class Converter:
         Raises TrainDataError or ScheduleError naming what cannot be right.
         """
         if self.train_parallel_config is None:
-            raise RuntimeError("the trainers have not told their parallel layout yet (set_train_parallel_config)")
+            raise RuntimeError("the parallel layout of the trainers is not known yet (set_train_parallel_config)")
         batch = self._batch(list(samples))
         schedule = build_dp_schedule(
             self.args,
@@ -162,7 +162,7 @@ class Converter:
             raise NotStorable(f"{key!r} of rows that wait for a training step, made with {self._convert}: {e}") from e
 
     def restore(self, data: bytes | None) -> None:
-        """Undo ``state``. Raises ValueError when samples were carried over with a converter, and now without, or so."""
+        """Restore what ``state`` returned. Raises ValueError when only one of the two runs has a converter."""
         if data is None:
             self.carried = CarriedOver()
             return
@@ -177,7 +177,7 @@ class Converter:
             without = "without" if self._convert is not None else "with"
             raise ValueError(
                 f"{len(found)} samples that wait for a training step were saved {without} "
-                "--custom-convert-samples-to-train-data-path; go on in the same way"
+                "--custom-convert-samples-to-train-data-path; resume in the same way"
             )
         self.carried = found
 
@@ -203,7 +203,7 @@ def save_dump(args: Namespace, name: int | str, samples: Sequence[Sample]) -> No
 
 
 def load_dump(args: Namespace, rollout_id: int) -> list[Sample]:
-    """Return the samples of the dump of ``rollout_id`` (``--load-debug-rollout-data``), subsampled when asked for.
+    """Return the samples of the dump of ``rollout_id`` (``--load-debug-rollout-data``), or a subsample.
 
     Raises FileNotFoundError or ValueError, naming file and flag.
     """

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticGroup(Protocol):
-    """What is asked of the critic's ranks (``slime.ray.train_group.RayTrainGroup``)."""
+    """What the step needs of the critic's ranks (``slime.ray.train_group.RayTrainGroup``)."""
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
     def wait(self, refs: list[Any], what: str) -> list[Any]: ...
@@ -34,7 +34,7 @@ class CriticGroup(Protocol):
 
 
 class CriticStep:
-    """Wakes the critic for its training and its checkpoint, before the actor's.
+    """Onloads the critic for its training and its checkpoint, before the actor's.
 
     ``save_prompts(rollout_id)`` saves the state of the prompts, which must be there before the checkpoint that makes
     it count: that is the critic's while the actor is not trained yet.
@@ -48,7 +48,7 @@ class CriticStep:
         return bool(rollout_id < self.args.num_critic_only_steps)
 
     def run(self, rollout_id: int, data: Any, *, save: bool) -> list[Any]:
-        """Train on the rollout; return the values for the actor, a reference per rank. The critic sleeps afterwards."""
+        """Train on the rollout, then offload the critic; return the values for the actor, a reference per rank."""
         if self.args.async_save:
             self.critic.finish_saving()  # the actor publishes its last one when it trains: not before the critic's
         with timer("onload_critic"):
@@ -75,7 +75,7 @@ class CriticStep:
 
 
 def agree_on_resume_step(actor: Namespace, critic: Namespace) -> None:
-    """Set ``ckpt_step`` (or take ``load`` away from the critic) so that both go on after the same rollout.
+    """Set ``ckpt_step`` (or take ``load`` away from the critic) so that both resume after the same rollout.
 
     Both are arguments of roles. Raises ArgumentError where there is no such rollout. What was asked for by
     ``--ckpt-step`` is left as it is.
@@ -85,8 +85,8 @@ def agree_on_resume_step(actor: Namespace, critic: Namespace) -> None:
         return
     if critic_last is None:
         raise ArgumentError(
-            f"the actor would go on after rollout {actor_last} of --load {actor.load}, but its critic has no checkpoint"
-            f"{f' in {critic.save}' if critic.save else ''}. Take the actor's weights for a fresh start with "
+            f"the actor would resume after rollout {actor_last} of --load {actor.load}, but its critic has no "
+            f"checkpoint{f' in {critic.save}' if critic.save else ''}. Take the actor's weights for a fresh start with "
             "--finetune, or give the critic's checkpoint as load of role critic in --megatron-config-path"
         )
     last = _last_of_both(actor, critic, actor_last, critic_last)
@@ -96,19 +96,19 @@ def agree_on_resume_step(actor: Namespace, critic: Namespace) -> None:
             f"{critic_last}, and there is no rollout that both have a checkpoint of; are they of one run?"
         )
     if last is None:
-        logger.warning("no checkpoint of the actor was completed: the critic starts afresh too")
+        logger.warning("no checkpoint of the actor was completed: the critic starts from scratch too")
         critic.load, critic.ckpt_step = actor.load, actor.ckpt_step
         critic.no_load_optim = critic.no_load_rng = critic.finetune = True
         return
     actor_step, critic_step = last
     if critic_step != critic_last:
         logger.warning(
-            "the run ended between the checkpoints of critic and actor: both go on after rollout %d", critic_step
+            "the run ended between the checkpoints of critic and actor: both resume after rollout %d", critic_step
         )
     if actor_step is not None and actor_step != critic_step:
         logger.warning(
-            "the critic goes on after rollout %d and the actor with its weights after rollout %d: "
-            "--num-critic-only-steps %d leaves them as they are till then",
+            "the critic resumes after rollout %d and the actor with its weights after rollout %d: "
+            "--num-critic-only-steps %d leaves them unchanged until then",
             critic_step,
             actor_step,
             actor.num_critic_only_steps,
@@ -123,19 +123,19 @@ def first_rollout(args: Namespace, actor_start: int, critic_start: int) -> int:
     trained_alone = actor_start < critic_start <= args.num_critic_only_steps
     if actor_start != critic_start and not trained_alone:
         raise RuntimeError(
-            f"the actor's next rollout is {actor_start} and the critic's is {critic_start}; look at load and ckpt_step "
+            f"the actor's next rollout is {actor_start} and the critic's is {critic_start}; check load and ckpt_step "
             "of both roles"
         )
     return critic_start
 
 
 def _asks_for_step(role: Namespace) -> bool:
-    """Whether ``--ckpt-step`` says where a role goes on; in a fresh start it is where its first weights come from."""
+    """Whether ``--ckpt-step`` selects where a role resumes; in a fresh start it selects the first weights."""
     return role.ckpt_step is not None and not role.finetune
 
 
 def _last(args: Namespace) -> int | None:
-    """The iteration that a role would go on from, None where it starts with rollout 0."""
+    """The iteration that a role would resume from, None where it starts with rollout 0."""
     if not is_megatron_checkpoint(args.load) or args.finetune:
         return None
     return find_checkpoint(args.load, args.ckpt_step)[1]
@@ -144,7 +144,7 @@ def _last(args: Namespace) -> int | None:
 def _last_of_both(
     actor: Namespace, critic: Namespace, actor_last: int | None, critic_last: int
 ) -> tuple[int | None, int] | None:
-    """The last rollout that the run can go on after, as the checkpoints of actor and critic; None without any.
+    """The last rollout that the run can resume after, as the checkpoints of actor and critic; None without any.
 
     The actor's is of the same rollout, or of an earlier one when the critic alone is trained on the critic's; None
     where the actor was never trained.

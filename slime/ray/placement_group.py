@@ -46,7 +46,7 @@ def create_placement_groups(args: Namespace) -> dict[str, Slots]:
     """Reserve the slots of the run; return those of ``actor``, ``critic`` and ``rollout``.
 
     Connects to Ray first unless that has been done. Slots are ordered by node address and GPU, so that consecutive
-    ranks share nodes. Raises PlacementError, with what was asked for and what is there, after ``--placement-timeout``.
+    ranks share nodes. Raises PlacementError, naming requested and available slots, after ``--placement-timeout``.
     """
     layout = layout_of(args)
     cluster.connect(args, layout.slots)
@@ -106,7 +106,7 @@ def create_training_models(
     """Start the trainers, load their weights, and return the actor's group (None without training) and the critic's.
 
     The critic's is None but with ``--advantage-estimator ppo``. With ``--offload-train``, which a critic implies, they
-    sleep when this returns; ``async_train`` and ``save_model`` wake them for their own time. Sets
+    are offloaded when this returns; ``async_train`` and ``save_model`` onload them while they run. Sets
     ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was then.
     """
     del wandb_run_id  # as in create_rollout_manager
@@ -144,7 +144,7 @@ def create_training_models(
 def _create_actor_and_critic(
     args: Namespace, pgs: dict[str, Slots], rollout_manager: Any
 ) -> tuple[RayTrainGroup, RayTrainGroup, int]:
-    """Return actor (awake) and critic (asleep), both loaded, and the rollout after which both were saved, plus one."""
+    """Return actor, critic (offloaded) and the first rollout: the one after which both were saved, plus one."""
     of_actor, of_critic = actor_args(args), critic_args(args)
     agree_on_resume_step(of_actor, of_critic)
     nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
@@ -180,7 +180,7 @@ def allocate_train_group(
     with_ref: bool | None = None,
     wandb_run_id: str | None = None,
 ) -> RayTrainGroup:
-    """Return a group that plays ``role``, not started. ``with_ref`` None: the actor has a reference if its loss asks.
+    """Return a group of ``role``, not started. ``with_ref`` None: the actor has a reference if its loss needs one.
 
     ``wandb_run_id`` as in ``create_rollout_manager``.
     """
@@ -236,13 +236,13 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
 
 def check_engines_fit_nodes(engines: Sequence[EnginePlan], nodes: Sequence[str], rollout_offset: int) -> None:
     """Raise PlacementError when an engine process would need GPUs of two nodes; ``nodes``: address of every slot."""
-    torn = engines_split_across_nodes(engines, nodes, rollout_offset)
-    if torn:
-        first = torn[0].gpu_offset + rollout_offset
-        found = " and ".join(dict.fromkeys(nodes[first : first + torn[0].num_gpus]))
+    split = engines_split_across_nodes(engines, nodes, rollout_offset)
+    if split:
+        first = split[0].gpu_offset + rollout_offset
+        found = " and ".join(dict.fromkeys(nodes[first : first + split[0].num_gpus]))
         raise PlacementError(
-            f"engine {torn[0].rank} would get its {torn[0].num_gpus} slots on {found}, but those of an "
-            f"engine process ({torn[0].num_gpus_on_node}) must be on one node. Change --actor-num-gpus-per-node, "
+            f"engine {split[0].rank} would get its {split[0].num_gpus} slots on {found}, but those of an "
+            f"engine process ({split[0].num_gpus_on_node}) must be on one node. Change --actor-num-gpus-per-node, "
             "--rollout-num-gpus-per-engine or --num-gpus-per-node so that nodes hold whole engines; "
             "`--dry-run` shows the plan."
         )
@@ -286,7 +286,7 @@ def _what_is_missing(here: cluster.Cluster, layout: Layout, state: str) -> str:
 
 
 class _SlotProbe:
-    """Runs on a slot and says which GPU Ray gave it, by its index on the node."""
+    """Runs on a slot and reports which GPU Ray gave it, by its index on the node."""
 
     def gpu(self) -> int:
         return own_gpu_index()

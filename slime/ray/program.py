@@ -1,4 +1,4 @@
-"""What makes a function of the driver a well-behaved program: signals, exit codes, and failures told briefly."""
+"""Run a function of the driver as a program: signals, exit codes, short failure messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Sigterm:
-    """Turns SIGTERM into ``Terminated``, and remembers that it came."""
+    """Turns SIGTERM into ``Terminated``, and records that it arrived."""
 
     arrived = False
 
@@ -43,7 +43,7 @@ _sigterm = _Sigterm()
 def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
     """Run ``body`` and return the exit code: 0 success, 1 failure, 2 wrong flags, 130 Ctrl-C, 143 SIGTERM.
 
-    The cause of a failure is the last thing said; the whole story is in ``<run_dir>/logs/failure.txt``.
+    The cause of a failure is printed last; the full traceback is in ``<run_dir>/logs/failure.txt``.
     """
     configure_logger("driver")
     _sigterm.arrived = False
@@ -58,8 +58,8 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
         for line in str(e).splitlines():
             print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
         return 2
-    except Exception as e:  # noqa: BLE001  (the program's last resort: told, and turned into an exit code)
-        _tell(args, e)
+    except Exception as e:  # noqa: BLE001  (last resort of the program: reported, and turned into an exit code)
+        _report_failure(args, e)
         return 1
     return 0
 
@@ -70,7 +70,7 @@ def handle_sigterm() -> None:
         signal.signal(signal.SIGTERM, _sigterm)
 
 
-def _tell(args: Namespace, error: Exception) -> None:
+def _report_failure(args: Namespace, error: Exception) -> None:
     details = error.details if isinstance(error, RemoteFailure) and error.details else clean_traceback(error)
     where = ""
     if args.run_dir:
@@ -79,7 +79,7 @@ def _tell(args: Namespace, error: Exception) -> None:
         path.write_text(f"{one_line_kind(error)}\n\n{details}\n")
         where = f"\n(details: {path})"
     message = one_line_kind(error)
-    # A long message tells its own story (an engine's last lines); a short one needs the place it came from.
+    # A long message is complete (an engine's last lines); a short one needs the place it came from.
     if len(message.splitlines()) <= SHORT_MESSAGE_LINES:
         own = users_frames(details) if where else []  # of a user's mistake the user's lines, of others all
         shown = "\n".join(["in your code:", *own[-USERS_LINES:]]) if own else details

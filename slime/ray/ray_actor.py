@@ -1,4 +1,4 @@
-"""A base for Ray actors of one's own whose processes have to meet."""
+"""A base class for users' Ray actors whose processes form a process group."""
 
 from __future__ import annotations
 

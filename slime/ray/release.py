@@ -1,4 +1,4 @@
-"""Trainers that end while engines generate and come back from their checkpoint (``--release-train``)."""
+"""Trainers that end while engines generate and restart from their checkpoint (``--release-train``)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 QUIT_DEADLINE_S = 30.0
 ELSEWHERE_GRACE_S = 5.0
-"""Whether processes of other hosts are gone cannot be seen from here: they get this long."""
+"""Grace for processes of other hosts, whose end cannot be observed from here."""
 
 
 def end_actors(actors: Sequence[Any], where: Sequence[tuple[str, int]]) -> None:
-    """End actors and return when their processes, and with them their device memory, are gone.
+    """End actors and return when their processes, and with them their device memory, are released.
 
     ``where``: the node and the process of each.
     """
@@ -52,7 +52,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def resume_args(args: Namespace, saved: int | None) -> Namespace:
-    """Return the arguments of trainers that come back: the first ones until the run has saved, then its checkpoint.
+    """Return the arguments of restarted trainers: those of the start until the run has saved, then its checkpoint.
 
     ``--ckpt-step``, ``--finetune``, ``--no-load-optim`` and ``--no-load-rng`` are about the start of the run.
     """
@@ -65,9 +65,9 @@ def resume_args(args: Namespace, saved: int | None) -> Namespace:
 
 
 class TransientCheckpoints:
-    """Checkpoints that ``--save-interval`` did not ask for: each is removed once the next one is whole.
+    """Checkpoints beyond ``--save-interval``, which only serve the restart: each is removed once the next is complete.
 
-    The one of the rollout after which ``--ref-update-interval`` refreshed the reference stays: it is loaded again.
+    One after which ``--ref-update-interval`` refreshed the reference is kept: it is loaded again.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -75,7 +75,7 @@ class TransientCheckpoints:
         self._transient: int | None = None
 
     def saved(self, rollout_id: int, *, due: bool) -> None:
-        """Take in that the checkpoint of ``rollout_id`` is whole."""
+        """Record that the checkpoint of ``rollout_id`` is complete."""
         before, self._transient = self._transient, None
         interval = self.args.ref_update_interval
         if not due and not (interval and (rollout_id + 1) % interval == 0):
@@ -84,4 +84,4 @@ class TransientCheckpoints:
             try:
                 shutil.rmtree(iteration_dir(self.args.save, before))
             except OSError as e:
-                logger.warning("checkpoint %d, which --save-interval does not ask for, stays: %s", before, e)
+                logger.warning("cannot remove checkpoint %d, which --save-interval does not ask for: %s", before, e)

@@ -17,9 +17,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_LOG_S = 60.0
-"""After this long, and every time it has passed again, a wait says who waits for whom."""
+"""Interval at which a wait logs what it waits for."""
 ROOT_CAUSE_GRACE_S = 3.0
-"""After the first failure, how long to look for the failure that caused it."""
+"""How long to look for the root cause after the first failure."""
 DAY_S = 24 * 3600.0
 PING_EVERY_S = 2.0
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,11 +55,11 @@ class EngineDied(RuntimeError):
 
 
 class EnginesNeedWeights(EngineDied):
-    """Every engine was lost, and those that were started again wait for the trainer's weights."""
+    """Every engine was lost, and those that were restarted wait for the trainer's weights."""
 
 
 def reports_errors(method: F) -> F:
-    """Decorate an actor method: whatever it raises reaches the caller as a ``RemoteFailure``.
+    """Decorate an actor method: exceptions reach the caller as a ``RemoteFailure``.
 
     Exceptions of other packages may not survive pickling, and Ray's rendering of them buries the message.
     """
@@ -77,7 +77,7 @@ def reports_errors(method: F) -> F:
 
 
 def one_line_kind(error: BaseException) -> str:
-    """Return ``Type: message`` of the exception that started it all, and the notes that say where it comes from."""
+    """Return ``Type: message`` of the root exception, with its notes."""
     root = error
     if isinstance(root, RayTaskError) and root.cause is not None:
         root = root.cause
@@ -99,7 +99,7 @@ def clean_traceback(error: BaseException) -> str:
 
 
 def describe(error: BaseException, name: str, what: str, log: Path | None) -> RemoteFailure:
-    """Return what happened to the actor ``name`` during ``what``: the original message first, then where."""
+    """Return the failure of the actor ``name`` during ``what``: the original message first, then where."""
     if isinstance(error, RayActorError):
         message = f"{name} ended unexpectedly during {what}: {_first_sentence(str(error))}"
         return RemoteFailure(message + last_lines(log), "")
@@ -148,7 +148,7 @@ class Peer:
 class LivenessMonitor:
     """Whether the processes of ``actors``, which answer ``ping``, are there; ``peers`` name them in messages.
 
-    One that works on something else answers later: only its end is a failure.
+    A busy process answers later: only its end is a failure.
     """
 
     def __init__(self, actors: Sequence[Any], peers: Sequence[Peer]) -> None:
@@ -157,7 +157,7 @@ class LivenessMonitor:
         self._asked = 0.0
 
     def check(self, what: str) -> None:
-        """Raise RemoteFailure naming the process that has ended. ``what`` is being waited for meanwhile."""
+        """Raise RemoteFailure naming the process that has ended. ``what`` names the wait in progress."""
         if self._pings:
             answered, _ = ray.wait(list(self._pings), num_returns=len(self._pings), timeout=0, fetch_local=False)
             for ref in answered:
@@ -228,12 +228,12 @@ def wait_one(
     return wait_all([ref], [peer], what, deadline_s, watch, liveness)[0]
 
 
-def results_so_far(refs: Sequence[Any], patience_s: float) -> list[Any]:
-    """Return the results of those ``refs`` that come within ``patience_s`` and are no failures."""
+def results_so_far(refs: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Return the results of those ``refs`` that arrive within ``timeout_s`` and are not failures."""
     if not refs:
         return []
     found = []
-    for ref in ray.wait(list(refs), num_returns=len(refs), timeout=patience_s)[0]:
+    for ref in ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]:
         try:
             found.append(ray.get(ref))
         except ray.exceptions.RayError as e:
@@ -258,7 +258,7 @@ def _raise_watched(ref: Any) -> None:
 def _cause(
     error: Exception, failed: Any, refs: Sequence[Any], peers: Sequence[Peer], what: str, watched: Sequence[Any]
 ) -> Exception:
-    """Return the failure to report: of those that come within a short time the first that is no mere consequence."""
+    """Return the failure to report: of those that arrive soon, the first that is not a consequence of another."""
     names = dict(zip(refs, peers, strict=True))
     failures = [(failed, error)]
     if is_secondary(error) or len(refs) > 1 or watched:

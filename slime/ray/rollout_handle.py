@@ -35,10 +35,10 @@ class RolloutHandle:
         self._peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
         self._watch = [manager.wait_for_failure.remote()]
         self.liveness: list[LivenessMonitor] = []
-        """Of trainers whose end ends every wait here."""
+        """Liveness of the trainers; the end of one of them ends every wait here."""
 
     def start_generate(self, rollout_id: int) -> Any:
-        """Start a rollout and return at once what ``wait_generate`` waits for."""
+        """Start a rollout; return the reference that ``wait_generate`` waits for."""
         return self.manager.generate.remote(rollout_id)
 
     def wait_generate(self, started: Any, rollout_id: int) -> Any:
@@ -46,7 +46,7 @@ class RolloutHandle:
         return self._wait_generating(started, f"generating rollout {rollout_id}")
 
     def eval(self, rollout_id: int) -> None:
-        """Evaluate and say how it went; its metrics are written when this returns."""
+        """Evaluate and log the results; its metrics are written when this returns."""
         lines = self._wait_generating(self.manager.eval.remote(rollout_id), f"evaluating after rollout {rollout_id}")
         for line in lines or []:
             logger.info("evaluation at rollout %d: %s", rollout_id, line)
@@ -67,16 +67,18 @@ class RolloutHandle:
         self._wait(self.manager.offload.remote(), "offloading the engines", CONTROL_DEADLINE_S)
 
     def onload_weights(self) -> None:
-        """Take back the engines' memory for weights."""
+        """Reallocate the engines' memory for weights."""
         self._wait(self.manager.onload_weights.remote(), "onloading the engines' weights", CONTROL_DEADLINE_S)
 
     def onload_kv(self) -> None:
-        """Take back the engines' memory for generation."""
+        """Reallocate the engines' memory for generation."""
         self._wait(self.manager.onload_kv.remote(), "onloading the engines' caches", CONTROL_DEADLINE_S)
 
     def weights_updated(self, version: int, step: int) -> None:
-        """Say that every engine holds ``version``, the weights after training on all rollouts before ``step``."""
-        self._wait(self.manager.weights_updated.remote(version, step), "telling the weight version", CONTROL_DEADLINE_S)
+        """Report that every engine holds ``version``, the weights after training on all rollouts before ``step``."""
+        self._wait(
+            self.manager.weights_updated.remote(version, step), "reporting the weight version", CONTROL_DEADLINE_S
+        )
 
     def check_weights(self, action: str) -> Any:
         """Run an action of the engines' weight checker."""
@@ -89,7 +91,7 @@ class RolloutHandle:
             raise RuntimeError(f"after a weight sync the engines hold different weights; their checksums: {found}")
 
     def prepare_engines(self) -> None:
-        """Before trainers take memory: make stale weights recognisable when they are to be checked, and offload."""
+        """Before trainers allocate memory: snapshot the weights for ``--check-weight-update-equal``, and offload."""
         self.wait_ready()
         if self.args.check_weight_update_equal:
             self.check_weights("snapshot")

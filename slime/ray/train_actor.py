@@ -28,7 +28,7 @@ FIRST_MASTER_PORT = 20000
 class TrainRayActor:
     """One rank. Methods are collective: the group calls them on every rank at once, in the same order.
 
-    Heavy packages are imported when the rank is set up, not before: the actor's process answers at once.
+    Heavy packages are imported when the rank is set up, not before: the actor's process responds immediately.
     """
 
     def __init__(self, args: Namespace, role: str, rank: int, world_size: int) -> None:
@@ -39,7 +39,7 @@ class TrainRayActor:
     def master(self, loopback: bool) -> tuple[str, int]:
         """Return the address and a free port of this host, on which the ranks of the group meet."""
         host = "127.0.0.1" if loopback else get_current_node_ip()
-        # Runs that start together on one host look from different ports on.
+        # Runs that start together on one host search from different ports.
         return host, get_free_port(FIRST_MASTER_PORT + (os.getpid() * 7) % 1000)
 
     @reports_errors
@@ -61,7 +61,7 @@ class TrainRayActor:
 
     @reports_errors
     def init(self, master: tuple[str, int], with_ref: bool) -> int:
-        """``setup``, and sleep with ``--offload-train``; return the first rollout id alone."""
+        """``setup``, then offload with ``--offload-train``; return only the first rollout id."""
         start, _ = self.setup(master, with_ref)
         if self.args.offload_train:
             self.sleep()
@@ -85,7 +85,7 @@ class TrainRayActor:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Wake a sleeping trainer for the body alone: drivers of users need not know who sleeps."""
+        """Onload an offloaded trainer for the duration of the body: users' drivers need not track which one is."""
         asleep = self.trainer.asleep
         if asleep:
             self.trainer.wake_up()
@@ -105,7 +105,7 @@ class TrainRayActor:
             if self._updater is None:
                 self._updater = create_updater(self.args, self.trainer, synchronous_loop=synchronous_loop)
             self._updater.connect(engines)
-            with self.trainer.weights_present():  # a trainer that sleeps keeps its weights elsewhere
+            with self.trainer.weights_present():  # an offloaded trainer keeps its weights elsewhere
                 version = self._updater.update()
         self.weights_synced(synchronous_loop)
         return version
@@ -156,7 +156,7 @@ class TrainRayActor:
     def ping(self) -> None:
         """Answer, when nothing else is to be done."""
 
-    def whereabouts(self) -> tuple[str, int]:
+    def process_location(self) -> tuple[str, int]:
         """Return the node and the process id of this rank."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
@@ -170,7 +170,7 @@ class TrainRayActor:
 
 
 def trainer_class(role: str) -> type[MegatronTrainer]:
-    """Return the trainer that plays ``role``. Imports torch and Megatron's neighbourhood."""
+    """Return the trainer class of ``role``. Imports torch and Megatron."""
     if role == "critic":
         from slime.backends.megatron_utils.critic import CriticTrainer
 

@@ -63,7 +63,7 @@ class RayTrainGroup:
         self._watch: list[Any] = []
         self._measured: dict[str, float] = {}
         self.others: list[LivenessMonitor] = []
-        """Trainers of other roles, whose end ends every wait here."""
+        """Liveness of the trainers of other roles; the end of one of them ends every wait here."""
         self._critic: RayTrainGroup | None = None
         self._training: tuple[int, list[Any]] | None = None  # the last rollout that was started on, and its answers
         self._starting: list[Any] = []
@@ -77,7 +77,7 @@ class RayTrainGroup:
     # Life of the ranks
 
     def launch(self) -> None:
-        """Start the rank processes and return at once."""
+        """Start the rank processes without waiting for them."""
         here = cluster.current()
         pg, bundles, _ = self._pg
         if len(bundles) < self.world_size:
@@ -133,40 +133,40 @@ class RayTrainGroup:
 
     def _send_layout(self, config: dict[str, int]) -> None:
         if self.role == "actor":
-            telling = self._rollout_manager.set_train_parallel_config.remote(config)
-            self._wait([telling], "telling the manager the layout")
+            sending = self._rollout_manager.set_train_parallel_config.remote(config)
+            self._wait([sending], "sending the parallel layout to the manager")
 
     def _master(self) -> tuple[str, int]:
         loopback = len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
-        asked, what = self._actors[0].master.remote(loopback), f"starting the {self.role}"
-        found: tuple[str, int] = wait_one(asked, self._peers()[0], what, START_DEADLINE_S)
+        ref, what = self._actors[0].master.remote(loopback), f"starting the {self.role}"
+        found: tuple[str, int] = wait_one(ref, self._peers()[0], what, START_DEADLINE_S)
         return found
 
     def liveness(self) -> LivenessMonitor:
-        """Return what notices the end of a rank while nobody waits for it."""
+        """Return a monitor that detects the end of a rank while no call to it is pending."""
         return LivenessMonitor(self._actors, self._peers())
 
     def release(self) -> None:
-        """End the ranks; what they know is in their checkpoint. Their processes and device memory are gone then.
+        """End the ranks, whose state is in their checkpoint; return when processes and device memory are gone.
 
         ``restart`` starts them again (``--release-train``).
         """
         if self._actors:
             self._complete()
-            where = self._call_all("whereabouts", f"releasing the {self.role}", QUIT_DEADLINE_S)
+            where = self._call_all("process_location", f"releasing the {self.role}", QUIT_DEADLINE_S)
             actors, self._actors = self._actors, []
             end_actors(actors, where)
             logger.info("the %s has been released", self.role)
 
     def restart(self, rollout_id: int) -> None:
-        """Start released ranks again for training on ``rollout_id``; nothing happens when they are there."""
+        """Restart released ranks for training on ``rollout_id``; no-op when they are running."""
         if self._actors:
             return
         start = self.create()
         if self._saved is not None and start != rollout_id:
             raise RuntimeError(
-                f"the {self.role} came back from checkpoint {start - 1} of --save {self.args.save} to train on rollout "
-                f"{rollout_id}: does somebody else write there?"
+                f"the {self.role} restarted from checkpoint {start - 1} of --save {self.args.save} to train on rollout "
+                f"{rollout_id}: does another run write there?"
             )
 
     # Work
@@ -217,10 +217,10 @@ class RayTrainGroup:
     def update_weights(self, synchronous_loop: bool | None = None) -> int | None:
         """Push the weights to the engines; return their new version, None when the run has no engines.
 
-        ``synchronous_loop`` says that nothing generates meanwhile; left out, that depends on the rollout function.
+        ``synchronous_loop`` means that nothing is generated during the push; None derives it from the rollout function.
 
-        Engines that were lost and started again meanwhile get the weights too, and requests after that. A push that
-        fails because an engine has ended or does not answer any more is made again without it.
+        Engines that died and were restarted get the weights too, and requests after that. A push that fails because an
+        engine has exited or does not respond any more is retried without it.
         """
         if synchronous_loop is None:
             synchronous_loop = not generates_always(self.args)
@@ -248,20 +248,20 @@ class RayTrainGroup:
                 lost = [f"engine {engine.rank}" for engine in engines if engine not in living]
                 if not lost or attempt == PUSH_ATTEMPTS:
                     raise
-                logger.warning("the weights are pushed again, without %s: %s", ", ".join(lost), e)
+                logger.warning("retrying the weight push without %s: %s", ", ".join(lost), e)
         self._report_step(version)
         self._call_manager("clear_updatable_num_new_engines", "sending requests to new engines")
         return version
 
     def _report_step(self, version: int) -> None:
-        """Tell the manager which training made ``version``, for drivers that do not: ``--max-staleness`` needs it.
+        """Report to the manager which training step made ``version``, for drivers that do not (``--max-staleness``).
 
         Before the first training it is what the run starts with. Weights that no training changed count as before.
         """
         given = self.args.start_rollout_id
         step = self._next if self._next is not None else self._start if given is None else given
         if step is not None and step != self._reported_step:
-            self._wait([self._rollout_manager.weights_updated.remote(version, step)], "telling the weight version")
+            self._wait([self._rollout_manager.weights_updated.remote(version, step)], "reporting the weight version")
             self._reported_step = step
 
     def _push(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
@@ -304,7 +304,7 @@ class RayTrainGroup:
         self._call_all("finish_saving", f"completing the {self.role}'s checkpoint", SAVE_DEADLINE_S)
 
     def finish(self) -> None:
-        """Complete checkpoints that are still being written, and take in the last metrics."""
+        """Complete checkpoints that are still being written, and collect the last metrics."""
         self._complete()
         self._files.clear()
 
@@ -317,7 +317,7 @@ class RayTrainGroup:
     def async_init(self, args: Namespace, role: str, with_ref: bool = False) -> list[Any]:
         """Start ranks that play ``role`` and load their weights; each answers with the first rollout id.
 
-        With ``--offload-train`` they sleep afterwards, as after ``create_training_models``.
+        With ``--offload-train`` they are offloaded afterwards, as after ``create_training_models``.
         """
         self.args = critic_args(args) if role == CRITIC else actor_args(args)
         self.role, self.with_ref = role, with_ref

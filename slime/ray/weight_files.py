@@ -1,4 +1,4 @@
-"""Weights through files, as the driver sees it: trainers write a version, then engines read it."""
+"""Weight sync through files, on the driver: trainers write a version, then engines read it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightFiles:
     ``publish(version, engines)`` lets the trainers write one and returns its directory; ``load(directory, version,
     synchronous_loop)`` lets the engines that were last offered read it. A version that engines have read is removed,
     unless ``--update-weight-disk-keep-files``; with ``--release-train`` the last one stays until the next, since
-    engines that are lost and started again meanwhile need it, and the trainers that wrote it have ended.
+    engines that die and are restarted before then need it, and the trainers that wrote it have ended.
 
     Attributes:
         version: number of the last version written.

@@ -21,7 +21,7 @@ def ensure_api_key(args: Namespace, host: str) -> str | None:
     """Return the run's API key, generating one when servers bind ``host`` beyond loopback and none was given.
 
     The key is kept in ``args.sglang_api_key``, from where engines, routers and clients take it. SGLang's weight
-    endpoints unpickle request bodies: whoever reaches an engine without a key can run code on it.
+    endpoints unpickle request bodies: anyone who reaches an engine without a key can run code on it.
     ``--sglang-admin-api-key`` does not cover all of those endpoints, ``--sglang-api-key`` covers everything but health
     and metrics.
     """

@@ -84,7 +84,7 @@ class EngineClient:
 
         Args:
             mode: ``abort`` ends requests in flight, and returns when none is left. ``retract`` puts them back into the
-                queue without their cache: they go on under the new weights. ``in_place`` keeps them and their cache,
+                queue without their cache: they continue under the new weights. ``in_place`` keeps them and their cache,
                 which then cannot be flushed.
         """
         self._http.post("/pause_generation", {"mode": mode})

@@ -25,7 +25,7 @@ class ServerError(RuntimeError):
 
 
 class EngineError(ServerError):
-    """A control call to an engine failed; the engine's log under the run directory says more."""
+    """A control call to an engine failed; the see the engine's log under the run directory."""
 
     server = "engine"
 

@@ -28,7 +28,7 @@ def num_requests_from_load(load: Any) -> int:
 
 
 def num_waiting_from_load(load: Any) -> int:
-    """Return how many requests of a load reply wait to be worked on; 0 where it does not say."""
+    """Return how many requests of a load reply are waiting; 0 where it has no such field."""
     if isinstance(load, list):
         return sum(num_waiting_from_load(entry) for entry in load)
     if not isinstance(load, dict):

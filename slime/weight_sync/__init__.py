@@ -36,7 +36,7 @@ def resolve_pause_mode(args: Namespace, synchronous_loop: bool) -> str:
 
     ``auto`` aborts in the synchronous loops, where a request in flight is a leftover, and retracts in the overlapped
     ones, where requests in flight must survive: retracted requests keep their tokens, lose their key-value cache, and
-    go on under the new weights.
+    continue under the new weights.
 
     Raises:
         WeightSyncError: for ``in_place`` with a prefix cache, which cannot be flushed while requests hold it: prompts

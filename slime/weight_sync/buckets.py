@@ -75,7 +75,7 @@ def _kept_together(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterato
     """Yield tensors one by one; the halves of what an engine fuses within one request together, with the second one.
 
     SGLang joins the latent projections of queries and keys when it has seen both, and forgets a half whose other half
-    is not in the same request: the weights of before would stay, and nobody would be told.
+    is not in the same request: the old weights would silently stay.
     """
     waiting: dict[str, tuple[str, torch.Tensor]] = {}
     for name, tensor in named_tensors:

@@ -71,7 +71,7 @@ class FanOut:
             raise WeightSyncError(
                 f"Weight sync could not {what} on {len(failures)} of {len(self.clients)} engines:\n  "
                 + "\n  ".join(failures)
-                + "\nThe weights of the engines are unknown now; the engines' logs under the run directory say more."
+                + "\nThe weights of the engines are unknown now; see the engines' logs under the run directory."
             )
         return results
 

@@ -17,7 +17,7 @@ class TrainerLayout:
 
     @classmethod
     def current(cls) -> TrainerLayout:
-        """Read the layout from the initialised megatron parallel state."""
+        """Read the layout from the initialized megatron parallel state."""
         import torch.distributed as dist
 
         from slime.backends.megatron_utils import import_megatron

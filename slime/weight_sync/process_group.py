@@ -126,7 +126,7 @@ class EngineGroup:
                 raise WeightSyncError(f"Weight sync could not {what}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Leave the group. An engine that is gone is no error: for it the group has ended already."""
+        """Leave the group. An engine that has exited is not an error: it has left the group already."""
         if self._group is None:
             return
 

@@ -1,4 +1,4 @@
-"""The steps of a push that are calls to the engines, whoever makes them."""
+"""The steps of a weight push that are calls to the engines, for every transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEALTH_TIMEOUT_S = 30.0
 
 
 def health_check(control: FanOut, timeout: float) -> None:
-    """Return when every server answers."""
+    """Return when every server responds."""
     timeout = min(HEALTH_TIMEOUT_S, timeout)
     control.call("reach the server", lambda c: c.health(timeout), timeout)
 
@@ -27,7 +27,7 @@ def pause_and_flush(control: FanOut, pause_mode: Any, timeout: float) -> None:
 
 
 def verify_and_continue(control: FanOut, version: int, timeout: float) -> None:
-    """Let every engine go on. Raises WeightSyncError, and they stay paused, unless all report ``version``."""
+    """Resume every engine. Raises WeightSyncError, and they stay paused, unless all report ``version``."""
     seen = control.call("read the weight version", lambda c: c.weight_version(), timeout)
     wrong = [
         f"{client.url} reports {got!r}"

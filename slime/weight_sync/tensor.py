@@ -71,7 +71,7 @@ class TensorTransport:
 
     def send(self, source: WeightSource, *, weight_version: str) -> int:
         sent = 0
-        error: Exception | None = None  # of this rank: the others go on, in the same collectives, and learn of it last
+        error: Exception | None = None  # of this rank: the collectives continue, and the others learn of it at the end
         stream = iter_hf_weights(source.model, source.args, gather_pp=True)
         for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
             version = weight_version if bucket.is_last else None

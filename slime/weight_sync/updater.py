@@ -15,7 +15,7 @@ from slime.weight_sync.transport import Transport, WeightSource
 
 
 class WeightUpdater:
-    """Lives in every trainer rank; every method is collective. Rank 0 alone controls the engines.
+    """One per trainer rank; every method is collective. Only rank 0 controls the engines.
 
     Attributes:
         version: number of the last push that every engine confirmed.
@@ -45,7 +45,7 @@ class WeightUpdater:
         clients = [EngineClient(e.url, api_key=getattr(e, "api_key", None), timeout=timeout) for e in engines]
         if dist.get_rank() == 0:
             self._control = FanOut(clients)
-        # A process group waits for all of its members: an engine that is gone is found out first.
+        # A process group waits for all of its members: check first that no engine has died.
         attempt(self._health_check)
         self._connected = True
         self.transport.connect(engines, clients)

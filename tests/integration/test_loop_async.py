@@ -35,7 +35,7 @@ def test_one_step_ahead_until_no_engine_is_left(tmp_path: Path):
         os.kill(engines[1], signal.SIGKILL)
         # The other one goes on, and gets the weights of the following steps alone.
         run.wait_for(rf"\(pid {engines[1]}, .* was ended by signal 9", 60)
-        run.wait_for(r"1 of 2 engines go on", 60)
+        run.wait_for(r"1 of 2 engines continue", 60)
         alone = max(read_metric(run.run_dir, "train/loss")) + 4
         run.wait_for(rf"rollout {alone} of 100000", 240)
         killed_at = time.monotonic()

@@ -94,7 +94,7 @@ def test_more_steps_of_the_critic_alone_after_a_resume(tmp_path: Path):
     assert not read_metric(killed.run_dir, "train/loss")
     assert (last_saved(tmp_path / "save"), last_saved(tmp_path / "save" / "critic")) == (1, 4)
     last = run_train(more, tmp_path / "last")
-    assert "the critic goes on after rollout 3 and the actor with its weights after rollout 1" in last.output
+    assert "the critic resumes after rollout 3 and the actor with its weights after rollout 1" in last.output
     for name in ("train/critic-value_loss", "train/loss"):
         assert sorted(last.metric(name)) == [4], name
     # The engines generate with the actor's weights of rollout 1, as the trainer has them.

@@ -37,7 +37,7 @@ def test_an_engine_that_stops_is_replaced(tmp_path: Path, who: str):
             assert len(family) == 1
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
-        run.wait_for(r"health checks in a row failed|does not answer any more", 120)
+        run.wait_for(r"health checks in a row failed|does not respond any more", 120)
         back = wait_for_metric(run, "rollout/engines/restarted", 1)
         wait_for_rollout(run, back + 2)
         assert not any(Path(f"/proc/{pid}").exists() for pid in family)

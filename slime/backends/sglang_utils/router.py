@@ -1,4 +1,4 @@
-"""Routers: one as a child process of the caller, and one that somebody else runs."""
+"""Routers: one as a child process of the caller, and one that runs already."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Router:
 
 
 class RunningRouter(Router):
-    """A router that somebody else started (``--sglang-router-ip``, ``--sglang-router-port``) and will end.
+    """A router that slime did not start (``--sglang-router-ip``, ``--sglang-router-port``) and will end.
 
     It has the verbs of :class:`RouterProcess`; engines that were added are taken off it again by :meth:`stop`.
     """
@@ -188,7 +188,7 @@ class RouterProcess(Router):
                 self.stop()
                 raise RouterStartError(ended)
             try:
-                # A stranger at our port may accept the connection and say nothing.
+                # Another process on our port may accept the connection and never reply.
                 router_client.list_workers(self.url, api_key=self._api_key, timeout=2.0)
             except RouterError as e:
                 if time.monotonic() > deadline:

@@ -66,7 +66,7 @@ def sweep(directory: Path) -> None:
             is_old = time.time() - path.stat().st_mtime > SWEEP_AGE_S
         except OSError:
             os.close(lock)
-            continue  # its owner lives
+            continue  # its owner is alive
         if is_old:
             _remove(path, lock)
         else:

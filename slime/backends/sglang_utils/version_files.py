@@ -97,7 +97,7 @@ def _copy(source: Path, target: Path, digests: dict[str, str]) -> None:
         if found != expected:
             raise CorruptFileError(
                 f"{source / name} has sha256 {found}, but was written with {expected}: the file system changed it on "
-                "its way, or somebody else writes to --update-weight-disk-dir"
+                "its way, or another process writes to --update-weight-disk-dir"
             )
 
 

@@ -20,7 +20,7 @@ INTERRUPT_INTERVAL_S = 0.2
 
 
 class Lock:
-    """An actor that one caller at a time may hold; whoever does not get it asks again."""
+    """An actor that one caller at a time may hold; callers that do not get it poll."""
 
     def __init__(self) -> None:
         self._held = False
@@ -31,14 +31,14 @@ class Lock:
         return free
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._held = False
 
 
 class EngineControl:
-    """The engines of a run as the driver, the trainers and slime <= 0.3.1 know them; ``fleet`` is None without any.
+    """The engines of a run for the driver, the trainers and slime <= 0.3.1; ``fleet`` is None without any.
 
-    Whoever sets ``fleet`` starts it, and sets ``_engines_ready`` then. It is told what befalls the engines.
+    The subclass sets ``fleet``, starts it and then sets ``_engines_ready``. The fleet reports engine failures to it.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -62,7 +62,7 @@ class EngineControl:
 
     @reports_errors
     def get_updatable_engines_and_lock(self) -> tuple[list[EngineInfo], Any, int, list[int], list[int], list[Any]]:
-        """Return what a trainer of slime <= 0.3.1 asks for before a push.
+        """Return what a trainer of slime <= 0.3.1 requests before a push.
 
         That is the engines, a lock (an actor with ``acquire() -> bool`` and ``release()``), how many of the engines
         wait for their first push, and per engine the number of its GPUs, the first of them, and its parallel sizes.
@@ -111,7 +111,7 @@ class EngineControl:
 
     @reports_errors
     def mark_unreachable_engines_dead(self) -> None:
-        """After a push that failed: go on without the engines that have ended or do not answer."""
+        """After a failed push: continue without the engines that have exited or do not respond."""
         if self.fleet is not None:
             self._wait_for_engines()
             self.fleet.mark_unreachable_dead()
@@ -134,15 +134,15 @@ class EngineControl:
 
     @reports_errors
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Take engine memory back: everything, or ``tags`` of it."""
+        """Reallocate engine memory: everything, or only ``tags``."""
         self._on_engines(lambda engine: engine.resume_memory(tags))
 
     def onload_weights(self) -> None:
-        """Take back the memory that weights are pushed into."""
+        """Reallocate the memory that weights are pushed into."""
         self.onload(["weights"])
 
     def onload_kv(self) -> None:
-        """Take back what generation needs besides weights."""
+        """Reallocate what generation needs besides weights."""
         self.onload(["kv_cache", "cuda_graph"])
 
     @reports_errors
@@ -154,15 +154,15 @@ class EngineControl:
         return self.fleet.for_all(lambda engine: engine.weights_checker(action), states=(State.SERVING,))
 
     def wait_until_weights_needed(self) -> None:
-        """Return when the run is over; raise ``EnginesNeedWeights`` when before that no engine is left that serves, and
-        those that were started again wait for weights.
+        """Return when the run is over; raise ``EnginesNeedWeights`` when no engine serves and restarted ones wait for
+        weights.
         """
         self._weights_needed.wait()
         if not self._over.is_set():
-            raise EnginesNeedWeights("every engine was lost; those that were started again wait for weights")
+            raise EnginesNeedWeights("every engine was lost; those that were restarted wait for weights")
 
     def needs_weights(self) -> bool:
-        """True from the moment of which ``wait_until_weights_needed`` tells until engines serve again."""
+        """True from the moment that ``wait_until_weights_needed`` raises until engines serve again."""
         return self._weights_needed.is_set() and not self._over.is_set()
 
     def wait_for_failure(self) -> None:
@@ -171,10 +171,10 @@ class EngineControl:
         if isinstance(self._failure, EngineDied):
             raise self._failure
 
-    # What the fleet tells
+    # Events of the fleet
 
     def engines_failed(self, failure: EngineDied) -> None:
-        """The run cannot go on: see ``fleet.Events``."""
+        """The run cannot continue: see ``fleet.Events``."""
         self._failure = failure
         self._end_waits()
         async_utils.interrupt(failure)
@@ -187,7 +187,7 @@ class EngineControl:
     # Inside
 
     def _interrupt_until_idle(self, failure: EngineDied) -> None:
-        """Interrupt what is in progress, which may have looked for a failure before and only now begin to wait."""
+        """Interrupt what is in progress until it ends: it may have begun to wait after the first interrupt."""
         while not self._generating.acquire(timeout=INTERRUPT_INTERVAL_S):
             async_utils.interrupt(failure)
         self._generating.release()

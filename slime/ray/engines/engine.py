@@ -102,7 +102,7 @@ class RayEngine:
         return lines
 
     def end(self) -> None:
-        """End the engine, whatever state it is in. Processes that do not answer are ended with their actor."""
+        """End the engine, in any state. Processes that do not respond are ended with their actor."""
         self._ended = True
         actors, self._actors = self._actors, []
         if actors:
@@ -130,7 +130,7 @@ class RayEngine:
         return {
             "dist_init_addr": meeting,
             "nnodes": self.plan.nodes,
-            # Without GPUs the slots are a fiction of ours: every engine sees the same cores.
+            # Without GPUs a slot is only a number: every engine sees the same cores.
             "base_gpu_id": self._gpu_ids[self._first_slot(node_rank)] if self.args.device_type == "cuda" else 0,
             "gpu_offset": self.plan.gpu_offset,
             "num_gpus": self.plan.num_gpus,
@@ -141,7 +141,7 @@ class RayEngine:
 
 
 STOP_GRACE_S = 1.0
-"""At the end of a run an engine has nothing to save; left to itself it takes seconds to say goodbye."""
+"""At the end of a run an engine has nothing to save; its own shutdown takes seconds."""
 
 
 class EngineActor:

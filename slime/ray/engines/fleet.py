@@ -1,4 +1,4 @@
-"""All engines of a run and their router: started in parallel, watched, controlled together, replaced when they fail."""
+"""All engines of a run and their router: started in parallel, watched, controlled together, restarted on failure."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ CONTROL_TIMEOUT_S = 600.0
 
 
 class Events(Protocol):
-    """Who is told what befalls the engines, from threads of the fleet."""
+    """Receiver of engine failures; called from threads of the fleet."""
 
     def engines_failed(self, failure: EngineDied) -> None:
-        """The run cannot go on: the router has ended, or the last engine."""
+        """The run cannot continue: the router has exited, or the last engine."""
 
     def engines_need_weights(self) -> None:
-        """No engine serves any more; some that were started again could, once they have the trainer's weights."""
+        """No engine serves any more; restarted ones could, once they have the trainer's weights."""
 
 
 class EngineFleet:
-    """Engines on ``slots`` (placement group, bundles, GPUs), one router in this process's care.
+    """Engines on ``slots`` (placement group, bundles, GPUs), and one router, owned by this process.
 
-    An engine that ends, or stops answering under ``--use-fault-tolerance``, gets no more requests; those it had are
-    retried on the others. With the flag it is started again meanwhile, and gets requests again once it has the
+    An engine that ends, or stops responding under ``--use-fault-tolerance``, gets no more requests; those it had are
+    retried on the others. With the flag it is restarted in the background, and gets requests again once it has the
     trainer's weights: ``recover``, push, ``admit``.
     """
 
@@ -117,7 +117,7 @@ class EngineFleet:
     def for_all(self, action: Callable[[EngineClient], Any], *, states: Sequence[State] = LIVING) -> list[Any]:
         """Do ``action`` on every engine in ``states`` at once; return the results, or raise the first failure.
 
-        An engine that turns out to have ended or not to answer is lost, and no failure of the others.
+        An engine that turns out to have exited or not to respond is marked dead instead of raising.
         """
         members = self.members.of(*states)
         if not members:
@@ -136,19 +136,19 @@ class EngineFleet:
                 raise error
         return results
 
-    # Losing engines and getting them back
+    # Dead engines and their restart
 
     def mark_dead(self, member: Member, reason: str) -> None:
-        """Send ``member`` no more requests, end it, and start it again under ``--use-fault-tolerance``.
+        """Send ``member`` no more requests, end it, and restart it under ``--use-fault-tolerance``.
 
-        Does nothing for one that is lost already. Without an engine left the failure is told, or the need for weights.
+        No-op for one that is dead already. Reports the failure, or the need for weights, when no engine is left.
         """
         if self._stopping.is_set() or not self.members.change(member, LIVING, State.DEAD):
             return
-        told = f"{reason}\n{self._recovery_message()}"
-        logger.error("%s", told)
+        message = f"{reason}\n{self._recovery_message()}"
+        logger.error("%s", message)
         if self._restarts is None and not self.members.of(State.SERVING):
-            self._events.engines_failed(EngineDied(told))
+            self._events.engines_failed(EngineDied(message))
         self._deregister(member)
         if self._restarts is not None:
             self._restarts.replace(member)
@@ -157,22 +157,22 @@ class EngineFleet:
             threading.Thread(target=member.engine.end, name=f"end-{member}", daemon=True).start()
 
     def reap_exited(self) -> None:
-        """Look at every engine now; lose those whose process has ended."""
+        """Poll every engine now; mark those dead whose process has exited."""
         members = self.members.of(*LIVING)
         for member, how in zip(members, _in_parallel(_poll, members), strict=True):
             if how is not None:
                 self.mark_dead(member, how)
 
     def mark_unreachable_dead(self) -> None:
-        """Lose every engine that has ended or does not answer, however often it is asked."""
+        """Mark every engine dead that has exited or does not respond to repeated requests."""
         self.reap_exited()
         members = self.members.of(*LIVING)
         for member, error in zip(members, _in_parallel(lambda m: check_alive(m.known_info), members), strict=True):
             if error is not None:
-                self.mark_dead(member, member.describe_failure(f"it does not answer any more. {error}"))
+                self.mark_dead(member, member.describe_failure(f"it does not respond any more. {error}"))
 
     def recover(self) -> int:
-        """Before a push of weights: return when the lost engines are back, as far as they come back.
+        """Before a push of weights: return when the restarts of dead engines have ended.
 
         Checks nothing from now on until ``admit``. Returns how many engines wait for weights.
         """
@@ -191,13 +191,13 @@ class EngineFleet:
 
     @property
     def offered(self) -> list[Member]:
-        """The engines that ``offer`` told of last."""
+        """The engines that ``offer`` returned last."""
         return list(self._offered)
 
     def admit(self) -> None:
         """After a push to the engines last offered: send requests to those that waited for it, and check again.
 
-        One that came back during the push has not got it, and waits for the next.
+        One that was restarted during the push did not get the weights, and waits for the next push.
         """
         for member in self._offered:
             if member.state is State.NEW:
@@ -211,7 +211,7 @@ class EngineFleet:
             self._monitor.pause(why)
 
     def resume_checks(self, why: str = IDLE) -> None:
-        """Take the reason ``why`` back; health checks go on when there is no other."""
+        """Remove the reason ``why``; health checks continue when there is no other."""
         if self._monitor is not None:
             self._monitor.resume(why)
 
@@ -262,7 +262,7 @@ class EngineFleet:
                 return
             try:
                 self.reap_exited()
-            except Exception:  # whatever it is, later looks may tell more
+            except Exception:  # a later poll may succeed
                 logger.exception("looking for engines that have ended")
 
     def _register(self, member: Member) -> None:
@@ -284,8 +284,8 @@ class EngineFleet:
         return recovery_message(serving, len(self.plans), restarts=self._restarts is not None)
 
     def _restarted(self, member: Member) -> None:
-        logger.warning("%s runs again, at %s", member, member.known_info.url)
-        if self.args.debug_rollout_only:  # nobody pushes weights
+        logger.warning("%s was restarted, at %s", member, member.known_info.url)
+        if self.args.debug_rollout_only:  # there is no weight push
             self._register(member)
         self._notify_if_weights_needed()
 
@@ -325,7 +325,7 @@ def spans_one_host() -> bool:
 
 
 def start_all(members: Members, router: RouterProcess | RunningRouter) -> None:
-    """Start every engine, wait for the router meanwhile, and send it requests for all of them.
+    """Start every engine and wait for the router in parallel, then register all engines with it.
 
     The first engine that fails ends the wait for the others, with its failure.
     """

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=Hashable)
 
 IDLE = "idle"
-"""The reason to pause when nothing is asked of the engines, or they are offloaded."""
+"""The reason to pause while the engines get no requests, or are offloaded."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class HealthLimits:
 
     Attributes:
         interval: seconds between two rounds of probes.
-        failures: so many probes in a row must fail.
+        failures: how many probes in a row must fail.
         first_wait: seconds without probes after every ``resume``.
-        grace: an engine that has not answered yet is given so many seconds to do so for the first time.
+        grace: an engine that has not responded yet gets this many seconds for its first response.
     """
 
     interval: float
@@ -40,7 +40,7 @@ class HealthLimits:
 
 
 class EngineHealth:
-    """What the probes of one engine have said. Failures count from the first success on, or once ``grace`` is over."""
+    """Probe results of one engine. Failures count from the first success on, or once ``grace`` is over."""
 
     def __init__(self, limits: HealthLimits, now: float) -> None:
         self._limits, self._since = limits, now
@@ -48,7 +48,7 @@ class EngineHealth:
         self.failures = 0
 
     def record(self, error: str | None, now: float) -> bool:
-        """Take in a probe's result, None for success; return True when the engine has failed for good."""
+        """Record a probe's result, None for success; return True when the engine has failed for good."""
         if error is None:
             self._has_answered, self.failures = True, 0
             return False
@@ -94,7 +94,7 @@ class HealthMonitor(Generic[E]):
         return not self._reasons_to_pause
 
     def resume(self, why: str = IDLE) -> None:
-        """Take the reason ``why`` back. Without another, engines are probed from now on: the first time after
+        """Remove the reason ``why``. Without another one, engines are probed from now on: the first time after
         ``first_wait`` and an interval, and failures of before do not count.
         """
         with self._changed:
@@ -104,7 +104,7 @@ class HealthMonitor(Generic[E]):
                 self._new_episode()
 
     def pause(self, why: str = IDLE) -> None:
-        """Probe no more for the reason ``why``; what probes in progress will say is ignored."""
+        """Stop probing for the reason ``why``; results of probes in progress are dropped."""
         with self._changed:
             self._reasons_to_pause.add(why)
             self._new_episode()
@@ -125,7 +125,7 @@ class HealthMonitor(Generic[E]):
         while (episode := self._next_round()) is not None:
             try:
                 self.check(episode)
-            except Exception:  # whatever it is, later rounds may tell more
+            except Exception:  # a later round may succeed
                 logger.exception("checking the engines' health")
 
     def _next_round(self) -> int | None:
@@ -170,11 +170,11 @@ class HealthMonitor(Generic[E]):
 
 
 ANSWER_TIMEOUT_S, ANSWER_ATTEMPTS = 10.0, 3
-"""An engine is asked so often, with so much time each, before it is taken not to answer."""
+"""Attempts, and seconds for each, before an engine counts as not responding."""
 
 
 def check_generates(info: EngineInfo, timeout: float) -> str | None:
-    """Return why the engine does not generate within ``timeout`` s. Not to be asked while it is paused or offloaded."""
+    """Return why the engine does not generate within ``timeout`` s, else None; not for paused engines."""
     try:
         _client(info).health_generate(timeout)
     except EngineError as e:
@@ -183,7 +183,7 @@ def check_generates(info: EngineInfo, timeout: float) -> str | None:
 
 
 def check_alive(info: EngineInfo) -> str | None:
-    """Return why the engine does not answer at all, also when paused. A reply of any kind is an answer."""
+    """Return why the engine does not respond at all, else None; any reply counts, also while paused."""
     error = None
     for _ in range(ANSWER_ATTEMPTS):
         try:

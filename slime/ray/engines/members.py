@@ -13,7 +13,7 @@ from slime.servers.types import EngineInfo
 
 
 class Engine(Protocol):
-    """What a fleet asks of an engine (``ray_engine.RayEngine``). It is started once and ended once."""
+    """What a fleet needs of an engine (``engine.RayEngine``). It is started once and ended once."""
 
     plan: EnginePlan
 
@@ -38,7 +38,7 @@ LIVING = (State.NEW, State.SERVING)
 
 @dataclass(eq=False)
 class Member:
-    """One life of an engine: when it is started again, another member takes its place."""
+    """One incarnation of an engine: when it is restarted, another member takes its place."""
 
     engine: Engine
     state: State = State.STARTING
@@ -50,7 +50,7 @@ class Member:
 
     @property
     def known_info(self) -> EngineInfo:
-        """Where it is reached; asked of living members only."""
+        """Where it is reached; only of members that have started."""
         assert self.info is not None, f"{self} has not been started"
         return self.info
 
@@ -58,7 +58,7 @@ class Member:
         return f"engine {self.rank}"
 
     def describe_failure(self, what: str) -> str:
-        """Return what befell this member, whose process may still run, with its last log lines."""
+        """Return why this member is considered dead, with its last log lines; its process may still run."""
         lines = "".join(f"\n  | {line}" for line in self.engine.last_lines())
         return f"{self} ({self.known_info.url}): {what}" + (f"\nIts last log lines:{lines}" if lines else "")
 
@@ -66,7 +66,7 @@ class Member:
 class Members:
     """One member per engine of the plan. Every change of state happens here, under a lock.
 
-    ``lost`` and ``restarted`` count how often an engine was lost, and how often one came back.
+    ``lost`` and ``restarted`` count engines that died and engines that were restarted.
     """
 
     def __init__(self) -> None:
@@ -98,18 +98,18 @@ class Members:
             return True
 
     def started(self, member: Member, info: EngineInfo, state: State) -> None:
-        """Take in that a starting member generates."""
+        """Record that a starting member generates."""
         with self._lock:
             member.info, member.state = info, state
             self.restarted += state is State.NEW
 
 
 def recovery_message(serving: int, planned: int, *, restarts: bool) -> str:
-    """Say how a run goes on that has lost an engine: with ``serving`` of ``planned`` engines."""
-    goes_on = f"{serving} of {planned} engines go on; requests of the lost one are sent to them."
+    """Describe how the run continues after the loss of an engine: with ``serving`` of ``planned`` engines."""
+    remaining = f"{serving} of {planned} engines continue; requests of the lost one are sent to them."
     if restarts:
-        again = "It is started again, and serves from the next weight sync on."
-        return f"{goes_on if serving else 'It was the last one that served.'} {again}"
+        restarted = "It is restarted, and serves from the next weight sync on."
+        return f"{remaining if serving else 'It was the last one that served.'} {restarted}"
     if serving:
-        return f"{goes_on} With --use-fault-tolerance it would be started again."
-    return "No engine is left. With --use-fault-tolerance engines are started again."
+        return f"{remaining} With --use-fault-tolerance it would be restarted."
+    return "No engine is left. With --use-fault-tolerance engines are restarted."

@@ -1,4 +1,4 @@
-"""Lost engines are started again, in the background."""
+"""Dead engines are restarted in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineRestarts:
     Where engines and trainer take turns on the devices (``--offload-rollout``) an engine is started only when they are
     the engines': in ``wait_for_all``; it then holds memory for weights alone, as the others do before a push.
     ``on_restart(member)`` is called when an engine generates again, ``on_failure(reason, is_last=...)`` when it does
-    not after some attempts: the last one when no other is on its way back either.
+    not after all attempts; ``is_last`` when no other restart is in progress either.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineRestarts:
                 self._begin(lost, lambda: self._restart(lost))
 
     def wait_for_all(self, deadline_s: float) -> None:
-        """Return when no engine is on its way back any more; those that take longer are left for the next time."""
+        """Return when no restart is in progress; restarts that take longer continue in the background."""
         self._join(deadline_s)
         with self._lock:
             waiting, self._waiting = self._waiting, []
@@ -69,7 +69,7 @@ class EngineRestarts:
         self._join(deadline_s)
 
     def stop(self) -> None:
-        """Start nothing more. What is being started is ended by whoever stops the fleet."""
+        """Start nothing more. Engines that are being started are ended when the fleet stops."""
         self._stopping.set()
 
     def wait_stopped(self) -> None:
@@ -96,17 +96,17 @@ class EngineRestarts:
             self._members.put(member)
             if self._stopping.is_set():
                 return
-            logger.warning("%s is started again", member)
+            logger.warning("restarting %s", member)
             try:
                 info = member.engine.start()
                 self._keep_weights_only(info)
-            except Exception as e:  # noqa: BLE001  (told, and tried again)
+            except Exception as e:  # noqa: BLE001  (logged, and retried)
                 self._members.change(member, (State.STARTING,), State.DEAD)
                 _end(member)
                 reason = one_line_kind(e)
                 if self._stopping.is_set():
                     return
-                logger.error("%s did not start again (attempt %d of %d): %s", member, attempt, ATTEMPTS, reason)
+                logger.error("restart of %s failed (attempt %d of %d): %s", member, attempt, ATTEMPTS, reason)
                 self._stopping.wait(RETRY_DELAY_S)
                 continue
             self._members.started(member, info, State.NEW)
@@ -114,13 +114,13 @@ class EngineRestarts:
             self._on_restart(member)
             return
         is_last = self._finish_restart(lost)
-        told = f"{lost} could not be started again in {ATTEMPTS} attempts. The last failed so: {reason}"
-        self._on_failure(told, is_last=is_last)
+        message = f"{lost} could not be restarted in {ATTEMPTS} attempts. The last error: {reason}"
+        self._on_failure(message, is_last=is_last)
 
     def _finish_restart(self, member: Member) -> bool:
-        """Take in that an engine is back, or never will be; return whether no other is on its way."""
+        """Record that a restart has ended, well or not; return whether no other one is in progress."""
         with self._lock:
-            # Unless it was lost again already, and another thread is at it.
+            # Unless it died again already, and another thread restarts it.
             if self._threads[member.rank] is threading.current_thread():
                 self._restarting.discard(member.rank)
             return not self._restarting
@@ -135,5 +135,5 @@ class EngineRestarts:
 def _end(member: Member) -> None:
     try:
         member.engine.end()
-    except Exception:  # whatever is left of it ends with the run
+    except Exception:  # what is left of it ends with the run
         logger.exception("ending %s", member)

@@ -175,7 +175,7 @@ def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(wor
     (told,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "ended by signal 9" in told.message
     assert "| boom" in told.message
-    assert "1 of 2 engines go on" in told.message
+    assert "1 of 2 engines continue" in told.message
     assert "--use-fault-tolerance" in told.message
     assert run.fleet.recover() == 0
     assert run.fleet.counts() == {
@@ -194,7 +194,7 @@ def test_the_last_engine_ends_the_run_with_its_reason(world: Any) -> None:
     run.fleet.reap_exited()
     assert run.events.failed.is_set()
     assert "engine 1 exited with code 3." in str(run.events.failure)
-    assert "No engine is left. With --use-fault-tolerance engines are started again." in str(run.events.failure)
+    assert "No engine is left. With --use-fault-tolerance engines are restarted." in str(run.events.failure)
     assert infos(run) == []
 
 
@@ -308,14 +308,14 @@ def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(worl
     assert run.fleet.recover() == 0
     assert len(Engine.lives) == 2 + engine_restarts.ATTEMPTS
     assert all(engine.is_ended.is_set() for engine in Engine.lives if engine.plan.rank == 0)
-    assert "could not be started again in 3 attempts" in caplog.text
+    assert "could not be restarted in 3 attempts" in caplog.text
     assert "no memory left" in caplog.text
     assert not run.events.failed.is_set()
     Engine.broken_starts += ["no memory"] * 3
     Engine.lives[1].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.events.failed.wait(PATIENCE_S)
-    assert "no engine is left: engine 1 could not be started again" in str(run.events.failure)
+    assert "no engine is left: engine 1 could not be restarted" in str(run.events.failure)
 
 
 def test_the_last_to_be_given_up_ends_the_run(world: Any) -> None:

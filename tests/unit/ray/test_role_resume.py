@@ -71,7 +71,7 @@ def test_both_go_on_after_the_last_rollout_that_both_have(tmp_path, actor_saved,
 
 def test_going_on_from_two_rollouts_is_said(tmp_path, caplog):
     agreed(tmp_path, [2, 3], [3, 4, 5], only=7)
-    assert "the critic goes on after rollout 5 and the actor with its weights after rollout 3" in caplog.text
+    assert "the critic resumes after rollout 5 and the actor with its weights after rollout 3" in caplog.text
     assert "--num-critic-only-steps 7" in caplog.text
 
 

@@ -288,7 +288,7 @@ def test_a_push_that_fails_with_an_engine_is_made_again_without_it(clock: FakeRa
         "get_updatable_engines",
         "clear_updatable_num_new_engines",
     ]
-    assert "pushed again, without engine 1: WeightSyncError: http://e1 did not pause" in caplog.text
+    assert "retrying the weight push without engine 1: WeightSyncError: http://e1 did not pause" in caplog.text
 
 
 def test_a_push_that_fails_while_all_engines_answer_is_a_failure(clock: FakeRay) -> None:
@@ -429,10 +429,10 @@ def test_trainers_get_the_users_variables(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_is_gone_when_it_is_released_is_named(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(train_group, "end_actors", lambda actors, where: ended.append((actors, where)))
-    ranks = [Remote(whereabouts=("node", 1)), Remote(whereabouts=Ref(RemoteFailure("OSError: gone"), at=1))]
+    ranks = [Remote(process_location=("node", 1)), Remote(process_location=Ref(RemoteFailure("OSError: gone"), at=1))]
     with pytest.raises(RemoteFailure, match=r"(?s)OSError: gone.*actor rank 1, during releasing the actor"):
         make_group(ranks).release()
-    ranks[1].answers["whereabouts"] = ("node", 2)
+    ranks[1].answers["process_location"] = ("node", 2)
     group = make_group(ranks)
     group.release()
     group.release()  # nothing is left to end

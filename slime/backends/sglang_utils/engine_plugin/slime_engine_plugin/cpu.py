@@ -1,6 +1,6 @@
 """What SGLang takes for granted of CUDA, on a machine without it: weight checker, routed and shared experts.
 
-``/weights_checker`` assumes CUDA: it synchronises the CUDA device, moves chunks there to compare them, and takes its
+``/weights_checker`` assumes CUDA: it synchronizes the CUDA device, moves chunks there to compare them, and takes its
 snapshot with ``.detach().cpu()``, which on CPU is no copy but the live weights. Without ``snapshot``, ``compare`` would
 pass for any weights whatever.
 

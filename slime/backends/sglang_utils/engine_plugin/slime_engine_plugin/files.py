@@ -1,6 +1,6 @@
 """Give the engine's shared memory a name that slime can find when the engine has been killed.
 
-SGLang keeps its load counters in a file of ``/dev/shm`` with a random name, and nobody removes it.
+SGLang keeps its load counters in a file of ``/dev/shm`` with a random name, and never removes it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decode attention of many sequences at once on a CPU, over copies of keys and values that are kept between steps.
 
-SGLang's torch-native backend gathers the keys and values of each sequence anew in every layer of every step, and calls
+SGLang's torch-native backend gathers the keys and values of each sequence again in every layer of every step, and calls
 attention once per sequence. Here every running request has a row in ``[rows, kv_heads, capacity, head_dim]`` buffers,
 one pair per layer. A step appends one position to every row and attends over slices of the buffers, a few rows per
 call. Only torch is needed, so that the bookkeeping can be tested without an engine.
@@ -70,7 +70,7 @@ class KVMirror:
         return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._layers.values())
 
     def forget(self, requests: Iterable[int]) -> None:
-        """Drop the rows of these request slots: their keys and values are being written anew."""
+        """Drop the rows of these request slots: their keys and values are being rewritten."""
         gone = set(requests)
         for row in reversed(range(len(self._requests))):
             if self._requests[row] in gone:

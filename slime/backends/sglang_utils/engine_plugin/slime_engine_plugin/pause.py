@@ -37,7 +37,7 @@ def flush_with_waiting_requests(flush_cache: Callable[..., bool], scheduler: Any
 
 
 def forget_prefix_matches(requests: list[Any]) -> None:
-    """Drop what the scheduling policy remembers of the old tree; the match is made anew when a request is scheduled."""
+    """Drop what the scheduling policy remembers of the old tree; the match is repeated when a request is scheduled."""
     import torch
 
     for request in requests:

@@ -1,10 +1,10 @@
-"""Let requests ask for what a router does not pass on.
+"""Set request fields that the router does not forward.
 
 sglang-router 0.3.2 passes on the fields of ``/generate`` that it knows. It drops ``return_sampling_mask``,
-``return_routed_experts`` and ``sampling_params.custom_params``, and a request is answered without the masks or experts
-that it asked for; nothing says so. It does pass on ``custom_labels``, which SGLang itself reads for metrics only, and
-only where it is told which: an entry ``slime_<field>`` there sets the field. Engines that are asked directly also heed
-``custom_params``.
+``return_routed_experts`` and ``sampling_params.custom_params``, and a request silently gets a reply without the
+sampling mask or experts that it asked for. It does pass on ``custom_labels``, which SGLang itself reads for metrics
+only, and only those that it is configured for: an entry ``slime_<field>`` there sets the field. Engines that get
+requests directly also read ``custom_params``.
 """
 
 from __future__ import annotations
