@@ -13,6 +13,7 @@ from slime.driver import Loop
 from slime.observability.timer import get_timers
 from slime.ray import program
 from slime.ray.program import Terminated
+from tests.support.arguments import run_args
 
 
 class Recorder:
@@ -95,27 +96,9 @@ class TrainerRecorder(Recorder):
 
 
 def loop_args(**changes):
-    base = {
-        "num_rollout": 2,
-        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-        "start_rollout_id": 0,
-        "skip_eval_before_train": False,
-        "eval_interval": None,
-        "save_interval": None,
-        "update_weights_interval": 1,
-        "debug_train_only": False,
-        "keep_old_actor": False,
-        "offload_train": False,
-        "offload_rollout": False,
-        "release_train": False,
-        "ref_update_interval": None,
-        "check_weight_update_equal": False,
-        "rollout_global_dataset": True,
-        "device_type": "cpu",
-        "use_critic": False,
-        "wandb_always_use_train_step": False,
-    }
-    return SimpleNamespace(**{**base, **changes})
+    args = run_args(num_rollout=2)
+    vars(args).update({"device_type": "cpu", **changes})
+    return args
 
 
 def run(*, overlap: bool = False, with_trainer: bool = True, per_epoch: int | None = None, **changes) -> list[str]:
@@ -458,29 +441,8 @@ class World:
 
 
 def train_args(**changes):
-    base = {
-        "run_dir": "nowhere",
-        "colocate": False,
-        "offload_train": False,
-        "offload_rollout": False,
-        "use_critic": False,
-        "check_weight_update_equal": False,
-        "update_weights_interval": 1,
-        "max_staleness": None,
-        "release_train": False,
-        "ref_update_interval": None,
-        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-        "debug_rollout_only": False,
-        "hf_checkpoint": "/models/mine",
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "debug_train_only": False,
-        "load": None,
-        "save": None,
-        "skip_first_look": True,
-        "continues_own_checkpoints": False,
-    }
-    return SimpleNamespace(**{**base, **changes})
+    base = {"run_dir": "nowhere", "hf_checkpoint": "/models/mine", "skip_first_look": True}
+    return run_args(**{**base, **changes})
 
 
 START = ["run directory", "slots", "handle SIGTERM", "open trackers", "manager", "trainers", "wait_ready", "loop"]
