@@ -90,6 +90,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "slime.observability.wandb_utils": _WANDB,
     "slime.ray.actor_group": _at("slime.ray.train_group", "RayTrainGroup"),
+    "slime.ray.ray_actor": _at("slime.ray.worker", "RayActor"),
     "slime.ray.rollout_validation": _at("slime.ray.engines.fleet", "validate_server_group_gpu_indices"),
     "slime.ray.utils": {
         "Lock": "slime.ray.engines.control.Lock",

@@ -28,7 +28,6 @@ REAL = (  # modules that are files here, with what users import from them
     ("slime.utils.distributed_utils", "init_process_group get_gloo_group init_gloo_group distributed_masked_whiten"),
     ("slime.utils.memory_utils", "clear_memory available_memory print_memory"),
     ("slime.utils.external_utils.typer_utils", "dataclass_cli"),
-    ("slime.ray.ray_actor", "RayActor"),
 )
 
 
