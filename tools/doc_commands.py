@@ -14,6 +14,7 @@ from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import OF_YOUR_OWN, all_flags, build_parser, nearest, read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.older_flags import older_flags
+from slime.utils.old_paths import PUBLIC
 from tools.markdown import Fence, Page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,6 +180,9 @@ def check_spans(page: Page) -> Iterator[tuple[int, str]]:
 def name_mistake(name: str) -> str:
     """Return what is wrong with a dotted name of the repository, found out without importing it, or an empty text."""
     parts = name.removesuffix("()").split(".")
+    module, attribute = ".".join(parts[:-1]), parts[-1]
+    if ".".join(parts) in PUBLIC or attribute in PUBLIC.get(module, {}):
+        return ""
     for end in range(len(parts), 0, -1):
         base = ROOT.joinpath(*parts[:end])
         source = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
