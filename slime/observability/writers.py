@@ -98,7 +98,7 @@ class WandbWriter:
         name = group
         if group and args.wandb_random_suffix:
             group = f"{group}_{uuid.uuid4().hex[:8]}"
-            name = f"{group}-RANK_{getattr(args, 'rank', 0) or 0}"
+            name = f"{group}-RANK_{args.rank or 0}"
         directory = args.wandb_dir
         if directory:
             os.makedirs(directory, exist_ok=True)
@@ -136,6 +136,7 @@ def wandb_config(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the W&B page shows as the configuration: all arguments (no secrets), the Slurm job, the critic's."""
     config: dict[str, Any] = without_secrets({k: v for k, v in vars(args).items() if k != "role_args"})
     config["env_vars"] = {"SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID")}
+    # The driver adds role_args for the trackers; no parser declares it.
     for role, role_args in (getattr(args, "role_args", None) or {}).items():
         config.update({f"{role}/{k}": v for k, v in without_secrets(vars(role_args)).items()})
     return {

@@ -33,6 +33,7 @@ class WeightFiles:
         load: Callable[[str, int, bool], Any],
     ) -> None:
         self.args = args
+        # No flag: drivers of users may set it to continue the count of an earlier run.
         self.version = int(getattr(args, "update_weight_start_version", 0) or 0)
         self._publish, self._load = publish, load
         self._directory: str | None = None

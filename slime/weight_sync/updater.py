@@ -27,6 +27,7 @@ class WeightUpdater:
         self.trainer = trainer
         self.transport = transport
         self.pause_mode = pause_mode
+        # No flag: drivers of users may set it to continue the count of an earlier run.
         self.version = int(getattr(args, "update_weight_start_version", 0) or 0)
         self.bytes_sent = 0
         self._engines: list[EngineInfo] = []

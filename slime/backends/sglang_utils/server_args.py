@@ -89,7 +89,7 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
 
 def secret_fields(args: Namespace) -> dict[str, str]:
     """Return the fields that go into a private file instead of the command line."""
-    fields = {name: getattr(args, f"sglang_{name}", None) for name in ("api_key", "admin_api_key")}
+    fields = {"api_key": args.sglang_api_key, "admin_api_key": args.sglang_admin_api_key}
     return {name: str(value) for name, value in fields.items() if value}
 
 
