@@ -76,14 +76,6 @@ def slice_with_cp(tokens: Tensor, pad_value: float = 0, *, cp_rank: int, cp_size
     return torch.cat([padded[first[0] : first[1]], padded[second[0] : second[1]]])
 
 
-def unslice_with_cp(parts: Sequence[Tensor], total_length: int) -> Tensor:
-    """Rejoin what ``slice_with_cp`` gave on ranks 0, 1, ... into the whole sequence [total_length, ...]."""
-    if len(parts) == 1:
-        return parts[0]
-    halves = [part.chunk(2) for part in parts]
-    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])[:total_length]
-
-
 def slice_response(values: Tensor, ranges: Sequence[Range]) -> Tensor:
     """Cut ``ranges`` out of per-response-token values [response_length, ...] and join them."""
     if len(ranges) == 1 and ranges[0] == (0, values.size(0)):

@@ -128,6 +128,7 @@ class MegatronTrainer:
             self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref, routing=self._routing
         )
         self._saver = CheckpointSaver(self.args)
+        # no flag: set where actor and engines share devices, and by the file of roles
         copies = not getattr(self.args, "disable_param_buffers_cpu_backup", True)
         self._sleeper = Sleeper(self.model, self.optimizer, copy_rebuildable=copies)
         self._memory = watch_memory(self.device)
