@@ -29,6 +29,8 @@ SGD = {
     "sgd_momentum": 0.0,
     "use_distributed_optimizer": False,
     "weight_decay": 0.0,
+    "start_weight_decay": 0.0,
+    "end_weight_decay": 0.0,
     "clip_grad": 1e9,
 }
 CAPTURED: dict[str, Any] = {}
