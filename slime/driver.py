@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.roles import CRITIC, critic_args
 from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import first_weights
 from slime.arguments.rules.loop import generates_always, refuse_impossible_loop
+from slime.arguments.rules.roles import CRITIC, critic_args
 from slime.first_look.start import look
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log

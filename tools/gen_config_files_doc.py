@@ -16,7 +16,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le
 
 from slime.arguments.command_line import all_flags
-from slime.arguments.files import eval_schema, role_config, sglang_config
+from slime.arguments.files import eval_config, role_config, sglang_config
 from slime.arguments.files.eval_config import FALLBACKS
 from slime.arguments.files.schema import FileModel, spellings
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "conf
 MODELS: dict[str, type[FileModel]] = {
     model.__name__: model
     for model in (
-        eval_schema.EvalSection, eval_schema.EvalDataset, role_config.RoleConfig, role_config.RoleEntry,
+        eval_config.EvalSection, eval_config.EvalDataset, role_config.RoleConfig, role_config.RoleEntry,
         sglang_config.SglangFile, sglang_config.ModelConfig, sglang_config.ServerGroupConfig,
     )
 }  # fmt: skip
@@ -51,7 +51,7 @@ def _default(model: type[FileModel], name: str) -> str:
     field = model.model_fields[name]
     if field.is_required():
         return "required"
-    if model is eval_schema.EvalDataset and name in FALLBACKS:
+    if model is eval_config.EvalDataset and name in FALLBACKS:
         options = {flag.dest: flag.option for flag in all_flags()}
         return ", ".join(f"`{options[dest]}`" for dest in FALLBACKS[name] if dest in options)
     value = field.get_default(call_default_factory=True)

@@ -126,7 +126,7 @@ NOT_YET_MEGATRON: tuple[str, ...] = (
     "enable_cuda_graph",
     "external_cuda_graph",
     "batch_invariant_mode",
-    # optimiser
+    # optimizer
     "muon_*",
     "log_num_zeros_in_grad",
 )

@@ -79,7 +79,7 @@ def build_parser(
 def read_words(
     parser: argparse.ArgumentParser, words: Sequence[str], *, ignore_unknown: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Parse ``words``; return the attributes that were given and the words nobody knows (with ``ignore_unknown``).
+    """Parse ``words``; return the attributes that were given and the unknown words (with ``ignore_unknown``).
 
     Raises ``ArgumentError`` for unknown flags (all of them at once, each with its nearest spelling), values of the
     wrong type and words that belong to no flag.

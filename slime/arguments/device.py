@@ -63,7 +63,7 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
     """
     args.device_type = device_type
     args.variable_seq_lengths = True
-    given: frozenset[str] = getattr(args, "explicit_flags", frozenset())
+    given: frozenset[str] = args.explicit_flags
     if device_type == "cpu":
         _finalize_for_cpu(args, given)
     else:

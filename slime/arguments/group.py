@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import types
 import typing
-from argparse import Namespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -27,11 +26,6 @@ class ArgumentGroup(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=(), strict=False)
     title: ClassVar[str] = ""
-
-    @classmethod
-    def of(cls, args: Namespace) -> Self:
-        """The typed view of this group's attributes on ``args``."""
-        return cls.model_validate({name: getattr(args, name) for name in cls.model_fields if hasattr(args, name)})
 
 
 def flag(

@@ -1,17 +1,19 @@
-"""``--help``: slime's flags by group; ``--help WORD`` searches every source, ``--help --FLAG`` tells all about one."""
+"""``--help``: slime's flags by group; ``--help WORD`` searches every source, ``--help --FLAG`` describes one."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.availability import INERT, is_available, refused_values
 from slime.arguments.flag import KIND_WORDS, Flag, Kind
-from slime.arguments.search import Found, find, nearest, related
 
 OPENING = """usage: train.py FLAGS
        train_async.py FLAGS
@@ -272,3 +274,85 @@ def _hanging(text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width)
     name, words = text[:18], text[18:]
     return textwrap.wrap(words, width, initial_indent=name, subsequent_indent=" " * 18, break_on_hyphens=False)
+
+
+MOST_RELATED = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found: one ``flag``; or whole ``groups``, flags ``named`` so and flags that only ``mention`` it."""
+
+    flag: Flag | None = None
+    groups: tuple[str, ...] = ()
+    named: tuple[Flag, ...] = ()
+    mentioning: tuple[Flag, ...] = ()
+
+
+def find(flags: Sequence[Flag], topic: str) -> Found:
+    """Search ``flags`` for ``topic``: with dashes in front the flag of that name, else words that all must match.
+
+    A word matches where a word starts with it; only when nothing is found that way, anywhere.
+    """
+    exact = option_of(flags, topic)
+    if exact is not None:
+        return Found(flag=exact)
+    words = [re.escape(word) for word in _normal(topic).split()]
+    return _matching(flags, [rf"\b{word}" for word in words]) or _matching(flags, words) or Found()
+
+
+def option_of(flags: Sequence[Flag], topic: str) -> Flag | None:
+    """The flag with the spelling ``topic``; dashes and underscores are the same, and without dashes it must have two
+    words, so that ``--help rollout`` and ``--help seed`` are searches."""
+    stem = _normal(topic)
+    if not topic.startswith("-") and "-" not in stem:
+        return None
+    return next((flag for flag in flags for option in flag.options if _normal(option) == stem), None)
+
+
+def nearest(flags: Sequence[Flag], topic: str, most: int = 5) -> list[str]:
+    """Spellings of flags, and titles of groups, that look like ``topic``."""
+    stem = _normal(topic)
+    names = {_normal(option): option for flag in flags for option in flag.options}
+    names |= {_normal(flag.group): flag.group for flag in flags}
+    by_word: dict[str, str] = {}
+    for name, shown in names.items():
+        for word in name.split("-"):
+            by_word.setdefault(word, shown)
+    close = [names[name] for name in difflib.get_close_matches(stem, list(names), n=most, cutoff=0.6)]
+    close += [by_word[word] for word in difflib.get_close_matches(stem, list(by_word), n=most, cutoff=0.75)]
+    return list(dict.fromkeys(close))[:most]
+
+
+def related(flags: Sequence[Flag], flag: Flag) -> list[Flag]:
+    """Flags that ``flag`` mentions or that mention it, then others of its group."""
+    others = [other for other in flags if other is not flag]
+    tied = [other for other in others if _mentions(flag, other) or _mentions(other, flag)]
+    return [*tied, *(other for other in others if other.group == flag.group and other not in tied)][:MOST_RELATED]
+
+
+def _matching(flags: Sequence[Flag], patterns: list[str]) -> Found | None:
+    def matches(text: str) -> bool:
+        return all(re.search(pattern, text) for pattern in patterns)
+
+    groups = tuple(title for title in dict.fromkeys(f.group for f in flags) if matches(_normal(title, " ")))
+    rest = [flag for flag in flags if flag.group not in groups]
+    named = tuple(flag for flag in rest if matches(" ".join(map(_normal, (*flag.options, flag.dest)))))
+    mentioning = tuple(flag for flag in rest if flag not in named and matches(_searched(flag)))
+    return Found(groups=groups, named=named, mentioning=mentioning) if groups or named or mentioning else None
+
+
+def _searched(flag: Flag) -> str:
+    return _normal(" ".join((*flag.options, flag.dest, flag.help, flag.group, flag.source)), " ")
+
+
+def _normal(text: str, joint: str = "-") -> str:
+    text = text.lower().lstrip("-").replace("_", "-")
+    return text if joint == "-" else text.replace("-", joint) + " " + text
+
+
+def _mentions(flag: Flag, other: Flag) -> bool:
+    return any(
+        option in flag.help and re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", flag.help)
+        for option in other.options
+    )

@@ -51,7 +51,7 @@ class OlderFlag:
         return words[0] if words[0].startswith("--") else None
 
     def sentence(self) -> str:
-        """What the user is told."""
+        """The message for the user."""
         given = f"{self.option} {self.value}" if self.value else self.option
         if self.now == NOTHING:
             return f"{given} has no effect: {self.about}"

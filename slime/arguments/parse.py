@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from slime.arguments import custom_arguments, older_flags, unchecked
+from slime.arguments import custom_arguments, diagnostics, older_flags
 from slime.arguments.availability import inert_messages, unavailable_messages
 from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
@@ -58,14 +58,14 @@ def parse_args(
         _exit(error)
     for warning in args.warnings:
         print(f"{_program()}: warning: {warning}", file=sys.stderr)
-    unchecked.end(args)
+    diagnostics.end(args)
     return args
 
 
 def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Read ``words`` with ``parser``, fill defaults, apply every rule. Raises ``ArgumentError``.
 
-    What is found on the way is on the namespace, in the lists of ``unchecked``.
+    What is found on the way is on the namespace, in the lists of ``diagnostics``.
     """
     from slime.arguments.files import run_config
     from slime.arguments.rules import apply_rules
@@ -81,17 +81,17 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
     for name, value in changed.items():
         setattr(args, name, value)
-    unchecked.begin(args)
+    diagnostics.begin(args)
     _check_required(args, changed, flags)
     _check_custom_required(args, given, parser)
     for note in notes:
-        unchecked.warn(args, note)
+        diagnostics.warn(args, note)
     if ignored:
-        unchecked.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
+        diagnostics.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
     for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own.keys(), flags):
-        unchecked.warn(args, message)
+        diagnostics.warn(args, message)
     for warning in megatron.warnings():
-        unchecked.warn(args, warning)
+        diagnostics.warn(args, warning)
     _check_availability(args, changed, flags, current.refused)
     _check_groups(args, changed)
     args.explicit_flags = frozenset(given)
@@ -103,7 +103,7 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
         setattr(args, field, getattr(args, dest))
     if file.given and not set(typed) - run_config.OWN_FLAGS:
         for difference in run_config.differences(args, before, file):
-            unchecked.warn(args, difference)
+            diagnostics.warn(args, difference)
     if args.dump_config is not None:
         run_config.write(args, before, args.dump_config)
     return args
@@ -117,7 +117,7 @@ def _check_availability(
     ``refused``: sentences about flags of older releases.
     """
     for message in inert_messages(given, flags):
-        unchecked.warn(args, message)
+        diagnostics.warn(args, message)
     args.not_available = [*refused, *unavailable_messages(given, flags)]
     if args.not_available and not args.dry_run:
         raise ArgumentError("\n".join(args.not_available))
@@ -139,14 +139,14 @@ def _check_required(args: argparse.Namespace, given: dict[str, Any], flags: Sequ
     stand_ins = {"hf_checkpoint": "HF_CHECKPOINT", "rollout_batch_size": given.get("global_batch_size") or 1}
     for flag in flags:
         if flag.required and flag.dest not in given:
-            unchecked.need(args, flag.dest, f"missing: {flag.option} ({flag.help})", stand_ins[flag.dest])
+            diagnostics.missing_flag(args, flag.dest, f"missing: {flag.option} ({flag.help})", stand_ins[flag.dest])
 
 
 def _check_custom_required(args: argparse.Namespace, given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
     required: dict[str, str] = parser.custom_required  # type: ignore[attr-defined]
     for dest, option in required.items():
         if dest not in given:
-            unchecked.need(args, dest, f"missing: {option} (added by add_custom_arguments)")
+            diagnostics.missing_flag(args, dest, f"missing: {option} (added by add_custom_arguments)")
 
 
 def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:

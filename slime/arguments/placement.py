@@ -157,7 +157,7 @@ def _engines_of_group(model: str, group: ServerGroup, slots_per_node: int) -> li
 
 def models_of(args: Namespace) -> Sequence[Model] | None:
     """Return the models that ``--sglang-config`` or ``--prefill-num-servers`` describe; None without them."""
-    if getattr(args, "sglang_config", None) is None and getattr(args, "prefill_num_servers", None) is None:
+    if args.sglang_config is None and args.prefill_num_servers is None:
         return None
     from slime.arguments.files.sglang_config import deployment
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.arguments.command_line import all_flags
-from slime.arguments.unchecked import FINDINGS
+from slime.arguments.diagnostics import FINDINGS
 from slime.utils.plain import plain
 
 

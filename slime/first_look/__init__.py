@@ -1,4 +1,4 @@
-"""A look at prompts and hooks before anything is started: what would end the run minutes later is told at once.
+"""A look at prompts and hooks before anything is started: what would end the run minutes later is reported at once.
 
 It is taken in a process of its own, which imports users' code and may be ended whatever that code does. ``--dry-run``
 and the start of a run take the same look.
@@ -18,4 +18,4 @@ class Findings:
     unchecked: list[str] = field(default_factory=list)
 
     def begins(self, what: str) -> None:
-        """Note what is done next, to be told if it does not end."""
+        """Note the next step, to be named if it does not end."""

@@ -41,7 +41,7 @@ class _Reported(Findings):
 
 def main() -> None:
     """Look, and end at once: threads of users' code are not waited for."""
-    signal.alarm(int(DEADLINE_S) + 30)  # in case that nobody is left to end this process
+    signal.alarm(int(DEADLINE_S) + 30)  # in case the parent is gone and cannot end this process
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what users' code prints is no finding
     args, dry_run = pickle.load(sys.stdin.buffer)

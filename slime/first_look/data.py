@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
-from slime.arguments.rules.prompts import BUILT_IN_SOURCES
 from slime.first_look import Findings
 from slime.utils.data import Dataset, read_file, split_slice
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -49,7 +49,7 @@ def look_at_data(args: Namespace, dry_run: bool, found: Findings) -> dict[str, S
     if not good:
         return {}
     found.begins(f"the tokenizer of --hf-checkpoint {args.hf_checkpoint}")
-    trust = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
+    trust = {"trust_remote_code": args.trust_remote_code}
     try:
         tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
     except (ValueError, ImportError) as e:
@@ -71,7 +71,7 @@ def prompt_files(args: Namespace) -> Iterator[PromptFile]:
     replays = args.load_debug_rollout_data is not None
     draws = args.rollout_global_dataset and args.num_rollout != 0 and not replays
     generated = args.custom_generate_function_path is None and args.rollout_function_path in GENERATE_WITH_ENGINES
-    multimodal = getattr(args, "multimodal_keys", None)
+    multimodal = args.multimodal_keys
     if draws and args.prompt_data and args.data_source_path.startswith(BUILT_IN_SOURCES):
         columns = {"--input-key": args.input_key, "--label-key": args.label_key, "--tool-key": args.tool_key}
         yield PromptFile(
@@ -222,7 +222,7 @@ def _look_at_conversation(args: Namespace, file: PromptFile, tokenizer: Any, fir
 
 def longest_sequence(args: Namespace) -> int | None:
     """Return how many tokens prompt and response may have together, as far as flags or the checkpoint say."""
-    given = [n for n in (args.rollout_max_context_len, getattr(args, "sglang_context_length", None)) if n]
+    given = [n for n in (args.rollout_max_context_len, args.sglang_context_length) if n]
     if given:
         return int(min(given))
     try:

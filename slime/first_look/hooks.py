@@ -31,7 +31,7 @@ def look_at_hooks(args: Namespace, dry_run: bool, found: Findings) -> bool:
         found.begins(f"the import of {flag} {path}")
         try:
             checked_hook(path, contract, flag)
-        except Exception as e:  # noqa: BLE001  (whatever a user's module raises is told)
+        except Exception as e:  # noqa: BLE001  (whatever a user's module raises is reported)
             good = False
             root = root_cause(e)
             missing = (root.name or "").partition(".")[0] if isinstance(root, ModuleNotFoundError) else ""

@@ -52,7 +52,7 @@ def _look_at_rule(args: Namespace, flag: str, sample: Sample, found: Findings) -
         return
     try:
         rules.grade(kind, ANSWER, sample.label, sample.metadata or {})
-    except Exception as e:  # noqa: BLE001  (told)
+    except Exception as e:  # noqa: BLE001  (reported)
         found.warnings.append(
             f"{flag}: --rm-type {kind} fails with the label {sample.label!r:.80} of the first row, a "
             f"{type(sample.label).__name__}: {type(e).__name__}: {e}"
@@ -67,7 +67,7 @@ def _look_at_custom(args: Namespace, hook: Hook, sample: Sample, found: Findings
     except _NoAnswer:
         found.warnings.append(f"{hook} has not scored a made-up answer within {DEADLINE_S:.0f} s")
         return
-    except Exception as e:  # noqa: BLE001  (told)
+    except Exception as e:  # noqa: BLE001  (reported)
         root, line = root_cause(e), users_line(e)
         found.warnings.append(
             f"{hook} raised {type(root).__name__}: {root}" + (f" (at {line})" if line else "")

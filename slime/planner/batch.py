@@ -1,4 +1,4 @@
-"""Batch identity: prompts x samples = one rollout = optimiser steps x global batch, and how a step is divided."""
+"""Batch identity: prompts x samples = one rollout = optimizer steps x global batch, and how a step is divided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.planner.format import count, span
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one rollout makes and one optimiser step takes, counted in ``unit``.
+    """What one rollout makes and one optimizer step takes, counted in ``unit``.
 
     prompts x samples_per_prompt = samples of one rollout; global_batch_size: samples of one step, None where nothing is
     trained. micro_batch_size: samples per micro-batch, None where micro-batches are packed up to max_tokens_per_gpu x
@@ -45,7 +45,7 @@ class BatchPlan:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps after the first rollout."""
+        """Optimizer steps after the first rollout."""
         return self.samples // self.global_batch_size if self.global_batch_size else 0
 
     @property
@@ -125,7 +125,7 @@ def _rollout(batch: BatchPlan) -> str:
         )
     if not batch.global_batch_size or not batch.steps or batch.num_rollout == 0:
         return made
-    made += f" = {count(batch.steps, 'optimiser step')} x {count(batch.global_batch_size, batch.unit)}"
+    made += f" = {count(batch.steps, 'optimizer step')} x {count(batch.global_batch_size, batch.unit)}"
     return f"{made} + {batch.left_over} left over" if batch.left_over else made
 
 
@@ -193,5 +193,5 @@ def _run(batch: BatchPlan) -> str:
     if not batch.global_batch_size:
         return text
     steps, rest = divmod(samples, batch.global_batch_size)
-    text += f" = {count(steps, 'optimiser step')} x {count(batch.global_batch_size, batch.unit)}"
+    text += f" = {count(steps, 'optimizer step')} x {count(batch.global_batch_size, batch.unit)}"
     return f"{text} + {rest} at the end that no step trains" if rest else text

@@ -91,15 +91,15 @@ def memory(args: Namespace) -> Memory:
     """Return the estimate for ``args`` (from ``parse_args``). Raises ValueError when they do not describe the model."""
     config = checkpoint_config(args)
     size = model_size(args, config)
-    trains = not getattr(args, "debug_rollout_only", False)
+    trains = not args.debug_rollout_only
     engine = engine_memory(args, size.shape, config) if _has_engines(args) else None
     return Memory(
         size=size,
         trainer=max(trainer_memory(args, size), key=lambda stage: stage.total) if trains else None,
         engine=engine,
-        colocate=bool(getattr(args, "colocate", False)),
-        offload_train=bool(getattr(args, "offload_train", False)),
-        offload_rollout=bool(getattr(args, "offload_rollout", False)),
+        colocate=bool(args.colocate),
+        offload_train=bool(args.offload_train),
+        offload_rollout=bool(args.offload_rollout),
         remarks=tuple(_remarks(args, size, engine)),
     )
 
@@ -109,7 +109,7 @@ def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
 
     Empty when there is neither.
     """
-    checkpoint = getattr(args, "hf_checkpoint", None)
+    checkpoint = args.hf_checkpoint
     if not checkpoint:
         return {}
     try:
@@ -120,9 +120,9 @@ def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
 
 
 def _has_engines(args: Namespace) -> bool:
-    if getattr(args, "debug_train_only", False) or getattr(args, "rollout_external", False):
+    if args.debug_train_only or args.rollout_external:
         return False
-    return bool(getattr(args, "rollout_num_gpus", None))
+    return bool(args.rollout_num_gpus)
 
 
 def _remarks(args: Namespace, size: ModelSize, engine: EngineMemory | None) -> list[str]:
@@ -130,18 +130,18 @@ def _remarks(args: Namespace, size: ModelSize, engine: EngineMemory | None) -> l
     given = [name for name in ("only_train_params_name_list", "freeze_params_name_list") if getattr(args, name, None)]
     if given:
         found.append(f"frozen parameters are counted as trained: --{given[0].replace('_', '-')}")
-    if getattr(args, "custom_model_provider_path", None):
+    if args.custom_model_provider_path:
         found.append("--custom-model-provider-path builds the model; counted is what the model flags describe")
-    if getattr(args, "use_critic", False):
+    if args.use_critic:
         found.append("the critic takes turns with the actor and needs about as much")
-    if getattr(args, "fp8", None) or getattr(args, "fp4", None):
+    if args.fp8 or args.fp4:
         found.append("training in fp8 or fp4 is counted as 16 bits")
     if size.shape.experts is not None:
         found.append("experts are counted with an even load; the busiest rank may get more tokens")
-    if getattr(args, "balance_by_flops", False):
+    if args.balance_by_flops:
         found.append("--balance-by-flops may exceed the tokens of a micro-batch")
     if engine is not None and not engine.format.known:
-        found.append(f"quantisation {engine.format.name}: its size is not known, weights are counted unquantised")
-    if engine is not None and getattr(args, "sglang_config", None):
+        found.append(f"quantization {engine.format.name}: its size is not known, weights are counted unquantized")
+    if engine is not None and args.sglang_config:
         found.append("--sglang-config: counted is an engine of --rollout-num-gpus-per-engine GPUs")
     return found

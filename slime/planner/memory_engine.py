@@ -107,7 +107,7 @@ def engine_memory(args: Namespace, shape: ModelShape, hf_config: Mapping[str, An
     """Return the memory of a GPU of one engine. Raises ValueError when its sizes do not divide."""
     sizes = _sizes(args)
     layout = weight_format(args, hf_config)
-    drafts = bool(getattr(args, "sglang_speculative_algorithm", None))
+    drafts = bool(args.sglang_speculative_algorithm)
     shape = replace(shape, mtp=max(shape.mtp, 1) if drafts else 0)
     return EngineMemory(
         sizes=sizes,
@@ -116,18 +116,18 @@ def engine_memory(args: Namespace, shape: ModelShape, hf_config: Mapping[str, An
         kv_per_token=_kv_per_token(args, shape, sizes, layout),
         state_per_request=_state_per_request(shape, sizes, layout),
         request_tokens=longest_sample(args),
-        static_fraction=getattr(args, "sglang_mem_fraction_static", None),
-        chunked_prefill=getattr(args, "sglang_chunked_prefill_size", None),
-        graph_batch=getattr(args, "sglang_cuda_graph_max_bs_decode", None),
-        cache_tokens=getattr(args, "sglang_max_total_tokens", None),
+        static_fraction=args.sglang_mem_fraction_static,
+        chunked_prefill=args.sglang_chunked_prefill_size,
+        graph_batch=args.sglang_cuda_graph_max_bs_decode,
+        cache_tokens=args.sglang_max_total_tokens,
         state_share=_state_share(args, shape),
     )
 
 
 def _sizes(args: Namespace) -> EngineSizes:
-    gpus, pp = int(args.rollout_num_gpus_per_engine), int(getattr(args, "sglang_pp_size", None) or 1)
-    separate = getattr(args, "sglang_enable_dp_attention", False)
-    dp = int(getattr(args, "sglang_dp_size", None) or 1) if separate else 1
+    gpus, pp = int(args.rollout_num_gpus_per_engine), int(args.sglang_pp_size or 1)
+    separate = args.sglang_enable_dp_attention
+    dp = int(args.sglang_dp_size or 1) if separate else 1
     return EngineSizes(tp=max(1, gpus // pp), pp=pp, dp=dp)
 
 
@@ -175,9 +175,9 @@ def _shared_by(args: Namespace, weight: Weight, sizes: EngineSizes) -> int:
     if weight.part == "attention":
         return sizes.attention_tp
     if weight.part == "experts":  # shared experts stay whole where tokens travel to the experts
-        travels = getattr(args, "sglang_moe_a2a_backend", None) not in (None, "none")
+        travels = args.sglang_moe_a2a_backend not in (None, "none")
         return 1 if travels else sizes.tp
-    return int(getattr(args, "sglang_moe_dense_tp_size", None) or sizes.tp)
+    return int(args.sglang_moe_dense_tp_size or sizes.tp)
 
 
 def _weight_bytes(weight: Weight, layout: WeightFormat) -> float:
@@ -191,7 +191,7 @@ def _kv_per_token(args: Namespace, shape: ModelShape, sizes: EngineSizes, layout
     """Bytes per token on one GPU: keys and values of its heads, or the latent that every rank holds whole."""
     cached = sum(not kind.linear for kind in shape.kinds)
     layers = -(-cached // sizes.pp) + shape.mtp
-    name = getattr(args, "sglang_kv_cache_dtype", None) or "auto"
+    name = args.sglang_kv_cache_dtype or "auto"
     element = KV_BYTES.get(name, layout.element)
     if shape.latent is not None:
         size = (shape.latent.kv_rank + shape.latent.rope_dim) * element
@@ -215,7 +215,7 @@ def _state_per_request(shape: ModelShape, sizes: EngineSizes, layout: WeightForm
 def _state_share(args: Namespace, shape: ModelShape) -> float:
     if shape.linear is None:
         return 0.0
-    ratio = float(getattr(args, "sglang_mamba_full_memory_ratio", None) or 0.9)
+    ratio = float(args.sglang_mamba_full_memory_ratio or 0.9)
     return ratio / (1 + ratio)
 
 
@@ -256,10 +256,10 @@ ONLY_EXPERTS = frozenset({"moe_wna16", "w4afp8", "mxfp4"})
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """``element``: bytes of an unquantised weight (embeddings, norms, router); ``bytes_per_weight``: of the others.
+    """``element``: bytes of an unquantized weight (embeddings, norms, router); ``bytes_per_weight``: of the others.
 
-    ``experts_only``: only experts are quantised. ``name`` is what to call it; ``known`` is False when the
-    quantisation is not one whose size is known here, and the weights are counted unquantised.
+    ``experts_only``: only experts are quantized. ``name`` is what to call it; ``known`` is False when the
+    quantization is not one whose size is known here, and the weights are counted unquantized.
     """
 
     name: str
@@ -275,15 +275,15 @@ def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -
     A checkpoint says its own in ``hf_config``. Where it is not there, its name does (``Qwen3-4B-FP8``), or that of the
     published model; the dtype ``auto`` is otherwise taken for 16 bits.
     """
-    chosen = getattr(args, "sglang_dtype", None) or "auto"
-    if getattr(args, "fp16", False):
+    chosen = args.sglang_dtype or "auto"
+    if args.fp16:
         chosen = "float16"
     element = DTYPES.get(chosen, 2.0)
     name = {2.0: "fp16" if chosen in ("float16", "half") else "bf16", 4.0: "fp32"}[element]
     stored = (hf_config or {}).get("quantization_config") or {}
-    method = getattr(args, "sglang_quantization", None) or stored.get("quant_method")
+    method = args.sglang_quantization or stored.get("quant_method")
     if method in (None, "unquant"):
-        by_name = None if method else quantization_by_name(getattr(args, "hf_checkpoint", None) or "")
+        by_name = None if method else quantization_by_name(args.hf_checkpoint or "")
         if by_name == "fp8":
             return WeightFormat("fp8, by the checkpoint's name", element, EIGHT_BIT)
         if by_name == "int4":
@@ -299,7 +299,7 @@ def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -
 
 
 def _described(method: str, element: float, stored: Mapping[str, Any]) -> WeightFormat:
-    """A checkpoint that describes its quantisation group by group: bits of the weights, and what is left out."""
+    """A checkpoint that describes its quantization group by group: bits of the weights, and what is left out."""
     groups = [group for group in (stored.get("config_groups") or {}).values() if isinstance(group, Mapping)]
     bits = [int((group.get("weights") or {}).get("num_bits") or 0) for group in groups]
     known = {8: EIGHT_BIT, 4: FOUR_BIT}

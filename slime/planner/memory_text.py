@@ -51,13 +51,13 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
         shared += f", of experts by {parallel.expert_ranks}" if parallel.expert_ranks > 1 else ", of experts not"
     if not trainer.optimizer:
         shared = "in the host's memory"
-    width = {2: "fp16" if getattr(args, "fp16", False) else "bf16", 4: "fp32"}[element_size(args)]
-    recompute = getattr(args, "recompute_granularity", None) or "no"
+    width = {2: "fp16" if args.fp16 else "bf16", 4: "fp32"}[element_size(args)]
+    recompute = args.recompute_granularity or "no"
     held = f", {trainer.in_flight:g} micro-batches" if trainer.in_flight > 1 else ""
     explained = {
         "parameters": f"{_billions(rank.total)} in {width}",
         "gradients": "fp32" if trainer.gradients > trainer.parameters or width == "fp32" else width,
-        "optimiser": f"{state_bytes(args):g} bytes per parameter, {shared}",
+        "optimizer": f"{state_bytes(args):g} bytes per parameter, {shared}",
         "activations": f"{trainer.tokens:,} tokens{held}, {recompute} recomputation",
         "logits": f"{trainer.tokens:,} x {size.shape.vocab // parallel.tp:,} in fp32, with their gradient",
         "one layer's backward": "gradients of activations" + (", recomputed ones" if recompute == "full" else ""),
@@ -77,10 +77,10 @@ def _host_copies(args: Namespace, trainer: TrainerMemory) -> str:
     what = []
     if trainer.sleeps:
         what.append("the sleeping trainer")
-    if (getattr(args, "kl_coef", 0) or 0) != 0 or getattr(args, "use_kl_loss", False):
+    if (args.kl_coef or 0) != 0 or args.use_kl_loss:
         what.append("actor and reference")
-    if getattr(args, "optimizer_cpu_offload", False):
-        what.append("optimiser state")
+    if args.optimizer_cpu_offload:
+        what.append("optimizer state")
     return "on top: " + ", ".join(what)
 
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU of the trainer: weights, gradients, optimiser state, activations, logits, weight transfer."""
+"""Memory of a GPU of the trainer: weights, gradients, optimizer state, activations, logits, weight transfer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainerMemory:
     ``activations`` are kept from forward to backward; ``recomputed`` and ``logits`` come on top of them, one after
     the other; ``transfer`` are the buckets of a weight update, between the steps, when a trainer that sleeps
     (``sleeps``) has only its parameters. ``host`` is in the host's memory: copies of weights, of a sleeping trainer,
-    and an offloaded optimiser.
+    and an offloaded optimizer.
     """
 
     stage: int
@@ -70,16 +70,16 @@ def trainer_memory(args: Namespace, size: ModelSize) -> tuple[TrainerMemory, ...
 
 def element_size(args: Namespace) -> int:
     """Return the bytes of a parameter on GPUs: bf16, unless ``--fp16`` or ``--fp32`` is given."""
-    return 4 if getattr(args, "fp32", False) else 2
+    return 4 if args.fp32 else 2
 
 
 def longest_sample(args: Namespace) -> int | None:
     """Return the tokens of the longest sample that the flags allow, None when they do not say."""
-    context = getattr(args, "rollout_max_context_len", None)
-    response = getattr(args, "rollout_max_response_len", None)
+    context = args.rollout_max_context_len
+    response = args.rollout_max_response_len
     if context is not None:
         return int(context)
-    return None if response is None else int(response) + int(getattr(args, "rollout_max_prompt_len", None) or 0)
+    return None if response is None else int(response) + int(args.rollout_max_prompt_len or 0)
 
 
 def micro_batch_tokens(args: Namespace, parallel: Parallel) -> int:
@@ -89,11 +89,11 @@ def micro_batch_tokens(args: Namespace, parallel: Parallel) -> int:
     ``--micro-batch-size`` samples of the greatest length.
     """
     longest = longest_sample(args)
-    if getattr(args, "use_dynamic_batch_size", False) and getattr(args, "max_tokens_per_gpu", None):
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
         total = max(int(args.max_tokens_per_gpu) * parallel.cp, longest or 0)
     else:
-        total = int(getattr(args, "micro_batch_size", None) or 1) * (longest or int(args.seq_length or 4096))
-    alignment = parallel.tp * int(getattr(args, "data_pad_size_multiplier", None) or 128)
+        total = int(args.micro_batch_size or 1) * (longest or int(args.seq_length or 4096))
+    alignment = parallel.tp * int(args.data_pad_size_multiplier or 128)
     return -(-total // (parallel.cp * alignment)) * alignment
 
 
@@ -102,18 +102,18 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     tokens = micro_batch_tokens(args, parallel)
     kept = kept_of(args, element)
     activations, recomputed = _activations(args, size, rank, tokens, kept)
-    activations += element * _lent_embedding(args, size, rank)
+    activations += element * _embedding_copy(args, size, rank)
     parameters = element * (rank.dense_buffer + rank.expert_buffer)
     optimizer = int(state_bytes(args) * _shard(args, rank, parallel))
-    with_reference = (getattr(args, "kl_coef", 0) or 0) != 0 or getattr(args, "use_kl_loss", False)
-    with_teacher = bool(getattr(args, "use_opd", False)) and args.opd_type == "megatron"
-    old = (2 if getattr(args, "update_weights_interval", 1) == 1 else 1) * bool(getattr(args, "keep_old_actor", False))
+    with_reference = (args.kl_coef or 0) != 0 or args.use_kl_loss
+    with_teacher = bool(args.use_opd) and args.opd_type == "megatron"
+    old = (2 if args.update_weights_interval == 1 else 1) * bool(args.keep_old_actor)
     others = with_reference + with_teacher + old
     copies = others + bool(others)  # the actor's own, while another plays
-    sleeps = bool(getattr(args, "offload_train", False))
-    # 16-bit parameters are written anew from the optimiser's fp32 copy, unless it is the precision-aware optimiser's.
-    rebuilt = element < 4 and not getattr(args, "use_precision_aware_optimizer", False)
-    asleep = optimizer + (0 if rebuilt else parameters)
+    sleeps = bool(args.offload_train)
+    # 16-bit parameters are written anew from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
+    rebuilt = element < 4 and not args.use_precision_aware_optimizer
+    offloaded_state = optimizer + (0 if rebuilt else parameters)
     offloaded = int(_shard(args, rank, parallel) * _state_size(args) * _offloaded(args))
     return TrainerMemory(
         stage=rank.stage,
@@ -126,45 +126,45 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
         logits=_logits(args, size, tokens, element) if any(chunk.output for chunk in rank.chunks) else 0,
         recomputed=recomputed,
         transfer=_transfer(args, size, element),
-        host=element * rank.total * copies + offloaded + (asleep if sleeps else 0),
+        host=element * rank.total * copies + offloaded + (offloaded_state if sleeps else 0),
         sleeps=sleeps,
     )
 
 
 def _gradient_size(args: Namespace, element: int) -> int:
     """Gradients are kept in fp32, but for fp16 and ``--grad-reduce-in-bf16``."""
-    asked = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
-    bf16 = not getattr(args, "fp16", False) and not getattr(args, "grad_reduce_in_bf16", False)
+    asked = args.accumulate_allreduce_grads_in_fp32
+    bf16 = not args.fp16 and not args.grad_reduce_in_bf16
     return 4 if asked or bf16 else element
 
 
 def state_bytes(args: Namespace) -> float:
-    """Return the bytes of optimiser state per parameter on the GPU."""
+    """Return the bytes of optimizer state per parameter on the GPU."""
     return _state_size(args) * (1 - _offloaded(args))
 
 
 def _offloaded(args: Namespace) -> float:
-    """The part of the optimiser state that lives in the host's memory."""
-    if not getattr(args, "optimizer_cpu_offload", False):
+    """The part of the optimizer state that is in the host's memory."""
+    if not args.optimizer_cpu_offload:
         return 0.0
-    return float(getattr(args, "optimizer_offload_fraction", None) or 0)
+    return float(args.optimizer_offload_fraction or 0)
 
 
 def _state_size(args: Namespace) -> float:
-    """Bytes of optimiser state per parameter, wherever it lives.
+    """Bytes of optimizer state per parameter, on the GPU or the host.
 
     Adam keeps two moments in fp32 and, for 16-bit parameters, an fp32 copy of them: K = 12 of Rajbhandari et al. 2020,
-    "ZeRO" (https://arxiv.org/abs/1910.02054), of which the distributed optimiser leaves each rank its share. The
-    precision-aware optimiser keeps of the copy only the 16 bits that the bf16 parameter lacks.
+    "ZeRO" (https://arxiv.org/abs/1910.02054), of which the distributed optimizer leaves each rank its share. The
+    precision-aware optimizer keeps of the copy only the 16 bits that the bf16 parameter lacks.
     """
     copy = 0.0 if element_size(args) == 4 else 4.0
-    aware = bool(getattr(args, "use_precision_aware_optimizer", False))
+    aware = bool(args.use_precision_aware_optimizer)
     if aware and copy:
         main = _dtype_bytes(args, "main_params_dtype")
-        copy = main if main < 4 else (2.0 if getattr(args, "store_param_remainders", True) else 4.0)
-    if getattr(args, "use_stateless_adam", False):
+        copy = main if main < 4 else (2.0 if args.store_param_remainders else 4.0)
+    if args.use_stateless_adam:
         moments = 0.0
-    elif (getattr(args, "optimizer", None) or "adam") == "adam":
+    elif (args.optimizer or "adam") == "adam":
         sizes = ("exp_avg_dtype", "exp_avg_sq_dtype")
         moments = sum(_dtype_bytes(args, name) if aware else 4.0 for name in sizes)
     else:
@@ -178,17 +178,17 @@ def _dtype_bytes(args: Namespace, name: str) -> float:
 
 
 def _shard(args: Namespace, rank: RankSize, parallel: Parallel) -> int:
-    """Parameters whose optimiser state one rank has."""
-    sharded = getattr(args, "use_distributed_optimizer", True) is not False
-    instances = int(getattr(args, "num_distributed_optimizer_instances", None) or 1)
+    """Parameters whose optimizer state one rank has."""
+    sharded = args.use_distributed_optimizer is not False
+    instances = int(args.num_distributed_optimizer_instances or 1)
     dense = max(1, parallel.dense_ranks // instances) if sharded else 1
     expert = max(1, parallel.expert_ranks // instances) if sharded else 1
     return -(-rank.dense_buffer // dense) + -(-rank.expert_buffer // expert)
 
 
-def _lent_embedding(args: Namespace, size: ModelSize, rank: RankSize) -> int:
-    """Return the numbers of the embedding that the last stage borrows for layers that predict further tokens."""
-    predicts = any(chunk.mtp for chunk in rank.chunks) and getattr(args, "enable_mtp_training", False)
+def _embedding_copy(args: Namespace, size: ModelSize, rank: RankSize) -> int:
+    """Return the parameters of the embedding that the last stage copies for its MTP layers."""
+    predicts = any(chunk.mtp for chunk in rank.chunks) and args.enable_mtp_training
     if not predicts or not size.shape.untied or size.parallel.pp == 1:
         return 0
     return size.shape.vocab // size.parallel.tp * size.shape.hidden
@@ -205,7 +205,7 @@ def _in_flight(args: Namespace, parallel: Parallel, stage: int) -> list[int]:
     most = _micro_batches(args, parallel)
     if v == 1:
         return [n - stage if most is None else min(n - stage, most)]
-    group = int(getattr(args, "microbatch_group_size_per_vp_stage", None) or n)
+    group = int(args.microbatch_group_size_per_vp_stage or n)
     forwards = 2 * (n - stage - 1) + (v - 1) * group + 1
     held = [0] * v
     for i in range(forwards if most is None else min(forwards, most * v)):
@@ -215,9 +215,9 @@ def _in_flight(args: Namespace, parallel: Parallel, stage: int) -> list[int]:
 
 def _micro_batches(args: Namespace, parallel: Parallel) -> int | None:
     """Return the micro-batches of a step per rank; None where their number depends on the lengths."""
-    if getattr(args, "use_dynamic_batch_size", False) or not getattr(args, "global_batch_size", None):
+    if args.use_dynamic_batch_size or not args.global_batch_size:
         return None
-    return max(1, int(args.global_batch_size) // (parallel.dp * int(getattr(args, "micro_batch_size", None) or 1)))
+    return max(1, int(args.global_batch_size) // (parallel.dp * int(args.micro_batch_size or 1)))
 
 
 def _activations(args: Namespace, size: ModelSize, rank: RankSize, tokens: int, kept: Kept) -> tuple[int, int]:
@@ -257,11 +257,11 @@ def _logits(args: Namespace, size: ModelSize, tokens: int, element: int) -> int:
     """Return the bytes of the last stage's logits: in fp32, with their gradient, and a chunk of log-probs at a time.
 
     They are divided over the tensor-parallel ranks. Before they are fp32 they were of the parameters' size, which is no
-    more than what comes later: the gradient, in the logits' own memory where nobody else reads them, and what of it the
+    more than what comes later: the gradient, in the logits' own memory if nothing else reads it, and what of it the
     output layer gets. Every layer of multi-token prediction keeps logits of its own.
     """
     columns = size.shape.vocab // size.parallel.tp
-    rows = int(getattr(args, "log_probs_chunk_size", None) or -1)
+    rows = int(args.log_probs_chunk_size or -1)
     chunk = min(tokens, rows if rows > 0 else tokens, max(1, LOG_PROB_CHUNK // columns))
     gradient = (element if element < FP32 else 0) if _overwrites_logits(args) else FP32
     fp32 = (1 + size.shape.mtp) * tokens + LOG_PROB_BUFFERS * chunk
@@ -270,15 +270,15 @@ def _logits(args: Namespace, size: ModelSize, tokens: int, element: int) -> int:
 
 def _overwrites_logits(args: Namespace) -> bool:
     """Return whether the gradient takes the place of the logits; a custom loss and top-p replay may need both."""
-    own_loss = getattr(args, "loss_type", "policy_loss") != "custom_loss"
-    return own_loss and getattr(args, "rollout_top_p", 1.0) == 1.0
+    own_loss = args.loss_type != "custom_loss"
+    return own_loss and args.rollout_top_p == 1.0
 
 
 def _transfer(args: Namespace, size: ModelSize, element: int) -> int:
     """Return the bytes of a weight update: a bucket of whole tensors, and the flat copy that is sent."""
-    if getattr(args, "debug_train_only", False):
+    if args.debug_train_only:
         return 0
-    bucket = int(getattr(args, "update_weight_buffer_size", None) or 0)
+    bucket = int(args.update_weight_buffer_size or 0)
     largest = element * size.shape.vocab * size.shape.hidden  # a tensor above the limit travels alone
     return 2 * max(bucket, largest)
 
@@ -288,7 +288,7 @@ def memory_by_part(memory: TrainerMemory) -> Mapping[str, int]:
     return {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
-        "optimiser": memory.optimizer,
+        "optimizer": memory.optimizer,
         "activations": memory.activations,
         "logits" if memory.logits >= memory.recomputed else "one layer's backward": max(
             memory.logits, memory.recomputed
@@ -317,20 +317,20 @@ class Kept:
 
 def kept_of(args: Namespace, element: int) -> Kept:
     """Return how ``args`` keep activations."""
-    selective = getattr(args, "recompute_granularity", None) == "selective"
-    modules = set(getattr(args, "recompute_modules", None) or ["core_attn"]) if selective else set()
-    if getattr(args, "moe_layer_recompute", False):
+    selective = args.recompute_granularity == "selective"
+    modules = set(args.recompute_modules or ["core_attn"]) if selective else set()
+    if args.moe_layer_recompute:
         modules.add("moe")
     return Kept(
         element=element,
-        granularity=getattr(args, "recompute_granularity", None),
-        method=getattr(args, "recompute_method", None),
-        block=int(getattr(args, "recompute_num_layers", None) or 1),
+        granularity=args.recompute_granularity,
+        method=args.recompute_method,
+        block=int(args.recompute_num_layers or 1),
         modules=frozenset(modules),
-        distributed=bool(getattr(args, "distribute_saved_activations", False)),
-        fused_activation=bool(getattr(args, "bias_swiglu_fusion", True)),
-        fused_rope=bool(getattr(args, "apply_rope_fusion", True)),
-        dropout=(getattr(args, "hidden_dropout", None) or 0) > 0,
+        distributed=bool(args.distribute_saved_activations),
+        fused_activation=bool(args.bias_swiglu_fusion),
+        fused_rope=bool(args.apply_rope_fusion),
+        dropout=(args.hidden_dropout or 0) > 0,
     )
 
 

@@ -34,12 +34,12 @@ class Parallel:
 
     @property
     def dense_ranks(self) -> int:
-        """Ranks that share the optimiser state of everything but experts: data x context parallel."""
+        """Ranks that share the optimizer state of everything but experts: data x context parallel."""
         return self.dp * self.cp
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that share the optimiser state of the same experts."""
+        """Ranks that share the optimizer state of the same experts."""
         # Without expert parallelism Megatron reduces expert gradients like all others.
         return self.dense_ranks if self.ep == 1 else max(1, self.ranks // (self.etp * self.ep * self.pp))
 
@@ -64,7 +64,7 @@ def parallel_of(args: Namespace) -> Parallel:
     tp, pp = _size(args, "tensor_model_parallel_size"), _size(args, "pipeline_model_parallel_size")
     cp = _size(args, "context_parallel_size")
     ranks = int(args.actor_num_nodes) * int(args.actor_num_gpus_per_node)
-    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    layout = args.pipeline_model_parallel_layout
     vpp = _size(args, "virtual_pipeline_model_parallel_size")
     return Parallel(
         tp=tp,
@@ -72,9 +72,9 @@ def parallel_of(args: Namespace) -> Parallel:
         cp=cp,
         dp=max(1, ranks // (tp * pp * cp)),
         ep=_size(args, "expert_model_parallel_size"),
-        etp=getattr(args, "expert_tensor_parallel_size", None) or tp,
+        etp=args.expert_tensor_parallel_size or tp,
         vpp=len(_layout_stages(layout)) // pp if layout else vpp,
-        sequence=bool(getattr(args, "sequence_parallel", False)) and tp > 1,
+        sequence=bool(args.sequence_parallel) and tp > 1,
     )
 
 
@@ -85,7 +85,7 @@ def pipeline_chunks(args: Namespace, layers: int, mtp: int, parallel: Parallel) 
     layers of their own, embedding and loss may count as a layer each, and a layout string (``Et*3|(tt|)*29,m|L``)
     says it all. Raises ValueError when the layers do not come out even.
     """
-    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    layout = args.pipeline_model_parallel_layout
     if layout:
         items = _layout_stages(layout)
     else:
@@ -109,8 +109,8 @@ def _size(args: Namespace, name: str) -> int:
 
 def _layers_per_rank(args: Namespace, layers: int, pp: int) -> list[int]:
     """Return the layers of each pipeline rank, where embedding and loss may stand for one."""
-    first = getattr(args, "decoder_first_pipeline_num_layers", None)
-    last = getattr(args, "decoder_last_pipeline_num_layers", None)
+    first = args.decoder_first_pipeline_num_layers
+    last = args.decoder_last_pipeline_num_layers
     if pp == 1 or (first is None and last is None):
         counted = layers + _flag(args, "account_for_embedding_in_pipeline_split")
         counted += _flag(args, "account_for_loss_in_pipeline_split")
@@ -162,7 +162,7 @@ PARTS: tuple[Part, ...] = ("embedding", "attention", "dense MLP", "experts", "no
 class Weight:
     """``count`` tensors of ``numel`` elements.
 
-    ``split`` says who shares one: nobody (every rank has it), the tensor-parallel ranks, or the expert
+    ``split`` says how one is sharded: not at all (every rank has it), the tensor-parallel ranks, or the expert
     tensor-parallel ranks, with the tensors themselves spread over the expert-parallel ranks. ``tied`` are the copies
     of an embedding that several pipeline stages hold.
     """

@@ -170,7 +170,7 @@ class TrainerRanks:
         return int(getattr(self, axis))
 
     def stride(self, axis: Axis) -> int:
-        """The distance between neighbours along ``axis``, in ranks."""
+        """The distance between neighbors along ``axis``, in ranks."""
         order = self._order(axis)
         return prod(self.size(faster) for faster in order[: order.index(axis)])
 

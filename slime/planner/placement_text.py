@@ -184,7 +184,7 @@ def _engine_sizes(sizes: EngineSizes) -> str:
 
 
 def _rank_lines(placement: Placement, ranks: TrainerRanks) -> list[str]:
-    lines = ["  How trainer ranks are grouped, neighbours first:"]
+    lines = ["  How trainer ranks are grouped, neighbors first:"]
     node = [index for n in placement.nodes for index in [n.index] * len(n.slots)]
     rows = []
     for axis in ranks.axes():

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of
-from slime.arguments.roles import ACTOR, CRITIC, actor_args, critic_args
+from slime.arguments.rules.roles import ACTOR, CRITIC, actor_args, critic_args
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.cluster import node_sort_key, own_gpu_index

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from slime.arguments.rules.prompts import BUILT_IN_SOURCES
+from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.observability import tracking
 from slime.ray.remote import DAY_S, EnginesNeedWeights, LivenessMonitor, Peer, wait_one
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
-from slime.arguments.roles import CRITIC, actor_args, critic_args
 from slime.arguments.rules.loop import generates_always
+from slime.arguments.rules.roles import CRITIC, actor_args, critic_args
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.release import QUIT_DEADLINE_S, TransientCheckpoints, end_actors, resume_args

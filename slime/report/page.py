@@ -60,7 +60,7 @@ def page_data(run: Run) -> dict[str, Any]:
 
 
 def by_axis(series: list[Series]) -> dict[str, list[Series]]:
-    """Group ``series`` by what their steps count: optimiser steps and rollouts do not share a chart."""
+    """Group ``series`` by what their steps count: optimizer steps and rollouts do not share a chart."""
     groups: dict[str, list[Series]] = {}
     for one in series:
         groups.setdefault(one.step_key, []).append(one)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from tests.support.arguments import known
+from tests.support.arguments import known, run_args
 
 PLAIN: dict[str, Any] = {
     "num_layers": 4,
@@ -24,12 +24,20 @@ PLAIN: dict[str, Any] = {
     "actor_num_nodes": 1,
     "actor_num_gpus_per_node": 8,
     "seq_length": 4096,
+    # of the shortest command line, which says more than an estimate needs
+    "gated_linear_unit": False,
+    "padded_vocab_size": None,
+    "qk_layernorm": False,
+    "global_batch_size": None,
+    "rollout_max_response_len": None,
+    "rollout_num_gpus": None,
+    "hf_checkpoint": "",
 }
 
 
 def bare_args(**values: Any) -> Namespace:
-    """Return a namespace with what an estimate reads, for a tiny gated model with grouped queries."""
-    return Namespace(**{**PLAIN, **values})
+    """Return parsed arguments for a tiny gated model with grouped queries, and ``values``."""
+    return run_args(**{**PLAIN, **values})
 
 
 def published_args(name: str, *flags: Any) -> Namespace:

@@ -34,11 +34,11 @@ def model_namespace(
 
     ``changed``: flags that take their values only then, past the rules that look at sizes before.
     """
-    from slime.arguments import unchecked
+    from slime.arguments import diagnostics
     from slime.arguments.command_line import read_words
 
     args = Namespace(**{**vars(_derived(tuple(words))), "hf_checkpoint": hf_checkpoint, "dry_run": True, **values})
-    unchecked.begin(args)
+    diagnostics.begin(args)
     if changed:
         vars(args).update(read_words(_parser_and_defaults()[0], changed)[0])
     return args
@@ -46,13 +46,13 @@ def model_namespace(
 
 @cache
 def _derived(words: tuple[str, ...]) -> Namespace:
-    from slime.arguments import unchecked
+    from slime.arguments import diagnostics
     from slime.arguments.command_line import read_words
     from slime.arguments.rules import megatron
 
     parser, defaults = _parser_and_defaults()
     args = Namespace(**{**defaults, "dry_run": True, **read_words(parser, words)[0]})
-    unchecked.begin(args)
+    diagnostics.begin(args)
     megatron.derive(args)
     return args
 

@@ -21,7 +21,7 @@ NAMES_OF_EXAMPLES = frozenset({"tis_level", "tis_mode", "tis_lower_bound", "tis_
 def read(path: str | None, flags: Iterable[Flag], warn: Callable[[str], object] | None = None) -> dict[str, Any]:
     """Attribute -> value of the file; values of flags are typed and checked as on the command line.
 
-    They count as given, so every check sees them. Other names are attributes of users' own plug-ins. ``warn`` is told
+    They count as given, so every check sees them. Other names are attributes of users' own plug-ins. ``warn`` receives
     what is to be said about the file. Raises ``ArgumentError`` for all mistakes at once.
     """
     if path is None:

@@ -3,12 +3,164 @@
 from __future__ import annotations
 
 import copy
+import re
 from argparse import Namespace
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files import eval_file
+from slime.arguments.files.schema import Count, FileModel, Number, check_unique, unknown_key, validate
+from slime.arguments.files.yaml_source import Document, KeyPath, seen
+from slime.arguments.files.yaml_source import read as read_yaml
+from slime.arguments.types import DottedPath
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
+
+
+class EvalDefaults(FileModel):
+    """``defaults``: what holds for every data set that does not say otherwise."""
+
+    n_samples_per_eval_prompt: Count | None = Field(default=None, ge=1, description="responses per prompt")
+    temperature: Number | None = Field(default=None, ge=0, description="sampling temperature, 0 is greedy")
+    top_p: Number | None = Field(default=None, gt=0, le=1, description="nucleus sampling")
+    top_k: Count | None = Field(default=None, ge=-1, description="tokens to choose from, -1 for all")
+    max_response_len: Count | None = Field(default=None, ge=1, description="tokens of a response at most")
+    stop: Annotated[list[str], BeforeValidator(_listed)] | None = Field(
+        default=None, description="texts that end a response"
+    )
+    stop_token_ids: Annotated[list[Count], BeforeValidator(_listed)] | None = Field(
+        default=None, description="tokens that end a response"
+    )
+    min_new_tokens: Count | None = Field(default=None, ge=0, description="tokens of a response at least")
+    repetition_penalty: Number | None = Field(default=None, gt=0, description="above 1 discourages repetition")
+    skip_special_tokens: bool | None = Field(default=None, description="leave special tokens out of the text")
+    no_stop_trim: bool | None = Field(default=None, description="keep the stop text in the response")
+    input_key: str | None = Field(default=None, description="column of the prompt")
+    label_key: str | None = Field(default=None, description="column of the label")
+    tool_key: str | None = Field(default=None, description="column of the tools")
+    metadata_key: str | None = Field(default=None, description="column of the metadata")
+    multimodal_keys: dict[str, str] | None = Field(default=None, description="media type -> column")
+    apply_chat_template: bool | None = Field(default=None, description="whether prompts are chats")
+    apply_chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="the chat template's arguments")
+    rm_type: str | None = Field(default=None, description="reward, written into the metadata of every sample")
+    custom_rm_path: DottedPath | None = Field(default=None, description="reward function")
+    custom_generate_function_path: DottedPath | None = Field(default=None, description="generation function")
+    metadata_overrides: dict[str, Any] | None = Field(default=None, description="added to the metadata of samples")
+    min_eval_samples: Count | None = Field(default=None, ge=1, description="for plug-ins")
+    eval_task_timeout: Number | None = Field(default=None, gt=0, description="for plug-ins, seconds")
+    eval_early_stop_remaining: Count | None = Field(default=None, ge=0, description="for plug-ins")
+    eval_early_stop_idle_timeout: Number | None = Field(default=None, ge=0, description="for plug-ins, seconds")
+    app_service: Any = Field(default=None, description="for plug-ins")
+    message_processor: Any = Field(default=None, description="for plug-ins")
+    reward_model: Any = Field(default=None, description="for plug-ins")
+    remote_environment: Any = Field(default=None, description="for plug-ins")
+
+
+class EvalDataset(EvalDefaults):
+    """One entry of ``datasets``; in a mapping of data sets the key is the name."""
+
+    name: str = Field(min_length=1, description="name in the metrics")
+    path: str = Field(min_length=1, description="`.jsonl`, `.json` or `.parquet` file, `path@[a:b]` for a slice")
+
+
+class EvalSection(FileModel):
+    """The file, or its part below `eval:`."""
+
+    defaults: EvalDefaults | None = Field(
+        default=None, description="what holds for every data set that does not say otherwise"
+    )
+    datasets: list[EvalDataset] = Field(description="list of data sets, or a mapping of names to data sets")
+
+
+OPTION = "--eval-config"
+
+
+def read(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The data sets of the file ``path`` and its ``defaults``, both as the file gives them.
+
+    Raises ``ArgumentError`` for all mistakes at once.
+    """
+    document = read_yaml(path, OPTION)
+    _resolve_references(document)
+    section: KeyPath = ("eval",) if "eval" in document.data else ()
+    if section and not isinstance(document.data["eval"], dict):
+        got = seen(document.data["eval"])
+        document.note(section, f"expected `defaults` and `datasets`, indented below it, got {got}")
+        document.check()
+    _check_keys(document, section)
+    defaults = _defaults(document, (*section, "defaults"))
+    entries = _entries(document, (*section, "datasets"))
+    document.check()
+    return entries, defaults
+
+
+def _check_keys(document: Document, section: KeyPath) -> None:
+    """Keys beside ``defaults`` and ``datasets`` are mistakes, unless an interpolation refers to them."""
+    known = [*EvalSection.model_fields, *(() if section else ("eval",))]
+    for name in document.value(section) if section else document.data:
+        if name not in known and not document.mentions("${" + str(name)):
+            document.note((*section, name), unknown_key(str(name), known))
+    misplaced = [name for name in EvalSection.model_fields if section and name in document.data]
+    for name in misplaced:
+        document.note((name,), "belongs below `eval:`; indent it by two more spaces")
+
+
+def _defaults(document: Document, at: KeyPath) -> dict[str, Any]:
+    if document.value(at) is None:
+        return {}
+    found = validate(document, EvalDefaults, at)
+    return found.model_dump(exclude_unset=True) if found is not None else {}
+
+
+def _entries(document: Document, at: KeyPath) -> list[dict[str, Any]]:
+    datasets = document.value(at)
+    if not datasets or not isinstance(datasets, list | dict):
+        got = f", got {seen(datasets)}" if isinstance(datasets, str | int) else ""
+        document.note(at, f"no data sets: expected a list of mappings with name and path{got}")
+        return []
+    if isinstance(datasets, dict) and isinstance(datasets.get("path"), str):
+        document.note(at, "expected a list; start every data set with a dash: `- name: ...`")
+        return []
+    found = []
+    for key in datasets if isinstance(datasets, dict) else range(len(datasets)):
+        if isinstance(datasets, dict):
+            datasets[key] = {"name": key, **(datasets[key] or {})} if _is_entry(datasets[key]) else datasets[key]
+        dataset = validate(document, EvalDataset, (*at, key))
+        if dataset is not None:
+            found.append((key, dataset))
+    check_unique(document, [((*at, key, "name"), dataset.name) for key, dataset in found])
+    return [dataset.model_dump(exclude_unset=True) for _, dataset in found]
+
+
+def _is_entry(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _resolve_references(document: Document) -> None:
+    """Replace every interpolation in ``document.data``; what cannot be resolved raises ``ArgumentError``."""
+    if not document.mentions("${"):
+        return
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        data = OmegaConf.to_container(OmegaConf.create(document.data), resolve=True)
+    except OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        document.note(_key_path(error.full_key), f"{first}; `${{name}}` stands for another key of this file")
+        document.check()
+        raise
+    document.data = data  # type: ignore[assignment]
+
+
+def _key_path(full_key: str | None) -> KeyPath:
+    """``("datasets", 0, "path")`` for ``datasets[0].path``."""
+    steps = re.findall(r"\[(\d+)\]|([^.\[\]]+)", full_key or "")
+    return tuple(int(place) if place else name for place, name in steps)
 
 
 @dataclass
@@ -145,7 +297,7 @@ def _build(args: Namespace, entry: dict[str, Any], defaults: dict[str, Any]) -> 
 def datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
     """The data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none. Raises ``ArgumentError``."""
     if args.eval_config is not None:
-        entries, defaults = eval_file.read(args.eval_config)
+        entries, defaults = read(args.eval_config)
         return build_eval_dataset_configs(args, entries, defaults)
     pairs = args.eval_prompt_data
     if not pairs:

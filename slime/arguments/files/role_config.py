@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import AliasChoices, Field, field_validator
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.flag_values import FlagNames, read_flags
@@ -60,7 +60,7 @@ def read_roles(
 ) -> dict[str, dict[str, Any]]:
     """Role -> attribute -> value of the file ``path``; values of flags are typed and checked as on the command line.
 
-    ``more_roles`` are accepted beside ``ROLES``; ``warn`` is told what is to be said about the file. Raises
+    ``more_roles`` are accepted beside ``ROLES``; ``warn`` receives the warnings about the file. Raises
     ``ArgumentError`` for all mistakes at once.
     """
     document = read_yaml(path, OPTION)
@@ -88,7 +88,7 @@ def overrides_of(args: Namespace, role: str) -> dict[str, Any]:
 
 def _overrides_of(args: Namespace, path: str | None, role: str) -> dict[str, Any]:
     of_file = {} if path is None else read_roles(path, (role,)).get(role, {})
-    of_flag: dict[str, Any] = getattr(args, "critic_overrides", {}) if role == "critic" else {}
+    of_flag: dict[str, Any] = args.critic_overrides if role == "critic" else {}
     return {**of_flag, **of_file}
 
 
@@ -106,7 +106,7 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
             logger.warning("%s: %s of role %s is ignored; roles share the actor's placement", where, name, role)
             continue
         if not hasattr(args, name):
-            unchecked.warn(base_args, f"{where}: {name}: {_flag_names().unknown(name)}")
+            diagnostics.warn(base_args, f"{where}: {name}: {_flag_names().unknown(name)}")
         existing = getattr(args, name, None)
         setattr(args, name, _like(existing, value, f"{where}: {name}"))
     _derive_again(args, overrides)
@@ -120,7 +120,7 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
 
 def _derive_again(args: Namespace, overrides: dict[str, Any]) -> None:
     """Let values follow those of the role that they follow on the command line, unless somebody has given them."""
-    given = {*overrides, *getattr(args, "explicit_flags", ())}
+    given = {*overrides, *args.explicit_flags}
     if "weight_decay" in overrides:
         for name in {"start_weight_decay", "end_weight_decay"} - given:
             setattr(args, name, args.weight_decay)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.arguments.command_line import all_flags
+from slime.arguments.diagnostics import FINDINGS
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files import custom_config, yaml_source
 from slime.arguments.files.flag_values import FlagNames, read_flags
@@ -17,7 +18,6 @@ from slime.arguments.files.schema import unknown_key
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.flag import KIND_WORDS, Flag
 from slime.arguments.passthrough import megatron
-from slime.arguments.unchecked import FINDINGS
 from slime.utils.atomic_file import write_atomically
 from slime.utils.plain import plain
 from slime.utils.secrets import is_secret

@@ -95,7 +95,7 @@ def check_unique(document: Document, names: Iterable[tuple[KeyPath, str]]) -> No
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
-    """The message about a key nobody reads."""
+    """The message about an unknown key."""
     known = sorted(known)
     if name in known:
         return "the same is given under its other name; keep one"

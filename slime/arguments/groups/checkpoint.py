@@ -1,4 +1,4 @@
-"""Checkpoints and the optimiser's learning rate."""
+"""Checkpoints and the optimizer's learning rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Checkpoint(ArgumentGroup):
     save: str | None = flag(None, "directory to write checkpoints to; also give --save-interval")
     save_interval: int | None = flag(None, "save every N rollouts and at the end of every epoch; default: never", ge=1)
     async_save: bool = flag(False, "write checkpoints in the background while training goes on")
-    no_save_optim: bool = flag(False, "leave the optimiser state out of checkpoints")
+    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
     save_hf: str | None = flag(
         None, "directory template with {rollout_id}: also export the model in Hugging Face format with every save"
     )
@@ -32,9 +32,9 @@ class Checkpoint(ArgumentGroup):
 
 
 class Optimizer(ArgumentGroup):
-    """Values whose defaults differ from Megatron's; the other optimiser flags are Megatron's own."""
+    """Values whose defaults differ from Megatron's; the other optimizer flags are Megatron's own."""
 
-    title = "optimiser"
+    title = "optimizer"
 
     lr: float = flag(1e-6, "learning rate", ge=0)
     clip_grad: float = flag(1.0, "largest norm of the gradient, which is scaled down to it; 0: no limit", ge=0)

@@ -56,12 +56,12 @@ class Batch(ArgumentGroup):
     )
     global_batch_size: int | None = flag(
         None,
-        "samples per optimiser step (or give --num-steps-per-rollout): --rollout-batch-size x "
+        "samples per optimizer step (or give --num-steps-per-rollout): --rollout-batch-size x "
         "--n-samples-per-prompt = this x steps",
         ge=1,
     )
     num_steps_per_rollout: int | None = flag(
-        None, "optimiser steps per rollout, from which --global-batch-size follows", ge=1
+        None, "optimizer steps per rollout, from which --global-batch-size follows", ge=1
     )
     micro_batch_size: int = flag(
         1, "samples per micro-batch on a data-parallel rank; without effect with --use-dynamic-batch-size", ge=1

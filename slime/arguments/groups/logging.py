@@ -32,7 +32,7 @@ class Logging(ArgumentGroup):
         True, "no random suffix on the name of --wandb-group", option="--disable-wandb-random-suffix"
     )
     wandb_always_use_train_step: bool = flag(
-        False, "count rollouts and evaluations by optimiser steps too, instead of by rollouts"
+        False, "count rollouts and evaluations by optimizer steps too, instead of by rollouts"
     )
     log_multi_turn: bool = flag(
         False, "log turns, and response lengths with and without the tokens that an environment wrote"

@@ -61,7 +61,7 @@ class MegatronHooks(ArgumentGroup):
     title = "trainer hooks"
 
     custom_megatron_init_path: DottedPath | None = flag(
-        None, "dotted path of a function called once after Megatron is initialised"
+        None, "dotted path of a function called once after Megatron is initialized"
     )
     custom_megatron_before_log_prob_hook_path: DottedPath | None = flag(
         None, "dotted path of a function called before every log-prob pass"

@@ -57,14 +57,14 @@ def _router_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
     sigmoid = family["router"] == "sigmoid"
     yield ModelFlag("router", "--moe-router-score-function", family["router"])
     yield ModelFlag("router", "--moe-router-enable-expert-bias", sigmoid)
-    # With softmax, weights that are not normalised again are those of a softmax over all experts.
-    normalised = config.get("norm_topk_prob") is not False
+    # With softmax, weights that are not normalized again are those of a softmax over all experts.
+    normalized = config.get("norm_topk_prob") is not False
     yield ModelFlag(
         group="router",
         option="--moe-router-pre-softmax",
-        value=sigmoid or not normalised,
+        value=sigmoid or not normalized,
         key="norm_topk_prob" if "norm_topk_prob" in config else "",
-        stated=str(normalised).lower(),
+        stated=str(normalized).lower(),
         checked=not sigmoid,
     )
     if isinstance(config.get("n_group"), int):

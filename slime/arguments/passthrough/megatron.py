@@ -14,7 +14,7 @@ from slime.arguments.flag import Flag, first_of_each
 from slime.arguments.passthrough import catalog
 from slime.arguments.passthrough.megatron_parser import merged
 from slime.arguments.passthrough.megatron_script_flags import script_flags
-from slime.arguments.passthrough.megatron_table import HAND_TABLE, MODEL, NOT_FLAGS, OPTIMISER, PARALLEL
+from slime.arguments.passthrough.megatron_table import HAND_TABLE, MODEL, NOT_FLAGS, OPTIMIZER, PARALLEL
 from slime.arguments.passthrough.source import (
     CHECKOUT,
     CORE_VARIABLE,
@@ -110,6 +110,6 @@ def _flag_of(record: dict[str, Any]) -> Flag:
 
 def _group_of(record: dict[str, Any]) -> str:
     if "OptimizerConfig" in record["classes"] and "TransformerConfig" not in record["classes"]:
-        return OPTIMISER
+        return OPTIMIZER
     parallel = record["classes"][0] == "DistributedDataParallelConfig"
     return PARALLEL if parallel or any(word in record["name"] for word in _PARALLEL_WORDS) else MODEL

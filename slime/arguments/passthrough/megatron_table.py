@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.arguments.flag import Flag
 
-MODEL, OPTIMISER, PARALLEL, RUN = "Megatron: model", "Megatron: optimiser", "Megatron: parallelism", "Megatron: run"
+MODEL, OPTIMIZER, PARALLEL, RUN = "Megatron: model", "Megatron: optimizer", "Megatron: parallelism", "Megatron: run"
 
 
 def _value(option: str, default: Any, kind: Any, group: str, help: str, **more: Any) -> Flag:
@@ -134,47 +134,47 @@ HAND_TABLE: tuple[Flag, ...] = (
     _value("--nccl-communicator-config-path", None, "str", PARALLEL, "YAML file of NCCL communicator settings"),
     _on("--data-parallel-random-init", PARALLEL, "a different seed on every data-parallel rank"),
     _on("--te-rng-tracker", PARALLEL, "TransformerEngine's random-state tracker", field="use_te_rng_tracker"),
-    # optimiser
-    _value("--min-lr", 0.0, "float", OPTIMISER, "smallest learning rate"),
+    # optimizer
+    _value("--min-lr", 0.0, "float", OPTIMIZER, "smallest learning rate"),
     _value(
         "--lr-decay-style",
         "linear",
         "str",
-        OPTIMISER,
+        OPTIMIZER,
         "shape of the learning rate",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     ),
-    _value("--lr-decay-iters", None, "int", OPTIMISER, "steps of the decay; default: the whole run"),
-    _value("--lr-warmup-fraction", None, "float", OPTIMISER, "part of the decay steps spent on warm-up"),
-    _value("--lr-warmup-iters", 0, "int", OPTIMISER, "steps of warm-up"),
-    _value("--lr-warmup-init", 0.0, "float", OPTIMISER, "learning rate warm-up begins with"),
+    _value("--lr-decay-iters", None, "int", OPTIMIZER, "steps of the decay; default: the whole run"),
+    _value("--lr-warmup-fraction", None, "float", OPTIMIZER, "part of the decay steps spent on warm-up"),
+    _value("--lr-warmup-iters", 0, "int", OPTIMIZER, "steps of warm-up"),
+    _value("--lr-warmup-init", 0.0, "float", OPTIMIZER, "learning rate warm-up begins with"),
     _value(
         "--lr-wsd-decay-style",
         "exponential",
         "str",
-        OPTIMISER,
+        OPTIMIZER,
         "annealing of WSD",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     ),
-    _value("--lr-wsd-decay-iters", None, "int", OPTIMISER, "steps of WSD's annealing"),
-    _value("--start-weight-decay", None, "float", OPTIMISER, "weight decay at the start; default: --weight-decay"),
-    _value("--end-weight-decay", None, "float", OPTIMISER, "weight decay at the end; default: --weight-decay"),
+    _value("--lr-wsd-decay-iters", None, "int", OPTIMIZER, "steps of WSD's annealing"),
+    _value("--start-weight-decay", None, "float", OPTIMIZER, "weight decay at the start; default: --weight-decay"),
+    _value("--end-weight-decay", None, "float", OPTIMIZER, "weight decay at the end; default: --weight-decay"),
     _value(
         "--weight-decay-incr-style",
         "constant",
         "str",
-        OPTIMISER,
+        OPTIMIZER,
         "shape of the weight decay",
         choices=("constant", "linear", "cosine"),
     ),
-    _on("--override-opt_param-scheduler", OPTIMISER, "flags win over the scheduler state of the checkpoint"),
-    _on("--use-checkpoint-opt_param-scheduler", OPTIMISER, "the scheduler state of the checkpoint wins over flags"),
-    _value("--optimizer-offload-fraction", 1.0, "float", OPTIMISER, "part of the optimiser that is offloaded"),
-    _value("--main-grads-dtype", "fp32", "str", OPTIMISER, "type of gradients" + _AWARE, choices=("fp32", "bf16")),
-    _value("--main-params-dtype", "fp32", "str", OPTIMISER, "type of parameters" + _AWARE, choices=("fp32", "fp16")),
-    _value("--exp-avg-dtype", "fp32", "str", OPTIMISER, "type of Adam's first moments" + _AWARE, choices=_MOMENTS),
-    _value("--exp-avg-sq-dtype", "fp32", "str", OPTIMISER, "type of Adam's second moments" + _AWARE, choices=_MOMENTS),
-    _off("--muon-no-split-qkv", "muon_split_qkv", OPTIMISER, "Muon treats the QKV projection as one matrix"),
+    _on("--override-opt_param-scheduler", OPTIMIZER, "flags win over the scheduler state of the checkpoint"),
+    _on("--use-checkpoint-opt_param-scheduler", OPTIMIZER, "the scheduler state of the checkpoint wins over flags"),
+    _value("--optimizer-offload-fraction", 1.0, "float", OPTIMIZER, "part of the optimizer that is offloaded"),
+    _value("--main-grads-dtype", "fp32", "str", OPTIMIZER, "type of gradients" + _AWARE, choices=("fp32", "bf16")),
+    _value("--main-params-dtype", "fp32", "str", OPTIMIZER, "type of parameters" + _AWARE, choices=("fp32", "fp16")),
+    _value("--exp-avg-dtype", "fp32", "str", OPTIMIZER, "type of Adam's first moments" + _AWARE, choices=_MOMENTS),
+    _value("--exp-avg-sq-dtype", "fp32", "str", OPTIMIZER, "type of Adam's second moments" + _AWARE, choices=_MOMENTS),
+    _off("--muon-no-split-qkv", "muon_split_qkv", OPTIMIZER, "Muon treats the QKV projection as one matrix"),
     # run
     _value("--ckpt-step", None, "int", RUN, "step of the checkpoint to load; default: the latest"),
     _value(
@@ -186,7 +186,7 @@ HAND_TABLE: tuple[Flag, ...] = (
         choices=("torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"),
     ),
     _off("--no-ckpt-fully-parallel-save", "ckpt_fully_parallel_save", RUN, "one data-parallel rank writes"),
-    _on("--no-load-optim", RUN, "leave the optimiser state of the checkpoint"),
+    _on("--no-load-optim", RUN, "leave the optimizer state of the checkpoint"),
     _on("--no-load-rng", RUN, "leave the random state of the checkpoint"),
     _on("--no-save-rng", RUN, "leave the random state out of checkpoints"),
     _on("--finetune", RUN, "take weights only and count from 0"),

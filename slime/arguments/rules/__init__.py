@@ -8,36 +8,27 @@ from __future__ import annotations
 
 import argparse
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import (
     algorithm,
-    batches,
     checkpoints,
-    companions,
+    data,
     debug,
-    deployment,
-    distillation,
-    engine_groups,
-    evaluation,
+    dependencies,
+    experts,
     hf_config,
+    loop,
     megatron,
     model_defaults,
+    mtp,
     optimizer,
+    parallelism,
     placement,
-    prediction,
-    profiling,
-    prompts,
-    quantization,
-    reward,
     roles,
     rollout,
-    routing_replay,
-    served_model,
     sglang,
-    staleness,
     teacher_server,
-    templates,
     top_p_mask,
     weight_sync,
 )
@@ -45,66 +36,68 @@ from slime.arguments.rules import (
 RULES = (
     teacher_server.read_environment,
     debug.expand_dumps,
-    templates.check,
+    debug.check_templates,
     debug.choose_loop,
     hf_config.check_readable,
     model_defaults.take_from_checkpoint,
-    evaluation.resolve_datasets,
+    data.resolve_datasets,
     checkpoints.fall_back_to_hf_checkpoint,
     checkpoints.resolve_load,
     debug.check_replay,
     algorithm.check,
     algorithm.derive,
-    distillation.check,
-    prediction.check,
+    algorithm.check_distillation,
+    mtp.check,
     roles.check,
     placement.apply_offload_shorthand,
-    deployment.check,
+    placement.check_deployment,
     placement.fit_rollout_only,
-    placement.share_or_split,
+    placement.resolve_colocation,
     placement.check_engines,
-    engine_groups.check,
+    placement.count_engines,
     weight_sync.check,
     checkpoints.check_save,
-    batches.derive_global_batch_size,
-    batches.check_micro_batches,
+    parallelism.derive_global_batch_size,
+    parallelism.check_micro_batches,
     rollout.check,
     top_p_mask.check,
-    staleness.check,
-    prompts.check,
-    reward.check,
-    evaluation.fall_back_to_rollout,
-    companions.check,
-    profiling.check,
+    loop.check_staleness,
+    data.check_prompts,
+    rollout.check_reward,
+    data.fall_back_to_rollout,
+    dependencies.check,
+    debug.check_profiling,
     sglang.derive_sizes,
-    served_model.check,
-    quantization.check,
+    hf_config.check_served_model,
+    hf_config.check_not_quantized,
     megatron.derive,
-    routing_replay.check,
+    experts.check_routing_replay,
     model_defaults.warn_of_dropout,
     optimizer.check,
     roles.check_together,
     algorithm.check_advantages,
     hf_config.check_consistency,
-    distillation.check_architecture,
+    algorithm.check_teacher_architecture,
 )
 
 
 def apply_rules(args: argparse.Namespace) -> None:
     """Apply every rule to ``args`` in place. Raises ``ArgumentError``; what is missing is said all at once."""
+    if not hasattr(args, "explicit_flags"):  # a namespace of a tool's own parser, see slime.arguments.provider
+        args.explicit_flags = frozenset()
     for rule in RULES:
         try:
             rule(args)
         except ArgumentError as error:
-            if not unchecked.needed(args):
+            if not diagnostics.missing_flags(args):
                 raise
             if _is_known(args):
-                unchecked.needed(args)[""] = str(error)
+                diagnostics.missing_flags(args)[""] = str(error)
             break
-    if messages := unchecked.needed(args).values():
+    if messages := diagnostics.missing_flags(args).values():
         raise ArgumentError("\n".join(messages))
 
 
 def _is_known(args: argparse.Namespace) -> bool:
     """Whether what the rules say next is about what was given, not about what stands in for what is missing."""
-    return not {"hf_checkpoint", "rollout_batch_size"}.intersection(unchecked.needed(args))
+    return not {"hf_checkpoint", "rollout_batch_size"}.intersection(diagnostics.missing_flags(args))

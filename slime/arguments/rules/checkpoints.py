@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -30,13 +30,13 @@ def fall_back_to_hf_checkpoint(args: Namespace) -> None:
         return
     if not Path(args.ref_load).is_dir():
         why = "--kl-coef" if args.kl_coef != 0 else "--use-kl-loss"
-        unchecked.missing(
+        diagnostics.unavailable(
             args,
             f"{why} needs a reference model, but --ref-load {args.ref_load} is no directory; "
             "give a Megatron or a Hugging Face checkpoint",
         )
     elif not is_megatron_checkpoint(args.ref_load) and not is_hf_checkpoint(args.ref_load):
-        unchecked.warn(args, f"--ref-load {args.ref_load} has neither {TRACKER} nor config.json")
+        diagnostics.warn(args, f"--ref-load {args.ref_load} has neither {TRACKER} nor config.json")
 
 
 def needs_reference(args: Namespace) -> bool:
@@ -47,7 +47,7 @@ def needs_reference(args: Namespace) -> bool:
 def resolve_load(args: Namespace) -> None:
     """Continue a Megatron checkpoint when ``--load`` is one; otherwise start from weights alone, at rollout 0.
 
-    ``args.continues_own_checkpoints`` says whether the run, started again, goes on from what it saves itself.
+    ``args.continues_own_checkpoints`` says whether the run, when restarted, resumes from its own ``--save``.
     """
     if not hasattr(args, "continues_own_checkpoints"):  # afterwards --load may be where the first weights come from
         args.continues_own_checkpoints = _same_directory(args.load, args.save) and not args.finetune
@@ -73,7 +73,9 @@ def _start_from_reference(args: Namespace) -> None:
     if args.load not in (None, args.ref_load) and not args.debug_rollout_only:
         _refuse_nothing_to_load(args)
     if not Path(args.ref_load).is_dir() and not args.debug_rollout_only and not needs_reference(args):
-        unchecked.missing(args, f"--ref-load {args.ref_load} is no directory, and the first weights are read from it")
+        diagnostics.unavailable(
+            args, f"--ref-load {args.ref_load} is no directory, and the first weights are read from it"
+        )
     args.load = args.ref_load
     if args.ref_ckpt_step is not None:
         args.ckpt_step = args.ref_ckpt_step
@@ -84,7 +86,7 @@ def _refuse_nothing_to_load(args: Namespace) -> None:
     if _same_directory(args.load, args.save):
         return
     found = f"has neither {TRACKER} nor config.json" if Path(args.load).is_dir() else "is no directory"
-    unchecked.missing(
+    diagnostics.unavailable(
         args,
         f"--load {args.load} {found}, so there is nothing to load; correct the path, leave it out to start from "
         f"--ref-load {args.ref_load}, or let --load be --save for a run that goes on whenever it is started again",
@@ -92,7 +94,7 @@ def _refuse_nothing_to_load(args: Namespace) -> None:
 
 
 def first_weights(args: Namespace) -> str:
-    """Return where the first weights of a run come from, and whether it goes on or starts afresh."""
+    """Return where the first weights of a run come from, and whether it resumes or starts anew."""
     if is_megatron_checkpoint(args.load) and not args.finetune:
         step = args.ckpt_step if args.ckpt_step is not None else _last_step(args.load)
         return f"{args.load}, after rollout {step}" if isinstance(step, int) else str(args.load)
@@ -113,9 +115,9 @@ def _check_resume(args: Namespace) -> None:
     if args.ckpt_step is not None and not (Path(args.load) / f"iter_{args.ckpt_step:07d}").is_dir():
         raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {args.load} has no iter_{args.ckpt_step:07d}")
     if args.no_load_optim and not args.finetune and not args.debug_rollout_only:
-        unchecked.warn(
+        diagnostics.warn(
             args,
-            f"--no-load-optim: the run continues {args.load} with a fresh optimiser, and the learning rate starts its "
+            f"--no-load-optim: the run continues {args.load} with a fresh optimizer, and the learning rate starts its "
             "schedule (warm-up, decay) again",
         )
 
@@ -124,7 +126,7 @@ def _no_steps(args: Namespace, what: str, path: str) -> None:
     message = f"{what} has no {TRACKER} and so no steps; leave it out"
     if Path(path).is_dir():
         raise ArgumentError(message)
-    unchecked.missing(args, message)
+    diagnostics.unavailable(args, message)
 
 
 def check_save(args: Namespace) -> None:
@@ -136,18 +138,18 @@ def check_save(args: Namespace) -> None:
     if args.save is None:
         return
     if args.debug_rollout_only:
-        unchecked.warn(args, f"--save {args.save} has no effect with --debug-rollout-only, which trains nothing")
+        diagnostics.warn(args, f"--save {args.save} has no effect with --debug-rollout-only, which trains nothing")
         return
     if args.save_interval is None:
-        unchecked.warn(args, f"--save {args.save}: nothing is saved without --save-interval N")
+        diagnostics.warn(args, f"--save {args.save}: nothing is saved without --save-interval N")
     else:
         _refuse_to_overwrite(args)
-    if not getattr(args, "dry_run", False):
+    if not args.dry_run:
         _check_writable(args)
 
 
 def _refuse_to_overwrite(args: Namespace) -> None:
-    """Checkpoints of another run stay: only the run that goes on with them writes beside them."""
+    """Never overwrite checkpoints of another run: only the run that resumes them writes beside them."""
     last = _last_step(args.save)
     if last is None or args.num_rollout == 0:
         return
@@ -159,7 +161,7 @@ def _refuse_to_overwrite(args: Namespace) -> None:
             + (" without --finetune" if why else "")
         )
     if args.ckpt_step is not None and args.ckpt_step < last:
-        unchecked.warn(
+        diagnostics.warn(
             args,
             f"--ckpt-step {args.ckpt_step}: the checkpoints of --save {args.save} after rollout {args.ckpt_step}, up "
             f"to rollout {last}, will be replaced by those of this run",
@@ -177,4 +179,4 @@ def _check_writable(args: Namespace) -> None:
     message = f"--save {args.save}: {existing} cannot be written by this user; choose another directory"
     if args.actor_num_nodes == 1:
         raise ArgumentError(message)
-    unchecked.warn(args, message)
+    diagnostics.warn(args, message)

@@ -1,11 +1,12 @@
-"""Partial loops and dumps."""
+"""Partial loops, dumps, profiles, and the path templates of what a run writes."""
 
 from __future__ import annotations
 
+import string
 from argparse import Namespace
 from pathlib import Path
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 
@@ -55,7 +56,7 @@ def choose_loop(args: Namespace) -> None:
         )
     generates = args.rollout_function_path in GENERATE_WITH_ENGINES
     if args.debug_train_only and args.load_debug_rollout_data is None and generates:
-        unchecked.warn(
+        diagnostics.warn(
             args,
             f"--debug-train-only starts no engines, with which {args.rollout_function_path} generates: give "
             "--load-debug-rollout-data, or a --rollout-function-path that needs none",
@@ -68,13 +69,86 @@ def check_replay(args: Namespace) -> None:
     if template is None:
         return
     if "{rollout_id}" not in template and args.num_rollout != 1:
-        unchecked.warn(
+        diagnostics.warn(
             args, f"--load-debug-rollout-data {template} has no {{rollout_id}} in it: every rollout trains on that dump"
         )
     if args.start_rollout_id is None:
         return  # the checkpoint says where to start
     first = template.format(rollout_id=args.start_rollout_id)
     if args.num_rollout != 0 and not Path(first).is_file():
-        unchecked.missing(
+        diagnostics.unavailable(
             args, f"--load-debug-rollout-data {template}: the first dump would be {first}, and there is no such file"
+        )
+
+
+# Attribute -> (names that are filled in, names without which one file would overwrite the last, an example).
+TEMPLATES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "save_debug_rollout_data": (("rollout_id",), ("rollout_id",), "dumps/{rollout_id}.pt"),
+    "save_debug_train_data": (("rollout_id", "rank"), ("rollout_id",), "dumps/{rollout_id}.pt"),
+    "load_debug_rollout_data": (("rollout_id",), (), "dumps/{rollout_id}.pt"),
+    "load_forge_rollout_data": (("rollout_id",), (), "dumps/{rollout_id}.pt"),
+    "save_hf": (("rollout_id",), ("rollout_id",), "exports/{rollout_id}"),
+    "ci_save_grad_norm": (
+        ("role", "rollout_id", "step_id"), ("rollout_id", "step_id"), "norms/{role}_{rollout_id}_{step_id}.pt",
+    ),
+    "ci_load_grad_norm": (("role", "rollout_id", "step_id"), (), "norms/{role}_{rollout_id}_{step_id}.pt"),
+}  # fmt: skip
+
+
+def check_templates(args: Namespace) -> None:
+    """Refuse templates that cannot be filled in, and those whose files would overwrite each other."""
+    for attribute, (known, needed, example) in TEMPLATES.items():
+        template = getattr(args, attribute)
+        if template is None:
+            continue
+        given = f"--{attribute.replace('_', '-')} {template}"
+        found = _template_names(template, given, example)
+        unknown = [name for name in found if name not in known]
+        if unknown:
+            raise ArgumentError(
+                f"{given}: {{{unknown[0]}}} is nothing that can be filled in; there is "
+                f"{' and '.join(f'{{{name}}}' for name in known)}, for example {example}"
+            )
+        if attribute == "ci_save_grad_norm" and args.advantage_estimator == "ppo":
+            needed = (*needed, "role")
+        if _is_written_once(args, attribute):
+            needed = tuple(name for name in needed if name != "rollout_id")
+        absent = [name for name in needed if name not in found]
+        if absent:
+            every = {"rollout_id": "rollout", "step_id": "step", "role": "role"}[absent[0]]
+            raise ArgumentError(
+                f"{given} has no {{{absent[0]}}} in it, so every {every} would overwrite the last one; "
+                f"write for example {example}"
+            )
+
+
+def _is_written_once(args: Namespace, attribute: str) -> bool:
+    """Whether there is one rollout to write; evaluations are dumped to the path of rollouts too."""
+    return args.num_rollout == 1 and (attribute != "save_debug_rollout_data" or args.eval_interval is None)
+
+
+def _template_names(template: str, given: str, example: str) -> list[str]:
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ArgumentError(f"{given}: {error}; write for example {example}") from error
+
+
+def check_profiling(args: Namespace) -> None:
+    """Refuse windows that hold nothing and records that never end."""
+    start, end = args.profile_step_start, args.profile_step_end
+    if args.use_pytorch_profiler and end <= start:
+        raise ArgumentError(
+            f"--profile-step-start {start} and --profile-step-end {end}: expected an end above the start; rollouts "
+            "from the first to before the second are profiled"
+        )
+    if args.use_pytorch_profiler and args.num_rollout is not None and start >= args.num_rollout:
+        diagnostics.warn(
+            args,
+            f"--profile-step-start {start} is not reached by --num-rollout {args.num_rollout}: nothing is profiled",
+        )
+    if args.record_memory_history and args.memory_recorder == "memray" and args.memory_snapshot_num_steps is None:
+        raise ArgumentError(
+            "--memory-recorder memray writes until it is stopped, many times the size of the run's memory; say after "
+            "how many rollouts with --memory-snapshot-num-steps"
         )

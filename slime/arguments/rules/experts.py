@@ -1,11 +1,11 @@
-"""Mixture of experts: its parallel sizes, its router, and flags that need experts."""
+"""Mixture of experts: parallel sizes, router, routing replay, and flags that need experts."""
 
 from __future__ import annotations
 
 import importlib.util
 from argparse import Namespace
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 
 # Flags that describe a model with experts; a dense model with one of them is a mistake. Others are only idle there.
@@ -88,7 +88,7 @@ def _check_dense(args: Namespace) -> None:
             "--use-rollout-routing-replay replays the choice of experts, of which the model has none; give "
             "--num-experts, or leave it out"
         )
-    given: frozenset[str] = getattr(args, "explicit_flags", frozenset())
+    given: frozenset[str] = args.explicit_flags
     for name in _DESCRIBING:
         if name in given and getattr(args, name):
             raise ArgumentError(
@@ -97,7 +97,7 @@ def _check_dense(args: Namespace) -> None:
             )
     for name in sorted(given):
         if name.startswith("moe_") and name not in _DESCRIBING and getattr(args, name):
-            unchecked.warn(args, f"--{name.replace('_', '-')} has no effect without --num-experts")
+            diagnostics.warn(args, f"--{name.replace('_', '-')} has no effect without --num-experts")
     if isinstance(args.moe_router_load_balancing_type, list) or isinstance(args.moe_aux_loss_coeff, list):
         # Megatron compares their lengths in every model.
         args.moe_router_load_balancing_type, args.moe_aux_loss_coeff = "none", 0.0
@@ -144,10 +144,10 @@ def _choose_dispatcher(args: Namespace) -> None:
     else:
         return
     message = f"--moe-token-dispatcher-type flex: {why}; alltoall is used"
-    if getattr(args, "dry_run", False) and "deep_ep" in why:
-        unchecked.missing(args, f"{message} where that holds for the trainers")
+    if args.dry_run and "deep_ep" in why:
+        diagnostics.unavailable(args, f"{message} where that holds for the trainers")
         return
-    unchecked.warn(args, message)
+    diagnostics.warn(args, message)
     args.moe_token_dispatcher_type, args.moe_enable_deepep = "alltoall", False
 
 
@@ -263,3 +263,23 @@ def _check_layers(args: Namespace) -> None:
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; add it")
+
+
+def check_routing_replay(args: Namespace) -> None:
+    """Refuse models and routers without a choice to repeat, and runs without the pass that records it."""
+    if not args.use_routing_replay:
+        return
+    flag = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
+    if args.num_experts is None:
+        raise ArgumentError(
+            f"{flag} replays the choice of experts, of which the model has none; give --num-experts, or leave it out"
+        )
+    if args.moe_router_fusion:
+        raise ArgumentError(
+            f"{flag} cannot tell the kernel of --moe-router-fusion which experts to take; leave one of them out"
+        )
+    if not args.use_rollout_routing_replay and not args.compute_advantages_and_returns:
+        raise ArgumentError(
+            "--use-routing-replay records in the log-prob pass, which --disable-compute-advantages-and-returns leaves "
+            "out; leave one of them out"
+        )

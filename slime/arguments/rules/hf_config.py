@@ -1,4 +1,4 @@
-"""The model flags must describe the checkpoint in ``--hf-checkpoint``."""
+"""The model flags must describe the checkpoint in ``--hf-checkpoint``, and engines must be able to serve it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
 from slime.arguments.models import hf_fields
 from slime.arguments.models.facts import family_of
-from slime.arguments.models.known import known_model
+from slime.arguments.models.known import known_model, quantization_by_name
 from slime.arguments.models.megatron_flags import Description, describe
 from slime.arguments.models.model_flag import ModelFlag, pattern, plain
-from slime.arguments.rules import prediction
+from slime.arguments.rules import mtp
 from slime.utils.model_shape import moe_layer_pattern
 
 # What an option that is left out stands for, where Megatron's default is None.
@@ -67,10 +67,10 @@ def family_is_unknown(config: dict[str, Any]) -> bool:
 
 def check_readable(args: Namespace) -> None:
     """The checkpoint must be there; a dry run says what it compares with instead."""
-    if "hf_checkpoint" in unchecked.needed(args):
+    if "hf_checkpoint" in diagnostics.missing_flags(args):
         return  # what is missing is said already
     if args.dry_run and not _is_there(args.hf_checkpoint):
-        unchecked.missing(args, _instead(args))
+        diagnostics.unavailable(args, _instead(args))
     elif not args.debug_rollout_only:
         read_config(args.hf_checkpoint)
 
@@ -84,19 +84,19 @@ def check_consistency(args: Namespace) -> None:
         return
     config, name = found
     description = describe(config)
-    wrong = _differences(args, description, config.get("model_type")) + prediction.differences(args, config)
+    wrong = _differences(args, description, config.get("model_type")) + mtp.differences(args, config)
     if wrong:
         raise ArgumentError(
             f"the model flags do not describe {name}: {'; '.join(wrong)}. Correct the flags or the checkpoint"
         )
     if not is_own_model(args, description):
         for note in description.notes:
-            unchecked.warn(args, f"{name}: {note}")
+            diagnostics.warn(args, f"{name}: {note}")
 
 
 def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
     """What the model flags say otherwise than ``config``, one phrase each."""
-    return _differences(args, describe(config), config.get("model_type")) + prediction.differences(args, config)
+    return _differences(args, describe(config), config.get("model_type")) + mtp.differences(args, config)
 
 
 def suggested_flags(hf_checkpoint: str) -> str:
@@ -187,3 +187,82 @@ def _shown(value: Any) -> str:
     if value is True:
         return "given"
     return pattern(value) if isinstance(value, list) else plain(value)
+
+
+def check_served_model(args: Namespace) -> None:
+    """Compare engines of ``--hf-checkpoint`` with its configuration; a deployment file may serve other models."""
+    if args.debug_train_only or args.rollout_external or args.sglang_config is not None or not args.rollout_num_gpus:
+        return
+    config = _served_config(args)
+    if config is None:
+        return
+    _check_heads(args, config)
+    _warn_of_long_sequences(args, config)
+
+
+def _served_config(args: Namespace) -> dict[str, Any] | None:
+    try:
+        return read_config(args.hf_checkpoint)
+    except ArgumentError:  # said where the checkpoint itself is checked
+        known = known_model(args.hf_checkpoint)
+        return None if known is None else hf_fields.text_part(known.config)
+
+
+def _check_heads(args: Namespace, config: dict[str, Any]) -> None:
+    """SGLang divides heads among the ranks of an attention group, and repeats key and value heads if they are fewer."""
+    ranks = args.sglang_tp_size
+    if args.sglang_enable_dp_attention:
+        ranks //= args.sglang_dp_size
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    where = (
+        f"the {ranks} tensor-parallel ranks of an engine (--rollout-num-gpus-per-engine "
+        f"{args.rollout_num_gpus_per_engine}); use another size of engine"
+    )
+    if isinstance(heads, int) and heads % ranks != 0:
+        raise ArgumentError(f"the {heads} attention heads of {args.hf_checkpoint} cannot be divided among {where}")
+    if isinstance(groups, int) and groups > 0 and groups % ranks != 0 and ranks % groups != 0:
+        raise ArgumentError(
+            f"the {groups} key and value heads of {args.hf_checkpoint} are neither a multiple nor a divisor of {where}"
+        )
+
+
+def _warn_of_long_sequences(args: Namespace, config: dict[str, Any]) -> None:
+    longest = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or {}
+    if not isinstance(longest, int) or "factor" in scaling or args.sglang_context_length:
+        return
+    for option, length in (
+        ("--rollout-max-context-len", args.rollout_max_context_len),
+        ("--rollout-max-response-len", args.rollout_max_response_len),
+    ):
+        if length is not None and length > longest:
+            diagnostics.warn(
+                args,
+                f"{option} {length} is more than the {longest} positions of {args.hf_checkpoint}, where engines end a "
+                "sequence (max_position_embeddings); give --sglang-context-length if the model can do more",
+            )
+
+
+def check_not_quantized(args: Namespace) -> None:
+    """Refuse a quantized ``--hf-checkpoint`` whose engines would be sent weights; a dry run lists it."""
+    if args.debug_train_only or args.debug_rollout_only or not args.rollout_num_gpus:
+        return
+    method = _quantization(args.hf_checkpoint)
+    if method in (None, "bf16", "fp16"):
+        return
+    message = (
+        f"--hf-checkpoint {args.hf_checkpoint} is quantized ({method}): weights that are quantized before they go to "
+        "the engines are not available yet in this version; give a bf16 checkpoint"
+    )
+    if not args.dry_run:
+        raise ArgumentError(message)
+    args.not_available.append(message)
+
+
+def _quantization(checkpoint: str) -> str | None:
+    """The quantization that ``config.json`` names; where there is none, the one that the directory's name does."""
+    path = Path(checkpoint) / "config.json"
+    if not path.is_file():
+        return quantization_by_name(checkpoint)
+    described = json.loads(path.read_text()).get("quantization_config") or {}
+    return described.get("quant_method") if isinstance(described, dict) else None

@@ -1,4 +1,4 @@
-"""The built-in rollout functions, and what ``train.py`` and ``train_async.py`` cannot run with them."""
+"""Built-in rollout functions, what ``train.py`` and ``train_async.py`` cannot run with them, and staleness."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
         and refresh % (args.save_interval or 1)
     ):
         raise ArgumentError(
-            f"--release-train: the reference of --ref-update-interval {refresh} comes back from a checkpoint, and "
+            f"--release-train: the reference of --ref-update-interval {refresh} is loaded from a checkpoint, and "
             f"there is none after every {refresh} rollouts; use a multiple of --update-weights-interval {interval} or "
             f"of --save-interval {args.save_interval}"
         )
@@ -59,5 +59,23 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
 
 
 def generates_always(args: Namespace) -> bool:
-    """Whether the rollout function goes on generating between its calls, weight syncs included."""
+    """Whether the rollout function generates between its calls too, and during weight syncs."""
     return bool(args.rollout_function_path == FULLY_ASYNC_ROLLOUT)
+
+
+def check_staleness(args: Namespace) -> None:
+    """Refuse a ``--max-staleness`` that nothing enforces, or that no schedule can keep."""
+    limit, interval = args.max_staleness, args.update_weights_interval
+    if limit is None:
+        return
+    if args.rollout_function_path == SFT_ROLLOUT:
+        raise ArgumentError(
+            f"--max-staleness {limit} bounds how old generated tokens are, and --rollout-function-path {SFT_ROLLOUT} "
+            "generates none; leave it out"
+        )
+    if limit < interval - 1:
+        raise ArgumentError(
+            f"--max-staleness {limit} cannot be kept with --update-weights-interval {interval}: the last rollout "
+            f"before a weight sync is trained on tokens that lag {interval - 1} steps; use at least {interval - 1}, or "
+            "sync more often"
+        )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules import experts, megatron_defaults, parallelism, pipeline
+from slime.arguments.rules import experts, parallelism
+from slime.arguments.rules.hf_config import suggested_flags
 from slime.utils.model_shape import default_ffn_hidden_size, padded_vocab_size
 
 
@@ -13,12 +15,12 @@ def derive(args: Namespace) -> None:
     """Fill in what Megatron-LM derives. Without a trainer only the sizes are set."""
     args.rank = 0
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
-    megatron_defaults.fill(args)
+    fill_defaults(args)
     if args.debug_rollout_only:
         return
     _check_model(args)
     parallelism.derive_sizes(args)
-    pipeline.derive_stages(args)
+    parallelism.derive_stages(args)
     parallelism.check_batches(args)
     experts.check(args)
     derive_model(args)
@@ -27,8 +29,6 @@ def derive(args: Namespace) -> None:
 
 
 def _check_model(args: Namespace) -> None:
-    from slime.arguments.rules.hf_config import suggested_flags
-
     needed = {
         "num_layers": "--num-layers",
         "hidden_size": "--hidden-size",
@@ -91,3 +91,26 @@ def _check_precision(args: Namespace) -> None:
     chosen = [option for option in ("--fp16", "--bf16", "--fp32") if getattr(args, option[2:])]
     if len(chosen) > 1:
         raise ArgumentError(f"{' and '.join(chosen)} exclude each other; leave one out")
+
+
+def fill_defaults(args: Namespace) -> None:
+    """Set them in place. Attributes that are missing count as not given: tools bring namespaces of their own."""
+    args.use_distributed_optimizer = True
+    args.use_persistent_ckpt_worker = args.ckpt_assume_constant_structure = args.ckpt_fully_parallel_load = True
+    args.dist_ckpt_save_pre_mcore_014 = True
+    args.enable_gloo_process_groups = getattr(args, "enable_gloo_process_groups", True)
+    if _value(args, "tokenizer_type") is None and _value(args, "tokenizer_model") is None:
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", _value(args, "hf_checkpoint")
+    if _value(args, "moe_token_dispatcher_type") == "allgather":
+        args.moe_token_dispatcher_type = "alltoall"  # the other one cannot take sequences of different lengths
+    if _value(args, "use_rotary_position_embeddings"):
+        args.position_embedding_type = "rope"
+    args.attention_output_gate = bool(_value(args, "attention_output_gate") or _value(args, "use_gated_attention"))
+    args.seq_length = _value(args, "seq_length") or 4096
+    args.max_position_embeddings = _value(args, "max_position_embeddings") or args.seq_length
+    if _value(args, "rope_type") is None:
+        args.rope_type = "yarn" if _value(args, "multi_latent_attention") else "rope"
+
+
+def _value(args: Namespace, name: str) -> Any:
+    return getattr(args, name, None)

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Collection
 from typing import Any
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
@@ -88,7 +88,7 @@ def warn_of_dropout(args: Namespace) -> None:
     """Dropout is seldom meant: the first optimizer step compares policies that differ by it."""
     chosen = [f"--{name.replace('_', '-')} {plain(getattr(args, name))}" for name in DROPOUT if getattr(args, name)]
     if chosen and not args.debug_rollout_only and args.loss_type != "sft_loss":
-        unchecked.warn(
+        diagnostics.warn(
             args,
             f"{' '.join(chosen)}: only training drops values, neither the engines nor the passes that take log-probs "
             "do, so that probability ratios differ from 1 before anything is learned; leave it out for no dropout",

@@ -1,15 +1,15 @@
-"""The optimiser, its learning rate and its weight decay."""
+"""The optimizer, its learning rate and its weight decay."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 
 
 def check(args: Namespace) -> None:
-    """Refuse what Megatron's optimiser and scheduler would stumble over; fill in the ends of the weight decay."""
+    """Refuse what Megatron's optimizer and scheduler would reject; fill in the ends of the weight decay."""
     if args.debug_rollout_only:
         return
     _check_learning_rate(args)
@@ -21,7 +21,7 @@ def check(args: Namespace) -> None:
 
 
 def train_steps(args: Namespace) -> int | None:
-    """Optimiser steps of the whole run; None while its length is not known."""
+    """Optimizer steps of the whole run; None while its length is not known."""
     if not args.num_rollout or not args.global_batch_size:
         return None
     return int(args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
@@ -65,7 +65,7 @@ def _check_schedule(args: Namespace) -> None:
     steps = train_steps(args)
     decay, which = args.lr_decay_iters, "--lr-decay-iters"
     if decay is None and steps is not None:
-        decay, which = max(1, steps), "the length of the run in optimiser steps,"
+        decay, which = max(1, steps), "the length of the run in optimizer steps,"
     if decay is not None and warmup >= decay and warmup > 0:
         raise ArgumentError(
             f"--lr-warmup-iters {warmup} must be below {which} {decay}; lower it, or give a longer --lr-decay-iters"
@@ -106,7 +106,9 @@ def _check_state(args: Namespace) -> None:
         if args.use_stateless_adam and getattr(args, option[2:].replace("-", "_")):
             raise ArgumentError(f"{option} is about moments, of which --use-stateless-adam keeps none; leave one out")
     if args.use_stateless_adam and args.reset_optimizer_states:
-        unchecked.warn(args, "--reset-optimizer-states has no effect with --use-stateless-adam, which keeps no states")
+        diagnostics.warn(
+            args, "--reset-optimizer-states has no effect with --use-stateless-adam, which keeps no states"
+        )
 
 
 def _check_precisions(args: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Parallel sizes: what divides the training slots, the heads, the vocabulary and the batch."""
+"""Parallel sizes, pipeline stages, and batches: what must divide what."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules import pipeline
 
 ALLGATHER_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
@@ -30,7 +29,7 @@ def derive_sizes(args: Namespace) -> None:
         )
     args.data_parallel_size = args.world_size // (tp * pp * cp)
     if args.sequence_parallel and tp == 1:
-        unchecked.warn(args, "--sequence-parallel has no effect with --tensor-model-parallel-size 1")
+        diagnostics.warn(args, "--sequence-parallel has no effect with --tensor-model-parallel-size 1")
         args.sequence_parallel = False
     _check_heads(args, tp)
     _check_allgather(args, cp)
@@ -68,7 +67,9 @@ def _check_allgather(args: Namespace, cp: int) -> None:
         return
     path = Path(args.hf_checkpoint) / "config.json"
     if not path.is_file():
-        unchecked.missing(args, f"--allgather-cp: whether the model allows it is said by {path}, which is not there")
+        diagnostics.unavailable(
+            args, f"--allgather-cp: whether the model allows it is said by {path}, which is not there"
+        )
         return
     found = json.loads(path.read_text()).get("architectures") or []
     if not set(found) & set(ALLGATHER_ARCHITECTURES):
@@ -83,7 +84,7 @@ def check_batches(args: Namespace) -> None:
     ranks, size = args.data_parallel_size, args.global_batch_size
     if size is None:
         return
-    group = pipeline.group_size(args)
+    group = micro_batch_group_size(args)
     how = (
         f"{ranks} data-parallel ranks ({args.world_size} training slots / (tensor {args.tensor_model_parallel_size} x "
         f"pipeline {args.pipeline_model_parallel_size} x context {args.context_parallel_size}))"
@@ -98,7 +99,7 @@ def check_batches(args: Namespace) -> None:
     if args.use_dynamic_batch_size or unit == 1:
         return
     if plugin := _multiplier(args):
-        unchecked.warn(
+        diagnostics.warn(
             args,
             f"{plugin} may return several samples for one, and a step whose samples are no multiple of "
             f"--micro-batch-size {args.micro_batch_size} x {how} ends the run; use --use-dynamic-batch-size",
@@ -117,3 +118,240 @@ def _multiplier(args: Namespace) -> str | None:
         if getattr(args, name):
             return f"--{name.replace('_', '-')} {getattr(args, name)}"
     return None
+
+
+_ENDS = {
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+}
+
+
+def derive_stages(args: Namespace) -> None:
+    """Check that layers divide over stages; set ``virtual_pipeline_model_parallel_size`` and how stages talk."""
+    _check_ends(args)
+    stages = _virtual_stages(args)
+    if stages is not None:
+        args.virtual_pipeline_model_parallel_size = stages if stages > 1 else None
+    if args.pipeline_model_parallel_layout is None:
+        _check_stage_layers(args, args.virtual_pipeline_model_parallel_size or 1)
+    if args.virtual_pipeline_model_parallel_size is not None:
+        _check_interleaving(args)
+    else:
+        args.overlap_p2p_comm = False  # only the interleaved schedule overlaps
+    args.batch_p2p_comm = not args.overlap_p2p_comm
+
+
+def micro_batch_group_size(args: Namespace) -> int:
+    """Micro-batches that a data-parallel rank must have a multiple of."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
+
+
+def _check_ends(args: Namespace) -> None:
+    given = [option for name, option in _ENDS.items() if getattr(args, name) is not None]
+    if not given:
+        return
+    if args.pipeline_model_parallel_size == 1:
+        raise ArgumentError(
+            f"{' and '.join(given)} {'need' if len(given) == 2 else 'needs'} --pipeline-model-parallel-size above 1; "
+            f"leave {'them' if len(given) == 2 else 'it'} out"
+        )
+    for name, option in _ENDS.items():
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ArgumentError(f"{option} {getattr(args, name)}: a pipeline stage has at least 1 layer")
+    others = {
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
+        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
+    }
+    for option, present in others.items():
+        if present:
+            raise ArgumentError(f"{given[0]} and {option} both say how layers are divided; leave one of them out")
+
+
+def _virtual_stages(args: Namespace) -> int | None:
+    per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    layers, pp = args.num_layers, args.pipeline_model_parallel_size
+    if per_stage is None:
+        return stages if stages is None else int(stages)
+    if stages is not None:
+        raise ArgumentError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; "
+            "leave one out"
+        )
+    uneven = [option for name, option in _ENDS.items() if getattr(args, name) is not None]
+    if uneven:
+        raise ArgumentError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} needs stages of equal size, which {uneven[0]} makes "
+            "unequal; give --num-virtual-stages-per-pipeline-rank instead"
+        )
+    if per_stage < 1 or layers // pp % per_stage != 0:
+        raise ArgumentError(
+            f"{layers // pp} layers per pipeline stage are no multiple of "
+            f"--num-layers-per-virtual-pipeline-stage {per_stage}; use a number that divides them"
+        )
+    return int(layers // pp // per_stage)
+
+
+def _check_stage_layers(args: Namespace, virtual: int) -> None:
+    """Every stage, and every virtual stage of it, must get a whole number of layers."""
+    layers, pp = args.num_layers, args.pipeline_model_parallel_size
+    if pp == 1:
+        return
+    ends = {option: size for name, option in _ENDS.items() if (size := getattr(args, name)) is not None}
+    for option, size in ends.items():
+        if size % virtual != 0:
+            raise ArgumentError(f"{option} {size} cannot be divided among {virtual} virtual stages; change one of them")
+    # Embedding and loss may count as a layer each.
+    counted = layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    left, stages = counted - sum(ends.values()), pp - len(ends)
+    if (left > 0) != (stages > 0) or left < 0:
+        raise ArgumentError(
+            f"--num-layers {layers}: {_ends_leave(ends)} {left} layers for the other {stages} of "
+            f"--pipeline-model-parallel-size {pp} stages; change one of them"
+        )
+    if stages and left % (stages * virtual) != 0:
+        raise ArgumentError(_indivisible(args, ends, left, stages, virtual))
+
+
+def _ends_leave(ends: dict[str, int]) -> str:
+    given = " and ".join(f"{option} {layers}" for option, layers in ends.items())
+    return f"{given} {'leaves' if len(ends) == 1 else 'leave'}"
+
+
+def _indivisible(args: Namespace, ends: dict[str, int], left: int, stages: int, virtual: int) -> str:
+    pp = args.pipeline_model_parallel_size
+    if left % stages == 0:
+        return (
+            f"{left // stages} layers per pipeline stage cannot be divided among {virtual} virtual stages "
+            "(--num-virtual-stages-per-pipeline-rank); change one of them"
+        )
+    if ends:
+        return (
+            f"--num-layers {args.num_layers}: {_ends_leave(ends)} {left} layers, which cannot be divided among the "
+            f"other {stages} of --pipeline-model-parallel-size {pp} stages; change one of them"
+        )
+    return (
+        f"--num-layers {args.num_layers} cannot be divided among --pipeline-model-parallel-size {pp} stages; "
+        "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+    )
+
+
+def _check_interleaving(args: Namespace) -> None:
+    pp, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    if pp == 1:
+        raise ArgumentError(
+            "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank) "
+            "need --pipeline-model-parallel-size above 1; leave them out"
+        )
+    if pp == 2 and not args.overlap_p2p_comm:
+        raise ArgumentError(
+            "virtual pipeline stages on --pipeline-model-parallel-size 2 need overlapped communication; leave "
+            "--no-overlap-p2p-communication out"
+        )
+    if group is not None and group < pp:
+        raise ArgumentError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}; "
+            "raise it or leave it out"
+        )
+
+
+def derive_global_batch_size(args: Namespace) -> None:
+    """``rollout_batch_size * n_samples_per_prompt == global_batch_size * num_steps_per_rollout``."""
+    if args.debug_rollout_only and args.num_steps_per_rollout is None:
+        return
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    made = (
+        f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} "
+        f"= {samples} samples per rollout"
+    )
+    steps = args.num_steps_per_rollout
+    if steps is None:
+        if args.global_batch_size is None:
+            given = "" if "rollout_batch_size" in diagnostics.missing_flags(args) else f"{made}; "
+            diagnostics.missing_flag(
+                args,
+                "global_batch_size",
+                f"the batch size is missing: {given}give --global-batch-size, or --num-steps-per-rollout to split them",
+                stand_in=samples,
+            )
+        if samples < args.global_batch_size and not _makes_its_own_number(args):
+            raise ArgumentError(
+                f"{made}, fewer than --global-batch-size {args.global_batch_size}: no optimizer step could be made; "
+                "lower it or generate more"
+            )
+        if not _makes_its_own_number(args) and not args.debug_rollout_only and args.load_debug_rollout_data is None:
+            _warn_of_left_over(args, made, samples)
+        return
+    if samples % steps != 0:
+        raise ArgumentError(f"{made} cannot be split into --num-steps-per-rollout {steps} equal steps")
+    if args.global_batch_size not in (None, samples // steps):
+        raise ArgumentError(
+            f"{made}, but --global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} "
+            f"= {args.global_batch_size * steps}; use --global-batch-size {samples // steps} or leave it out"
+        )
+    args.global_batch_size = samples // steps
+
+
+def _warn_of_left_over(args: Namespace, made: str, samples: int) -> None:
+    size = args.global_batch_size
+    left, rollouts = samples % size, args.num_rollout
+    if not left or rollouts == 0:
+        return
+    at_the_end = (rollouts - (args.start_rollout_id or 0)) * samples % size if rollouts else None
+    lost = f", and the last {at_the_end} of the run train no step" if at_the_end else ""
+    diagnostics.warn(
+        args,
+        f"{made}, no multiple of --global-batch-size {size}: {left} of the first rollout wait and are trained on after "
+        f"the next one, when the weights are no longer those that made them{lost}; a rollout is divided evenly by "
+        f"--global-batch-size {_nearest_divisor(samples, size)}, or by --num-steps-per-rollout",
+    )
+
+
+def _nearest_divisor(number: int, to: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - to))
+
+
+def _makes_its_own_number(args: Namespace) -> bool:
+    """Whether a plug-in decides how many rollouts there are. A generate function does not: what it makes of one prompt
+    copy counts as one."""
+    own_loop = not args.rollout_function_path.startswith("slime.")
+    return own_loop or args.custom_convert_samples_to_train_data_path is not None
+
+
+def check_micro_batches(args: Namespace) -> None:
+    """Dynamic batches need their token limit; the log-prob pass shares the micro-batches of training."""
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None and not args.debug_rollout_only:
+        raise ArgumentError("--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit?")
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        raise ArgumentError("--balance-by-flops forms micro-batches itself and needs --use-dynamic-batch-size")
+    if args.balance_by_flops:
+        args.balance_data = True
+    if args.log_probs_max_tokens_per_gpu is None:
+        args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
+    if args.log_probs_max_tokens_per_gpu != args.max_tokens_per_gpu:
+        diagnostics.warn(
+            args,
+            f"--log-probs-max-tokens-per-gpu {args.log_probs_max_tokens_per_gpu} has no effect: the log-prob pass uses "
+            f"the micro-batches of training (--max-tokens-per-gpu {args.max_tokens_per_gpu}); leave it out",
+        )
+    if args.log_probs_chunk_size != -1 and args.log_probs_chunk_size <= 0:
+        raise ArgumentError(
+            f"--log-probs-chunk-size {args.log_probs_chunk_size}: give the largest number of tokens per chunk, or -1"
+        )
+    _warn_of_long_samples(args)
+
+
+def _warn_of_long_samples(args: Namespace) -> None:
+    if not args.use_dynamic_batch_size or args.debug_rollout_only or not args.rollout_max_response_len:
+        return
+    cp = max(1, args.context_parallel_size)
+    limit = args.max_tokens_per_gpu * cp
+    if args.rollout_max_response_len >= limit:
+        diagnostics.warn(
+            args,
+            f"--rollout-max-response-len {args.rollout_max_response_len} and its prompt are more than "
+            f"--max-tokens-per-gpu {args.max_tokens_per_gpu} x --context-parallel-size {cp} = {limit} tokens: such a "
+            "sample makes a micro-batch of its own, above that limit",
+        )

@@ -1,11 +1,13 @@
-"""Slots of training and inference."""
+"""Slots of training and inference, and the engines on them."""
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
+from slime.arguments.placement import engines_of, models_of
 
 
 def apply_offload_shorthand(args: Namespace) -> None:
@@ -33,7 +35,7 @@ def _give_all_slots_to_engines(args: Namespace) -> None:
     if args.rollout_num_gpus is None:
         if not args.colocate:
             message = "--debug-rollout-only needs --rollout-num-gpus: how many slots generate?"
-            unchecked.need(args, "rollout_num_gpus", message)
+            diagnostics.missing_flag(args, "rollout_num_gpus", message)
         args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     elif args.rollout_num_gpus == 0:
         args.actor_num_gpus_per_node = args.actor_num_nodes = 0
@@ -42,7 +44,7 @@ def _give_all_slots_to_engines(args: Namespace) -> None:
         args.actor_num_nodes = args.rollout_num_gpus // args.actor_num_gpus_per_node
 
 
-def share_or_split(args: Namespace) -> None:
+def resolve_colocation(args: Namespace) -> None:
     """Colocation implies offloading (explicit ``--no-offload-*`` holds); otherwise inference needs its own slots.
 
     A critic shares the slots of the actor.
@@ -59,7 +61,7 @@ def share_or_split(args: Namespace) -> None:
         if args.rollout_num_gpus is None:
             args.rollout_num_gpus = actor_slots
     elif args.rollout_num_gpus is None and not args.debug_train_only and not args.rollout_external:
-        unchecked.need(
+        diagnostics.missing_flag(
             args,
             "rollout_num_gpus",
             "--rollout-num-gpus is missing: how many slots generate? With --colocate the training slots do; "
@@ -86,9 +88,9 @@ def _share(args: Namespace) -> None:
         args.offload_rollout = True if args.offload_rollout is None else args.offload_rollout
         return
     if args.offload_train:
-        unchecked.warn(args, "--offload-train has no effect with --release-train, which ends the trainers instead")
+        diagnostics.warn(args, "--offload-train has no effect with --release-train, which ends the trainers instead")
     if args.offload_rollout is False:
-        unchecked.warn(
+        diagnostics.warn(
             args, "--no-offload-rollout is overridden: --release-train with --colocate always offloads the engines"
         )
     args.offload_train, args.offload_rollout = False, True
@@ -99,8 +101,8 @@ def _warn_of_pointless_offload(args: Namespace) -> None:
         return
     alone = "training and inference have slots of their own, so the memory is freed for nobody"
     for name in ("offload_train", "offload_rollout"):
-        if getattr(args, name) and name in getattr(args, "explicit_flags", ()):
-            unchecked.warn(args, f"--{name.replace('_', '-')} without --colocate: {alone}")
+        if getattr(args, name) and name in args.explicit_flags:
+            diagnostics.warn(args, f"--{name.replace('_', '-')} without --colocate: {alone}")
 
 
 def check_engines(args: Namespace) -> None:
@@ -109,7 +111,7 @@ def check_engines(args: Namespace) -> None:
         return
     if not args.rollout_num_gpus:
         if args.sglang_router_ip is None and args.num_rollout != 0:
-            unchecked.warn(
+            diagnostics.warn(
                 args, "--rollout-num-gpus 0 starts a router and no engine: requests wait until engines register there"
             )
         return
@@ -148,3 +150,81 @@ def _check_shared_slots(args: Namespace, total: int, per_engine: int) -> None:
             f"it fits into one; use a size that divides {per_node}"
             + (f", or --num-gpus-per-node {per_node}" if spans and per_engine % per_node == 0 else "")
         )
+
+
+_ADDRESS = re.compile(r"(?:http://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]@]+):(?P<port>\d{1,5})/?")
+
+
+def check_deployment(args: Namespace) -> None:
+    """The ways to describe engines exclude each other; addresses of engines elsewhere must be addresses."""
+    args.rollout_external = args.rollout_external_engine_addrs is not None
+    ways = {
+        "--rollout-external-engine-addrs": args.rollout_external,
+        "--sglang-config": args.sglang_config is not None,
+        "--prefill-num-servers": args.prefill_num_servers is not None,
+    }
+    given = [option for option, present in ways.items() if present]
+    if len(given) > 1:
+        raise ArgumentError(f"{given[0]} and {given[1]} both say which engines there are; leave one of them out")
+    args.rollout_external_engine_infos = getattr(args, "rollout_external_engine_infos", None)
+    if args.rollout_external:
+        _check_external(args)
+    if args.prefill_num_servers is not None:
+        _check_prefill(args)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host (an IPv6 address in brackets) and port of ``host:port`` or ``http://host:port``. Raises ``ValueError``."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise ValueError("expected host:port or http://host:port, an IPv6 host in brackets")
+    return match["host"], int(match["port"])
+
+
+def _check_external(args: Namespace) -> None:
+    seen = set()
+    for text in args.rollout_external_engine_addrs:
+        try:
+            address = parse_address(text)
+        except ValueError as error:
+            raise ArgumentError(f"--rollout-external-engine-addrs {text}: {error}") from error
+        if address in seen:
+            raise ArgumentError(f"--rollout-external-engine-addrs names {text} twice; leave one out")
+        seen.add(address)
+    if args.colocate and not args.debug_rollout_only:
+        raise ArgumentError(
+            "--rollout-external-engine-addrs names engines on slots of their own, which --colocate cannot share; "
+            "leave one of them out"
+        )
+    if args.dry_run and not args.debug_train_only and args.rollout_external_engine_infos is None:
+        diagnostics.unavailable(
+            args,
+            f"--rollout-external-engine-addrs {' '.join(args.rollout_external_engine_addrs)}: the engines are asked "
+            "for their kinds and sizes when the run starts",
+        )
+
+
+def _check_prefill(args: Namespace) -> None:
+    total = args.rollout_num_gpus
+    if total is None and args.colocate:
+        total = args.actor_num_nodes * args.actor_num_gpus_per_node
+    taken = args.prefill_num_servers * args.rollout_num_gpus_per_engine
+    if total is not None and taken >= total and not args.debug_train_only:
+        raise ArgumentError(
+            f"--prefill-num-servers {args.prefill_num_servers} x --rollout-num-gpus-per-engine "
+            f"{args.rollout_num_gpus_per_engine} = {taken} slots leave none of --rollout-num-gpus {total} for engines "
+            "that decode; lower one or add slots"
+        )
+
+
+def count_engines(args: Namespace) -> None:
+    """Plan the engines as the run does, and count them."""
+    if args.rollout_external or args.debug_train_only or models_of(args) is None:
+        return
+    try:
+        args.rollout_num_engines = len(engines_of(args))
+    except ArgumentError:
+        raise
+    except ValueError as error:
+        option = f"--sglang-config {args.sglang_config}: " if args.sglang_config is not None else ""
+        raise ArgumentError(f"{option}{error}") from error

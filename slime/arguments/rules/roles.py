@@ -1,14 +1,124 @@
-"""Values of single roles (``--megatron-config-path``)."""
+"""The arguments of actor and critic, and what both must agree on.
+
+A role has the command line's values, with those of ``--megatron-config-path`` and for the critic of
+``--critic-overrides``.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import cache
+from typing import Any
 
-from slime.arguments import roles as role_args
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files.role_config import CRITIC_OPTION, OPTION, overrides_of, read_roles
+from slime.arguments.files.role_config import CRITIC_OPTION, OPTION, overrides_of, parse_megatron_role_args, read_roles
+from slime.arguments.passthrough import megatron
+from slime.arguments.rules import model_defaults
+from slime.arguments.rules.checkpoints import is_hf_checkpoint, is_megatron_checkpoint
+from slime.arguments.rules.hf_config import read_config
+from slime.arguments.rules.megatron import derive_model
+
+ACTOR, CRITIC = "actor", "critic"
+CRITIC_DIRECTORY = "critic"
+"""Where in the actor's ``--save`` and ``--load`` the critic's checkpoints are, unless the file says otherwise."""
+
+_WEIGHTS_ALONE = ("no_load_optim", "no_load_rng", "finetune")
+_FOLLOWING = ("ffn_hidden_size", "kv_channels", "padded_vocab_size")  # from other sizes, unless they are said
+# What belongs to a policy: a critic has no log-probs, no experts' choices to repeat and nothing to export.
+_WITHOUT_POLICY: dict[str, Any] = {
+    "loss_type": "value_loss",
+    "normalize_advantages": False,  # it learns returns, which are never whitened
+    "use_kl_loss": False,
+    "use_rollout_logprobs": False,
+    "keep_old_actor": False,
+    "use_routing_replay": False,
+    "use_rollout_routing_replay": False,
+    "enable_mtp_training": False,
+    "mtp_num_layers": None,
+    "save_hf": None,
+}
+
+
+def actor_args(args: Namespace) -> Namespace:
+    """Return what the actor's ranks get: ``args`` itself when the file says nothing of the actor."""
+    overrides = overrides_of(args, ACTOR)
+    if not overrides:
+        return args
+    role = _role(args, ACTOR)
+    if "load" in overrides:
+        _start_from(role, args, overrides, str(overrides["load"]), else_weights_of=args.load)
+    return role
+
+
+def critic_args(args: Namespace) -> Namespace:
+    """Return what the critic's ranks get.
+
+    Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save`` (a run that goes
+    on from what it saves reads the ``save`` too); without one it starts from the weights that the actor starts from.
+    """
+    actor, overrides = actor_args(args), overrides_of(args, CRITIC)
+    role = _role(args, CRITIC)
+    for name, value in _WITHOUT_POLICY.items():
+        setattr(role, name, value)
+    if "save" not in overrides and actor.save is not None:
+        role.save = f"{actor.save}/{CRITIC_DIRECTORY}"
+    own = f"{_given_load(args)}/{CRITIC_DIRECTORY}"
+    if "save" in overrides and args.continues_own_checkpoints:
+        own = role.save
+    load = overrides.get("load", own)
+    _start_from(role, args, overrides, str(load), else_weights_of=actor.load)
+    return role
+
+
+def _role(args: Namespace, role: str) -> Namespace:
+    found = parse_megatron_role_args(args, args.megatron_config_path, role)
+    for dest, field in megatron.aliases().items():
+        setattr(found, field, getattr(found, dest))
+    return found
+
+
+def _describe(role: Namespace, args: Namespace, overrides: dict[str, Any]) -> None:
+    """Let ``config.json`` of the role's own Hugging Face checkpoint say what neither flags nor the file say."""
+    given = {*overrides, *args.explicit_flags}
+    for name in {*model_defaults.taken(args), *_FOLLOWING} - given:
+        setattr(role, name, _flag_defaults()[name])
+    model_defaults.fill(role, read_config(role.load, "--megatron-config-path: load"), given)
+    derive_model(role)
+
+
+@cache
+def _flag_defaults() -> dict[str, Any]:
+    return {flag.dest: flag.default for flag in all_flags()}
+
+
+def _given_load(args: Namespace) -> str | None:
+    """``--load`` as it was given to the actor: before its first checkpoint, ``args.load`` is where weights are from."""
+    overrides = overrides_of(args, ACTOR)
+    if "load" in overrides:
+        return str(overrides["load"])
+    return args.save if args.continues_own_checkpoints else args.load
+
+
+def _start_from(
+    role: Namespace, args: Namespace, overrides: dict[str, Any], load: str, *, else_weights_of: str | None
+) -> None:
+    """Continue the Megatron checkpoint ``load`` when it is one, otherwise take weights alone."""
+    if is_megatron_checkpoint(load):
+        role.load = load
+        if "ckpt_step" not in overrides and "ckpt_step" not in args.explicit_flags:
+            role.ckpt_step = None  # args may have the step of --ref-load, where first weights come from
+        for name in _WEIGHTS_ALONE:
+            if name not in overrides:
+                setattr(role, name, name in args.explicit_flags and getattr(args, name))
+        return
+    role.load = load if is_hf_checkpoint(load) else else_weights_of
+    if role.load == load and not model_defaults.SIZES.issubset(args.explicit_flags):
+        _describe(role, args, overrides)
+    for name in _WEIGHTS_ALONE:
+        setattr(role, name, True)
+
 
 # Ranks of actor and critic with the same number work on the same samples, and values go from one to the other.
 LAYOUT = (
@@ -39,12 +149,12 @@ OF_TRAINERS = {
 def check(args: Namespace) -> None:
     """The file must be right before anything starts; the roles read it when they do."""
     if args.critic_overrides and not args.use_critic:
-        unchecked.warn(args, f"{CRITIC_OPTION} has no effect without --advantage-estimator ppo")
+        diagnostics.warn(args, f"{CRITIC_OPTION} has no effect without --advantage-estimator ppo")
     if args.megatron_config_path is None:
         return
-    roles = read_roles(args.megatron_config_path, warn=lambda message: unchecked.warn(args, message))
-    if role_args.CRITIC in roles and not args.use_critic:
-        unchecked.warn(
+    roles = read_roles(args.megatron_config_path, warn=lambda message: diagnostics.warn(args, message))
+    if CRITIC in roles and not args.use_critic:
+        diagnostics.warn(
             args,
             f"--megatron-config-path {args.megatron_config_path}: the values of role critic have no effect without "
             "--advantage-estimator ppo",
@@ -58,7 +168,7 @@ def check_together(args: Namespace) -> None:
     """
     if args.debug_rollout_only:
         return
-    for role in (role_args.ACTOR, role_args.CRITIC):
+    for role in (ACTOR, CRITIC):
         _check_overrides(args, role)
     if not args.use_critic:
         return
@@ -67,7 +177,7 @@ def check_together(args: Namespace) -> None:
         raise ArgumentError(
             f"--advantage-estimator ppo trains a critic for advantages that {other} does not use; leave one of them out"
         )
-    actor, critic = role_args.actor_args(args), role_args.critic_args(args)
+    actor, critic = actor_args(args), critic_args(args)
     for name in LAYOUT:
         mine, theirs = getattr(actor, name, None), getattr(critic, name, None)
         if mine != theirs:
@@ -100,7 +210,7 @@ def _check_overrides(args: Namespace, role: str) -> None:
     groups = {flag.dest: flag.group for flag in all_flags()} if overrides else {}
     idle = [name for name in overrides if groups.get(name) in WHOLE_RUN and name not in OF_TRAINERS]
     if idle:
-        unchecked.warn(
+        diagnostics.warn(
             args,
             f"{where}: {', '.join(idle)}: what concerns the whole run has no effect in a role; give it on the command "
             "line",

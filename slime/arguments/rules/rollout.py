@@ -1,10 +1,11 @@
-"""Sampling, lengths and how long the run is."""
+"""Generation and rewards: sampling, lengths, the length of the run, where rewards come from."""
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 
@@ -60,7 +61,7 @@ def _check_sampling(args: Namespace) -> None:
 
 
 def _check_lengths(args: Namespace) -> None:
-    context, engine = args.rollout_max_context_len, getattr(args, "sglang_context_length", None)
+    context, engine = args.rollout_max_context_len, args.sglang_context_length
     if context is not None:
         if args.rollout_max_prompt_len is None:
             args.rollout_max_prompt_len = context - 1
@@ -77,7 +78,7 @@ def _check_lengths(args: Namespace) -> None:
     response = args.rollout_max_response_len
     generates = args.rollout_function_path in GENERATE_WITH_ENGINES and args.custom_generate_function_path is None
     if response is None and context is None and generates and not args.debug_train_only and args.num_rollout != 0:
-        unchecked.need(
+        diagnostics.missing_flag(
             args,
             "rollout_max_response_len",
             "how long may a response get? Give --rollout-max-response-len, or --rollout-max-context-len for prompt and "
@@ -92,14 +93,16 @@ def _check_lengths(args: Namespace) -> None:
 
 def _check_run_length(args: Namespace) -> None:
     if args.num_rollout is None and args.num_epoch is None:
-        unchecked.need(args, "num_rollout", "how long is the run? Give --num-rollout or --num-epoch", stand_in=1)
+        diagnostics.missing_flag(
+            args, "num_rollout", "how long is the run? Give --num-rollout or --num-epoch", stand_in=1
+        )
     if args.num_rollout is None and not args.rollout_global_dataset:
         raise ArgumentError(
             "--num-epoch counts passes over the prompts, of which --disable-rollout-global-dataset has none; "
             "give --num-rollout"
         )
     if args.num_rollout == 0 and args.eval_interval is None:
-        unchecked.warn(args, "--num-rollout 0 without --eval-interval: nothing is trained and nothing evaluated")
+        diagnostics.warn(args, "--num-rollout 0 without --eval-interval: nothing is trained and nothing evaluated")
     start = args.start_rollout_id
     if start and args.num_rollout and start >= args.num_rollout:
         raise ArgumentError(
@@ -133,6 +136,81 @@ def _check_sft(args: Namespace) -> None:
             "loss mask from messages; leave --apply-chat-template out"
         )
     if not args.debug_train_only:
-        unchecked.warn(
+        diagnostics.warn(
             args, f"--rollout-function-path {SFT_ROLLOUT} needs no engines: with --debug-train-only none is started"
+        )
+
+
+RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
+"""Values of ``--rm-type`` and of a sample's ``metadata["rm_type"]``; each may be prefixed with ``boxed_``."""
+IFBENCH_CHECKERS = "evaluation_lib"
+DISTILLATION = "slime.rollout.on_policy_distillation"
+
+
+def check_reward(args: Namespace) -> None:
+    """A built-in reward must be known and complete; no reward at all is worth a warning."""
+    _check_data_sets(args)
+    if args.custom_rm_path is not None:
+        _check_distillation(args)
+        if args.rm_type is not None:
+            diagnostics.warn(
+                args,
+                f"--rm-type {args.rm_type} has no effect beside --custom-rm-path {args.custom_rm_path}, which scores "
+                "every sample; leave one of them out, unless that function reads args.rm_type",
+            )
+        return
+    if args.rm_type is None:
+        _warn_of_none(args)
+        return
+    _check_type(args, "--rm-type ", args.rm_type)
+
+
+def _check_distillation(args: Namespace) -> None:
+    """The teacher's reply is no number: something has to make log-probs of it."""
+    if args.custom_rm_path != f"{DISTILLATION}.reward_func":
+        return
+    if args.rm_url is None:
+        raise ArgumentError(
+            f"--custom-rm-path {args.custom_rm_path} needs --rm-url, the /generate address of the teacher's server"
+        )
+    if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
+        raise ArgumentError(
+            f"--custom-rm-path {args.custom_rm_path} needs --custom-reward-post-process-path "
+            f"{DISTILLATION}.post_process_rewards, which reads the teacher's replies"
+        )
+
+
+def _check_data_sets(args: Namespace) -> None:
+    """The rewards of the built-in evaluation; a custom reward function may read any type."""
+    if (args.eval_function_path or args.rollout_function_path) not in GENERATE_WITH_ENGINES:
+        return
+    for dataset in args.eval_datasets:
+        if dataset.rm_type is not None and dataset.custom_rm_path is None:
+            said = f"--eval-config {args.eval_config}: data set {dataset.name}: rm_type "
+            _check_type(args, said, dataset.rm_type)
+
+
+def _check_type(args: Namespace, said: str, rm_type: str) -> None:
+    kind = rm_type.strip().removeprefix("boxed_")
+    if kind not in RM_TYPES:
+        raise ArgumentError(f"{said}{rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them")
+    if kind == "ifbench" and importlib.util.find_spec(IFBENCH_CHECKERS) is None:
+        diagnostics.unavailable(
+            args,
+            f"{said}{rm_type}: there is no module {IFBENCH_CHECKERS}, the checkers of IFBench; get them from "
+            "https://github.com/allenai/IFBench, put their directory on the PYTHONPATH and install their "
+            "requirements.txt",
+        )
+    if kind == "remote_rm" and args.rm_url is None:
+        raise ArgumentError(f"{said}remote_rm needs --rm-url, the address that answers with rewards")
+
+
+def _warn_of_none(args: Namespace) -> None:
+    """Samples may bring their own type, and custom functions their own rewards."""
+    generates = args.rollout_function_path in GENERATE_WITH_ENGINES and not args.debug_train_only
+    if generates and args.custom_generate_function_path is None and args.num_rollout != 0:
+        diagnostics.warn(
+            args,
+            'no reward is chosen: unless every sample\'s metadata has "rm_type", the first rollout fails; give '
+            "--rm-type or --custom-rm-path",
         )

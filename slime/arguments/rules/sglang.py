@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import models_of
 
@@ -22,7 +22,7 @@ def derive_sizes(args: Namespace) -> None:
         names = (f"sglang_{short}_size", f"sglang_{long}")
         found = next((name for name in names if hasattr(args, name)), None)
         if found is None:
-            unchecked.warn(args, f"the installed SGLang has no --sglang-{short.replace('_', '-')}-size")
+            diagnostics.warn(args, f"the installed SGLang has no --sglang-{short.replace('_', '-')}-size")
             continue
         for name in names:
             setattr(args, name, getattr(args, found))
@@ -39,7 +39,7 @@ def derive_sizes(args: Namespace) -> None:
 
 def _check_groups(args: Namespace) -> None:
     """Every group of the file has sizes of its own; those of the flags hold where it says nothing."""
-    slots, stages = args.rollout_num_gpus_per_engine, getattr(args, "sglang_pp_size", None) or 1
+    slots, stages = args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
     args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages if slots % stages == 0 else slots
     for model in models_of(args) or ():
         for group in model.server_groups:
@@ -67,7 +67,7 @@ def _check_engine(args: Namespace) -> int:
 
 
 def _check_memory(args: Namespace) -> None:
-    fraction = getattr(args, "sglang_mem_fraction_static", None)
+    fraction = args.sglang_mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise ArgumentError(
             f"--sglang-mem-fraction-static {fraction}: expected a part of the device memory, above 0 and below 1"
@@ -89,7 +89,7 @@ def _check_sizes(args: Namespace, sizes: dict[str, int]) -> int:
         raise ArgumentError(
             f"--rollout-num-gpus-per-engine {slots} cannot hold --sglang-pp-size {stages} equal pipeline stages"
         )
-    given = getattr(args, "sglang_tp_size", None)
+    given = args.sglang_tp_size
     if given not in (None, slots // stages):
         raise ArgumentError(
             f"--sglang-tp-size {given}: an engine has --rollout-num-gpus-per-engine {slots} / --sglang-pp-size "
@@ -109,7 +109,7 @@ def _check_sizes(args: Namespace, sizes: dict[str, int]) -> int:
 
 def _check_experts(args: Namespace, tp: int, sizes: dict[str, int], of_engine: str) -> None:
     """Data parallelism of the experts alone, as SGLang restricts it."""
-    ep, moe_dp, dense_tp = sizes["ep"], sizes["moe_dp"], getattr(args, "sglang_moe_dense_tp_size", None)
+    ep, moe_dp, dense_tp = sizes["ep"], sizes["moe_dp"], args.sglang_moe_dense_tp_size
     if moe_dp > 1 and sizes["pp"] > 1:
         raise ArgumentError(f"--sglang-moe-dp-size {moe_dp} excludes --sglang-pp-size {sizes['pp']}; leave one out")
     if tp % moe_dp != 0 or (moe_dp > 1 and ep > 1 and ep * moe_dp != tp):

@@ -54,7 +54,7 @@ def read_environment(args: Namespace) -> None:
     """Values that were not given come from the environment.
 
     A variable that cannot be read is left alone here: clusters set names like TEACHER_PORT for purposes of their own,
-    and only a server minds.
+    so only a server rejects them.
     """
     _read(args, strict=False)
 
@@ -71,7 +71,7 @@ def configure_megatron_server_args(args: Namespace) -> Namespace:
 
 
 def _read(args: Namespace, *, strict: bool) -> None:
-    given: frozenset[str] = getattr(args, "explicit_flags", frozenset())
+    given: frozenset[str] = args.explicit_flags
     for name, (variable, read, default) in ENVIRONMENT.items():
         if name in given:
             continue

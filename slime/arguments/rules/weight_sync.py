@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint, needs_reference
 
@@ -22,14 +22,14 @@ def check(args: Namespace) -> None:
     if args.update_weight_mode == "delta":
         _check_delta(args)
     if args.keep_old_actor and args.use_rollout_logprobs:
-        unchecked.warn(
+        diagnostics.warn(
             args,
             "--keep-old-actor has no effect with --use-rollout-logprobs, which takes the old log-probs from the "
             "engines",
         )
     syncs = not args.debug_train_only and not args.debug_rollout_only
     in_place = args.weight_sync_pause_mode == "in_place"
-    if syncs and in_place and not getattr(args, "sglang_disable_radix_cache", False):
+    if syncs and in_place and not args.sglang_disable_radix_cache:
         raise ArgumentError(
             "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights; add "
             "--sglang-disable-radix-cache, or use retract"
@@ -49,7 +49,7 @@ def _check_directories(args: Namespace) -> None:
 
 
 def _check_release(args: Namespace) -> None:
-    """The trainers end after every step and come back from their checkpoint."""
+    """The trainers end after every step and restart from their checkpoint."""
     if args.use_critic:
         raise ArgumentError(
             "--release-train ends the trainers between rollouts, which a critic (--advantage-estimator ppo) does not "

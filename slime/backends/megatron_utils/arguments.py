@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from slime.arguments.rules import megatron_defaults
+from slime.arguments.rules import megatron
 from slime.utils.model_shape import padded_vocab_size
 
 __all__ = ["set_default_megatron_args"]
@@ -16,7 +16,7 @@ def set_default_megatron_args(args: Namespace) -> Namespace:
     Works on any namespace: bf16 unless ``fp16``, 4096 positions, the distributed optimizer, the tokenizer of
     ``hf_checkpoint``, checkpoints that any layout can read, and ``padded_vocab_size`` where ``vocab_size`` is known.
     """
-    megatron_defaults.fill(args)
+    megatron.fill_defaults(args)
     args.bf16 = not getattr(args, "fp16", False)
     if getattr(args, "vocab_size", None) and not getattr(args, "padded_vocab_size", None):
         args.padded_vocab_size = padded_vocab_size(args)

@@ -27,7 +27,7 @@ class CriticTrainer(MegatronTrainer):
     """Estimates values with the weights of before, learns the returns, and hands the values to the actor.
 
     The model is the actor's with a value head for an output layer; it starts from the same weights, the head afresh.
-    ``args`` are those of the role (``slime.arguments.roles``), whose ``loss_type`` is ``value_loss``.
+    ``args`` are those of the role (``slime.arguments.rules.roles``), whose ``loss_type`` is ``value_loss``.
     """
 
     role = CRITIC

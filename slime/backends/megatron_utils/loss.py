@@ -92,7 +92,7 @@ def _loss_by_type(args: Namespace) -> LossFunction:
         if custom is None:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
         return lambda *inputs: checked_loss(custom, custom(*inputs))
-    if args.loss_type == "value_loss":  # of a critic's arguments, see slime.arguments.roles
+    if args.loss_type == "value_loss":  # of a critic's arguments, see slime.arguments.rules.roles
         return value_loss_function
     raise ValueError(f"--loss-type {args.loss_type}: expected policy_loss, sft_loss or custom_loss")
 

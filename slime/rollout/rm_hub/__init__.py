@@ -95,7 +95,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         return await remote_rm(args, sample)
     if kind == "random":
         return random.randint(0, 1)
-    from slime.arguments.rules.reward import RM_TYPES  # half of the start of a worker, for this message
+    from slime.arguments.rules.rollout import RM_TYPES  # half of the start of a worker, for this message
 
     raise NotImplementedError(
         f"no reward for sample index={sample.index}: rm_type {reward_kind(args, sample)!r} is unknown. Set --rm-type "

@@ -35,7 +35,7 @@ def installed(monkeypatch):
 
 def resolved(words, monkeypatch):
     """What a run resolves ``words`` to, a checkpoint being no part of it."""
-    monkeypatch.setattr("slime.arguments.unchecked.missing", lambda args, message: None)
+    monkeypatch.setattr("slime.arguments.diagnostics.unavailable", lambda args, message: None)
     monkeypatch.setattr("slime.arguments.rules.hf_config.read_config", lambda *given: {})
     return parse(*words)
 

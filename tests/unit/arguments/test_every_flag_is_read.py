@@ -29,8 +29,8 @@ CONSUMED_WHILE_PARSING = {
     "grad_reduce_in_bf16": "device.py",  # decides accumulate_allreduce_grads_in_fp32
     "offload": "rules/placement.py",  # stands for two other flags
     "dump_details": "rules/debug.py",  # stands for two other flags (and the manager writes the tokenizer)
-    "num_steps_per_rollout": "rules/batches.py",  # decides global_batch_size
-    "log_probs_max_tokens_per_gpu": "rules/batches.py",  # warned about unless it says what --max-tokens-per-gpu says
+    "num_steps_per_rollout": "rules/parallelism.py",  # decides global_batch_size
+    "log_probs_max_tokens_per_gpu": "rules/parallelism.py",  # warned about unless it equals --max-tokens-per-gpu
     "eval_prompt_data": "files/eval_config.py",
     "eval_config": "files/eval_config.py",
     **dict.fromkeys(
@@ -39,10 +39,10 @@ CONSUMED_WHILE_PARSING = {
         "files/eval_config.py",  # values of the data sets
     ),
     "recompute_activations": "rules/megatron.py",  # decides recompute_granularity
-    "use_gated_attention": "rules/megatron_defaults.py",  # decides attention_output_gate
-    "num_layers_per_virtual_pipeline_stage": "rules/pipeline.py",  # these two: virtual_pipeline_model_parallel_size
-    "num_virtual_stages_per_pipeline_rank": "rules/pipeline.py",
-    "megatron_config_path": "roles.py",  # values of single roles
+    "use_gated_attention": "rules/megatron.py",  # decides attention_output_gate
+    "num_layers_per_virtual_pipeline_stage": "rules/parallelism.py",  # these two: virtual_pipeline_model_parallel_size
+    "num_virtual_stages_per_pipeline_rank": "rules/parallelism.py",
+    "megatron_config_path": "rules/roles.py",  # values of single roles
     "critic_overrides": "files/role_config.py",  # values of the critic
     "custom_arguments_path": "custom_arguments.py",  # flags of a user's own
 }  # fmt: skip

@@ -12,8 +12,8 @@ import pytest
 
 from slime.arguments import ArgumentError, parse_args
 from slime.arguments.models.facts import models
-from slime.arguments.roles import critic_args
 from slime.arguments.rules import model_defaults
+from slime.arguments.rules.roles import critic_args
 from tests.support.arguments import CONFIG, MODEL_FLAGS, dry, minimal_flags
 from tests.support.model_scripts import source
 

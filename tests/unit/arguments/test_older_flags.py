@@ -10,7 +10,7 @@ import pytest
 from slime.arguments import ArgumentError
 from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.older_flags import older_flags, translate
-from slime.arguments.roles import critic_args
+from slime.arguments.rules.roles import critic_args
 from tests.support.arguments import dry, parse
 
 # What SGLang 0.5.19 itself makes of its older names, and what the documents of slime <= 0.3.0 say of theirs.
@@ -144,7 +144,7 @@ def test_files_of_roles(tmp_path):
     path = tmp_path / "roles.yaml"
     path.write_text("megatron: [{role: actor, overrides: {gradient_checkpointing: true}}]")
     args = dry("--megatron-config-path", path)
-    from slime.arguments.roles import actor_args
+    from slime.arguments.rules.roles import actor_args
 
     assert actor_args(args).recompute_granularity == "full"
     assert sum("--gradient-checkpointing stands for" in warning for warning in args.warnings) == 1

@@ -22,7 +22,7 @@ def checkpoint(tmp_path):
 
 def test_engines_of_a_quantised_checkpoint_are_refused(checkpoint):
     """They would be sent bf16 weights, and would take them for FP8."""
-    with pytest.raises(ArgumentError, match=rf"{checkpoint} is quantised \(fp8\): .* are {NOT_YET}; give a bf16"):
+    with pytest.raises(ArgumentError, match=rf"{checkpoint} is quantized \(fp8\): .* are {NOT_YET}; give a bf16"):
         parse("--hf-checkpoint", checkpoint)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.roles import actor_args, critic_args
+from slime.arguments.rules.roles import actor_args, critic_args
 from tests.support.arguments import dry
 
 PPO = ("--advantage-estimator", "ppo", "--num-rollout", 9)

@@ -8,8 +8,8 @@ from argparse import Namespace
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.arguments.rules import pipeline, prompts, templates
-from slime.arguments.rules.deployment import parse_address
+from slime.arguments.rules import data, debug, parallelism
+from slime.arguments.rules.placement import parse_address
 
 
 def accepted(rule, *arguments):
@@ -33,7 +33,8 @@ def test_layers_divide_over_stages_as_they_do_when_they_are_dealt_out(layers):
             account_for_loss_in_pipeline_split=False,
         )
         possible = _deal(layers, stages, first, last, virtual)
-        assert accepted(pipeline._check_layers, args, virtual) == possible, (layers, stages, first, last, virtual)
+        given = (layers, stages, first, last, virtual)
+        assert accepted(parallelism._check_stage_layers, args, virtual) == possible, given
 
 
 def _deal(layers, stages, first, last, virtual):
@@ -53,13 +54,13 @@ def test_slices_are_refused_when_they_hold_no_row_of_any_file():
     for start, stop in itertools.product(bounds, bounds):
         text = f"f.jsonl@[{'' if start is None else start}:{'' if stop is None else stop}]"
         holds_rows = any(list(range(rows))[start:stop] for rows in range(30))
-        assert accepted(prompts._path_of, "--prompt-data", text) == holds_rows, text
+        assert accepted(data._path_of, "--prompt-data", text) == holds_rows, text
 
 
 @pytest.mark.parametrize("text", ["f.jsonl@[1]", "f.jsonl@[a:b]", "f.jsonl@[1:2:3]", "f.jsonl@[1:2", "f.jsonl[1:2]"])
 def test_what_is_no_slice_is_refused(text):
     with pytest.raises(ArgumentError, match=r"expected a slice like path@\[0:100\]"):
-        prompts._path_of(f"--prompt-data {text}", text)
+        data._path_of(f"--prompt-data {text}", text)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,8 @@ def test_what_is_no_address_is_refused(text):
 
 def test_templates_that_pass_can_be_filled_in():
     values = {"rollout_id": 7, "rank": 1, "role": "actor", "step_id": 2}
-    nothing = {"advantage_estimator": "grpo", "num_rollout": 2, **dict.fromkeys(templates.TEMPLATES)}
-    for attribute, (known, needed, example) in templates.TEMPLATES.items():
+    nothing = {"advantage_estimator": "grpo", "num_rollout": 2, **dict.fromkeys(debug.TEMPLATES)}
+    for attribute, (known, needed, example) in debug.TEMPLATES.items():
         names = [f"{{{name}}}" for name in (*known, "epoch")]
         for count in range(len(names) + 1):
             for chosen in itertools.combinations(names, count):
@@ -96,10 +97,10 @@ def test_templates_that_pass_can_be_filled_in():
                 args = Namespace(**{**nothing, attribute: template})
                 unknown = "{epoch}" in chosen
                 absent = any(f"{{{name}}}" not in chosen for name in needed)
-                assert accepted(templates.check, args) == (not unknown and not absent), template
+                assert accepted(debug.check_templates, args) == (not unknown and not absent), template
                 if not unknown:
                     template.format(**{name: values[name] for name in known})
-        assert accepted(templates.check, Namespace(**{**nothing, attribute: example}))
+        assert accepted(debug.check_templates, Namespace(**{**nothing, attribute: example}))
     with_critic = {**nothing, "advantage_estimator": "ppo", "ci_save_grad_norm": "{rollout_id}_{step_id}.pt"}
     with pytest.raises(ArgumentError, match=r"no \{role\} in it, so every role would overwrite the last one"):
-        templates.check(Namespace(**with_critic))
+        debug.check_templates(Namespace(**with_critic))

@@ -18,7 +18,7 @@ from examples.quickstart import make_data, recipe, reward, stages
 from examples.quickstart import run as quickstart
 from examples.quickstart.stages import StageError, run_stage, show_command
 from slime.arguments import parse_args
-from slime.arguments.roles import critic_args
+from slime.arguments.rules.roles import critic_args
 from slime.utils.types import Sample
 
 

@@ -56,7 +56,7 @@ def test_every_sample_is_counted_once(batch: BatchPlan) -> None:
     assert (batch.steps, batch.left_over) == after_first
     said = rows(batch)["the run"]
     assert f"= {made:,} sample" in said
-    assert f"= {steps:,} optimiser step" in said
+    assert f"= {steps:,} optimizer step" in said
     assert (f"+ {waiting} at the end that no step trains" in said) == (waiting > 0)
 
 
@@ -89,20 +89,20 @@ GRPO = BatchPlan(
 
 def test_the_identity_has_units() -> None:
     said = rows(GRPO)
-    assert said["one rollout"] == "64 prompts x 8 samples = 512 samples = 4 optimiser steps x 128 samples"
+    assert said["one rollout"] == "64 prompts x 8 samples = 512 samples = 4 optimizer steps x 128 samples"
     assert said["one step"] == "128 samples = 4 data-parallel ranks x 16 micro-batches x 2 samples"
     assert said["submission"] == "all prompts of a rollout at once"
-    assert said["the run"] == "3,000 rollouts (0-2999) = 1,536,000 samples = 12,000 optimiser steps x 128 samples"
+    assert said["the run"] == "3,000 rollouts (0-2999) = 1,536,000 samples = 12,000 optimizer steps x 128 samples"
     assert "left over" not in said
 
 
 def test_what_fills_no_step_is_said() -> None:
     said = rows(replace(GRPO, global_batch_size=200, data_parallel_size=5, num_rollout=3))  # 3 x 512 = 7 x 200 + 136
     assert (
-        said["one rollout"] == "64 prompts x 8 samples = 512 samples = 2 optimiser steps x 200 samples + 112 left over"
+        said["one rollout"] == "64 prompts x 8 samples = 512 samples = 2 optimizer steps x 200 samples + 112 left over"
     )
     assert said["left over"].startswith("112 samples of the first rollout fill no step; they wait")
-    assert said["the run"].endswith("= 7 optimiser steps x 200 samples + 136 at the end that no step trains")
+    assert said["the run"].endswith("= 7 optimizer steps x 200 samples + 136 at the end that no step trains")
     said = rows(replace(GRPO, global_batch_size=73, data_parallel_size=1))  # 512 = 7 x 73 + 1
     assert said["left over"].startswith("1 sample of the first rollout fills no step; it waits")
 
@@ -119,7 +119,7 @@ def test_packed_micro_batches() -> None:
 
 def test_conversations() -> None:
     said = rows(replace(GRPO, unit="conversation", samples_per_prompt=1, wave=None, global_batch_size=32))
-    assert said["one rollout"] == "64 conversations = 2 optimiser steps x 32 conversations"
+    assert said["one rollout"] == "64 conversations = 2 optimizer steps x 32 conversations"
     assert "submission" not in said
 
 
@@ -136,7 +136,7 @@ def test_waves_of_more_prompts_than_needed() -> None:
         ({"start_rollout_id": None, "num_rollout": 10}, "rollouts up to number 9, from the one after the checkpoint's"),
         ({"start_rollout_id": 10, "num_rollout": 10}, "nothing to do: it starts at rollout 10 and --num-rollout is 10"),
         ({"num_rollout": 0}, "no rollout (--num-rollout 0): evaluated once"),
-        ({"num_rollout": 1}, "1 rollout (0) = 512 samples = 4 optimiser steps x 128 samples"),
+        ({"num_rollout": 1}, "1 rollout (0) = 512 samples = 4 optimizer steps x 128 samples"),
         ({"from_dumps": True, "num_rollout": 5}, "5 rollouts (0-4)"),
         ({"global_batch_size": None, "num_rollout": 5}, "5 rollouts (0-4) = 2,560 samples"),
     ],

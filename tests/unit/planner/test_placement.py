@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from slime.arguments.placement import (
     plan_groups,
     plan_layout,
 )
+from tests.support.arguments import run_args
 
 A, R = 6, 4
 
@@ -49,7 +51,7 @@ def test_colocated_engines_may_outnumber_trainers() -> None:
     assert plan_layout(actor_slots=2, rollout_slots=8, colocate=True) == Layout(8, 0, 2, 8)
 
 
-def flags(**overrides: Any) -> SimpleNamespace:
+def flags(**overrides: Any) -> Namespace:
     values: dict[str, Any] = {
         "actor_num_nodes": 2,
         "actor_num_gpus_per_node": 3,
@@ -61,7 +63,7 @@ def flags(**overrides: Any) -> SimpleNamespace:
         "debug_rollout_only": False,
         "rollout_external": False,
     }
-    return SimpleNamespace(**{**values, **overrides})
+    return run_args(**{**values, **overrides})
 
 
 def test_the_flags_lead_to_the_layout() -> None:

@@ -100,7 +100,7 @@ def test_sizes_that_do_not_divide_the_slots(sizes: dict[str, int], message: str)
         ranks_of(flags(**sizes))
 
 
-def test_axes_are_listed_with_neighbours_first() -> None:
+def test_axes_are_listed_with_neighbors_first() -> None:
     assert TrainerRanks(tp=2, dp=4, pp=2, etp=2).axes() == ["tp", "dp", "pp"]
     assert TrainerRanks(tp=2, dp=4, pp=2, etp=2, pipeline_before_data=True).axes() == ["tp", "pp", "dp"]
     assert TrainerRanks(tp=2, dp=4, etp=1, ep=4).axes() == ["tp", "dp", "ep", "edp"]

@@ -155,7 +155,7 @@ def test_sections_have_no_double_blank_line() -> None:
     flags = "--actor-num-nodes 4 --actor-num-gpus-per-node 8 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
     text = run(*shlex.split(flags), "--rollout-batch-size", "32", "--global-batch-size", "32")
     assert "\n\n\n" not in text
-    assert "pipeline     2      16  0-1" in text  # neighbours along the pipeline, so that stages are no ranges of ranks
+    assert "pipeline     2      16  0-1" in text  # neighbors along the pipeline, so that stages are no ranges of ranks
     assert "pipeline stage" not in text
 
 

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.arguments.files import eval_file
-from slime.arguments.files.eval_config import FIELD_NAMES, EvalDatasetConfig, build_eval_dataset_configs
-from slime.arguments.files.eval_schema import EvalDataset
+from slime.arguments.files import eval_config
+from slime.arguments.files.eval_config import FIELD_NAMES, EvalDataset, EvalDatasetConfig, build_eval_dataset_configs
 from tests.support.arguments import dry
 
 
@@ -104,7 +103,7 @@ class TestInterpolation:
         ],
     )
     def test_what_does_not_resolve(self, mistakes, reference, reason):
-        (message,) = mistakes(eval_file.read, "--eval-config", f"datasets:\n- name: a\n  path: '{reference}'\n")
+        (message,) = mistakes(eval_config.read, "--eval-config", f"datasets:\n- name: a\n  path: '{reference}'\n")
         assert message.startswith(f"line 3, datasets[0].path: {reason}")
 
 
@@ -178,7 +177,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("text", "expected"), MISTAKES, ids=[repr(text)[:40] for text, _ in MISTAKES])
 def test_all_mistakes_at_once(mistakes, text, expected):
-    found = mistakes(eval_file.read, "--eval-config", text)
+    found = mistakes(eval_config.read, "--eval-config", text)
     assert len(found) == len(expected)
     assert [line[: len(start)] for line, start in zip(found, expected, strict=True)] == expected
 

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (``--mtp-num-layers``)."""
+"""Multi-token prediction layers (``--mtp-num-layers``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from argparse import Namespace
 from typing import Any
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 
 FAMILIES = (
@@ -30,16 +30,16 @@ def check(args: Namespace) -> None:
             f"stage; let it end with {'m' * count}L"
         )
     if args.enable_mtp_training and _drafts_apart(args):
-        unchecked.warn(
+        diagnostics.warn(
             args,
             "--enable-mtp-training: engines get weights by broadcast, which SGLang gives to the model and not to the "
-            "draft model of --sglang-speculative-algorithm: it goes on drafting with the layers it was loaded with. "
+            "draft model of --sglang-speculative-algorithm: it keeps drafting with the layers it was loaded with. "
             "--colocate and --update-weight-transport disk update both",
         )
 
 
 def _drafts_apart(args: Namespace) -> bool:
-    drafts = getattr(args, "sglang_speculative_algorithm", None) is not None
+    drafts = args.sglang_speculative_algorithm is not None
     return drafts and not args.colocate and args.update_weight_transport != "disk"
 
 
@@ -49,9 +49,9 @@ def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
     if wanted is None:
         return []
     if family not in FAMILIES:
-        if getattr(args, "custom_model_provider_path", None):
+        if args.custom_model_provider_path:
             return []  # a model of the user's own
-        return [f"--mtp-num-layers is {wanted} but the layers of {family} that predict further tokens are not known"]
+        return [f"--mtp-num-layers is {wanted} but the MTP layers of {family} are not known"]
     key = next((key for key in _COUNTS if config.get(key) is not None), None)
     there = config[key] if key else int(family.startswith("qwen3"))  # which do not all say that they have one
     if wanted == there:

@@ -1,14 +1,64 @@
-"""Evaluation data sets and the values evaluation takes over from the rollout."""
+"""Prompt files and evaluation data sets."""
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
+from pathlib import Path
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args
-from slime.arguments.rules import prompts
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
+
+BUILT_IN_SOURCES = "slime.rollout.data_source."
+KINDS = (".jsonl", ".json", ".parquet")
+_SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]")
+
+
+def check_prompts(args: Namespace) -> None:
+    """The built-in data sources need a file; other sources and replays may need none."""
+    built_in = args.data_source_path.startswith(BUILT_IN_SOURCES)
+    draws = args.rollout_global_dataset and args.load_debug_rollout_data is None and args.num_rollout != 0
+    if args.prompt_data is None:
+        if draws and built_in:
+            message = "--prompt-data is missing; --disable-rollout-global-dataset says that there are no prompts"
+            diagnostics.missing_flag(args, "prompt_data", message)
+        return
+    if not args.rollout_global_dataset:
+        diagnostics.warn(args, f"--prompt-data {args.prompt_data} has no effect with --disable-rollout-global-dataset")
+    elif draws and built_in:
+        check_file(args, f"--prompt-data {args.prompt_data}", args.prompt_data)
+
+
+def check_file(args: Namespace, given: str, text: str) -> None:
+    """Refuse what is no file of a kind in ``KINDS`` or slice of one. ``given`` names the flag in messages."""
+    path = Path(_path_of(given, text))
+    if path.suffix not in KINDS:
+        raise ArgumentError(f"{given}: expected a .jsonl, .json or .parquet file, path@[a:b] for a slice")
+    if path.is_file():
+        return
+    whole = text == str(path)
+    if path.is_dir():
+        problem = "this is a directory" if whole else f"{path} is a directory"
+    else:
+        problem = "there is no such file" if whole else f"there is no file {path}"
+        problem += "" if path.is_absolute() else f" (in {Path.cwd()})"
+    diagnostics.unavailable(args, f"{given}: {problem}")
+
+
+def _path_of(given: str, text: str) -> str:
+    match = _SLICE.fullmatch(text)
+    if match is None:
+        if "@[" in text or text.endswith("]"):
+            raise ArgumentError(f"{given}: expected a slice like path@[0:100], path@[:100] or path@[-100:]")
+        return text
+    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
+    backwards = start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop
+    if stop == 0 or backwards:
+        rows = text[len(match["path"]) + 1 :]
+        raise ArgumentError(f"{given}: the slice {rows} holds no row: its end is not above its start")
+    return match["path"]
 
 
 def resolve_datasets(args: Namespace) -> None:
@@ -56,10 +106,10 @@ def _check_built_in(args: Namespace) -> None:
                 f"{option} {dataset.name}: how long may a response get? Give --eval-max-response-len or "
                 "--rollout-max-response-len"
             )
-        prompts.check_file(args, f"{option} {dataset.name} {dataset.path}", dataset.path)
+        check_file(args, f"{option} {dataset.name} {dataset.path}", dataset.path)
         unread = [name for name in FOR_PLUGINS if getattr(dataset, name) is not None]
         if unread:
-            unchecked.warn(
+            diagnostics.warn(
                 args,
                 f"--eval-config, data set {dataset.name}: {', '.join(unread)} without effect in the built-in "
                 "evaluation (plug-ins find the values in args.eval_datasets)",

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens: how many a checkpoint has, and which engines draft with trained ones."""
+"""MTP layers: how many a checkpoint has, and which engines draft with trained ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.arguments.rules import prediction
+from slime.arguments.rules import mtp
+from tests.support.arguments import run_args
 
 KNOWN = "num_nextn_predict_layers"
 
@@ -27,12 +28,12 @@ KNOWN = "num_nextn_predict_layers"
         (
             1,
             {"model_type": "qwen3"},
-            ["--mtp-num-layers is 1 but the layers of qwen3 that predict further tokens are not known"],
+            ["--mtp-num-layers is 1 but the MTP layers of qwen3 are not known"],
         ),
     ],
 )
 def test_as_many_layers_as_the_checkpoint_has(layers: int | None, config: dict[str, Any], said: list[str]) -> None:
-    assert prediction.differences(Namespace(mtp_num_layers=layers), config) == said
+    assert mtp.differences(run_args(mtp_num_layers=layers), config) == said
 
 
 @pytest.mark.parametrize(
@@ -56,12 +57,12 @@ def test_a_draft_model_that_does_not_get_the_trained_layers(flags: dict[str, Any
         "warnings": [],
     }
     args = Namespace(**{**values, **flags})
-    prediction.check(args)
+    mtp.check(args)
     assert [("--sglang-speculative-algorithm" in warning) for warning in args.warnings] == [True] * warned
 
 
 @pytest.mark.parametrize("layout", ["Et|tmL", "Et|t,m,L", "Et*3|(tt|)*2t(m)*1L", "E t | t m*1 L"])
 def test_layouts_whose_last_stage_predicts(layout: str) -> None:
-    prediction.check(
+    mtp.check(
         Namespace(mtp_num_layers=1, enable_mtp_training=False, pipeline_model_parallel_layout=layout, warnings=[])
     )

@@ -10,11 +10,11 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NamedTuple
 
-from slime.arguments import unchecked
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 
 
-class Companion(NamedTuple):
+class FlagDependency(NamedTuple):
     """``names`` (attributes) need ``option``; ``present`` says whether it is there."""
 
     option: str
@@ -22,52 +22,52 @@ class Companion(NamedTuple):
     names: tuple[str, ...]
 
 
-COMPANIONS: tuple[Companion, ...] = (
-    Companion("--use-wandb", lambda args: args.use_wandb, (
+DEPENDENCIES: tuple[FlagDependency, ...] = (
+    FlagDependency("--use-wandb", lambda args: args.use_wandb, (
         "wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group", "wandb_project",
         "wandb_run_id", "wandb_random_suffix",
     )),
-    Companion("--use-tensorboard", lambda args: args.use_tensorboard, ("tb_project_name", "tb_experiment_name")),
-    Companion("--use-tis or --get-mismatch-metrics", lambda args: args.use_tis or args.get_mismatch_metrics, (
+    FlagDependency("--use-tensorboard", lambda args: args.use_tensorboard, ("tb_project_name", "tb_experiment_name")),
+    FlagDependency("--use-tis or --get-mismatch-metrics", lambda args: args.use_tis or args.get_mismatch_metrics, (
         "tis_clip", "tis_clip_low", "custom_tis_function_path",
     )),
-    Companion("--use-opsm", lambda args: args.use_opsm, ("opsm_delta",)),
-    Companion("--use-opd", lambda args: args.use_opd, ("opd_type", "opd_kl_coef", "opd_teacher_ckpt_step")),
-    Companion("--rollout-buffer-url", lambda args: args.rollout_buffer_url is not None, (
+    FlagDependency("--use-opsm", lambda args: args.use_opsm, ("opsm_delta",)),
+    FlagDependency("--use-opd", lambda args: args.use_opd, ("opd_type", "opd_kl_coef", "opd_teacher_ckpt_step")),
+    FlagDependency("--rollout-buffer-url", lambda args: args.rollout_buffer_url is not None, (
         "fetch_trajectory_retry_times", "rollout_task_type",
     )),
-    Companion("--enable-mtp-training", lambda args: args.enable_mtp_training, ("mtp_loss_scaling_factor",)),
-    Companion("--use-kl-loss", lambda args: args.use_kl_loss, ("kl_loss_coef", "use_unbiased_kl")),
-    Companion("--use-kl-loss or --kl-coef", lambda args: args.use_kl_loss or args.kl_coef != 0, (
+    FlagDependency("--enable-mtp-training", lambda args: args.enable_mtp_training, ("mtp_loss_scaling_factor",)),
+    FlagDependency("--use-kl-loss", lambda args: args.use_kl_loss, ("kl_loss_coef", "use_unbiased_kl")),
+    FlagDependency("--use-kl-loss or --kl-coef", lambda args: args.use_kl_loss or args.kl_coef != 0, (
         "kl_loss_type", "ref_update_interval",
     )),
-    Companion("--advantage-estimator ppo", lambda args: args.use_critic, (
+    FlagDependency("--advantage-estimator ppo", lambda args: args.use_critic, (
         "value_clip", "num_critic_only_steps", "lambd",
     )),
-    Companion("--use-fault-tolerance", lambda args: args.use_fault_tolerance, (
+    FlagDependency("--use-fault-tolerance", lambda args: args.use_fault_tolerance, (
         "rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait",
         "rollout_health_check_failures",
     )),
-    Companion("--update-weight-transport disk", lambda args: args.update_weight_transport == "disk", (
+    FlagDependency("--update-weight-transport disk", lambda args: args.update_weight_transport == "disk", (
         "update_weight_disk_dir", "update_weight_disk_keep_files", "update_weight_local_checkpoint_dir",
         "custom_update_weight_post_write_path",
     )),
-    Companion("--update-weight-mode delta", lambda args: args.update_weight_mode == "delta", (
+    FlagDependency("--update-weight-mode delta", lambda args: args.update_weight_mode == "delta", (
         "update_weight_delta_encoding", "update_weight_delta_checksum",
     )),
-    Companion("--record-memory-history", lambda args: args.record_memory_history, (
+    FlagDependency("--record-memory-history", lambda args: args.record_memory_history, (
         "memory_snapshot_dir", "memory_snapshot_num_steps", "memory_recorder", "memory_snapshot_path",
     )),
-    Companion("--use-pytorch-profiler", lambda args: args.use_pytorch_profiler, (
+    FlagDependency("--use-pytorch-profiler", lambda args: args.use_pytorch_profiler, (
         "profile_step_start", "profile_step_end", "profile_ranks", "profile_target", "tensorboard_dir",
     )),
-    Companion("--ci-test", lambda args: args.ci_test, (
+    FlagDependency("--ci-test", lambda args: args.ci_test, (
         "ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold",
     )),
-    Companion("--save", lambda args: args.save is not None, ("async_save",)),
-    Companion("--save", lambda args: args.save is not None or args.use_stateless_adam, ("no_save_optim",)),
-    Companion("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
-    Companion("--eval-interval", lambda args: args.eval_interval is not None, (
+    FlagDependency("--save", lambda args: args.save is not None, ("async_save",)),
+    FlagDependency("--save", lambda args: args.save is not None or args.use_stateless_adam, ("no_save_optim",)),
+    FlagDependency("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
+    FlagDependency("--eval-interval", lambda args: args.eval_interval is not None, (
         "eval_prompt_data", "eval_config", "eval_function_path", "skip_eval_before_train", "eval_input_key",
         "eval_label_key", "eval_tool_key", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k",
         "eval_max_response_len", "eval_max_prompt_len", "eval_min_new_tokens", "eval_reward_key",
@@ -78,15 +78,17 @@ COMPANIONS: tuple[Companion, ...] = (
 
 def check(args: Namespace) -> None:
     """Warn of flags given without the one they belong to; refuse trackers that have no place to write to."""
-    given: frozenset[str] = getattr(args, "explicit_flags", frozenset())
-    for companion in COMPANIONS:
-        alone = [name for name in companion.names if name in given and not _is_default(args, name)]
-        if alone and not companion.present(args):
+    given: frozenset[str] = args.explicit_flags
+    for dependency in DEPENDENCIES:
+        alone = [name for name in dependency.names if name in given and not _is_default(args, name)]
+        if alone and not dependency.present(args):
             options = " and ".join(_option(name) for name in alone)
             verb = "has" if len(alone) == 1 else "have"
-            unchecked.warn(args, f"{options} {verb} no effect without {companion.option}")
+            diagnostics.warn(args, f"{options} {verb} no effect without {dependency.option}")
     if "micro_batch_size" in given and args.micro_batch_size != 1 and args.use_dynamic_batch_size:
-        unchecked.warn(args, f"--micro-batch-size {args.micro_batch_size} has no effect with --use-dynamic-batch-size")
+        diagnostics.warn(
+            args, f"--micro-batch-size {args.micro_batch_size} has no effect with --use-dynamic-batch-size"
+        )
     if args.use_tensorboard and args.tb_project_name is None and not os.environ.get("TENSORBOARD_DIR"):
         raise ArgumentError(
             "--use-tensorboard needs --tb-project-name NAME or the environment variable TENSORBOARD_DIR"

@@ -1,0 +1,64 @@
+"""What rules find and do not raise at once: warnings, missing flags, and what a dry run cannot check.
+
+While the namespace is resolved it has these lists of sentences: ``unchecked``, ``not_available``, ``warnings``, and
+``needed``, which has one sentence per attribute.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from typing import Any
+
+from slime.arguments.errors import ArgumentError
+
+logger = logging.getLogger(__name__)
+FINDINGS = ("unchecked", "not_available", "warnings", "needed")
+
+
+def begin(args: Namespace) -> None:
+    """Give ``args`` empty lists of findings."""
+    for name in FINDINGS:
+        setattr(args, name, {} if name == "needed" else [])
+
+
+def end(args: Namespace) -> None:
+    """Remove the lists: hooks get a namespace of values."""
+    for name in FINDINGS:
+        delattr(args, name)
+
+
+def unavailable(args: Namespace, message: str) -> None:
+    """Report that something outside of the flags, such as a checkpoint, is not there.
+
+    Raises ``ArgumentError``. Under ``--dry-run``, which may run on another machine, and where a stand-in replaces the
+    checkpoint, the message is kept in ``args.unchecked`` instead.
+    """
+    if not args.dry_run and "hf_checkpoint" not in missing_flags(args):
+        raise ArgumentError(message)
+    args.unchecked.append(message)
+
+
+def missing_flag(args: Namespace, name: str, message: str, stand_in: Any = None) -> None:
+    """Report that the flag of the attribute ``name`` must be given.
+
+    All missing flags are reported together, so the rules continue with ``stand_in``. Raises ``ArgumentError`` where no
+    command line is parsed.
+    """
+    if not hasattr(args, "needed"):
+        raise ArgumentError(message)
+    args.needed[name] = message
+    setattr(args, name, stand_in)
+
+
+def missing_flags(args: Namespace) -> dict[str, str]:
+    """Attribute -> message, for every flag that is missing."""
+    return getattr(args, "needed", {})
+
+
+def warn(args: Namespace, message: str) -> None:
+    """Warn after the whole command line is accepted; log at once where no command line is parsed."""
+    if not hasattr(args, "warnings"):
+        logger.warning("%s", message)
+    elif message not in args.warnings:
+        args.warnings.append(message)
