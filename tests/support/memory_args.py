@@ -26,6 +26,7 @@ PLAIN: dict[str, Any] = {
     "seq_length": 4096,
     # of the shortest command line, which says more than an estimate needs
     "gated_linear_unit": False,
+    "use_rotary_position_embeddings": False,
     "padded_vocab_size": None,
     "qk_layernorm": False,
     "global_batch_size": None,
