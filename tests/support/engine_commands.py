@@ -14,6 +14,7 @@ from slime.backends.sglang_utils.server_args import EngineSpec, build_server_arg
 def engine_commands(args: Namespace, model_path: str = "model") -> Iterator[tuple[EnginePlan, int, list[str]]]:
     """Yield (engine, node of it, arguments of SGLang's server) for every node of every engine of ``args``."""
     overrides = _overrides(args, model_path)
+    on_gpus = Namespace(**{**vars(args), "device_type": "cuda"})
     for plan in engines_of(args):
         for node_rank in range(plan.nodes):
             spec = EngineSpec(
@@ -30,7 +31,7 @@ def engine_commands(args: Namespace, model_path: str = "model") -> Iterator[tupl
                 bootstrap_port=30003 if plan.worker_type == "prefill" else None,
                 overrides=overrides[plan.rank] if overrides else None,
             )
-            yield plan, node_rank, build_server_args(args, spec)[3:]
+            yield plan, node_rank, build_server_args(on_gpus, spec)[3:]
 
 
 def _overrides(args: Namespace, model_path: str) -> list[dict[str, Any]]:

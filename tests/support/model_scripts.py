@@ -52,6 +52,7 @@ def _derived(words: tuple[str, ...]) -> Namespace:
 
     parser, defaults = _parser_and_defaults()
     args = Namespace(**{**defaults, "dry_run": True, **read_words(parser, words)[0]})
+    args.explicit_flags = frozenset()
     diagnostics.begin(args)
     megatron.derive(args)
     return args

@@ -120,7 +120,7 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
 
 def _derive_again(args: Namespace, overrides: dict[str, Any]) -> None:
     """Let values follow those of the role that they follow on the command line, unless somebody has given them."""
-    given = {*overrides, *args.explicit_flags}
+    given = {*overrides, *getattr(args, "explicit_flags", ())}  # plugins bring namespaces of their own
     if "weight_decay" in overrides:
         for name in {"start_weight_decay", "end_weight_decay"} - given:
             setattr(args, name, args.weight_decay)

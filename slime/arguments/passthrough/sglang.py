@@ -5,6 +5,7 @@ Whatever the installed version registers is offered, but for what slime sets its
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +79,15 @@ def sglang_flags() -> list[Flag]:
     return [
         _tensor_parallel(flag_of_record(r, prefix="sglang", source="sglang", group="SGLang server")) for r in records
     ]
+
+
+def lacking_attributes() -> list[str]:
+    """The attributes of flags that the pinned SGLang has and the installed one has not."""
+    if catalog.version_words(catalog.SGLANG).startswith(str(catalog.SGLANG.pinned)):
+        return []
+    installed = {record["dest"] for record in catalog.records(catalog.SGLANG)}
+    pinned = json.loads(catalog.shipped_list(catalog.SGLANG).read_text())
+    return [f"sglang_{record['dest']}" for record in pinned if record["dest"] not in installed | OWNED.keys()]
 
 
 def _tensor_parallel(flag: Flag) -> Flag:

@@ -34,6 +34,7 @@ from slime.arguments.rules import (
 )
 
 RULES = (
+    sglang.set_lacking,
     teacher_server.read_environment,
     debug.expand_dumps,
     debug.check_templates,

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
+from slime.arguments.passthrough.sglang import lacking_attributes
 from slime.arguments.placement import models_of
 
 ALIASES = {
@@ -14,6 +15,14 @@ ALIASES = {
     "ep": "expert_parallel_size",
     "moe_dp": "moe_data_parallel_size",
 }
+
+
+def set_lacking(args: Namespace) -> None:
+    """Flags that only the pinned SGLang has count as not given, so that they can be read without a guard."""
+    sizes = {f"sglang_{name}" for short, long in ALIASES.items() for name in (f"{short}_size", long)}
+    for name in lacking_attributes():
+        if name not in sizes and not hasattr(args, name):
+            setattr(args, name, None)
 
 
 def derive_sizes(args: Namespace) -> None:

@@ -17,6 +17,7 @@ from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog
 from slime.backends.sglang_utils.router_args import router_fields
 from slime.backends.sglang_utils.server_args import EngineSpec, _owned_fields, forwarded_fields
+from tests.support.arguments import run_args
 
 SLIME = Path(slime.__file__).parent
 ARGS_NAMES = {"args", "_args"}
@@ -56,7 +57,7 @@ READ_INDIRECTLY = {
         ("squared_relu", "init_method_xavier_uniform", "bias_gelu_fusion", "bias_swiglu_fusion"),
         "backends/megatron_utils/model_config.py",
     ),
-    **dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), "backends/megatron_utils/post_norms.py"),
+    **dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), "backends/megatron_utils/norms.py"),
 }
 
 
@@ -95,16 +96,19 @@ def test_every_sglang_flag_reaches_the_engines(flags: list[Flag]) -> None:
     """Whatever is set is on their command line, and slime sets none of the offered fields over it."""
     records = catalog.records(catalog.SGLANG)
     offered = {flag.field: flag for flag in flags if flag.source == "sglang" and is_available(flag)}
-    args = Namespace(**{flag.dest: object() for flag in offered.values()})
+    args = Namespace(**{**vars(run_args()), **{flag.dest: object() for flag in offered.values()}})
     forwarded = forwarded_fields(args, records)
     assert [
         flag.option for field, flag in offered.items() if forwarded.get(field) is not getattr(args, flag.dest)
     ] == []
     spec = EngineSpec(rank=0, host="h", port=1, nccl_port=2, num_gpus=2, model_path="m")
-    plain = _owned_fields(Namespace(), spec)
+    args = run_args()
+    args.device_type = "cuda"
+    plain = _owned_fields(args, spec)
     overwritten = {field for field in offered if field in plain}
     assert overwritten == {"tp_size", "pp_size", "enable_metrics"}  # a size is refused unless it is the derived one
-    asked = Namespace(sglang_pp_size=2, sglang_enable_metrics=True, device_type="cpu")
+    asked = run_args(sglang_pp_size=2, sglang_enable_metrics=True)
+    asked.device_type = "cpu"
     assert _owned_fields(asked, spec)["pp_size"] == 2
     assert _owned_fields(asked, spec)["enable_metrics"]
 
@@ -112,7 +116,7 @@ def test_every_sglang_flag_reaches_the_engines(flags: list[Flag]) -> None:
 @pytest.mark.parametrize("forced", ["disable_circuit_breaker", "disable_health_check"])
 def test_every_router_flag_reaches_the_router(flags: list[Flag], forced: str) -> None:
     offered = [flag.dest for flag in flags if flag.source == "router"]
-    args = Namespace(**{name: object() for name in offered})
+    args = Namespace(**{**vars(run_args()), **{name: object() for name in offered}})
     fields = router_fields(args, host="h", port=1)
     ignored = {name for name in offered if fields.get(name.removeprefix("router_")) is not getattr(args, name)}
     assert ignored == {"router_disable_circuit_breaker", "router_disable_health_check"}

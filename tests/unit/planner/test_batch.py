@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slime.arguments.rules.loop import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.batching.schedule import build_dp_schedule
 from slime.planner.batch import BatchPlan, batch_of, batch_rows
+from tests.support.arguments import run_args
 
 
 def rows(batch: BatchPlan) -> dict[str, str]:
@@ -64,7 +65,7 @@ def test_every_sample_is_counted_once(batch: BatchPlan) -> None:
 def test_the_schedule_divides_a_rollout_as_planned(batch: BatchPlan) -> None:
     assert batch.global_batch_size is not None
     schedule = build_dp_schedule(
-        SimpleNamespace(micro_batch_size=batch.micro_batch_size),
+        run_args(micro_batch_size=batch.micro_batch_size),
         {"dp_size": batch.data_parallel_size, "cp_size": 1},
         [5] * batch.samples,
         global_batch_size=batch.global_batch_size,
