@@ -22,7 +22,7 @@ LARGEST_LOG_PROB = 1e-3
 Namer = Callable[[int], str]
 
 
-def sample_namer(sample_indices: Sequence[int | None] | None) -> Namer:
+def sample_namer(sample_indices: Sequence[int | None] | np.ndarray | None) -> Namer:
     """Return a function that names the sample at a position, with its sample index where there is one."""
 
     def name(position: int) -> str:

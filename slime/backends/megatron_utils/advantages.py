@@ -130,9 +130,14 @@ def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
     """REINFORCE++ over whole responses; zeros for a sample without a trained token, say one whose reward failed."""
     returns = [torch.zeros_like(values) for values in kl]
     trained = [i for i, mask in enumerate(data["loss_masks"]) if bool((mask != 0).any())]
-    columns = (data["rewards"], kl, data["loss_masks"], data["response_lengths"], data["total_lengths"])
     found = get_reinforce_plus_plus_returns(
-        *([column[i] for i in trained] for column in columns), args.kl_coef, args.gamma
+        [data["rewards"][i] for i in trained],
+        [kl[i] for i in trained],
+        [data["loss_masks"][i] for i in trained],
+        [data["response_lengths"][i] for i in trained],
+        [data["total_lengths"][i] for i in trained],
+        args.kl_coef,
+        args.gamma,
     )
     for i, values in zip(trained, found, strict=True):
         returns[i] = values

@@ -274,7 +274,7 @@ class DuplicatedLinear(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else accelerator.current_device()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
         # Its gradient is that of the rank's part of the sequence, to be summed over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (unknown to torch)
         if config.perform_initialization:
             with get_cuda_rng_tracker().fork("data-parallel-rng"):  # the same numbers on all tensor-parallel ranks
                 config.init_method(self.weight)

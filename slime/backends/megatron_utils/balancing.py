@@ -209,7 +209,7 @@ class Balancing:
         if self._sums is not None:
             self._sums[:, self._columns[number]] += values.detach() / self._step.micro_batches
         total = values @ values.new_tensor(list(self._weights.values()))
-        return MoEAuxLossAutoScaler.apply(probs, total * self._step.scale)  # type: ignore[no-any-return]
+        return MoEAuxLossAutoScaler.apply(probs, total * self._step.scale)
 
 
 def router_losses(

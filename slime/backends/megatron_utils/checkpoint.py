@@ -99,7 +99,7 @@ class TrainerState:
     """The objects a checkpoint holds. ``optimizer`` and ``scheduler`` are None for weights only."""
 
     model: Sequence[torch.nn.Module]
-    optimizer: Any | None = None
+    optimizer: Any = None
     scheduler: Any | None = None
 
 

@@ -150,7 +150,10 @@ def install() -> bool:
 
 
 def _patch_torch_cuda_for_cpu() -> None:
-    cuda, stream = torch.cuda, CpuStream()
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    stream = CpuStream()
     # Every name gets a function of its own: torch._dynamo refuses one object with several meanings.
     cuda.current_device = lambda: _CPU  # megatron uses the result only as a `device=` argument
     for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
@@ -167,9 +170,9 @@ def _patch_torch_cuda_for_cpu() -> None:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     cuda.get_rng_state = cuda.random.get_rng_state = _get_rng_state
     cuda.set_rng_state = cuda.random.set_rng_state = _set_rng_state
-    torch.Tensor.cuda = _itself
-    torch.Tensor.record_stream = lambda self, stream: None
-    torch.nn.Module.cuda = lambda self, device=None: self
+    tensor.cuda = _itself
+    tensor.record_stream = lambda self, stream: None
+    module.cuda = lambda self, device=None: self
 
 
 def _returning(value: Any) -> Callable[..., Any]:

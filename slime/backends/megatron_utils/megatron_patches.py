@@ -96,7 +96,7 @@ def patch_state_of_no_parameters() -> bool:
     @functools.wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         if self.optimizer.state:
-            return original(self)  # type: ignore[no-any-return]
+            return original(self)
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "step": group.get("step", 0)}
             for group in self.optimizer.state_dict()["param_groups"]

@@ -34,7 +34,7 @@ class TorchRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=device))
         # Megatron sums the gradients of weights so marked over the tensor-parallel ranks, of which each normalises
         # only its part of the sequence.
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (unknown to torch)
         self.eps = eps
         self.shape = (hidden_size,)
 
@@ -50,6 +50,9 @@ NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
 class PostNormTransformerLayer(TransformerLayer):
     """Megatron's layer with the norms ``post_norms`` (of NORMS), built of ``norm``."""
+
+    self_attn_bda: Any
+    mlp_bda: Any
 
     def __init__(self, config: Any, *args: Any, norm: Any, post_norms: tuple[str, ...], **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -42,7 +42,7 @@ def main_params(optimizer: Any | None) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def rebuild(model: Sequence[torch.nn.Module], optimizer: Any) -> None:
+def rebuild(model: Sequence[Any], optimizer: Any) -> None:
     """Write the weights anew from the masters and gather them (collective over the data-parallel ranks)."""
     for inner in _with_main_params(optimizer):
         inner._copy_main_params_to_model_params()
@@ -143,8 +143,8 @@ class Sleeper:
         try:
             yield
         finally:
-            for item in [*sources, *self._rebuilt]:
-                item.storage.resize_(0)
+            for storage in [*(kept.storage for kept in sources), *(item.storage for item in self._rebuilt)]:
+                storage.resize_(0)
             _return_to_device(sources)
 
     def _bring_back(self, sources: Sequence[_Kept]) -> None:

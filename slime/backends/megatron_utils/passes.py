@@ -129,13 +129,13 @@ def forward_only(
         chunk.train()
     if not is_last_stage():
         return {}
-    columns: dict[str, list[Any]] = {}
+    collected: dict[str, list[Any]] = {}
     for indices, (_, values) in zip(micro_batches, results, strict=True):
         for name, tensors in values.items():
-            column = columns.setdefault(store_prefix + name, [None] * num_samples(data))
+            column = collected.setdefault(store_prefix + name, [None] * num_samples(data))
             for index, tensor in zip(indices, tensors, strict=True):
                 column[index] = tensor
-    return columns
+    return collected
 
 
 def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:

@@ -170,7 +170,7 @@ def _correct_importance(
             "them"
         )
     custom = optional_function(args, "custom_tis_function_path")
-    result = (custom or vanilla_tis_function)(
+    result: Any = (custom or vanilla_tis_function)(
         args=args,
         pg_loss=pg_loss,
         train_log_probs=log_probs.trainer,

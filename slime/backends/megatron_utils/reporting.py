@@ -80,9 +80,9 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
     means = {}
     for name in sorted({name for part in gathered for name in part}):
         parts = [part[name] for part in gathered if name in part]
-        reduced = [part[0] for part in parts if part[0] is not None]
-        if len(reduced) == len(parts):
-            means[name] = math.fsum(reduced) / max(num_rollouts, 1)
+        sums = [part[0] for part in parts if part[0] is not None]
+        if len(sums) == len(parts):
+            means[name] = math.fsum(sums) / max(num_rollouts, 1)
         else:
             means[name] = math.fsum(part[1] for part in parts) / max(sum(part[2] for part in parts), 1)
     return means

@@ -21,7 +21,7 @@ TOP_P_COLUMNS = {IDS: "top_p_token_ids", OFFSETS: "top_p_token_offsets"}
 """Columns of a batch -> keywords of ``get_log_probs_and_entropy``."""
 
 
-def top_p_keywords(batch: Mapping[str, Any]) -> dict[str, Sequence[Tensor]]:
+def top_p_keywords(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of ``get_log_probs_and_entropy`` for the top-p masks of ``batch``; empty without any."""
     return {keyword: batch[name] for name, keyword in TOP_P_COLUMNS.items() if batch.get(name) is not None}
 

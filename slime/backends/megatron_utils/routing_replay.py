@@ -207,7 +207,7 @@ class _Router:
         def own_choice() -> tuple[Tensor, Tensor]:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
-        return self._owner._choose(self, own_choice, scores)  # type: ignore[no-any-return]
+        return self._owner._choose(self, own_choice, scores)
 
 
 def _kept(indices: Tensor, num_experts: int, pinned: bool) -> Tensor:

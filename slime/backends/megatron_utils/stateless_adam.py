@@ -68,7 +68,7 @@ class StatelessAdam(torch.optim.Optimizer):
             _check(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; return what ``closure`` returns, which is called before."""
         loss = None
         if closure is not None:

@@ -39,7 +39,7 @@ class StepContext:
     """What every step needs. ``optimizer`` is Megatron's ``ChainedOptimizer``."""
 
     args: Namespace
-    model: Sequence[torch.nn.Module]
+    model: Sequence[Any]
     optimizer: Any
     scheduler: Any
     hooks: TrainerHooks
@@ -73,7 +73,7 @@ def _borrow_embedding(context: StepContext) -> AbstractContextManager[None]:
     return borrow_embedding(context.args, context.model)
 
 
-def _complete_parameters(model: Sequence[torch.nn.Module], *, last: bool) -> None:
+def _complete_parameters(model: Sequence[Any], *, last: bool) -> None:
     """With ``--overlap-param-gather``: let the next step's forward gather updated parameters, the last step do it now.
 
     Outside of the steps the weights are read by others (log-prob passes with swapped weights, weight sync, saves), so
@@ -219,7 +219,7 @@ def align_loss_scales(optimizer: Any) -> None:
 
     Each has a scaler of its own, which knows of its own overflows only, but the loss is scaled once.
     """
-    scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
+    scalers: list[Any] = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
     dynamic = [scaler for scaler in scalers if hasattr(scaler, "hysteresis")]
     states = [scaler.state_dict() for scaler in dynamic]
     lowest = min(

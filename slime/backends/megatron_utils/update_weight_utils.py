@@ -21,7 +21,7 @@ __getattr__ = moved(
 )
 
 
-def named_parameters(args: Namespace, model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(args: Namespace, model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's parameters as (``module.module.`` + name with layers counted over the whole model, tensor)."""
     del args
     new = f"{global_named_parameters.__module__}.{global_named_parameters.__name__}"

@@ -44,9 +44,9 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         self.sequence_parallel = bool(config.sequence_parallel)
         for parameter in (self.weight, self.bias):
-            parameter.is_value_head = True
+            setattr(parameter, "is_value_head", True)  # noqa: B010  (unknown to torch)
             if self.sequence_parallel:  # each rank has the gradient of its part: megatron adds them up
-                parameter.sequence_parallel = True
+                setattr(parameter, "sequence_parallel", True)  # noqa: B010
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -81,7 +81,7 @@ def put_value_head(args: Namespace, config: Any, model: torch.nn.Module) -> None
     setattr(owner, VALUE_HEAD, ValueHead(config, std=std, seed=args.seed))
 
 
-def is_value_head(parameter: torch.nn.Parameter) -> bool:
+def is_value_head(parameter: Tensor) -> bool:
     """Whether ``parameter`` belongs to a value head: Hugging Face checkpoints have nothing for it."""
     return bool(getattr(parameter, "is_value_head", False))
 

@@ -70,7 +70,6 @@ def test_a_dry_run_of_train_py_looks_too(flags):
     assert len(done.stderr.splitlines()) == 2
 
 
-@pytest.mark.soak
 def test_warnings_of_the_look_are_on_the_page_of_a_dry_run(flags):
     done = dry_run(flags, "raising")
     assert done.returncode == 0, done.stderr
