@@ -79,9 +79,8 @@ def test_what_is_lacking_says_so(module: str) -> None:
 def test_all_forms_of_import() -> None:
     import slime.backends.megatron_utils.update_weight.update_weight_from_tensor as whole
     import slime.ray.actor_group
-    from slime.ray.actor_group import RayTrainGroup
-
     from slime.backends.megatron_utils import megatron_to_hf
+    from slime.ray.actor_group import RayTrainGroup
     from slime.utils import flops_utils
 
     assert slime.ray.actor_group.RayTrainGroup is RayTrainGroup
