@@ -148,7 +148,7 @@ def run(changes: dict[str, Any]) -> None:
         "custom_reward_post_process_path": None,
         "custom_rollout_log_function_path": "tests.support.durable_driver.log_samples",
         "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer", "debug_rollout_only": False,
-        "debug_train_only": True, "device_type": "cpu", "dump_details": None, "eval_interval": None,
+        "debug_train_only": True, "dump_details": None, "eval_interval": None,
         "grpo_std_normalization": False, "load_debug_rollout_data": None, "log_reward_category": None,
         "micro_batch_size": 1, "offload_rollout": False, "offload_train": False, "release_train": False,
         "rewards_normalization": True, "use_critic": False,
@@ -157,7 +157,9 @@ def run(changes: dict[str, Any]) -> None:
         "skip_eval_before_train": True, "update_weights_interval": 1, "use_dynamic_batch_size": False,
         "wandb_always_use_train_step": False, "custom_rm_path": "tests.support.durable_driver.reward",
     }  # fmt: skip
+    test_folder = changes.pop("test_folder")
     args: Any = rollout_args(**{**base, **changes})
+    args.device_type, args.test_folder = "cpu", test_folder
     for module in (sglang_rollout, data_source):
         module.load_tokenizer = lambda *a, **k: CharTokenizer()  # type: ignore[attr-defined]
     rollout_manager.worker.begin = lambda args, name: Path(os.devnull)  # type: ignore[assignment]
