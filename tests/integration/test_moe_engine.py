@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.utils.types import Sample
+from tests.support.arguments import run_args
 from tests.support.engines import Reference, engine_args, output_log_probs
 
 pytestmark = pytest.mark.integration
@@ -58,7 +58,7 @@ def choices(reference: Reference, tokens: list[int]) -> torch.Tensor:
 
 def test_log_probs_and_experts_are_those_of_transformers(engine: EngineProcess, checkpoint: Path) -> None:
     reference = Reference(checkpoint)
-    args = Namespace(num_layers=LAYERS, moe_router_topk=TOPK)
+    args = run_args(num_layers=LAYERS, moe_router_topk=TOPK)
     sample = Sample(prompt="", tokens=list(PROMPT))
 
     def generate(count: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from slime.algorithms.rewards import normalize_rewards
 from slime.utils.types import Sample
 from tests.support import plain_grpo
+from tests.support.arguments import run_args
 from tests.support.distributed import run_distributed
 from tests.support.trainer import make_train_data, tiny_checkpoint, trainer_args
 
@@ -81,7 +81,7 @@ def test_same_loss_and_gradients(name: str, checkpoints: tuple[str, str], traine
 
 def test_dr_grpo_trains_on_rewards_that_are_only_centred() -> None:
     """What the manager makes of raw rewards is what the scenario trains on, and not what the others do."""
-    args = Namespace(
+    args = run_args(
         advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None,
         n_samples_per_prompt=2, rollout_batch_size=4,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from slime.ray.engines.control import load_weights_from_disk
 from slime.ray.engines.members import Member, State
 from slime.weight_sync import WeightSyncError
 from tests.integration.test_weight_sync import generate, start
+from tests.support.arguments import run_args
 from tests.support.distributed import run_distributed
 from tests.support.engines import Reference, output_log_probs
 from tools.tiny_model import make_tiny_checkpoint
@@ -55,7 +56,7 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
         while client.num_requests() < 2:
             assert time.monotonic() - begun < 30, "the requests did not begin"
             time.sleep(0.05)
-        args = SimpleNamespace(
+        args = run_args(
             weight_sync_timeout=60.0,
             weight_sync_pause_mode="auto",
             update_weight_local_checkpoint_dir=str(local),

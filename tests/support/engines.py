@@ -16,9 +16,14 @@ from tests.support.arguments import run_args
 def engine_args(checkpoint: str | Path, **fields: Any) -> Namespace:
     """The arguments that an engine and a router on a machine without a GPU read."""
     args = run_args()
-    given = {"sglang_max_total_tokens": 20000, "engine_ready_timeout": 180.0, "router_policy": "round_robin"}
-    vars(args).update({**CPU_ENGINE, "hf_checkpoint": str(checkpoint), "device_type": "cpu", **given, **fields})
+    vars(args).update({**engine_values(checkpoint), **fields})
     return args
+
+
+def engine_values(checkpoint: str | Path) -> dict[str, Any]:
+    """What differs of them from the arguments of a run."""
+    given = {"sglang_max_total_tokens": 20000, "engine_ready_timeout": 180.0, "router_policy": "round_robin"}
+    return {**CPU_ENGINE, "hf_checkpoint": str(checkpoint), "device_type": "cpu", **given}
 
 
 class Reference:

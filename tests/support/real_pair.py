@@ -14,7 +14,7 @@ from slime.backends.sglang_utils.engine import EngineProcess
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines.fleet import EngineFleet
 from slime.servers.types import EngineInfo
-from tests.support.engines import engine_args
+from tests.support.engines import engine_values
 from tests.support.standin_fleet import Events, fleet_args
 
 
@@ -55,7 +55,7 @@ def real_fleet(
     monkeypatch.setattr(engine_fleet, "log_path", lambda args, name: root / f"{name}.log")
     # A real engine on a busy machine may take more than the second that stand-ins are given.
     changes = {"rollout_health_check_timeout": 30.0, **changes}
-    args = Namespace(**{**vars(fleet_args(engines, **changes)), **vars(engine_args(checkpoint))})
+    args = fleet_args(engines, **{**changes, **engine_values(checkpoint)})
     slots = (None, list(range(engines)), list(range(engines)))
     events = Events()
     fleet = EngineFleet(args, slots, {}, events, lambda p: OwnEngine(args, p, root / f"engine_{p.rank}.log"))
