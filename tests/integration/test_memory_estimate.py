@@ -57,7 +57,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "normalised queries": {},
     "gate in parts": {"bias_swiglu_fusion": False, "qk_layernorm": False},
     "experts' gates in parts": {**EXPERTS, "moe_layer_freq": 1, "qk_layernorm": False, "bias_swiglu_fusion": False},
-    "no gate": {"swiglu": False, "qk_layernorm": False},
+    "no gate": {"swiglu": False, "gated_linear_unit": False, "qk_layernorm": False},
     "experts": {**EXPERTS, "moe_layer_freq": 1, "qk_layernorm": False},
     "latent": LATENT,
     "full recomputation": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
