@@ -16,6 +16,7 @@ from slime.first_look.data import look_at_data
 from slime.first_look.hooks import look_at_hooks
 from slime.first_look.reward import look_at_reward
 from slime.first_look.start import DEADLINE_S
+from slime.first_look.weights import look_at_weights
 
 
 class _Lines(list[str]):
@@ -53,6 +54,7 @@ def main() -> None:
 
 def look(args: Namespace, dry_run: bool, found: Findings) -> None:
     """Look at everything; the cheap things come first, and one mistake does not hide another."""
+    look_at_weights(args, found)
     samples: dict[str, Any] = look_at_data(args, dry_run, found)
     if look_at_hooks(args, dry_run, found):
         look_at_reward(args, samples, found)

@@ -1,0 +1,23 @@
+"""Checkpoint files that are cut off are named before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("size", [0, 4, 2000, -1])
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load"])
+def test_a_file_that_is_cut_off_is_named(found, flags, tmp_path, flag, size):
+    copy = shutil.copytree(Path(flags[flags.index("--hf-checkpoint") + 1]), tmp_path / "model")
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    errors = [error for error in found(flag, copy).errors if "safetensors" in error]
+    assert len(errors) == 1
+    assert f"{flag}: {file} is not a whole safetensors file" in errors[0]
+
+
+def test_whole_files_are_no_finding(found):
+    assert found().errors == []
