@@ -141,11 +141,14 @@ def test_log_probs_in_a_crowd_are_those_of_transformers(setup: Setup) -> None:
     threads, replies = in_background([lambda i=i: request(i) for i in range(72)])
     for thread in threads:
         thread.join(300)
-    assert max(reply["meta_info"]["cached_tokens"] for reply in replies) > 0
+    # One that is aborted before it has run has neither tokens nor a count of cached ones.
+    assert max(reply["meta_info"].get("cached_tokens", 0) for reply in replies) > 0
     for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
         output = reply["output_ids"]
         whole = len(output) == tokens[i]
         assert whole != (i in aborted), (i, len(output), tokens[i], reply["meta_info"]["finish_reason"])
+        if not output:
+            continue
         expected = setup.references[0].log_probs(prompt, output, reply["temperature"])
         assert torch.allclose(output_log_probs(reply), expected, rtol=0, atol=1e-5)
 
