@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -66,7 +67,11 @@ def _prompts_are_here(args: Namespace) -> bool:
 
 
 def _hooks_are_given(args: Namespace) -> bool:
-    return any(name.endswith("_path") and name not in FILE_FLAGS for name in args.explicit_flags)
+    """Whether a flag names a function of the user's own."""
+    flags = [name for name in args.explicit_flags if name.endswith("_path") and name not in FILE_FLAGS]
+    named = [getattr(args, name) or [] for name in flags]
+    paths = itertools.chain.from_iterable([value] if isinstance(value, str) else value for value in named)
+    return any(not path.startswith(("slime.", "slime_plugins.")) for path in paths)
 
 
 def _read(output: bytes, found: Findings) -> str | None:
