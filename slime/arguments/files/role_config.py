@@ -88,7 +88,8 @@ def overrides_of(args: Namespace, role: str) -> dict[str, Any]:
 
 def _overrides_of(args: Namespace, path: str | None, role: str) -> dict[str, Any]:
     of_file = {} if path is None else read_roles(path, (role,)).get(role, {})
-    of_flag: dict[str, Any] = args.critic_overrides if role == "critic" else {}
+    # plugins bring namespaces of their own
+    of_flag: dict[str, Any] = getattr(args, "critic_overrides", {}) if role == "critic" else {}
     return {**of_flag, **of_file}
 
 
@@ -120,7 +121,7 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
 
 def _derive_again(args: Namespace, overrides: dict[str, Any]) -> None:
     """Let values follow those of the role that they follow on the command line, unless somebody has given them."""
-    given = {*overrides, *getattr(args, "explicit_flags", ())}  # plugins bring namespaces of their own
+    given = {*overrides, *getattr(args, "explicit_flags", ())}
     if "weight_decay" in overrides:
         for name in {"start_weight_decay", "end_weight_decay"} - given:
             setattr(args, name, args.weight_decay)
