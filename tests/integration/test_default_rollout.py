@@ -96,7 +96,7 @@ def log_masses(setup: SimpleNamespace, sample: Sample) -> torch.Tensor:
         logits = setup.reference.model(torch.tensor([sample.tokens])).logits[0, -sample.response_length - 1 : -1]
     table, ids = torch.log_softmax(logits.float(), dim=-1), sample.rollout_top_p_token_ids.long()
     masks = ids.tensor_split(sample.rollout_top_p_token_offsets[1:-1].long())
-    return torch.stack([row[nucleus].logsumexp(0) for row, nucleus in zip(table, masks, strict=True)])
+    return torch.stack([row[kept_ids].logsumexp(0) for row, kept_ids in zip(table, masks, strict=True)])
 
 
 def requests_left(setup: SimpleNamespace) -> int:
@@ -152,8 +152,8 @@ def test_a_teacher_tells_the_log_probs_of_the_responses(setup, make_args, monkey
         assert not sample.remove_sample
     last = setup.reference.model.config.vocab_size - 1  # the engine names it 0
     sample = Sample(tokens=[last, 5, last, 9, last], response_length=3, index=0)
-    told = teacher_log_probs(sample, run(reward_func(args, sample)))
-    assert torch.allclose(torch.tensor(told), setup.reference.log_probs([last, 5], [last, 9, last]), atol=1e-5)
+    reported = teacher_log_probs(sample, run(reward_func(args, sample)))
+    assert torch.allclose(torch.tensor(reported), setup.reference.log_probs([last, 5], [last, 9, last]), atol=1e-5)
     unknown = {"input_ids": [5], "return_logprob": True, "token_ids_logprob": [last + 1]}
     with pytest.raises(http_utils.HttpRequestError, match=rf"valid range is \[0, {last + 1}\)"):
         run(remote.ask(args.rm_url, unknown, 30.0))

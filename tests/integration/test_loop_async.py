@@ -33,7 +33,7 @@ def test_one_step_ahead_until_no_engine_is_left(tmp_path: Path):
         engines = engine_processes(run)
         assert len(engines) == 2
         os.kill(engines[1], signal.SIGKILL)
-        # The other one goes on, and gets the weights of the following steps alone.
+        # The other one continues, and gets the weights of the following steps alone.
         run.wait_for(rf"\(pid {engines[1]}, .* was ended by signal 9", 60)
         run.wait_for(r"1 of 2 engines continue", 60)
         alone = max(read_metric(run.run_dir, "train/loss")) + 4
@@ -44,11 +44,11 @@ def test_one_step_ahead_until_no_engine_is_left(tmp_path: Path):
         assert time.monotonic() - killed_at < 30
         assert ended.returncode == 1
         run.assert_nothing_left(10)
-    told = ended.output[ended.output.index("error: ") :]
-    assert f"(pid {engines[0]}, " in told.splitlines()[0]
-    assert "was ended by signal 9" in told.splitlines()[0]
-    assert "/generate" in told  # the engine's last lines
-    assert "No engine is left" in told
+    reported = ended.output[ended.output.index("error: ") :]
+    assert f"(pid {engines[0]}, " in reported.splitlines()[0]
+    assert "was ended by signal 9" in reported.splitlines()[0]
+    assert "/generate" in reported  # the engine's last lines
+    assert "No engine is left" in reported
     assert "ray/_private" not in ended.output
     assert set(read_metric(ended.run_dir, "rollout/engines/lost").values()) == {1}
 

@@ -64,9 +64,9 @@ def test_the_kl_is_that_of_transformers(distilled: tuple[Finished, Path]) -> Non
         kls, of_teacher = [], []
         for sample in load_rollout(root / "dumps" / f"{number}.pt"):
             cut = len(sample.tokens) - sample.response_length
-            told = teacher.log_probs(sample.tokens[:cut], sample.tokens[cut:])
-            kls.append((student.log_probs(sample.tokens[:cut], sample.tokens[cut:]) - told).mean().item())
-            of_teacher.append(told.mean().item())
+            reported = teacher.log_probs(sample.tokens[:cut], sample.tokens[cut:])
+            kls.append((student.log_probs(sample.tokens[:cut], sample.tokens[cut:]) - reported).mean().item())
+            of_teacher.append(reported.mean().item())
         mean = sum(kls) / len(kls)
         assert run.metric("rollout/opd_reverse_kl")[number] == pytest.approx(mean, abs=1e-5)
         assert run.metric("rollout/teacher_log_probs")[number] == pytest.approx(sum(of_teacher) / len(kls), abs=1e-5)

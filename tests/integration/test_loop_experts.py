@@ -100,16 +100,16 @@ def test_top_p_masks_and_log_probs_are_those_of_transformers(whole: tuple[Finish
             continue
         ids, offsets = sample.rollout_top_p_token_ids.long(), sample.rollout_top_p_token_offsets.tolist()
         for t, token in enumerate(sample.tokens[-sample.response_length :]):
-            nucleus = ids[offsets[t] : offsets[t + 1]]
-            kept, rest = probs[t][nucleus], probs[t].clone()
-            rest[nucleus] = 0
-            assert token in nucleus
+            kept_ids = ids[offsets[t] : offsets[t + 1]]
+            kept, rest = probs[t][kept_ids], probs[t].clone()
+            rest[kept_ids] = 0
+            assert token in kept_ids
             assert kept.min() >= rest.max() - 1e-6  # the likeliest tokens,
             assert kept.sum() - kept.min() <= TOP_P + 1e-5  # none more than needed
-            assert kept.sum() >= TOP_P - 1e-5 or len(nucleus) == TOP_K  # and none less
+            assert kept.sum() >= TOP_P - 1e-5 or len(kept_ids) == TOP_K  # and none less
             expected = (probs[t][token] / kept.sum()).log().item()
             assert sample.rollout_log_probs[t] == pytest.approx(expected, abs=1e-5)
-            sizes.append(len(nucleus))
+            sizes.append(len(kept_ids))
     assert len(sizes) > 100
     assert min(sizes) < TOP_K / 2
 

@@ -52,8 +52,8 @@ def test_a_killed_critic_ends_the_run_which_goes_on_from_both_checkpoints(tmp_pa
         assert time.monotonic() - killed_at < 30
         assert ended.returncode == 1
         run.assert_nothing_left(10)
-    told = ended.output[ended.output.index("error: ") :].splitlines()[0]
-    assert "critic rank 0 ended unexpectedly during" in told
+    reported = ended.output[ended.output.index("error: ") :].splitlines()[0]
+    assert "critic rank 0 ended unexpectedly during" in reported
 
     actor, critic = last_saved(tmp_path / "save"), last_saved(tmp_path / "save" / "critic")
     assert critic - actor in (0, 1)  # the critic is saved first

@@ -33,9 +33,9 @@ def test_released_trainers_train_as_those_that_stay(tmp_path: Path):
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
     assert list(shared.iterdir()) == []
     assert [path.name for path in (tmp_path / "local").glob("weight_*")] == ["weight_v000003"]
-    told = [json.loads(line) for line in hooked.read_text().splitlines()]
-    assert [Path(one["directory"]).name for one in told] == ["weight_v000001", "weight_v000002", "weight_v000003"]
-    assert all(one["engines"] == 1 and one["complete"] for one in told)
+    reported = [json.loads(line) for line in hooked.read_text().splitlines()]
+    assert [Path(one["directory"]).name for one in reported] == ["weight_v000001", "weight_v000002", "weight_v000003"]
+    assert all(one["engines"] == 1 and one["complete"] for one in reported)
 
     replayed = f"--debug-train-only --load-debug-rollout-data {tmp_path}/dump_{{rollout_id}}.pt".split()
     stayed = run_train([*flags, *replayed], tmp_path / "stayed")

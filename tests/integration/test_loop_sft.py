@@ -87,11 +87,11 @@ def assert_ended_by_signal(run: Run, ended: Finished, code: int) -> None:
 def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
     hook = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.fail_on_rank_1"]
     failed = run_train([*flags, *hook], tmp_path / "run", returncode=1)
-    told = failed.output[failed.output.index("error: ") :].splitlines()
-    assert told[0] == "error: ValueError: the sauce is burnt in rank 1"
+    reported = failed.output[failed.output.index("error: ") :].splitlines()
+    assert reported[0] == "error: ValueError: the sauce is burnt in rank 1"
     where = "in --rollout-data-postprocess-path 'tests.support.rollout_hooks.fail_on_rank_1' ("
-    assert told[1].strip().startswith(where)
-    assert told[2].strip() == "in actor rank 1, during training on rollout 1"
+    assert reported[1].strip().startswith(where)
+    assert reported[2].strip() == "in actor rank 1, during training on rollout 1"
     assert "fail_on_rank_1" in failed.output  # where in the code
     assert "ray/_private" not in failed.output
     assert len(failed.output.splitlines()) < 60

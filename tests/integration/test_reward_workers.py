@@ -115,7 +115,7 @@ async def test_results_come_back_as_they_are(workers, value):
         ("nap", (60.0,), "timeout", "took more than 1.5 s (6 x --reward-time-limit)"),
         ("sends_a_hostile_object", (), "raised", "the result cannot be sent back"),
         ("writes_to_the_owner", (), "crashed", "its worker sent an unreadable reply"),
-        ("lets_down_the_sender", (), "raised", "the result cannot be sent back"),
+        ("returns_what_cannot_be_pickled", (), "raised", "the result cannot be sent back"),
         ("echo", (threading.Lock(),), "raised", "the arguments cannot be sent"),
         ("no_such", (), "raised", "no attribute 'no_such'"),
     ],

@@ -39,7 +39,7 @@ ONE: dict[str, dict[str, Any]] = {
     "record, dynamic batches": {"args": {**RECORD, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 50}},
     "R3": {"args": R3, "engine": True},
     "R3, after a rollout that failed": {
-        "args": {**R3, "custom_megatron_before_train_step_hook_path": "tests.support.routing_ranks.fail_when_told"},
+        "args": {**R3, "custom_megatron_before_train_step_hook_path": "tests.support.routing_ranks.fail_on_demand"},
         "engine": True,
         "fails": "no such luck",
     },
@@ -135,9 +135,9 @@ def test_engines_decide_in_both_passes(alone: dict[str, Any]) -> None:
                 chosen[:-1].scatter_(1, experts[sample][:, number - 1].long(), True)
                 expected.append(chosen)
             rows = torch.cat(expected)
-            told = rows.any(dim=1)  # of the last token of a sample the engine says nothing
+            reported = rows.any(dim=1)  # of the last token of a sample the engine says nothing
             for runs in (layer[PASS], layer[FORWARD]):
-                assert torch.equal(runs[i][: len(rows)][told], rows[told])
+                assert torch.equal(runs[i][: len(rows)][reported], rows[reported])
                 assert (runs[i].sum(dim=1) == TOPK).all()
     # Eight experts, two of them drawn blindly: three quarters are not what the router wants.
     assert alone["R3"]["steps"][0]["routing_replay_differing"] == pytest.approx(1 - TOPK / EXPERTS, abs=0.05)
@@ -171,7 +171,7 @@ def test_losses_and_gradients_against_plain_torch(
 ) -> None:
     data = make_train_data(seed=5, prompts=4, per_prompt=2)
     experts = engine_experts(data, layers=LAYERS, experts=EXPERTS, topk=TOPK)
-    told = {tuple(tokens): chosen for tokens, chosen in zip(data["tokens"], experts, strict=True)}
+    reported = {tuple(tokens): chosen for tokens, chosen in zip(data["tokens"], experts, strict=True)}
     load = plain_grpo.load
 
     def with_told_routers(path: str) -> torch.nn.Module:
@@ -182,7 +182,7 @@ def test_losses_and_gradients_against_plain_torch(
             routers.append(layer.mlp.gate)
 
         def tell(module: Any, inputs: Any) -> None:
-            chosen = told[tuple(inputs[0][0].tolist())].long()
+            chosen = reported[tuple(inputs[0][0].tolist())].long()
             for number, router in enumerate(routers):
                 router.experts = torch.cat([chosen[:, number], torch.tensor([[0, 1]])])
 

@@ -37,10 +37,10 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
     for rank, found in enumerate(results):
         assert found["directory"] == str(directory)
         assert found["listed"] == ["weight_v000002"]  # the first was removed, and so was what the earlier run left
-        told = [version_files.version_dir(shared, version) for version in (1, 2)]
-        assert found["calls"] == [(rank, str(path), ["http://engine:1"], True) for path in told]
-        assert "fail_on_rank_1" in found["told"]
-        assert "the bucket is gone" in found["told"]
+        reported = [version_files.version_dir(shared, version) for version in (1, 2)]
+        assert found["calls"] == [(rank, str(path), ["http://engine:1"], True) for path in reported]
+        assert "fail_on_rank_1" in found["reported"]
+        assert "the bucket is gone" in found["reported"]
 
     (process,) = start(old, [0], tmp_path)
     try:

@@ -187,8 +187,8 @@ def test_a_push_survives_an_engine_that_is_lost_in_the_middle_of_it(
         victim.stop()
     # Both ranks learn of it, and the second attempt carries the number of the first.
     assert [r["versions"] for r in results] == [[1, 2], [1, 2]]
-    assert results[0]["told"] == results[1]["told"] != ""
-    assert "Weight sync" in results[0]["told"]
+    assert results[0]["reported"] == results[1]["reported"] != ""
+    assert "Weight sync" in results[0]["reported"]
     assert [c.weight_version() for c in engines.clients] == ["2", "2"]
     first, second = (c.weights_checksum() for c in engines.clients)
     assert first == second

@@ -57,7 +57,7 @@ def note_rollout(args: Any, sample: Sample, *, rollout_id: int | None = None) ->
 
 
 async def replace_sample(args: Any, sample: Sample, **kwargs: Any) -> Sample:
-    """``--rollout-sample-hook-path`` that goes on with another sample."""
+    """``--rollout-sample-hook-path`` that continues with another sample."""
     return Sample(**{**sample.__dict__, "response": sample.response.upper()})
 
 

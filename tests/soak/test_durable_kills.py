@@ -18,7 +18,7 @@ def test_kills_at_every_moment(tmp_path: Path, mode: str) -> None:
     seed = list(MODES).index(mode)
     found = run_with_kills(tmp_path / "run", random_plan(seed, 16), seed, mode)
     print(f"{mode}: {found}")
-    assert found.came_back > 0
+    assert found.resumed > 0
     assert found.continued > 0 or "partial" not in mode
 
 

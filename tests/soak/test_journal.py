@@ -14,7 +14,7 @@ from slime.rollout import data_source
 from slime.rollout.durable import journal_writer
 from slime.utils import atomic_file
 from tests.support.data_source_model import History
-from tests.support.journal_model import COMPLETED, check_one_history, make_group, told
+from tests.support.journal_model import COMPLETED, check_one_history, make_group, reopened
 from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
 
 pytestmark = pytest.mark.soak
@@ -33,15 +33,15 @@ def test_ten_thousand_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(data_source, "load_tokenizer", lambda *a, **k: CharTokenizer())
     for module in (journal_writer, atomic_file):
         monkeypatch.setattr(module, "sync", lambda path: None)
-    came_back = saved = 0
+    resumed = saved = 0
     for seed in range(10_000):
         rng = random.Random(seed)
         partial, keeps, buffer = rng.random() < 0.5, rng.random() < 0.4, rng.random() < 0.7
         with History(tmp_path / "run", partial and buffer, keeps, buffer, rng.randrange(1, 4)) as history:
             history.play_at_random(seed)
-            came_back, saved = came_back + history.came_back, saved + (history.checkpoint[0] >= 0)
-    print(f"{came_back} groups came back, {saved} runs had a checkpoint at their end")
-    assert came_back > 10_000
+            resumed, saved = resumed + history.resumed, saved + (history.checkpoint[0] >= 0)
+    print(f"{resumed} groups were resumed, {saved} runs had a checkpoint at their end")
+    assert resumed > 10_000
     assert saved > 1_000
 
 
@@ -61,13 +61,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_small_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Groups as far as there is room, then a message; a state that has no room stops the run and leaves the old one."""
-    journal, _ = told(small_disk / "rollout", 0)
+    journal, _ = reopened(small_disk / "rollout", 0)
     groups = [make_group(number, list(range(700)), COMPLETED) for number in range(20)]
     for group in groups:
         journal.completed(group)
     journal.flush()
     assert f"{journal.path(0)}: cannot be written: No space left on device (0 MiB are free there)" in caplog.text
-    kept = told(small_disk / "rollout", 0)[1][1]
+    kept = reopened(small_disk / "rollout", 0)[1][1]
     assert 1 <= len(kept) < 20
     assert kept == {number: groups[number] for number in range(len(kept))}
 

@@ -100,7 +100,7 @@ def blocks_the_timers() -> None:
     time.sleep(60)
 
 
-def lets_down_the_sender() -> Any:
+def returns_what_cannot_be_pickled() -> Any:
     return lambda: 1
 
 

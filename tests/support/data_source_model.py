@@ -55,7 +55,7 @@ class History:
             partial_rollout=partial,
         )  # fmt: skip
         self.checkpoint: tuple[int, list[list[int]]] = (-1, [])
-        self.came_back = 0
+        self.resumed = 0
         self._start()
 
     def _start(self) -> None:
@@ -92,7 +92,7 @@ class History:
         for group in self.source.get_samples(1 + count % 4):
             self._check(group)
             if all(s.status == Status.COMPLETED for s in group):
-                self.came_back += 1
+                self.resumed += 1
                 self.done.append(group)
             else:
                 self.running.append(group)

@@ -79,7 +79,7 @@ class Kills:
     """What a series of kills met with: the moments, the groups that came back, the samples that went on from a part."""
 
     moments: Counter[str] = field(default_factory=Counter)
-    came_back: int = 0
+    resumed: int = 0
     continued: int = 0
 
 
@@ -127,7 +127,7 @@ def run_with_kills(folder: Path, plan: Plan, seed: int, mode: str, **changes: An
             starts.append((tracker(folder), len(lines(folder / "trained.jsonl"))))
             _run_to_the_end(cluster, flags | more | {"num_rollout": steps}, folder / f"log{number}.txt", number)
     check(folder, starts, steps, mode, flags["global_batch_size"])
-    found.came_back = sum(_came_back(path) for path in folder.glob("log*.txt"))
+    found.resumed = sum(_resumed_groups(path) for path in folder.glob("log*.txt"))
     found.continued = sum(len({span[0] for span in s["spans"]}) > 1 for s in lines(folder / "samples.jsonl"))
     return found
 
@@ -227,7 +227,7 @@ def check(folder: Path, starts: list[tuple[int, int]], steps: int, mode: str, st
 
 
 def _lineage(records: list[Any], starts: list[tuple[int, int]]) -> list[list[int]]:
-    """Return what the final weights were trained on: each start goes on from the checkpoint that it found."""
+    """Return what the final weights were trained on: each start continues from the checkpoint that it found."""
     final: list[list[int]] = []
     ends = [first for _, first in starts[1:]] + [len(records)]
     for (checkpoint, first), end in zip(starts, ends, strict=True):
@@ -267,6 +267,6 @@ def _check_samples(samples: list[Any], trained: set[int]) -> None:
         assert versions == sorted(versions)
 
 
-def _came_back(log: Path) -> int:
+def _resumed_groups(log: Path) -> int:
     found = [line for line in log.read_text().splitlines() if "groups generated before the restart come back" in line]
     return sum(int(line.split(" groups generated")[0].rpartition(" ")[2].rpartition(":")[2]) for line in found)

@@ -281,7 +281,7 @@ def kill_one_of_two(
         )
         source = RolloutDataSourceWithBuffer(args)
         victim, survivor = random.Random(seed).sample(fleet.members.all(), 2)
-        told: list[str] = []
+        reported: list[str] = []
         held: list[int] = []
 
         def kill() -> None:
@@ -291,13 +291,13 @@ def kill_one_of_two(
             threading.Event().wait(moment)
             held.append(num_requests(victim))
             os.kill(victim.engine.pid, signal.SIGKILL)
-            told.append(f"killed {moment:.2f} s after its first requests, with {held[0]} in flight")
+            reported.append(f"killed {moment:.2f} s after its first requests, with {held[0]} in flight")
 
         thread = threading.Thread(target=kill, daemon=True)
         thread.start()
         groups = generate_rollout(args, 0, source).samples
         thread.join(PATIENCE_S)
-        assert told, "the rollout ended before the engine was killed"
+        assert reported, "the rollout ended before the engine was killed"
         assert held[0] > 0, "the engine was killed when it had no request any more"
         _check_real(args, checkpoint, groups, 6)
         assert fleet.members.lost == 1
@@ -314,7 +314,7 @@ def kill_one_of_two(
         assert source.sample_index == 24
         assert not source.buffer
         assert not events.failed.is_set()
-        return told[0]
+        return reported[0]
 
 
 def num_requests(member: Member) -> int:

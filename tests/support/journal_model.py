@@ -72,7 +72,7 @@ def model(steps: list[Step]) -> tuple[list[int], dict[int, Any], dict[int, list[
     return dispatched, generated, consumed
 
 
-def told(folder: Path, rollout_id: int) -> tuple[GroupJournal, Any]:
+def reopened(folder: Path, rollout_id: int) -> tuple[GroupJournal, Any]:
     """Start again: return the journal and what it says."""
     journal = GroupJournal(folder, SETTING)
     replay = journal.resume(rollout_id)
@@ -84,8 +84,8 @@ def damage(data: bytes, rng: random.Random) -> tuple[bytes, int]:
     at = rng.randrange(len(data) + 1)
     kind = rng.choice(["cut", "cut", "change", "add"])
     if kind == "add":
-        torn = data.splitlines(keepends=True)[-1][: -1 - rng.randrange(20)]
-        return data + rng.choice([b"\0" * 100, b'{"crc":"', b"\n", torn]), data.count(b"\n")
+        cut = data.splitlines(keepends=True)[-1][: -1 - rng.randrange(20)]
+        return data + rng.choice([b"\0" * 100, b'{"crc":"', b"\n", cut]), data.count(b"\n")
     if kind == "change" and at < len(data):
         changed = data[at] ^ rng.randrange(1, 256)
         return data[:at] + bytes([changed]) + data[at + 1 :], data[:at].count(b"\n")
@@ -97,7 +97,7 @@ def check_one_history(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     folder.mkdir()
     before = [random_step(rng) for _ in range(rng.randrange(8))]
-    journal, nothing = told(folder, 4)
+    journal, nothing = reopened(folder, 4)
     assert nothing == model([])
     for step in before:
         tell(journal, step)
@@ -110,10 +110,10 @@ def check_one_history(folder: Path, seed: int) -> None:
     data, lines = damage(whole, rng)
     path.write_bytes(data)
     kept = before[: max(0, lines - 1)]
-    again, found = told(folder, 4)
+    again, found = reopened(folder, 4)
     assert found == model(kept)
     after = [random_step(rng) for _ in range(rng.randrange(5))]
     for step in after:
         tell(again, step)
     again.flush()
-    assert told(folder, 4)[1] == model(kept + after)
+    assert reopened(folder, 4)[1] == model(kept + after)

@@ -94,7 +94,8 @@ FAMILIES: dict[str, Tiny] = {
         "qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, {}, ("model.visual.norm.weight",), "qwen3_5_moe"
     ),
 }
-DENSE = ("glm4", "glm4-32B", "mimo", "deepseek_v3-dense", "qwen3_5", "qwen3_5-whole")
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+DENSE = [name for name, tiny in FAMILIES.items() if not any({**tiny.fields, **tiny.config}.get(key) for key in EXPERTS)]
 TP2, SP = ("--tensor-model-parallel-size", 2), ("--sequence-parallel",)
 LAYOUTS: dict[str, tuple[Any, ...]] = {
     "dp2": (),
@@ -109,7 +110,7 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
 def families_of(layout: str) -> list[str]:
     """Return the families that are run under ``layout``: experts need sequence parallelism, and ep2 needs experts."""
     if layout == "tp2":
-        return list(DENSE)
+        return DENSE
     return [name for name in FAMILIES if layout != "ep2" or name not in DENSE]
 
 

@@ -75,8 +75,8 @@ def top_p_data() -> dict[str, list[Any]]:
             sorted({*rng.choice(256, rng.integers(0, 40), replace=False).tolist(), token}) if trained else []
             for token, trained in zip(tokens[-response:], mask, strict=True)
         ]
-        data["rollout_top_p_token_ids"].append([token for nucleus in masks for token in nucleus])
-        data["rollout_top_p_token_offsets"].append([0, *np.cumsum([len(nucleus) for nucleus in masks]).tolist()])
+        data["rollout_top_p_token_ids"].append([token for kept_ids in masks for token in kept_ids])
+        data["rollout_top_p_token_offsets"].append([0, *np.cumsum([len(kept_ids) for kept_ids in masks]).tolist()])
     return data
 
 

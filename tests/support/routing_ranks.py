@@ -18,7 +18,7 @@ FAILURES: list[str] = []
 """What the next training step of this process fails with."""
 
 
-def fail_when_told(*of_the_step: Any) -> None:
+def fail_on_demand(*of_the_step: Any) -> None:
     """A ``--custom-megatron-before-train-step-hook-path``."""
     if FAILURES:
         raise RuntimeError(FAILURES.pop())

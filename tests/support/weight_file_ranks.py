@@ -47,9 +47,9 @@ def publish(checkpoint: str, folder: str, flags: list[str]) -> dict[str, Any]:
     listed = sorted(os.listdir(folder))
     args.custom_update_weight_post_write_path = "tests.support.weight_file_ranks.fail_on_rank_1"
     args.update_weight_disk_keep_files = True
-    told = ""
+    reported = ""
     try:
         publish(args, source, 3, engines)
     except WeightSyncError as e:
-        told = str(e)
-    return {"directory": found, "listed": listed, "calls": list(CALLS), "told": told}
+        reported = str(e)
+    return {"directory": found, "listed": listed, "calls": list(CALLS), "reported": reported}

@@ -93,14 +93,14 @@ def push_without_a_victim(
         send(self, bucket, weight_version=weight_version)
 
     process_group.EngineGroup.send = send_and_strike  # type: ignore[method-assign]
-    told = ""
+    reported = ""
     try:
         updater.update()
     except WeightSyncError as e:
-        told = str(e)
+        reported = str(e)
     process_group.EngineGroup.send = send  # type: ignore[method-assign]
     signal_family(signal.SIGKILL)  # as the fleet does with an engine that does not answer
     updater.connect(infos[:-1])
     versions.append(updater.update())
     updater.disconnect()
-    return {"versions": versions, "told": told}
+    return {"versions": versions, "reported": reported}

@@ -310,7 +310,7 @@ def test_a_system_message_after_the_system_prompt_is_in_the_middle():
 
 
 async def test_a_reminder_after_a_tool_result_does_not_fork_the_conversation(gateway):
-    """It stays where it was when the conversation goes on."""
+    """It stays where it was when the conversation continues."""
     g = gateway("one", "two")
     first = [user([RESULT]), system_message("x")]
     said = g.post(messages=first).json()["content"]

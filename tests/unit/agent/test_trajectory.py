@@ -430,7 +430,7 @@ class SlowManager:
 
 @st.composite
 def sessions(draw: st.DrawFn) -> tuple[int, list[tuple[list[dict], dict, TurnRecord]]]:
-    """An agent that asks anew, goes on from an answer, from an earlier point, or with a history that it changed; and
+    """An agent that asks anew, continues from an answer, from an earlier point, or with a history that it changed; and
     prompts that are the tokens the engine saw, or another rendering of them. Ids of generated tokens are unique."""
     threshold = draw(st.sampled_from([0, 2, 3, 1024]))
     turns: list[tuple[list[dict], dict, TurnRecord]] = []

@@ -129,13 +129,15 @@ def test_a_second_run_in_a_directory_has_metrics_of_its_own(paths):
 
 
 def test_what_it_says_about_time_counts_only_what_is_left_to_do(paths, tmp_path):
-    def told(*args):
+    def estimate(*args):
         text = quickstart.expected_time(*args)
         return int(re.search(r"about (\d+) min", text).group(1))
 
     fresh = recipe.Paths(tmp_path / "elsewhere")
     assert (
-        told(fresh, recipe.GRPO_ROLLOUTS, "grpo") > told(paths, recipe.GRPO_ROLLOUTS, "grpo") > told(paths, 5, "grpo")
+        estimate(fresh, recipe.GRPO_ROLLOUTS, "grpo")
+        > estimate(paths, recipe.GRPO_ROLLOUTS, "grpo")
+        > estimate(paths, 5, "grpo")
     )
 
 

@@ -204,8 +204,8 @@ def test_what_a_converter_gets_wrong_names_it(name, message):
     c = converter(custom_convert_samples_to_train_data_path=f"{__name__}.{name}")
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         c.shards(rollout(0, [1, 0, 0, 0]))
-    told = f"{caught.value}\n{notes_of(caught)}"
-    assert f"--custom-convert-samples-to-train-data-path '{__name__}.{name}' ({__file__}:" in told
+    reported = f"{caught.value}\n{notes_of(caught)}"
+    assert f"--custom-convert-samples-to-train-data-path '{__name__}.{name}' ({__file__}:" in reported
 
 
 def one_list(args, samples):
@@ -236,8 +236,8 @@ def test_what_a_reward_post_processing_gets_wrong_names_it(name, message):
     c = converter(custom_reward_post_process_path=f"{__name__}.{name}")
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         c.shards(rollout(0, [1, 0, 0, 0]))
-    told = f"{caught.value}\n{notes_of(caught)}"
-    assert f"--custom-reward-post-process-path '{__name__}.{name}' ({__file__}:" in told
+    reported = f"{caught.value}\n{notes_of(caught)}"
+    assert f"--custom-reward-post-process-path '{__name__}.{name}' ({__file__}:" in reported
 
 
 def test_a_reward_post_processing_may_be_a_coroutine_function_and_return_tensors():

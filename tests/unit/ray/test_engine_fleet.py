@@ -25,14 +25,14 @@ PATIENCE_S = 30.0
 class Engine:
     """An engine whose starts, ends and answers are what the test says. Every life has a port of its own."""
 
-    lives: list[Engine]
+    started: list[Engine]
     broken_starts: list[str]
     gate: threading.Event
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan, self.ended_by, self.is_ended = plan, None, threading.Event()
-        self.lives.append(self)
-        self.port = len(self.lives)
+        self.started.append(self)
+        self.port = len(self.started)
 
     def start(self) -> EngineInfo:
         if self.port > 2:
@@ -129,7 +129,7 @@ def push(run: World) -> list[str]:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    Engine.lives, Engine.broken_starts, Engine.gate = [], [], threading.Event()
+    Engine.started, Engine.broken_starts, Engine.gate = [], [], threading.Event()
     Engine.gate.set()
     Client.silent, Client.calls = set(), []
     router = Router()
@@ -161,35 +161,35 @@ def test_engines_that_start_get_requests_and_end_with_the_fleet(world: Any) -> N
     assert run.fleet.for_all(lambda engine: engine.flush_cache()) == [f"flush_cache of {u}" for u in run.router.engines]
     assert run.fleet.counts() == {}
     run.fleet.stop()
-    assert all(engine.is_ended.is_set() for engine in Engine.lives)
+    assert all(engine.is_ended.is_set() for engine in Engine.started)
     assert run.router.stopped
 
 
 def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(world: Any, caplog: Any) -> None:
     run = world()
-    Engine.lives[1].ended_by = "engine 1 (pid 7) was ended by signal 9.\nLast lines of engine_1.log:\n  | boom"
+    Engine.started[1].ended_by = "engine 1 (pid 7) was ended by signal 9.\nLast lines of engine_1.log:\n  | boom"
     run.fleet.reap_exited()
     assert run.router.engines == ["http://e0:1"]
     assert [info.rank for info in infos(run)] == [0]
     assert not run.events.failed.is_set()
-    (told,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-    assert "ended by signal 9" in told.message
-    assert "| boom" in told.message
-    assert "1 of 2 engines continue" in told.message
-    assert "--use-fault-tolerance" in told.message
+    (reported,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "ended by signal 9" in reported.message
+    assert "| boom" in reported.message
+    assert "1 of 2 engines continue" in reported.message
+    assert "--use-fault-tolerance" in reported.message
     assert run.fleet.recover() == 0
     assert run.fleet.counts() == {
         "rollout/engines/serving": 1, "rollout/engines/lost": 1, "rollout/engines/restarted": 0
     }  # fmt: skip
     run.fleet.reap_exited()
     assert run.fleet.members.lost == 1  # told once
-    assert len(Engine.lives) == 2
-    assert Engine.lives[1].is_ended.wait(PATIENCE_S)
+    assert len(Engine.started) == 2
+    assert Engine.started[1].is_ended.wait(PATIENCE_S)
 
 
 def test_the_last_engine_ends_the_run_with_its_reason(world: Any) -> None:
     run = world()
-    for engine in Engine.lives:
+    for engine in Engine.started:
         engine.ended_by = f"engine {engine.plan.rank} exited with code 3."
     run.fleet.reap_exited()
     assert run.events.failed.is_set()
@@ -201,9 +201,9 @@ def test_the_last_engine_ends_the_run_with_its_reason(world: Any) -> None:
 def test_a_lost_engine_comes_back_with_weights_first_and_requests_then(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.gate.clear()
-    Engine.lives[0].ended_by = "engine 0 exited with code 1."
+    Engine.started[0].ended_by = "engine 0 exited with code 1."
     run.fleet.reap_exited()
-    assert Engine.lives[0].is_ended.wait(PATIENCE_S)
+    assert Engine.started[0].is_ended.wait(PATIENCE_S)
     assert [info.url for info in infos(run)] == run.router.engines == ["http://e1:2"]
     Engine.gate.set()
     assert run.fleet.recover() == 1  # waits for it
@@ -246,17 +246,17 @@ def test_an_engine_that_fails_its_checks_is_lost_with_its_log(world: Any, caplog
     assert "http://e1:2" in run.router.engines
     run.fleet._monitor.check()
     assert run.router.engines == ["http://e0:1"]
-    assert Engine.lives[1].is_ended.wait(PATIENCE_S)
-    told = next(r.message for r in caplog.records if r.levelno == logging.ERROR)
-    assert told.startswith("engine 1 (http://e1:2): 3 health checks in a row failed, the last: GET http://e1:2")
-    assert "  | serving" in told
+    assert Engine.started[1].is_ended.wait(PATIENCE_S)
+    reported = next(r.message for r in caplog.records if r.levelno == logging.ERROR)
+    assert reported.startswith("engine 1 (http://e1:2): 3 health checks in a row failed, the last: GET http://e1:2")
+    assert "  | serving" in reported
     assert run.fleet.recover() == 1
 
 
 def test_when_all_are_lost_weights_are_asked_for_as_soon_as_one_is_back(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.gate.clear()
-    for engine in Engine.lives:
+    for engine in Engine.started:
         engine.ended_by = "killed"
     run.fleet.reap_exited()
     assert not run.events.need.is_set()
@@ -273,7 +273,7 @@ def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) 
     assert run.fleet.recover() == 0
     offered = run.fleet.offer()
     assert len(offered) == 2
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     run.wait_for(0, State.NEW)
     run.fleet.admit()
@@ -289,12 +289,12 @@ def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) 
 
 def test_the_loss_of_the_last_that_serves_is_told_while_another_waits_for_weights(world: Any) -> None:
     run = world(use_fault_tolerance=True)
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     run.wait_for(0, State.NEW)
     assert not run.events.need.is_set()
     Engine.gate.clear()  # the other does not come back for now
-    Engine.lives[1].ended_by = "killed"
+    Engine.started[1].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.events.need.is_set()
     Engine.gate.set()
@@ -303,16 +303,16 @@ def test_the_loss_of_the_last_that_serves_is_told_while_another_waits_for_weight
 def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(world: Any, caplog: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.broken_starts += ["no memory", "no memory", "no memory left"]
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.fleet.recover() == 0
-    assert len(Engine.lives) == 2 + engine_restarts.ATTEMPTS
-    assert all(engine.is_ended.is_set() for engine in Engine.lives if engine.plan.rank == 0)
+    assert len(Engine.started) == 2 + engine_restarts.ATTEMPTS
+    assert all(engine.is_ended.is_set() for engine in Engine.started if engine.plan.rank == 0)
     assert "could not be restarted in 3 attempts" in caplog.text
     assert "no memory left" in caplog.text
     assert not run.events.failed.is_set()
     Engine.broken_starts += ["no memory"] * 3
-    Engine.lives[1].ended_by = "killed"
+    Engine.started[1].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.events.failed.wait(PATIENCE_S)
     assert "no engine is left: engine 1 could not be restarted" in str(run.events.failure)
@@ -321,7 +321,7 @@ def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(worl
 def test_the_last_to_be_given_up_ends_the_run(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.broken_starts += ["no memory"] * 6
-    for engine in Engine.lives:
+    for engine in Engine.started:
         engine.ended_by = "killed"
     run.fleet.reap_exited()
     assert run.events.failed.wait(PATIENCE_S)
@@ -332,7 +332,7 @@ def test_the_last_to_be_given_up_ends_the_run(world: Any) -> None:
 def test_an_engine_that_starts_at_the_second_attempt_is_back(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.broken_starts.append("port taken")
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.fleet.recover() == 1
     assert [info.url for info in infos(run)] == ["http://e0:4", "http://e1:2"]
@@ -340,15 +340,15 @@ def test_an_engine_that_starts_at_the_second_attempt_is_back(world: Any) -> None
 
 def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -> None:
     run = world(use_fault_tolerance=True, offload_rollout=True)
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
-    assert Engine.lives[0].is_ended.wait(PATIENCE_S)
-    assert len(Engine.lives) == 2
+    assert Engine.started[0].is_ended.wait(PATIENCE_S)
+    assert len(Engine.started) == 2
     assert run.fleet.recover() == 1
     # As much memory as the others have at that moment: that of the weights.
     assert Client.calls[-2:] == [("http://e0:3", "release_memory"), ("http://e0:3", "resume_memory ['weights']")]
-    Engine.lives[1].ended_by = "killed"
-    Engine.lives[2].ended_by = "killed"
+    Engine.started[1].ended_by = "killed"
+    Engine.started[2].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.events.need.is_set()  # nothing comes back without a push
 
@@ -356,7 +356,7 @@ def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -
 @pytest.mark.parametrize("offload", [False, True])
 def test_without_a_trainer_engines_serve_when_they_are_back(world: Any, offload: bool) -> None:
     run = world(use_fault_tolerance=True, debug_rollout_only=True, offload_rollout=offload)
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     run.wait_for(0, State.SERVING)
     assert run.router.engines == ["http://e1:2", "http://e0:3"]
@@ -406,7 +406,7 @@ def test_before_a_push_silent_engines_are_lost_only_with_the_flag(world: Any) ->
 def test_a_new_engine_that_the_router_refuses_is_replaced_again(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     run.router.refuses.add("http://e0:3")
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.fleet.recover() == 1
     push(run)
@@ -428,16 +428,16 @@ def test_nothing_is_started_again_once_the_fleet_stops(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.gate.clear()
     Engine.broken_starts += ["ended while it was being started"]
-    Engine.lives[0].ended_by = "killed"
+    Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     run.wait_for(0, State.STARTING)
     stopping = threading.Thread(target=run.fleet.stop)
     stopping.start()
-    for engine in Engine.lives:
+    for engine in Engine.started:
         assert engine.is_ended.wait(PATIENCE_S)
     Engine.gate.set()
     stopping.join(PATIENCE_S)
-    assert len(Engine.lives) == 3
+    assert len(Engine.started) == 3
     run.fleet.mark_dead(run.member(1), "too late")
     assert run.fleet.members.lost == 1
 

@@ -86,9 +86,14 @@ def test_slots_are_ordered_by_node_address_and_gpu(world: Any, monkeypatch: pyte
     assert set(world.watched) == {"n9", "n10"}
 
 
-@pytest.mark.parametrize(("device", "slots", "told"), [("cpu", 14, False), ("cpu", 15, True), ("cuda", 15, False)])
-def test_many_more_processes_than_cores_are_told(
-    device: str, slots: int, told: bool, world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("device", "slots", "warns"), [("cpu", 14, False), ("cpu", 15, True), ("cuda", 15, False)])
+def test_many_more_processes_than_cores_are_warned_of(
+    device: str,
+    slots: int,
+    warns: bool,
+    world: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The cluster has 8 cores; two slots train."""
     connected(monkeypatch, device)
@@ -96,7 +101,7 @@ def test_many_more_processes_than_cores_are_told(
     create_placement_groups(placed_args(rollout_num_gpus=slots))
     said = [m for m in caplog.messages if "are as many processes" in m]
     expected = "there is no GPU: 17 slots (2 train, 15 generate) are as many processes, which share 8 CPU cores"
-    assert [m.partition(";")[0] for m in said] == ([expected] if told else [])
+    assert [m.partition(";")[0] for m in said] == ([expected] if warns else [])
 
 
 def test_an_engine_that_would_lie_on_two_nodes_is_refused(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,8 +294,8 @@ async def test_who_waits_for_what_is_told():
     flying.add(task, group)
     with trace_span(group[0], "generate_and_rm"), trace_span(group[0], "sglang_generate"):
         with trace_span(group[1], "reward_model"), trace_span(group[2], "reward_model"):
-            told = flying.describe_oldest()
-    assert told == "group_index=7 for 0 s (samples [0] wait for an engine, samples [1, 2] wait for its reward)"
+            reported = flying.describe_oldest()
+    assert reported == "group_index=7 for 0 s (samples [0] wait for an engine, samples [1, 2] wait for its reward)"
     await task
 
 

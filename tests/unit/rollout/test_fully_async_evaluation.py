@@ -1,4 +1,4 @@
-"""An evaluation while the fully asynchronous rollout goes on."""
+"""An evaluation while the fully asynchronous rollout continues."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_a_hook_of_the_whole_rollout_that_raises_loses_no_group(cluster, start, 
     with pytest.raises(ValueError, match="the hook broke"):
         generate_rollout_fully_async(args, 0, source)
     stream = get_global_worker(args, source).stream
-    assert stream._filler is None, "generation goes on though the rollout ended early"
+    assert stream._filler is None, "generation continues though the rollout ended early"
     assert not stream.ledger.in_flight
     output = generate_rollout_fully_async(args, 0, source)
     first, second = ([number for number in call if number % 2] for call in CALLS)

@@ -20,8 +20,8 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks, apply_sample_
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from tests.support.error_text import line_of, notes_of
 from tests.support.rollout_args import rollout_args
-from tests.support.told_errors import line_of, notes_of
 
 HERE = __name__
 FILE = __file__
@@ -205,7 +205,7 @@ def test_a_hook_that_calls_exit_does_not_end_the_loop(name):
     for call in (lambda: run(hook.awaited(None, Sample(index=3))), lambda: run(hook.awaited_off_loop(None, 1))):
         with pytest.raises(RuntimeError, match=rf"--custom-rm-path '.*{name}' .* called exit\(3\)"):
             call()
-    assert run(make_hook(f"{HERE}.coroutine", "custom_rm_path").awaited(None, 4)) == 4  # the loop goes on
+    assert run(make_hook(f"{HERE}.coroutine", "custom_rm_path").awaited(None, 4)) == 4  # the loop continues
 
 
 async def awaits_what_is_cancelled(args: Any, value: Any) -> Any:

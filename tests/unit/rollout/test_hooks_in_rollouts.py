@@ -24,8 +24,8 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from tests.support.error_text import line_of, notes_of
 from tests.support.rollout_args import rollout_args
-from tests.support.told_errors import line_of, notes_of
 
 HERE = __name__
 FILE = __file__

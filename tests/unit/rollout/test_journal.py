@@ -25,7 +25,7 @@ from tests.support.journal_model import (
     SETTING,
     check_one_history,
     make_group,
-    told,
+    reopened,
 )
 
 
@@ -65,7 +65,7 @@ def test_anything_else_is_no_record(line: bytes) -> None:
 
 
 def test_what_is_flushed_is_synced(tmp_path: Path, synced: list[str]) -> None:
-    journal, _ = told(tmp_path, 2)
+    journal, _ = reopened(tmp_path, 2)
     journal.completed(make_group(0, [1], COMPLETED))
     journal.flush()
     assert synced[-1:] == ["journal_2.jsonl"]
@@ -73,7 +73,7 @@ def test_what_is_flushed_is_synced(tmp_path: Path, synced: list[str]) -> None:
 
 
 def test_other_flags_than_then_make_a_journal_useless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     journal.completed(make_group(0, [1], COMPLETED))
     journal.flush()
     other = GroupJournal(tmp_path, {**SETTING, "rollout_temperature": 0.5})
@@ -81,11 +81,11 @@ def test_other_flags_than_then_make_a_journal_useless(tmp_path: Path, caplog: py
     assert "flags that decide over what is generated have changed" in caplog.text
     other.completed(make_group(1, [2], COMPLETED))
     other.flush()
-    assert told(tmp_path, 0)[1] == ([], {}, {})  # and what is made now is not for the flags of then
+    assert reopened(tmp_path, 0)[1] == ([], {}, {})  # and what is made now is not for the flags of then
 
 
 def test_only_wanted_rollouts_are_written_and_old_ones_forgotten(tmp_path: Path) -> None:
-    journal, _ = told(tmp_path, 3)
+    journal, _ = reopened(tmp_path, 3)
     for rollout_id in range(3, 9):
         journal.completed(make_group(rollout_id, [1], COMPLETED))
         journal.turn_over(rollout_id + 1, wanted=(rollout_id + 1) % 2 == 0)
@@ -95,7 +95,7 @@ def test_only_wanted_rollouts_are_written_and_old_ones_forgotten(tmp_path: Path)
     journal.forget_before(6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["journal_6.jsonl", "journal_8.jsonl"]
     (tmp_path / "journal_of_mine.jsonl").write_text("kept")
-    journal, (_, generated, _) = told(tmp_path, 6)
+    journal, (_, generated, _) = reopened(tmp_path, 6)
     assert list(generated) == [6]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["journal_6.jsonl", "journal_of_mine.jsonl"]
 
@@ -109,39 +109,39 @@ def test_before_it_is_opened_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_groups_without_a_number_are_left_out(tmp_path: Path) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     group = make_group(0, [1], COMPLETED)
     group[0].group_index = None
     journal.completed(group)
     journal.dispatched([group])
     journal.completed([])  # type: ignore[arg-type]
     journal.flush()
-    assert told(tmp_path, 0)[1] == ([], {}, {})
+    assert reopened(tmp_path, 0)[1] == ([], {}, {})
 
 
 def test_nested_groups_and_the_last_state_count(tmp_path: Path) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     one, two = make_group(5, [1, 2], COMPLETED)
     journal.returned(make_group(5, [1], ABORTED))
     journal.completed([[one, two], two])
     journal.returned(make_group(6, [], PENDING))
     journal.flush()
-    assert told(tmp_path, 0)[1] == ([], {5: [[one, two], two]}, {})
+    assert reopened(tmp_path, 0)[1] == ([], {5: [[one, two], two]}, {})
 
 
 def test_what_cannot_be_stored_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     bad = make_group(1, [1], COMPLETED)
     bad[0].train_metadata = {"handle": threading.Lock()}
     journal.completed(bad)
     journal.completed(make_group(2, [1], COMPLETED))
     journal.flush()
     assert "field 'train_metadata'" in caplog.text
-    assert list(told(tmp_path, 0)[1][1]) == [2]
+    assert list(reopened(tmp_path, 0)[1][1]) == [2]
 
 
 def test_a_file_that_cannot_be_looked_at_ends_its_journal_and_no_other(tmp_path: Path, monkeypatch, caplog) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     broken, exists = journal.path(0), Path.exists
 
     def stale(path: Path) -> bool:
@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_looked_at_ends_its_journal_and_no_other(tmp_path:
 
 def test_a_full_disk_ends_the_journal_of_a_rollout_and_not_the_run(tmp_path: Path, caplog) -> None:
     """``/dev/full`` takes nothing; the message names the file and the space, and the next rollout tries again."""
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     journal.completed(make_group(1, [1], COMPLETED))
     journal.flush()
     journal.path(0).rename(tmp_path / "kept")
@@ -178,11 +178,11 @@ def test_a_full_disk_ends_the_journal_of_a_rollout_and_not_the_run(tmp_path: Pat
     journal.path(0).unlink()
     (tmp_path / "kept").rename(journal.path(0))
     assert list(read_records(journal.path(1)))[1][0]["group"] == 4
-    assert list(told(tmp_path, 0)[1][1]) == [1]
+    assert list(reopened(tmp_path, 0)[1][1]) == [1]
 
 
 def test_a_record_cut_off_by_a_full_disk_is_not_followed_by_others(tmp_path: Path, monkeypatch, caplog) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     append = journal_writer._append
 
     def half(path: Path, entries: Any) -> None:
@@ -198,17 +198,17 @@ def test_a_record_cut_off_by_a_full_disk_is_not_followed_by_others(tmp_path: Pat
     monkeypatch.setattr(journal_writer, "_append", append)
     journal.completed(make_group(3, [1], COMPLETED))
     journal.flush()
-    again, (_, generated, _) = told(tmp_path, 0)
+    again, (_, generated, _) = reopened(tmp_path, 0)
     assert list(generated) == [1]
     assert "are no whole record and are cut off" in caplog.text
     again.completed(make_group(3, [1], COMPLETED))
     again.flush()
-    assert list(told(tmp_path, 0)[1][1]) == [1, 3]
+    assert list(reopened(tmp_path, 0)[1][1]) == [1, 3]
 
 
 def test_a_directory_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("")
-    journal, nothing = told(tmp_path / "file" / "rollout", 0)
+    journal, nothing = reopened(tmp_path / "file" / "rollout", 0)
     assert nothing == ([], {}, {})
     journal.completed(make_group(1, [1], COMPLETED))
     journal.flush()
@@ -216,23 +216,23 @@ def test_a_directory_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog) -
 
 
 def test_a_directory_that_is_missing_is_made(tmp_path: Path) -> None:
-    journal, _ = told(tmp_path / "not" / "yet", 0)
+    journal, _ = reopened(tmp_path / "not" / "yet", 0)
     journal.completed(make_group(1, [1], COMPLETED))
     journal.flush()
     shutil.rmtree(tmp_path / "not")  # by someone else, in the middle of the run
     journal.turn_over(1, wanted=True)
     journal.completed(make_group(2, [1], COMPLETED))
     journal.flush()
-    assert list(told(tmp_path / "not" / "yet", 1)[1][1]) == [2]
+    assert list(reopened(tmp_path / "not" / "yet", 1)[1][1]) == [2]
 
 
 @pytest.mark.parametrize("name", ["unlink", "truncate"])
 def test_a_read_only_directory_stops_nothing(tmp_path: Path, monkeypatch, caplog, name: str) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     journal.completed(make_group(1, [1], COMPLETED))
     journal.flush()
     with open(journal.path(0), "ab") as file:
-        file.write(b"torn")
+        file.write(b"cut")
     (tmp_path / "journal_7.jsonl").write_text("old")
 
     def refuse(path: Any, *_: Any, **__: Any) -> None:
@@ -240,7 +240,7 @@ def test_a_read_only_directory_stops_nothing(tmp_path: Path, monkeypatch, caplog
 
     with monkeypatch.context() as context:
         context.setattr(*((Path, "unlink", refuse) if name == "unlink" else (os, "truncate", refuse)))
-        again, _ = told(tmp_path, 0)
+        again, _ = reopened(tmp_path, 0)
         again.turn_over(7, wanted=True)
         again.forget_before(9)
         again.flush()
@@ -248,7 +248,7 @@ def test_a_read_only_directory_stops_nothing(tmp_path: Path, monkeypatch, caplog
 
 
 def test_what_breaks_the_writing_thread_is_not_waited_for(tmp_path: Path, monkeypatch, caplog) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
 
     def broken(*_: Any) -> None:
         raise RuntimeError("boom")
@@ -263,11 +263,11 @@ def test_what_breaks_the_writing_thread_is_not_waited_for(tmp_path: Path, monkey
     journal.turn_over(1, wanted=True)
     journal.completed(make_group(3, [1], COMPLETED))
     journal.flush()
-    assert list(told(tmp_path, 1)[1][1]) == [3]
+    assert list(reopened(tmp_path, 1)[1][1]) == [3]
 
 
 def test_what_fails_in_one_group_does_not_concern_the_others(tmp_path: Path, monkeypatch, caplog) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     endless: dict[str, Any] = {}
     endless["itself"] = endless
     bad = make_group(1, [1], COMPLETED)
@@ -276,7 +276,7 @@ def test_what_fails_in_one_group_does_not_concern_the_others(tmp_path: Path, mon
     journal.completed(make_group(2, [1], COMPLETED))
     journal.flush()
     assert "group 1 is left out of the journal" in caplog.text
-    assert list(told(tmp_path, 0)[1][1]) == [2]
+    assert list(reopened(tmp_path, 0)[1][1]) == [2]
 
 
 @pytest.mark.parametrize("format_", [1, 99])
@@ -285,7 +285,7 @@ def test_journals_of_other_releases(tmp_path: Path, caplog, format_: int) -> Non
         encode_record({"kind": "begin", "format": format_, "rollout": 0, "setting": SETTING})
         + encode_record({"kind": "dispatched", "groups": [5]})
     )
-    dispatched = told(tmp_path, 0)[1][0]
+    dispatched = reopened(tmp_path, 0)[1][0]
     assert dispatched == ([5] if format_ == 1 else [])
     assert ("of another version of slime" in caplog.text) == (format_ == 99)
 
@@ -299,13 +299,13 @@ def test_a_slow_disk_costs_groups_and_not_memory(tmp_path: Path, monkeypatch, ca
         append(path, entries)
 
     monkeypatch.setattr(journal_writer, "_append", slow)
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     for number in range(20):
         journal.completed(make_group(number, [1], COMPLETED))  # returns while the disk keeps the thread waiting
     go.set()
     journal.flush()
     assert caplog.text.count("too slow for the journal") == 1
-    kept = list(told(tmp_path, 0)[1][1])
+    kept = list(reopened(tmp_path, 0)[1][1])
     assert 1 <= len(kept) < 20
     assert kept == sorted(kept)
 
@@ -324,7 +324,7 @@ def test_who_notes_a_group_encodes_and_writes_nothing(tmp_path: Path, monkeypatc
     for name in ("encode_group", "to_json", "_append", "sync"):
         monkeypatch.setattr(journal_writer, name, in_thread(getattr(journal_writer, name)))
     monkeypatch.setattr(journal_writer.time, "sleep", breaths.append)
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
     journal.completed(make_group(1, list(range(700)), COMPLETED))
     journal.flush()
     assert threads == {"journal"}
@@ -333,7 +333,7 @@ def test_who_notes_a_group_encodes_and_writes_nothing(tmp_path: Path, monkeypatc
 
 
 def test_many_threads_and_no_thread_left(tmp_path: Path) -> None:
-    journal, _ = told(tmp_path, 0)
+    journal, _ = reopened(tmp_path, 0)
 
     def note(start: int) -> None:
         for number in range(start, start + 50):
@@ -349,6 +349,6 @@ def test_many_threads_and_no_thread_left(tmp_path: Path) -> None:
     while any(thread.name == "journal" for thread in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.01)
-    generated = told(tmp_path, 0)[1][1]
+    generated = reopened(tmp_path, 0)[1][1]
     assert sorted(generated) == [100 * i + n for i in range(4) for n in range(50)]
     assert all(isinstance(s, Sample) and s.tokens == [number] for number, g in generated.items() for s in g)

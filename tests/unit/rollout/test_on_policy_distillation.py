@@ -35,8 +35,11 @@ def sample(tokens: str = "pqrst", response: int = 3, **fields: Any) -> Sample:
 
 def reply(tokens: str = "pqrst", first: Any = None) -> dict[str, Any]:
     """As an SGLang server tells it: the first token has no log-prob, the others -1, -2, ... in order."""
-    told = [[first if i == 0 else -float(i), ord(c), None] for i, c in enumerate(tokens)]
-    return {"text": "", "meta_info": {"input_token_logprobs": told, "finish_reason": {"type": "length", "length": 0}}}
+    entries = [[first if i == 0 else -float(i), ord(c), None] for i, c in enumerate(tokens)]
+    return {
+        "text": "",
+        "meta_info": {"input_token_logprobs": entries, "finish_reason": {"type": "length", "length": 0}},
+    }
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_a_run_that_keeps_no_journal_removes_those_of_another_run(start: Start, 
 
 
 def test_groups_still_worked_on_are_saved_and_come_first(start: Start) -> None:
-    """A rollout function that works across rollouts says what it holds, while it goes on drawing."""
+    """A rollout function that works across rollouts says what it holds, while it continues drawing."""
     source = start()
     held = source.get_samples(4)[1:]
     finish(held[1])

@@ -196,8 +196,8 @@ def test_a_partial_rollout_keeps_the_tokens(cluster, make_args):
 
 def event(text: str, reason: dict | None = None, **meta) -> dict:
     tokens = [ord(c) for c in text]
-    told = [[-1.0, token, None] for token in tokens]
-    return {"text": text, "meta_info": {"finish_reason": reason, "output_token_logprobs": told, **meta}}
+    reported = [[-1.0, token, None] for token in tokens]
+    return {"text": text, "meta_info": {"finish_reason": reason, "output_token_logprobs": reported, **meta}}
 
 
 def test_events_that_bring_only_new_tokens_are_refused():

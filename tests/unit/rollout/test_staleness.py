@@ -113,8 +113,8 @@ def test_a_span_that_ends_beyond_the_tokens_is_cut_and_one_that_ends_before_them
 
 def test_the_clock_knows_versions_and_takes_higher_ones_for_at_least_as_new():
     clock = WeightClock()
-    told = []
-    forget = clock.listen(lambda: told.append(clock.step))
+    reported = []
+    forget = clock.listen(lambda: reported.append(clock.step))
     assert (clock.step, clock.step_of("1"), clock.least_step_of("1")) == (None, None, None)
     clock.publish(1, 5)
     clock.publish(2, 7)
@@ -122,7 +122,7 @@ def test_the_clock_knows_versions_and_takes_higher_ones_for_at_least_as_new():
     assert (clock.step_of("3"), clock.least_step_of("3"), clock.least_step_of("1")) == (None, 7, 5)
     forget()
     clock.publish(3, 8)
-    assert told == [5, 7]
+    assert reported == [5, 7]
 
 
 def test_weights_that_were_never_pushed_are_older_than_all():

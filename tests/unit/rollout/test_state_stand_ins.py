@@ -111,8 +111,8 @@ async def test_the_default_generate_needs_a_tokenizer_besides(monkeypatch: pytes
 
     async def post(url: str, payload: Any, **_: Any) -> Any:
         sent.append(payload)
-        told = [[-0.5, 65, None], [-0.5, 66, None]]
-        return {"text": "AB", "meta_info": {"output_token_logprobs": told, "finish_reason": {"type": "stop"}}}
+        reported = [[-0.5, 65, None], [-0.5, 66, None]]
+        return {"text": "AB", "meta_info": {"output_token_logprobs": reported, "finish_reason": {"type": "stop"}}}
 
     class WithTokenizer(StandIn):
         tokenizer, processor = CharTokenizer(), None

@@ -120,7 +120,7 @@ def test_interrupt_before_the_task_starts_still_wins():
 
 
 def test_a_coroutine_can_be_interrupted_by_the_first_that_it_tells_of_itself():
-    for _ in range(20):  # who is told runs before ``run`` goes on, or after
+    for _ in range(20):  # who is told runs before ``run`` continues, or after
 
         async def tell() -> None:
             assert interrupt(KeyError("told")) == 1

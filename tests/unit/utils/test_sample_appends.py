@@ -35,7 +35,10 @@ class Call:
         offsets = [sum(map(len, self.masks[:n])) for n in range(len(self.tokens) + 1)]
         meta: dict = {"cached_tokens": 1, "prompt_tokens": 2, "spec_verify_ct": 3, "weight_version": "v"}
         if self.sampled:
-            meta |= {"top_p_token_ids": [i for nucleus in self.masks for i in nucleus], "top_p_token_offsets": offsets}
+            meta |= {
+                "top_p_token_ids": [i for kept in self.masks for i in kept],
+                "top_p_token_offsets": offsets,
+            }
         if self.finish:
             meta["finish_reason"] = {"type": self.finish}
         return {**given, "meta_info": meta}
@@ -62,8 +65,8 @@ def test_appends_against_a_record_per_token(series: list[Call], prompt: list[int
     status, finished = "pending", 0
     for call in series:
         sample.append_response_tokens(ARGS, **call.arguments())
-        for token, nucleus in zip(call.tokens, call.masks, strict=True):
-            records.append((token, 1, -float(token), nucleus) if call.sampled else (token, 0, 0.0, []))
+        for token, kept in zip(call.tokens, call.masks, strict=True):
+            records.append((token, 1, -float(token), kept) if call.sampled else (token, 0, 0.0, []))
         if call.finish:
             finished += 1
             status = FINISH[call.finish] or status
@@ -79,7 +82,7 @@ def test_appends_against_a_record_per_token(series: list[Call], prompt: list[int
     assert sample.spec_info.spec_verify_ct == 3 * finished
     if any(call.sampled for call in series):
         ids, offsets = sample.rollout_top_p_token_ids.tolist(), sample.rollout_top_p_token_offsets.tolist()
-        assert [ids[a:b] for a, b in itertools.pairwise(offsets)] == [nucleus for *_, nucleus in records]
+        assert [ids[a:b] for a, b in itertools.pairwise(offsets)] == [kept for *_, kept in records]
         assert offsets[0] == 0
     else:
         assert sample.rollout_top_p_token_offsets is None

@@ -61,8 +61,8 @@ def test_a_version_is_complete_when_it_is_seen_and_the_hook_is_told(tmp_path: Pa
     directory = written(args, 2, "new weights")
     assert [path.name for path in directory.parent.iterdir()] == ["weight_v000002"]
     assert (directory / "model.safetensors").read_text() == "new weights"
-    told = [(str(tmp_path / "shared" / f"weight_v00000{n}"), ["http://a"]) for n in (1, 2)]
-    assert told == HOOKED
+    reported = [(str(tmp_path / "shared" / f"weight_v00000{n}"), ["http://a"]) for n in (1, 2)]
+    assert reported == HOOKED
     assert not (directory / version_files.CHECKSUMS).exists()
 
 
