@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from slime.arguments.models import hf_fields
-from slime.arguments.models.facts import Model, models
+from slime.arguments.models.facts import Model, families, models
 from slime.arguments.models.model_flag import plain
 from tools.gen_model_scripts import NUM_LAYERS, ROTARY_BASE, repositories
 
@@ -72,62 +72,7 @@ and the norm of them all (relative difference at most 1e-5), and every tensor of
 column is the largest difference of a logit that was measured in any of the layouts named; logits have a standard
 deviation of 1.2 to 2.5.
 """
-FAMILIES = [
-    ["Family", "`model_type`", "Beside Megatron's plain layer", "Layouts", "Largest difference"],
-    ["Llama", "`llama`", "Llama 3's rotary scaling", "DP TP SP PP CP", "6e-6"],
-    ["Qwen2, Qwen2.5", "`qwen2`", "biases on q, k, v", "DP TP SP PP CP", "4e-6"],
-    ["Qwen3", "`qwen3`", "norms on q and k", "DP TP SP PP VPP CP", "5e-6"],
-    [
-        "Qwen2 MoE, Qwen3 MoE",
-        "`qwen2_moe`, `qwen3_moe`",
-        "experts; in Qwen2 a shared one behind a gate",
-        "DP TP+SP PP CP EP ETP",
-        "5e-6",
-    ],
-    ["MiMo", "`mimo`", "Qwen2's layers", "DP TP SP PP CP", "3e-6"],
-    [
-        "GLM-4",
-        "`glm4`",
-        "norms on the outputs of attention and MLP, interleaved partial rotary embedding",
-        "DP TP SP PP CP",
-        "5e-6",
-    ],
-    [
-        "GLM-4.5, 4.6, 4.7",
-        "`glm4_moe`",
-        "partial rotary embedding, sigmoid router with bias, shared experts",
-        "DP TP+SP PP CP EP",
-        "3e-6",
-    ],
-    [
-        "DeepSeek-V3, Moonlight, Kimi K2, GLM-4.7-Flash",
-        "`deepseek_v3`, `kimi_k2`, `glm4_moe_lite`",
-        "latent attention with and without a latent for queries, YaRN, groups of experts",
-        "DP TP SP PP CP EP",
-        "5e-6",
-    ],
-    [
-        "MiniMax-M2",
-        "`minimax_m2`",
-        "norms on q and k over all heads, sigmoid router with bias",
-        "DP TP+SP PP CP EP",
-        "5e-6",
-    ],
-    [
-        "Qwen3-Next",
-        "`qwen3_next`",
-        "gated delta nets, gated attention, norms around zero, gated shared expert",
-        "DP TP+SP PP CP EP",
-        "1.2e-5",
-    ],
-    [
-        "Qwen3.5",
-        "`qwen3_5`, `qwen3_5_text`, `qwen3_5_moe`, `qwen3_5_moe_text`",
-        "the same, dense or with experts",
-        "DP TP SP PP CP EP",
-        "1.4e-5",
-    ],
-]
+FAMILIES = ["Family", "`model_type`", "Beside Megatron's plain layer", "Layouts", "Largest difference"]
 ABOUT_FAMILIES = """
 * Gated delta nets are the modules of transformers, computed along each sample on its own. Every tensor- and
   context-parallel rank holds and computes them whole (see
@@ -192,7 +137,7 @@ def render() -> str:
         [
             OPENING,
             "\n",
-            _table(FAMILIES[0], FAMILIES[1:]),
+            _table(FAMILIES, _family_rows()),
             ABOUT_FAMILIES,
             "\n",
             _table(NOT_EXPRESSIBLE[0], NOT_EXPRESSIBLE[1:]),
@@ -205,6 +150,19 @@ def render() -> str:
             DIFFERENCES,
         ]
     )
+
+
+def _family_rows() -> list[list[str]]:
+    """One row per page entry; a family whose config is the `text_config` of another goes by both names."""
+    types: dict[tuple[str, ...], list[str]] = {}
+    for name, family in families().items():
+        if "page" in family:
+            names = [name.removesuffix("_text"), name] if name.endswith("_text") else [name]
+            types.setdefault(tuple(map(str, family["page"])), []).extend(names)
+    return [
+        [title, ", ".join(f"`{name}`" for name in names), layers, layouts, difference.replace("e-0", "e-")]
+        for (title, layers, layouts, difference), names in types.items()
+    ]
 
 
 def _row(model: Model) -> list[str]:

@@ -39,6 +39,11 @@ def _file() -> dict[str, Any]:
     return dict(yaml.load(FILE.read_text(encoding="utf-8"), Loader=loader))
 
 
+def families() -> dict[str, dict[str, Any]]:
+    """Every family by its ``model_type``, in the order of the file."""
+    return dict(_file()["families"])
+
+
 @cache
 def models() -> dict[str, Model]:
     """Every model by the name of its script, in the order of the file."""
@@ -46,7 +51,7 @@ def models() -> dict[str, Model]:
     for script, entry in _file()["models"].items():
         base = found[entry["like"]] if "like" in entry else None
         family_name = base.family if base else entry["family"]
-        family = _file()["families"][family_name]
+        family = families()[family_name]
         found[script] = Model(
             script=script,
             family=family_name,
@@ -69,7 +74,6 @@ def models() -> dict[str, Model]:
 
 def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
     """The ``megatron`` section of the family of ``config``; None for a family that is not in the table."""
-    families = _file()["families"]
     name = str(config.get("model_type"))
-    entry = families.get(name) or families.get(name + "_text")
+    entry = families().get(name) or families().get(name + "_text")
     return dict(entry["megatron"]) if entry else None

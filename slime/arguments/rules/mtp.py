@@ -8,19 +8,15 @@ from typing import Any
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
+from slime.arguments.models import facts
 
-FAMILIES = (
-    *("mimo", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "qwen3_next"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
-)
-"""Values of ``model_type`` whose checkpoints may hold such layers."""
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def check(args: Namespace) -> None:
     """Layers that are trained must exist; a pipeline layout has them where they are run."""
     if args.enable_mtp_training and args.mtp_num_layers is None:
-        raise ArgumentError("--enable-mtp-training needs --mtp-num-layers, the number of prediction layers to train")
+        raise ArgumentError("--enable-mtp-training needs --mtp-num-layers, the number of MTP layers to train")
     if args.mtp_num_layers is None:
         return
     layout, count = args.pipeline_model_parallel_layout, args.mtp_num_layers
@@ -29,7 +25,7 @@ def check(args: Namespace) -> None:
             f"--pipeline-model-parallel-layout {layout}: the layers of --mtp-num-layers {count} are run by the last "
             f"stage; let it end with {'m' * count}L"
         )
-    if args.enable_mtp_training and _drafts_apart(args):
+    if args.enable_mtp_training and _draft_keeps_its_weights(args):
         diagnostics.warn(
             args,
             "--enable-mtp-training: engines get weights by broadcast, which SGLang gives to the model and not to the "
@@ -38,23 +34,24 @@ def check(args: Namespace) -> None:
         )
 
 
-def _drafts_apart(args: Namespace) -> bool:
+def _draft_keeps_its_weights(args: Namespace) -> bool:
     drafts = args.sglang_speculative_algorithm is not None
     return drafts and not args.colocate and args.update_weight_transport != "disk"
 
 
 def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
     """What ``--mtp-num-layers`` says otherwise than ``config``, at most one phrase."""
-    wanted, family = args.mtp_num_layers, config.get("model_type")
+    wanted = args.mtp_num_layers
     if wanted is None:
         return []
-    if family not in FAMILIES:
+    family = facts.family_of(config) or {}
+    if "mtp_layers" not in family:
         if args.custom_model_provider_path:
             return []  # a model of the user's own
-        return [f"--mtp-num-layers is {wanted} but the MTP layers of {family} are not known"]
+        return [f"--mtp-num-layers is {wanted} but the MTP layers of {config.get('model_type')} are not supported"]
     key = next((key for key in _COUNTS if config.get(key) is not None), None)
-    there = config[key] if key else int(family.startswith("qwen3"))  # which do not all say that they have one
+    there = config[key] if key else family["mtp_layers"]
     if wanted == there:
         return []
-    said = f"{key} is {there}" if key else f"there {'is' if there else 'is not even'} one"
+    said = f"{key} is {there}" if key else f"the checkpoint has {there}"
     return [f"--mtp-num-layers is {wanted} but {said}"]

@@ -23,12 +23,12 @@ KNOWN = "num_nextn_predict_layers"
         (1, {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}, []),
         (2, {"model_type": "mimo", KNOWN: 1}, ["--mtp-num-layers is 2 but num_nextn_predict_layers is 1"]),
         (1, {"model_type": "kimi_k2", KNOWN: 0}, ["--mtp-num-layers is 1 but num_nextn_predict_layers is 0"]),
-        (1, {"model_type": "glm4_moe"}, ["--mtp-num-layers is 1 but there is not even one"]),
-        (2, {"model_type": "qwen3_next"}, ["--mtp-num-layers is 2 but there is one"]),
+        (1, {"model_type": "glm4_moe"}, ["--mtp-num-layers is 1 but the checkpoint has 0"]),
+        (2, {"model_type": "qwen3_next"}, ["--mtp-num-layers is 2 but the checkpoint has 1"]),
         (
             1,
             {"model_type": "qwen3"},
-            ["--mtp-num-layers is 1 but the MTP layers of qwen3 are not known"],
+            ["--mtp-num-layers is 1 but the MTP layers of qwen3 are not supported"],
         ),
     ],
 )

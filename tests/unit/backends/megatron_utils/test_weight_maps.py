@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.arguments.models.facts import families
 from slime.backends.megatron_utils.weights.layouts import Columns, QueryKeyValue
 from slime.backends.megatron_utils.weights.maps import FAMILIES, Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.rule import as_template
@@ -19,6 +20,14 @@ def test_an_unknown_family_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'mamba'") as error:
         family_of("mamba")
     assert all(repr(name) in str(error.value) for family in FAMILIES for name in family.model_types)
+
+
+def test_every_family_is_in_the_table_and_on_the_page_of_models() -> None:
+    entries = families()
+    mapped = {name for family in FAMILIES for name in family.model_types}
+    assert {name.removesuffix("_text") for name in mapped} == {
+        name.removesuffix("_text") for name, entry in entries.items() if "page" in entry
+    }
 
 
 @pytest.mark.parametrize(
