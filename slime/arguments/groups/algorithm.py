@@ -39,7 +39,11 @@ class Algorithm(ArgumentGroup):
     num_critic_only_steps: int = flag(
         0, "rollouts at the start that train only the critic, with --advantage-estimator ppo", ge=0
     )
-    kl_coef: float = flag(0.0, "weight of the KL penalty to the reference model (--ref-load) in the advantage; 0: none")
+    kl_coef: float = flag(
+        0.0,
+        "weight of the KL to the reference model (--ref-load) that is subtracted from the token rewards, with "
+        "--advantage-estimator ppo, rloo and reinforce_plus_plus*; 0: none",
+    )
     use_kl_loss: bool = flag(
         False, "add the KL to the reference model (--ref-load) to the loss, with weight --kl-loss-coef"
     )

@@ -12,6 +12,7 @@ from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 from slime.arguments.rules.roles import actor_args
 from slime.arguments.rules.rollout import DISTILLATION
 
+WITHOUT_TOKEN_REWARDS = ("grpo", "gspo", "cispo")
 GROUP_NORMALIZED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
 
 
@@ -20,6 +21,12 @@ def check(args: Namespace) -> None:
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         raise ArgumentError(
             f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} count the KL twice; set one of them to 0"
+        )
+    if args.kl_coef != 0 and args.advantage_estimator in WITHOUT_TOKEN_REWARDS:
+        diagnostics.warn(
+            args,
+            f"--kl-coef {args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}, whose "
+            "advantage is the same for all tokens of a response; --use-kl-loss --kl-loss-coef adds the KL to the loss",
         )
     _check_loss(args)
     _check_corrections(args)

@@ -112,7 +112,15 @@ def test_what_a_dry_run_leaves_unchecked_is_refused_by_a_run():
         assert str(caught.value) == sentence
 
 
-def test_going_back_to_an_earlier_checkpoint_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("estimator", "ignores"), [("grpo", True), ("gspo", True), ("cispo", True), ("rloo", False), ("ppo", False)]
+)
+def test_a_kl_coefficient_that_the_estimator_ignores_is_warned_of(estimator, ignores):
+    warnings = dry("--kl-coef", 0.1, "--advantage-estimator", estimator).warnings
+    assert any("--kl-coef 0.1 has no effect" in warning for warning in warnings) == ignores
+
+
+def test_going_back_to_an_earlier_checkpoint_is_warned_of(tmp_path):
     for step in (1, 3):
         (tmp_path / f"iter_{step:07d}").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
