@@ -205,8 +205,8 @@ def test_weights_in_the_middle_of_a_rollout_are_those_of_the_step_so_far(monkeyp
 
     loop = Loop(loop_args(num_rollout=2), Losing(calls), TrainerRecorder(calls), None, overlap=overlap)
     loop.run()
-    told = [c for c in calls if "is step" in c or "lost" in c]
-    assert told == (
+    reported = [c for c in calls if "is step" in c or "lost" in c]
+    assert reported == (
         ["version 1 is step 0"]
         + (["lost", "version 2 is step 1", "version 3 is step 1"] if overlap else
            ["version 2 is step 1", "lost", "version 3 is step 1"])

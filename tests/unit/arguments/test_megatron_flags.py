@@ -130,10 +130,10 @@ class TestFlagsOfTrainingScripts:
 
     def test_without_effect_they_warn(self, capsys) -> None:
         args = parse("--log-throughput", "--exit-interval", "10", "--tokenizer-type", "HuggingFaceTokenizer")
-        told = capsys.readouterr().err
-        assert "--log-throughput has no effect: slime logs by itself" in told
-        assert "--exit-interval has no effect: a run ends after --num-rollout" in told
-        assert "--tokenizer-type has no effect: the tokenizer is that of --hf-checkpoint" in told
+        reported = capsys.readouterr().err
+        assert "--log-throughput has no effect: slime logs by itself" in reported
+        assert "--exit-interval has no effect: a run ends after --num-rollout" in reported
+        assert "--tokenizer-type has no effect: the tokenizer is that of --hf-checkpoint" in reported
         assert (args.log_throughput, args.exit_interval) == (True, 10)
 
     def test_what_would_change_the_training_is_refused(self) -> None:

@@ -50,7 +50,7 @@ def resolved(*words: Any) -> dict[str, Any]:
 
 
 def planned(*words: Any) -> dict[str, Any]:
-    """The same of a dry run, which goes on with models that cannot be trained yet."""
+    """The same of a dry run, which continues with models that cannot be trained yet."""
     values = vars(parse_dry(*map(str, words)))
     return {name: value for name, value in values.items() if name not in ("explicit_flags", "not_available")}
 

@@ -16,7 +16,7 @@ from tests.support.arguments import known
 from tests.support.imports import ROOT
 
 DATA = ROOT / "tests" / "data" / "arguments"
-# Script -> the flags whose features this version refuses; a dry run says so and goes on.
+# Script -> the flags whose features this version refuses; a dry run says so and continues.
 REFUSED = {
     "run-delta-weight-sync.sh": {
         "--use-distributed-post", "--update-weight-mode", "--update-weight-delta-encoding",

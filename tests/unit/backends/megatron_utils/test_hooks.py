@@ -242,13 +242,13 @@ def unstaged(*, pre_process: bool, post_process: bool) -> Any:
     return RETURNS["value"](pre_process, post_process)
 
 
-def told(*, pre_process: bool, post_process: bool, args: Any, config: Any) -> Any:
+def reported(*, pre_process: bool, post_process: bool, args: Any, config: Any) -> Any:
     return RETURNS["value"](args, config)
 
 
 @pytest.mark.parametrize("by", ["custom_model_provider_path", "spec"])
 def test_a_model_provider_is_given_what_it_names(by: str) -> None:
-    args = run_args(**{by: HERE + "told" if by == "custom_model_provider_path" else [__name__, "told"]})
+    args = run_args(**{by: HERE + "reported" if by == "custom_model_provider_path" else [__name__, "reported"]})
     seen: list[Any] = []
     RETURNS["value"] = lambda *given: seen.append(given) or torch.nn.Identity()
     model_provider(args, "config")(pre_process=True, post_process=True)

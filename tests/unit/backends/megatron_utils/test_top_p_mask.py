@@ -25,8 +25,8 @@ def columns() -> tuple[list[torch.Tensor], list[torch.Tensor], list[list[list[in
     """Return (ids, offsets) as in a batch, and the same as lists of lists."""
     rng = np.random.default_rng(0)
     kept = [[sorted(rng.choice(7, rng.integers(0, 5), replace=False).tolist()) for _ in range(n)] for n in RESPONSES]
-    ids = [torch.tensor([i for nucleus in row for i in nucleus], dtype=torch.int32) for row in kept]
-    offsets = [torch.tensor([0, *np.cumsum([len(nucleus) for nucleus in row])], dtype=torch.int32) for row in kept]
+    ids = [torch.tensor([i for kept_ids in row for i in kept_ids], dtype=torch.int32) for row in kept]
+    offsets = [torch.tensor([0, *np.cumsum([len(kept_ids) for kept_ids in row])], dtype=torch.int32) for row in kept]
     return ids, offsets, kept
 
 
