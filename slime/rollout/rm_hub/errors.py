@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import statistics
 import time
 import traceback
@@ -29,6 +30,8 @@ _slow = SlowRewards()
 
 TOLERATED_ERRORS = 4
 """A rollout tolerates this many failed rewards, or ``--reward-failure-tolerance``, whichever is more."""
+LOGGED_PER_CAUSE = 3
+"""Failed rewards of one cause that are logged one by one; the others of a rollout share a line."""
 
 
 class RewardErrors:
@@ -50,13 +53,25 @@ class RewardErrors:
         self.late: LateFailures | None = None
         self._under_way = 0
         self._first = ""
-        if args is not None and _uses_rules(args):
+        self._same_cause: dict[tuple[str, ...], list[int | None]] = {}
+        kind = "" if args is None or args.custom_rm_path is not None else args.rm_type or ""
+        if kind.strip().removeprefix("boxed_") in rules.RULES:  # rules of single samples start workers when they come
             get_reward_workers(args)
 
     def metrics(self, prefix: str = "rollout/") -> dict[str, float]:
-        """Return ``reward/failures`` in all and by kind, and ``reward/latency/<type>/mean`` and ``p99`` in seconds."""
+        """Return ``reward/failures`` in all and by kind, and ``reward/latency/<type>/mean`` and ``p99`` in seconds.
+
+        Logs the failures that have not been logged one by one.
+        """
         if not self.scored:
             return {}
+        for indices in self._same_cause.values():
+            if others := indices[LOGGED_PER_CAUSE:]:
+                logger.error(
+                    "no reward for %d more samples for the same reason as for sample index=%s, they are left out of "
+                    "the loss: %s%s", len(others), indices[0], others[:20], " ..." if len(others) > 20 else "",
+                )  # fmt: skip
+                del indices[LOGGED_PER_CAUSE:]
         found: dict[str, float] = {f"{prefix}reward/failures": len(self.failed)}
         for kind, count in sorted(self.kinds.items()):
             found[f"{prefix}reward/failures/{kind}"] = count
@@ -70,9 +85,10 @@ class RewardErrors:
         self.scored, self.failed, self.late, self._first = self._under_way, [], None, ""
         self.kinds.clear()
         self.latencies.clear()
+        self._same_cause.clear()
 
     async def score_one(self, args: Any, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
-        """Set ``sample.reward`` to ``rm(args, sample)``. Raises NotImplementedError for a reward there is not."""
+        """Set ``sample.reward`` to ``rm(args, sample)``. Raises NotImplementedError for an unknown reward."""
         reward_hook(args, sample)  # one that cannot be loaded stops the run at once
         found, reward = await self._attempt(args, [sample], rm(args, sample))
         if found:
@@ -84,9 +100,13 @@ class RewardErrors:
         ``rm`` is called with all samples that ``args.custom_rm_path`` scores, as they are nested if those are all, and
         with each of the others by itself.
         """
+
+        async def score_alone(args: Any, sample: Sample) -> Any:
+            return (await rm(args, [sample]))[0]
+
         flat = list(iter_samples(samples))
         together = [sample for sample in flat if scored_together(args, sample)]
-        coros = [self.score_one(args, s, _one_of(rm)) for s in flat if not scored_together(args, s)]
+        coros = [self.score_one(args, s, score_alone) for s in flat if not scored_together(args, s)]
         if together:
             coros.append(self._score_together(args, together if coros else samples, rm))
         await gather_or_cancel(coros)
@@ -126,11 +146,29 @@ class RewardErrors:
             self._count(args, sample, error)
 
     def _record(self, args: Any, sample: Sample, error: Exception) -> None:
-        _leave_out(args, sample, error)
+        key = args.reward_key
+        # At once: a thread that saves the sample meanwhile must not find a reward that is to be trained on.
+        sample.__dict__.update(
+            reward={key: 0.0} if key else 0.0,
+            remove_sample=True,
+            metadata={**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"},
+        )
+        failure = RewardFailure(_kind_of(error), str(error), _details(error))
+        self._log(sample, error, failure)
         if self.late is None:
             self._count(args, sample, error)
         else:
-            self.late.add(sample, RewardFailure(_kind_of(error), str(error), _details(error)))
+            self.late.add(sample, failure)
+
+    def _log(self, sample: Sample, error: Exception, failure: RewardFailure) -> None:
+        """Log the first failures of a cause: the same kind and type, from the same line of code."""
+        lines = re.findall(r'File ".+", line \d+', failure.details)
+        cause = (failure.kind, type(error).__name__, str(getattr(error, "status", "")), *lines[-1:])
+        indices = self._same_cause.setdefault(cause, [])
+        indices.append(sample.index)
+        if len(indices) <= LOGGED_PER_CAUSE:
+            why = with_notes(error)
+            logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, why)
 
     def _count(self, args: Any, sample: Sample, error: Exception) -> None:
         self.failed.append(sample.index)
@@ -144,22 +182,6 @@ class RewardErrors:
                 f"{len(self.failed)} of {self.scored} rewards failed ({kinds}), more than the tolerated {share:.0%} "
                 f"(--reward-failure-tolerance); samples {self.failed[:20]}; the first: {self._first}"
             ) from error
-
-
-def _leave_out(args: Any, sample: Sample, error: Exception) -> None:
-    key = args.reward_key
-    # At once: a thread that saves the sample meanwhile must not find a reward that is to be trained on.
-    sample.__dict__.update(
-        reward={key: 0.0} if key else 0.0,
-        remove_sample=True,
-        metadata={**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"},
-    )
-    logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, with_notes(error))
-
-
-def _uses_rules(args: Any) -> bool:
-    """True when the reward of the run is a rule; those of single samples start workers when they come."""
-    return args.custom_rm_path is None and (args.rm_type or "").strip().removeprefix("boxed_") in rules.RULES
 
 
 def _kind_of(error: Exception) -> str:
@@ -177,13 +199,6 @@ def _details(error: Exception) -> str:
     text = "".join(traceback.format_exception(error))
     own = users_frames(text)
     return "\n".join([*own, *traceback.format_exception_only(error)]) if own else text
-
-
-def _one_of(batched: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def one(args: Any, sample: Sample) -> Any:
-        return (await batched(args, [sample]))[0]
-
-    return one
 
 
 async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sample]) -> Any:

@@ -3,6 +3,7 @@ r"""Rewards: every expectation was worked out by hand from the task's wording, n
 from __future__ import annotations
 
 import asyncio
+import re
 from argparse import Namespace
 from typing import Any
 
@@ -359,6 +360,45 @@ async def test_a_failed_reward_costs_one_sample_and_many_stop_the_run():
     for _ in range(10):
         await lucky.score_one(args(), sample("x"), timing_out)
     assert lucky.metrics()["rollout/reward/failures"] == 10
+
+
+async def failing_in_two_ways(a: Any, s: Sample) -> float:
+    if s.index % 5 == 0:
+        raise KeyError("no such column")
+    raise ValueError(f"no number in the response {s.index}")
+
+
+async def test_failures_of_one_cause_share_a_line_after_the_first_three(caplog):
+    errors = RewardErrors()
+    given = args(reward_failure_tolerance=1.0)
+    for index in range(30):
+        await errors.score_one(given, Sample(index=index, response="x"), failing_in_two_ways)
+    assert [int(re.findall(r"sample index=(\d+),", line)[0]) for line in caplog.messages] == [0, 1, 2, 3, 5, 10]
+    caplog.clear()
+    assert errors.metrics()["rollout/reward/failures/raised"] == 30
+    columns, numbers = caplog.messages
+    assert "no reward for 3 more samples for the same reason as for sample index=0," in columns
+    assert columns.endswith("[15, 20, 25]")
+    assert "no reward for 21 more samples for the same reason as for sample index=1," in numbers
+    assert numbers.endswith("28] ...")  # the first twenty
+    caplog.clear()
+    errors.metrics()
+    assert caplog.messages == []
+    errors.count_anew()
+    await errors.score_one(given, Sample(index=30, response="x"), failing_in_two_ways)
+    assert len(caplog.messages) == 1  # the next rollout names its first failures again
+
+
+async def test_a_run_that_stops_names_all_failed_samples_though_few_are_logged(caplog):
+    errors = RewardErrors()
+    samples = [Sample(index=index, response="x") for index in range(16)]
+    results = await asyncio.gather(
+        *(errors.score_one(args(), sample, timing_out) for sample in samples), return_exceptions=True
+    )
+    assert len(caplog.messages) == 3
+    assert [sample.index for sample in samples if sample.remove_sample] == list(range(16))
+    assert "16 of 16 rewards failed (16 timeout)" in str(results[-1])
+    assert str(list(range(16))) in str(results[-1])
 
 
 @pytest.mark.parametrize(("tolerance", "tolerated"), [(0.0, 0), (0.02, 4), (0.25, 25)])
