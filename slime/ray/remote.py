@@ -101,8 +101,11 @@ def clean_traceback(error: BaseException) -> str:
 def describe(error: BaseException, name: str, what: str, log: Path | None) -> RemoteFailure:
     """Return the failure of the actor ``name`` during ``what``: the original message first, then where."""
     if isinstance(error, RayActorError):
-        message = f"{name} ended unexpectedly during {what}: {_first_sentence(str(error))}"
-        return RemoteFailure(message + last_lines(log), "")
+        # Ray's actor errors are paragraphs; the line with the reason is enough.
+        text = str(error).partition("Worker exit detail:")[2] or str(error)
+        lines = [line.strip() for line in text.partition("Some common causes")[0].splitlines() if line.strip()]
+        reason = lines[0] if lines else "no reason given"
+        return RemoteFailure(f"{name} ended unexpectedly during {what}: {reason}{last_lines(log)}", "")
     if isinstance(error, GetTimeoutError):
         return RemoteFailure(f"{name} did not answer during {what}: {error}")
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
@@ -125,13 +128,6 @@ def last_lines(log: Path | None, n: int = LAST_LINES) -> str:
         f.seek(max(0, f.seek(0, 2) - 16384))
         lines = f.read().decode(errors="replace").splitlines()[-n:]
     return f"\nThe last lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines)
-
-
-def _first_sentence(text: str) -> str:
-    """Ray's actor errors are paragraphs; the line with the reason is enough."""
-    text = text.partition("Worker exit detail:")[2] or text
-    lines = [line.strip() for line in text.partition("Some common causes")[0].splitlines() if line.strip()]
-    return lines[0] if lines else "no reason given"
 
 
 # Waits
@@ -194,17 +190,8 @@ def wait_all(
     pending = list(refs)
     watched = [ref for ref in watch if ref is not None]
     while pending:
-        ready, _ = ray.wait(pending + watched, num_returns=1, timeout=1.0, fetch_local=False)
-        for ref in ready:
-            if ref in watched:
-                _raise_watched(ref)
-                watched.remove(ref)
-                continue
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError as e:
-                raise _cause(e, ref, refs, peers, what, watched) from None
-            pending.remove(ref)
+        for ref, error in _wait_for_one(pending, watched, 1.0):
+            raise _cause(error, ref, refs, peers, what, watched) from None
         for monitor in liveness if pending else ():
             monitor.check(what)
         waited = time.monotonic() - started
@@ -245,14 +232,27 @@ def _names(pending: Sequence[Any], refs: Sequence[Any], peers: Sequence[Peer]) -
     return ", ".join(peer.name for ref, peer in zip(refs, peers, strict=True) if ref in pending)
 
 
-def _raise_watched(ref: Any) -> None:
-    try:
-        ray.get(ref)
-    except ray.exceptions.RayTaskError as e:
-        cause = e.cause if e.cause is not None else e
-        raise cause if isinstance(cause, (EngineDied, RemoteFailure)) else RemoteFailure(one_line_kind(e)) from None
-    except ray.exceptions.RayError as e:
-        raise describe(e, "the rollout manager", "the run", None) from None
+def _wait_for_one(pending: list[Any], watched: list[Any], timeout_s: float) -> list[tuple[Any, Exception]]:
+    """Wait until one reference is done and take it off its list; return it with its error if it failed.
+
+    A watched one that fails is raised.
+    """
+    failed: list[tuple[Any, Exception]] = []
+    for ref in ray.wait(pending + watched, num_returns=1, timeout=timeout_s, fetch_local=False)[0]:
+        is_watched = ref in watched
+        (watched if is_watched else pending).remove(ref)
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as e:
+            if not is_watched:
+                failed.append((ref, e))
+            elif isinstance(e, RayTaskError):
+                cause = e if e.cause is None else e.cause
+                known = isinstance(cause, (EngineDied, RemoteFailure))
+                raise cause if known else RemoteFailure(one_line_kind(e)) from None
+            else:
+                raise describe(e, "the rollout manager", "the run", None) from None
+    return failed
 
 
 def _cause(
@@ -266,17 +266,7 @@ def _cause(
         watching = list(watched)
         deadline = time.monotonic() + ROOT_CAUSE_GRACE_S
         while (others or watching) and time.monotonic() < deadline:
-            ready, _ = ray.wait(others + watching, num_returns=1, timeout=0.2, fetch_local=False)
-            for ref in ready:
-                if ref in watching:
-                    _raise_watched(ref)
-                    watching.remove(ref)
-                    continue
-                others.remove(ref)
-                try:
-                    ray.get(ref)
-                except ray.exceptions.RayError as e:
-                    failures.append((ref, e))
+            failures += _wait_for_one(others, watching, 0.2)
             if not watching and not all(is_secondary(e) for _, e in failures):
                 break
     first = next((f for f in failures if not is_secondary(f[1])), failures[0])
