@@ -1,1 +1,1 @@
-"""Agents as policies: gateways that agents talk to as if to a provider, and the training samples of what was said."""
+"""Agents as policies: gateways with the APIs of providers, and the training samples of the conversations."""

@@ -78,7 +78,7 @@ def run_app_in_thread(
     thread = threading.Thread(target=_serve, args=(runner, listen, started), name=thread_name, daemon=True)
     thread.start()
     loop, bound = started.result()
-    _warn_of_strangers(app, host, bound)
+    _warn_if_exposed(app, host, bound)
     return AppHandle(host, bound, thread, loop, runner)
 
 
@@ -125,7 +125,7 @@ async def _clean_up(runner: web.AppRunner) -> None:
         await client.close()
 
 
-def _warn_of_strangers(app: web.Application, host: str, port: int) -> None:
+def _warn_if_exposed(app: web.Application, host: str, port: int) -> None:
     if is_loopback(host):
         return
     if app.get(REQUIRES_TOKEN):

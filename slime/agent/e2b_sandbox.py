@@ -27,7 +27,7 @@ class E2BSandbox:
     ``timeout`` (s, ``SLIME_AGENT_SANDBOX_LIFETIME_SEC``, 3600) bounds its lifetime. Services that take the
     image in the sandbox's metadata need the key for it (``image_metadata_key``,
     ``SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY``); the template is then ``size`` (``SLIME_AGENT_E2B_SANDBOX_SIZE``, md),
-    without a key it is the image. Calls that fail for a passing reason are repeated ``rpc_retries`` times
+    without a key it is the image. Calls that fail for a transient reason are repeated ``rpc_retries`` times
     (``SLIME_AGENT_SANDBOX_RPC_RETRIES``, 6), with increasing pauses, unless they may not be. All four variables are
     also read with ``SWE_`` for ``SLIME_AGENT_``.
     """
@@ -54,10 +54,15 @@ class E2BSandbox:
         return "" if self._sandbox is None else str(self._sandbox.sandbox_id)
 
     async def __aenter__(self) -> Self:
-        create = _async_sandbox_class().create
+        try:
+            from e2b import AsyncSandbox
+        except ImportError as e:
+            raise ImportError("E2BSandbox needs the package e2b, which is not installed: pip install e2b") from e
         key = self.image_metadata_key
         chosen = {"template": self.size, "metadata": {key: self.image}} if key else {"template": self.image}
-        self._sandbox = await self._call(lambda: create(timeout=self.timeout, **chosen), "create a sandbox")
+        self._sandbox = await self._call(
+            lambda: AsyncSandbox.create(timeout=self.timeout, **chosen), "create a sandbox"
+        )
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -137,14 +142,6 @@ def is_transient(error: BaseException) -> bool:
 
 def _names(error: BaseException) -> set[str]:
     return {cls.__name__ for cls in type(error).__mro__}
-
-
-def _async_sandbox_class() -> Any:
-    try:
-        from e2b import AsyncSandbox
-    except ImportError as e:
-        raise ImportError("E2BSandbox needs the package e2b, which is not installed: pip install e2b") from e
-    return AsyncSandbox
 
 
 def _variable(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart: reasoning, text for the user, and tool uses.
+"""Parses what a model wrote: reasoning, text for the user, and tool uses.
 
 Models have formats of their own; SGLang's parsers know them by name. One format is parsed here without SGLang.
 """
@@ -40,7 +40,7 @@ def parse_model_output(
     tool_parser_name: str | None,
     reasoning_parser_name: str | None,
 ) -> ParsedModelOutput:
-    """Take ``raw_output`` apart with SGLang's parsers of these names.
+    """Parse ``raw_output`` with SGLang's parsers of these names.
 
     Without a reasoning parser the reasoning is what comes before ``</think>``. Without tools no tool use is looked for;
     where the tool parser finds none, or there is no tool parser, they are looked for in the format of

@@ -82,7 +82,10 @@ async def exec_and_wait(
     stale = " ".join(shlex.quote(path) for path in (f"{base}.lock", f"{base}.pid", f"{base}.done", out))
     await sb.exec(f"rm -rf {stale}", user=user, check=True)
     # A spawn whose answer is lost is tried again: the directory that only one can make keeps it from running twice.
-    await sb.exec(f"mkdir {base}.lock 2>/dev/null && {_detached(base, out)}; true", user=user, env=env, check=True)
+    run = f"bash {base}.sh; echo $? > {base}.code; mv {base}.code {base}.done"
+    spawn = f"setsid nohup bash -c {shlex.quote(run)} > {shlex.quote(out)} 2>&1 < /dev/null"  # in a session of its own
+    detached = f"{{ {spawn} & echo $! > {base}.pid; }}"
+    await sb.exec(f"mkdir {base}.lock 2>/dev/null && {detached}; true", user=user, env=env, check=True)
     code = await _poll(sb, f"{base}.done", user, time_budget_sec)
     if code is None:
         # the session, and its leader in case it has none yet
@@ -94,13 +97,6 @@ async def exec_and_wait(
         return code, ""
     _, tail, _ = await sb.exec(f"tail -c {TAIL_BYTES} {shlex.quote(out)} 2>/dev/null; true", user=user)
     return code, tail
-
-
-def _detached(base: str, out: str) -> str:
-    """The shell command that runs the script in a session of its own, in the background."""
-    run = f"bash {base}.sh; echo $? > {base}.code; mv {base}.code {base}.done"
-    spawn = f"setsid nohup bash -c {shlex.quote(run)} > {shlex.quote(out)} 2>&1 < /dev/null"
-    return f"{{ {spawn} & echo $! > {base}.pid; }}"
 
 
 async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
@@ -119,7 +115,7 @@ async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
     """Make a user ``agent`` without privileges, who owns ``workdir``: agents refuse to work unattended as root.
 
-    Git is told to trust repositories of other users: those of an image often belong to root.
+    Git is configured to trust repositories of other users: those of an image often belong to root.
     """
     where = shlex.quote(workdir)
     user = f"id -u {AGENT_USER} >/dev/null 2>&1 || useradd --create-home --shell /bin/bash {AGENT_USER}"

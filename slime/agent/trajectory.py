@@ -8,25 +8,81 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime.agent.linearize import _common_prefix_len, flags_of_path, sample_of, sequences_of_path
-from slime.agent.turns import MessageNode, TurnRecord
 from slime.utils.types import Sample
-
-__all__ = ["TrajectoryManager", "TurnRecord", "_common_prefix_len"]
 
 logger = logging.getLogger(__name__)
 
 FORK_THRESHOLD_TOKENS = 1024
 
 
+@dataclass(frozen=True)
+class TurnRecord:
+    """One request to the engine: the ids it saw, the ids it made, their log-probs, and how it ended.
+
+    ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``output_log_probs`` has one entry per output token, or
+    none where the engine gave none; ``ill_formed`` says that a tool call could not be parsed; ``meta_info`` is the
+    engine's, from which samples get weight versions and cache counters.
+    """
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    finish_reason: str
+    output_log_probs: Sequence[float] = field(default_factory=list)
+    ill_formed: bool = False
+    meta_info: Mapping[str, Any] = field(default_factory=dict)
+
+    def compact(self) -> TurnRecord:
+        """The turn with arrays for lists: each holds its whole prompt, and a list of ints is nine times as large."""
+        return replace(
+            self,
+            prompt_ids=array("i", self.prompt_ids),
+            output_ids=array("i", self.output_ids),
+            output_log_probs=array("d", self.output_log_probs),
+        )
+
+
+@dataclass(eq=False)
+class MessageNode:
+    """A message and what followed it. ``turn`` is set on answers of the engine that may be trained on, ``turn_index``
+    (from 0, as they were recorded) also on those that were given up."""
+
+    role: str
+    message: dict[str, Any]
+    turn: TurnRecord | None = None
+    turn_index: int | None = None
+    children: list[MessageNode] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def child_of(self, message: Mapping[str, Any]) -> MessageNode | None:
+        """The first child that holds an equal message."""
+        role = message.get("role", "")
+        return next((child for child in self.children if child.role == role and child.message == message), None)
+
+    def add(self, message: Mapping[str, Any]) -> MessageNode:
+        """Append ``message`` and return its node."""
+        self.children.append(MessageNode(message.get("role", ""), dict(message)))
+        return self.children[-1]
+
+    def overwrite(self, message: Mapping[str, Any]) -> None:
+        """Put the agent's version in the place of an answer, which is trained on no more."""
+        assert self.turn is not None
+        self.metadata["merged_rewrite"] = {
+            "abandoned_turn_index": self.turn_index,
+            "abandoned_response_tokens": len(self.turn.output_ids),
+        }
+        self.message, self.turn = dict(message), None
+
+
 class TrajectoryManager:
     """One message tree per session id. Thread-safe.
 
-    ``fork_threshold_tokens`` (default 1024): answers shorter than this are given up when the agent rewrites them, so
-    that one sample goes on instead of two beginning alike; 0 or less never gives any up.
+    ``fork_threshold_tokens`` (default 1024): shorter answers are no longer trained on when the agent rewrites them, so
+    that one sample continues instead of two with the same beginning; 0 or less keeps all.
     """
 
     def __init__(self, *, fork_threshold_tokens: int | None = None) -> None:
@@ -162,3 +218,123 @@ def _paths(root: MessageNode) -> Iterator[list[MessageNode]]:
         if not children:
             yield path
         pending.extend([*path, child] for child in reversed(children))
+
+
+# The turns of one path, packed into as few token sequences as reproduce what the engine saw.
+#
+# Each turn's prompt is compared with the tokens held so far:
+# * CLEAN: they are its beginning. The rest of the prompt (tool output, templates) is appended as context.
+# * REALIGN: it departs within the latest answer, and the new answer is short. The template or the agent wrote that
+#   answer differently: its tokens give way to the prompt's, as context.
+# * FORK: anything else. A new sequence begins with this prompt.
+
+
+@dataclass
+class Segment:
+    """Tokens ``start`` to ``end`` of a sequence; context unless they are the output of ``trained``."""
+
+    start: int
+    end: int
+    trained: TurnRecord | None = None
+
+
+@dataclass
+class TokenSequence:
+    """``tokens`` begin with the first prompt; ``segments`` are everything after it, in order."""
+
+    tokens: array[int]
+    prompt_length: int
+    segments: list[Segment] = field(default_factory=list)
+    answer_start: int = 0
+
+    @classmethod
+    def beginning_with(cls, prompt: Sequence[int]) -> TokenSequence:
+        return cls(array("i", prompt), len(prompt))
+
+    def append(self, tokens: Sequence[int], trained: TurnRecord | None = None) -> None:
+        if len(tokens):
+            start = len(self.tokens)
+            self.tokens.extend(tokens)
+            self.segments.append(Segment(start, len(self.tokens), trained))
+
+    def append_answer(self, turn: TurnRecord, trainable: bool) -> None:
+        self.answer_start = len(self.tokens)
+        self.append(turn.output_ids, turn if trainable else None)
+
+    def take_prompt(self, turn: TurnRecord, threshold: int) -> bool:
+        """Make the turn's prompt the tokens held; False when a new sequence must begin with it."""
+        same = _common_prefix_len(self.tokens, turn.prompt_ids)
+        if same < len(self.tokens):
+            if same < self.answer_start or len(turn.output_ids) >= threshold:
+                return False
+            del self.tokens[self.answer_start :]
+            self.segments = [segment for segment in self.segments if segment.end <= self.answer_start]
+        self.append(turn.prompt_ids[len(self.tokens) :])
+        return True
+
+
+def sequences_of_path(path: Iterable[MessageNode], trained: set[MessageNode], threshold: int) -> list[TokenSequence]:
+    """Pack the turns of ``path``. Answers in ``trained`` belong to an earlier path and are context here; the others
+    are added to it. Turns without output (the context was full) add nothing to a sequence."""
+    sequences: list[TokenSequence] = []
+    for node in path:
+        turn = node.turn
+        if turn is None:
+            continue
+        if sequences and not len(turn.output_ids):
+            continue
+        if not sequences or not sequences[-1].take_prompt(turn, threshold):
+            sequences.append(TokenSequence.beginning_with(turn.prompt_ids))
+        sequences[-1].append_answer(turn, trainable=node not in trained)
+        trained.add(node)
+    return sequences
+
+
+def flags_of_path(path: Iterable[MessageNode]) -> dict[str, bool]:
+    """What is said of all samples of ``path``: whether its last turn was ``truncated``, and whether any turn of it used
+    a tool (``use_tool``) or was ``ill_formed``."""
+    turns = [node.turn for node in path if node.turn is not None]
+    return {
+        "truncated": turns[-1].finish_reason == "length",
+        "use_tool": any(turn.finish_reason == "tool_calls" for turn in turns),
+        "ill_formed": any(turn.ill_formed for turn in turns),
+    }
+
+
+def sample_of(sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], max_tokens: int = 0) -> Sample | None:
+    """Return the training sample of ``sequence`` with ``flags`` as metadata, cut at ``max_tokens`` when that is
+    positive; None when no token of it is trained."""
+    limit = max_tokens if max_tokens > 0 else len(sequence.tokens)
+    segments = [segment for segment in sequence.segments if segment.start < limit]
+    if not any(segment.trained for segment in segments):
+        return None
+    sample = Sample(
+        index=base.index,
+        group_index=base.group_index,
+        rollout_id=base.index if base.rollout_id is None else base.rollout_id,
+        prompt=base.prompt,
+        label=base.label,
+        tokens=sequence.tokens[: sequence.prompt_length].tolist(),
+    )
+    for segment in segments:
+        tokens, turn = sequence.tokens[segment.start : min(segment.end, limit)].tolist(), segment.trained
+        if turn is None:
+            sample.append_response_tokens(tokens=tokens, trainable=False)
+            continue
+        log_probs = list(turn.output_log_probs[: len(tokens)]) or [0.0] * len(tokens)  # none: taken away at the end
+        sample.append_response_tokens(tokens=tokens, log_probs=log_probs, meta_info=turn.meta_info or None)
+    sample.status = Sample.Status.COMPLETED
+    if not any(segment.trained and len(segment.trained.output_log_probs) for segment in segments):
+        sample.rollout_log_probs = None
+    sample.metadata = {**flags, "truncated": flags["truncated"] or limit < len(sequence.tokens)}
+    return sample
+
+
+def _common_prefix_len(a: Sequence[int], b: Sequence[int], chunk: int = 4096) -> int:
+    """The number of equal elements at the beginning of both, compared ``chunk`` at a time."""
+    length = min(len(a), len(b))
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        if a[start:end] != b[start:end]:
+            return next(i for i in range(start, end) if a[i] != b[i])
+    return length

@@ -1,4 +1,4 @@
-"""Gateways that agents talk to as if to Anthropic or OpenAI, in front of the engines that are being trained."""
+"""Gateways with the APIs of Anthropic and OpenAI in front of the engines of a run."""
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.common import BaseAdapter

@@ -1,4 +1,4 @@
-"""What all gateways share: sessions, the way of a turn to the engine and into the trajectory, and its errors.
+"""What all gateways share: sessions, how a turn reaches the engine and the trajectory, and errors.
 
 Users replace ``call_sglang_generate`` by patching it here: it is looked up in this module for every turn.
 """
@@ -15,12 +15,19 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.agent.adapters.errors import ClientGone, Refusal, bad_request, session_closed
-from slime.agent.adapters.http_requests import generate_for, is_gone, json_object, say_ok
+from slime.agent.adapters.generation import Replies, generated, left_of, sampling_params
+from slime.agent.adapters.http_requests import (
+    ClientGone,
+    Refusal,
+    bad_request,
+    generate_for,
+    is_gone,
+    json_object,
+    say_ok,
+    session_closed,
+)
 from slime.agent.adapters.in_flight import InFlight
 from slime.agent.adapters.provider import Message, ProviderFormat
-from slime.agent.adapters.replies import Replies, generated, left_of
-from slime.agent.adapters.sampling import sampling_params
 from slime.agent.adapters.text import TextWorker
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
 from slime.agent.trajectory import TrajectoryManager, TurnRecord
@@ -60,7 +67,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer before it is put in a provider's words. ``finish_reason``: ``stop``, ``length`` or ``tool_calls``."""
+    """An answer, before a provider's format. ``finish_reason``: ``stop``, ``length`` or ``tool_calls``."""
 
     reasoning: str
     text: str
@@ -162,7 +169,7 @@ class BaseAdapter(ProviderFormat):
             while len(self.closed) > CLOSED_SIDS_KEPT:
                 del self.closed[next(iter(self.closed))]
         if not await self.inflight.drain(sid, wait_timeout):
-            logger.warning("session %r: a turn that was cut off has not come to its end; it is not recorded", sid)
+            logger.warning("session %r: a turn that was cut off has not ended; it is not recorded", sid)
 
     async def handle_turn(self, request: web.Request) -> web.StreamResponse:
         """Answer a request that generates."""
@@ -187,7 +194,7 @@ class BaseAdapter(ProviderFormat):
             if e.status is not None and 400 <= e.status < 500:
                 body = self.error_body("invalid_request_error", f"the engine refused the request: {e.body}")
                 return web.json_response(body, status=400)
-            # the whole message has addresses that are nothing to the agent
+            # the whole message has addresses that do not concern the agent
             body = self.error_body("api_error", "the engines failed; the log of the gateway has the reason")
             return web.json_response(body, status=502)
         except web.HTTPException:
@@ -201,7 +208,10 @@ class BaseAdapter(ProviderFormat):
         sid = self.session_id(request, body)
         with self.inflight.turn(sid) as in_flight:  # before the session is looked at: whoever closes it sees the turn
             session = self._open_session_of(sid, request)
-            self._check_turns(sid)
+            # those in flight count too: sub-agents must not pass the cap together
+            cap = self.max_turns_per_sid
+            if cap is not None and self.manager.turn_count(sid) + self.inflight.count(sid) > cap:
+                raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
             messages, tools = self.translate(body)
             prompt_ids = await self.text.render(messages, tools)
             generation = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
@@ -238,12 +248,6 @@ class BaseAdapter(ProviderFormat):
                 logger.warning("session %r was not opened: it is now, without defaults or a context limit", sid)
                 self.open_session(sid)
             return self.store[sid]
-
-    def _check_turns(self, sid: str) -> None:
-        """Count those in flight too: sub-agents must not pass the cap together."""
-        cap = self.max_turns_per_sid
-        if cap is not None and self.manager.turn_count(sid) + self.inflight.count(sid) > cap:
-            raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
 
     def _record(
         self,

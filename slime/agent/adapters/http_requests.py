@@ -1,4 +1,4 @@
-"""The HTTP requests of agents: their bodies, and whether somebody still waits for the answer."""
+"""The HTTP requests of agents: their bodies, what is refused, and whether the client still waits for the answer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,30 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.agent.adapters.errors import ClientGone, bad_request, session_closed
 from slime.agent.adapters.in_flight import Turn
-from slime.agent.turns import TurnRecord
+from slime.agent.trajectory import TurnRecord
 
 CLIENT_POLL_S = 0.5
+
+
+class Refusal(Exception):
+    """A request that is refused: the HTTP ``status``, the provider's ``kind`` of error, and why."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message = status, kind, message
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+def bad_request(message: str) -> Refusal:
+    return Refusal(400, "invalid_request_error", message)
+
+
+def session_closed() -> Refusal:
+    return Refusal(503, "overloaded_error", "session closed")
 
 
 async def generate_for(

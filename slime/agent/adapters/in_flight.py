@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 CUT_OFF_DEADLINE_S = 10.0
-"""For a turn that was cut off to come to its end."""
+"""For a turn that was cut off to end."""
 
 
 class Turn:
@@ -62,13 +62,14 @@ class InFlight:
     async def drain(self, sid: str, timeout: float) -> bool:
         """Wait for the turns of ``sid``, cutting off those that take longer than ``timeout`` s.
 
-        Returns False when one has not even then come to its end.
+        Returns False when one has not ended even then.
         """
         with self._lock:
             turns = list(self._turns.get(sid, ()))
         if not turns:
             return True
-        ends = {asyncio.ensure_future(_end_of(turn)) for turn in turns}
+        # shielded, because a cancelled wait must not cancel what it waits for
+        ends = {asyncio.shield(asyncio.wrap_future(turn.done)) for turn in turns}
         _, late = await asyncio.wait(ends, timeout=timeout)
         if late:
             for turn in turns:
@@ -77,8 +78,3 @@ class InFlight:
         for end in late:
             end.cancel()
         return not late
-
-
-async def _end_of(turn: Turn) -> None:
-    """Wait for the end of a turn; shielded, because a cancelled wait must not cancel what it waits for."""
-    await asyncio.shield(asyncio.wrap_future(turn.done))

@@ -20,8 +20,7 @@ from slime.agent.adapters.common import (
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.adapters.errors import bad_request
-from slime.agent.adapters.http_requests import messages_of
+from slime.agent.adapters.http_requests import bad_request, messages_of
 from slime.agent.adapters.provider import MODEL_LABEL, Message
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What differs between the providers that agents think they talk to."""
+"""What differs between the APIs of the providers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL_LABEL = "slime-actor"
 
 
 class ProviderFormat(abc.ABC):
-    """Requests in a provider's words to chat messages, and answers back into its words."""
+    """Translates requests in a provider's format to chat messages, and answers back."""
 
     max_tokens_keys: ClassVar[tuple[str, ...]]
     stop_keys: ClassVar[tuple[str, ...]]
@@ -33,15 +33,15 @@ class ProviderFormat(abc.ABC):
 
     @abc.abstractmethod
     def reply_message(self, reply: Any) -> Message:
-        """The message of a ``Reply`` in the provider's words, as the client will send it back."""
+        """The message of a ``Reply`` in the provider's format, as the client will send it back."""
 
     @abc.abstractmethod
     def translate_reply(self, message: Message) -> Message:
-        """What ``translate`` makes of ``reply_message`` when it comes back."""
+        """What ``translate`` returns for the ``reply_message`` in a later request."""
 
     @abc.abstractmethod
     def tree_messages(self, messages: list[Message]) -> list[Message]:
-        """Translated messages without what clients do not send back, by which turns are recognised."""
+        """Translated messages without what clients do not send back: turns are matched by them."""
 
     @abc.abstractmethod
     def reply_body(self, message: Message, reply: Any, model: str) -> dict[str, Any]:
@@ -53,4 +53,4 @@ class ProviderFormat(abc.ABC):
 
     @abc.abstractmethod
     def error_body(self, kind: str, message: str) -> dict[str, Any]:
-        """An error in the provider's words."""
+        """An error in the provider's format."""

@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from slime.agent import sglang_parsers
-from slime.agent.adapters.errors import bad_request
+from slime.agent.adapters.http_requests import bad_request
 from slime.agent.adapters.provider import Message
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
-from slime.agent.turns import TurnRecord
+from slime.agent.trajectory import TurnRecord
 
 T = TypeVar("T")
 
 
 class TextWorker:
-    """One thread that renders prompts and takes answers apart.
+    """One thread that renders prompts and parses answers.
 
     Templates and tokenizers are not for several threads at a time, and take too long for the event loop. Raises
     ValueError for parsers that SGLang does not have.
@@ -34,7 +34,7 @@ class TextWorker:
         return await self._run(self._render, messages, tools)
 
     async def parse(self, turn: TurnRecord, tools: list[Message] | None) -> ParsedModelOutput:
-        """What the model wrote, taken apart."""
+        """The parsed answer."""
         return await self._run(self._parse, turn, tools)
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -54,18 +54,16 @@ class TextWorker:
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
     def _parse(self, turn: TurnRecord, tools: list[Message] | None) -> ParsedModelOutput:
+        ids = turn.output_ids
+        special = {getattr(self.tokenizer, "eos_token_id", None), *getattr(self.tokenizer, "all_special_ids", ())}
+        if len(ids) and turn.finish_reason == "stop" and ids[-1] in special:
+            ids = ids[:-1]  # the token that ended the output is no text
         return parse_model_output(
-            self._decode(self._without_stop_token(turn)),
+            self._decode(ids),
             tools_schema=tools,
             tool_parser_name=self.tool_parser,
             reasoning_parser_name=self.reasoning_parser,
         )
-
-    def _without_stop_token(self, turn: TurnRecord) -> Sequence[int]:
-        """The output less the token that ended it, which is no text."""
-        ids = turn.output_ids
-        special = {getattr(self.tokenizer, "eos_token_id", None), *getattr(self.tokenizer, "all_special_ids", ())}
-        return ids[:-1] if len(ids) and turn.finish_reason == "stop" and ids[-1] in special else ids
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))

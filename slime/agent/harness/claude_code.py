@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 import os
 
-from slime.agent.harness.base import BaseHarness, HarnessContext
-from slime.agent.harness.common import HOME_OF_AGENT, extra_args, extra_envs, install_npm_cli, run_agent
+from slime.agent.harness.common import (
+    HOME_OF_AGENT,
+    BaseHarness,
+    HarnessContext,
+    extra_args,
+    extra_envs,
+    install_npm_cli,
+    run_agent,
+)
 from slime.agent.sandbox import AGENT_USER, Sandbox
 
 

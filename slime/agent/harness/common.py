@@ -1,7 +1,8 @@
-"""What harnesses share: Node, command-line tools from npm, and a run that is logged."""
+"""What a harness does: install an agent in a new sandbox, point it to the gateway, run it; and what harnesses share."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import json
 import logging
@@ -9,9 +10,11 @@ import os
 import shlex
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from slime.agent.sandbox import AGENT_USER, EXIT_TIME_BUDGET_EXCEEDED, Sandbox, exec_and_wait
+from slime.agent.sandbox import AGENT_USER, EXIT_TIME_BUDGET_EXCEEDED, Sandbox, ensure_agent_user, exec_and_wait
+from slime.utils.misc import SingletonMeta
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,48 @@ INSTALL_TIMEOUT_S = 900
 HOME_OF_AGENT = f"/home/{AGENT_USER}"
 
 
+@dataclass(frozen=True)
+class HarnessContext:
+    """One execution: where the agent works, its session, the gateway's address, the model's name in requests."""
+
+    workdir: str
+    session_id: str
+    adapter_url: str
+    model_label: str = "slime-actor"
+
+
+class _HarnessMeta(SingletonMeta, abc.ABCMeta):
+    """Harnesses hold no state: one of each serves all executions."""
+
+
+class BaseHarness(metaclass=_HarnessMeta):
+    """A command-line agent."""
+
+    @abc.abstractmethod
+    async def install_cli(self, sb: Sandbox) -> None:
+        """Make the agent's command available, unless it is. Called once per sandbox, before ``run``."""
+
+    @abc.abstractmethod
+    async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
+        """Write the files that the agent is configured by."""
+
+    @abc.abstractmethod
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
+        """Run the agent on ``prompt``; return its exit code, -1 when it has not ended within its time."""
+
+    async def run(
+        self, sb: Sandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: float, prompt: str
+    ) -> int:
+        """Configure the agent, which ``install_cli`` has installed, and run it in ``workdir``; return its exit code.
+
+        ``adapter_url`` is the gateway's address as the sandbox sees it, without a path.
+        """
+        ctx = HarnessContext(workdir, session_id, adapter_url.rstrip("/"))
+        await ensure_agent_user(sb, workdir)
+        await self.write_config(sb, ctx)
+        return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
+
+
 async def install_node22(sb: Sandbox, tarball: str | Path | None = None) -> None:
     """Install Node 22 in ``/opt/node22``, with links in ``/usr/local/bin``, unless that or a newer one is there.
 
@@ -30,7 +75,8 @@ async def install_node22(sb: Sandbox, tarball: str | Path | None = None) -> None
     ``SLIME_AGENT_NODE_TARBALL`` names, or from nodejs.org.
     """
     code, version, _ = await sb.exec("node --version")
-    if code == 0 and _major(version) >= 22:
+    major = version.strip().removeprefix("v").partition(".")[0]
+    if code == 0 and major.isdigit() and int(major) >= 22:
         return
     tarball = tarball or os.environ.get("SLIME_AGENT_NODE_TARBALL")
     if tarball:
@@ -109,7 +155,7 @@ async def run_agent(
         logger.info("sandbox %s: the agent was not done within %g s", sb.sandbox_id, time_budget_sec)
     elif code != 0:
         hint = " (not installed? install_cli comes before run)" if code == COMMAND_NOT_FOUND else ""
-        logger.warning("sandbox %s: the agent ended with %d%s; its last words: %s", sb.sandbox_id, code, hint, tail)
+        logger.warning("sandbox %s: the agent ended with %d%s; its output ends: %s", sb.sandbox_id, code, hint, tail)
     return code
 
 
@@ -128,8 +174,3 @@ def extra_envs(name: str) -> dict[str, str]:
     if not isinstance(values, dict):
         raise ValueError(f"{name} must be a JSON object of variables, not {text!r}")
     return {str(key): str(value) for key, value in values.items()}
-
-
-def _major(version: str) -> int:
-    digits = version.strip().removeprefix("v").partition(".")[0]
-    return int(digits) if digits.isdigit() else 0

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
-from slime.agent.adapters.errors import Refusal
-from slime.agent.adapters.sampling import sampling_params
+from slime.agent.adapters.generation import sampling_params
+from slime.agent.adapters.http_requests import Refusal
 from slime.agent.parsing import parse_xml_tool_uses
 from tests.support.agents import ToolTokenizer, call_text
 

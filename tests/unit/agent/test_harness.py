@@ -87,7 +87,7 @@ async def test_codex_is_pointed_to_the_gateway(local, monkeypatch):
 async def test_an_agent_that_fails_or_takes_too_long(local, caplog):
     local.add_command("claude", "echo broken; exit 9")
     assert await ClaudeCodeHarness().run(local, prompt="p", **RUN) == 9
-    assert "sandbox local: the agent ended with 9; its last words: broken" in caplog.text
+    assert "sandbox local: the agent ended with 9; its output ends: broken" in caplog.text
     local.add_command("claude", "sleep 1000")
     assert await ClaudeCodeHarness().run(local, prompt="p", **{**RUN, "time_budget_sec": 0}) == -1
 
