@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 
-from slime.rollout.rm_hub.worker_limits import die_with_owner
+from slime.rollout.rm_hub.worker_main import die_with_owner
 
 
 def main() -> None:

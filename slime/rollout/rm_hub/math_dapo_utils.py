@@ -1,4 +1,4 @@
-"""The rule reward of DAPO: the last ``Answer:`` line, normalised as in Minerva (Lewkowycz et al. 2022, appendix D)."""
+"""The rule reward of DAPO: the last ``Answer:`` line, normalized as in Minerva (Lewkowycz et al. 2022, appendix D)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def remove_boxed(s: str) -> str:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return the canonical text of an answer: no units, no LaTeX dress, no thousands separators, no end tokens."""
+    """Return the canonical text of an answer: no units, no LaTeX markup, no thousands separators, no end tokens."""
     text = without_end_tokens(final_answer).split("=")[-1]
     for before, after in _SUBSTITUTIONS:
         text = text.replace(before, after)
@@ -61,7 +61,7 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def _label_text(ground_truth: Any) -> str:
-    """Return a whole number as integer text, exactly whatever its size, and any other label normalised as an answer."""
+    """Return a whole number as integer text, exactly whatever its size, and any other label normalized as an answer."""
     text = str(ground_truth).strip()
     try:
         if re.fullmatch(r"[+-]?\d+", text):
@@ -75,7 +75,7 @@ def _label_text(ground_truth: Any) -> str:
 def is_correct_minerva(
     solution_str: str, gt: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
-    """Return whether the last ``Answer: ...`` equals ``gt``, and the normalised answer (``[INVALID]`` without one)."""
+    """Return whether the last ``Answer: ...`` equals ``gt``, and the normalized answer (``[INVALID]`` without one)."""
     found = re.findall(answer_pattern, without_end_tokens(solution_str))
     prediction = normalize_final_answer(found[-1] if found else "[INVALID]")
     if gt_need_extract:

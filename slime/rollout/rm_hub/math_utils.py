@@ -1,4 +1,4 @@
-"""Grading of mathematical answers: take the last box, compare normalised text, then compare values with sympy.
+"""Grading of mathematical answers: take the last box, compare normalized text, then compare values with sympy.
 
 The rules are those of the MATH data set's grader (Hendrycks et al. 2021) and of PRM800K's (Lightman et al. 2023):
 fractions must be reduced, and an integer is only equal to an integer.

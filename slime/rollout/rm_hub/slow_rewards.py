@@ -75,10 +75,10 @@ def _sentence(reward: _Reward, count: int) -> str:
         "it blocks the event loop, where no deadline can end it: await what it waits for, or make it a plain function, "
         "which gets a thread of its own"
         if blocks
-        else f"it is given up after {reward.limit_s:g} s (--reward-timeout)"
+        else f"it times out after {reward.limit_s:g} s (--reward-timeout)"
     )
     return (
-        f"the reward of samples {list(reward.indices)} ({reward.name}) has not come for "
+        f"the reward of samples {list(reward.indices)} ({reward.name}) has been pending for "
         f"{time.monotonic() - reward.began:.0f} s{place}{more}; {end}"
     )
 

@@ -3,8 +3,10 @@
 Each worker is served by a thread of this process and does one job at a time. It has limits on CPU time, wall-clock
 time, memory and processes; what exceeds one costs that job, and the worker is replaced. Workers end with this process.
 
-``pebble.ProcessPool`` does not keep these guarantees: it unpickles what workers send, so that a worker which an answer
-has taken over could run code in this process, and its workers share one pipe, which one of them can corrupt for all.
+Jobs and replies travel as a length and a body. Jobs are pickles, because labels may be anything a data set holds (numpy
+values, decimals, dates), and their sender is trusted. Replies are JSON: a worker has parsed what a model wrote, and
+nothing it sends may be executed. (``pebble.ProcessPool`` unpickles what workers send, and its workers share one pipe,
+which one of them can corrupt for all.)
 """
 
 from __future__ import annotations
@@ -12,26 +14,50 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import os
+import pickle
 import queue
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from slime.rollout.rm_hub.failure import RewardFailure
-from slime.rollout.rm_hub.frames import LENGTH, job_frame, read_reply
 
 START_LIMIT_S = 120.0
 STOP_GRACE_S = 5.0
 """How much later than its own limit a worker is killed that did not end by itself."""
 WALL_PER_CPU = 6.0
 STDERR_BYTES = 8192
+"""Of the end of standard error, kept for the message."""
+LENGTH = struct.Struct("<Q")
+
+
+def job_frame(value: Any) -> bytes:
+    """Return ``value`` as ``read_job`` reads it."""
+    body = pickle.dumps(value, protocol=5)
+    return LENGTH.pack(len(body)) + body
+
+
+def read_job(stream: BinaryIO) -> Any:
+    """Return the next job of ``stream``. Raises EOFError at its end."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        raise EOFError
+    return pickle.loads(stream.read(LENGTH.unpack(head)[0]))
+
+
+def reply_frame(value: Any) -> bytes:
+    """Return ``value`` in a frame of JSON, tuples as lists. Raises TypeError or ValueError for what JSON cannot say."""
+    body = json.dumps(value).encode()
+    return LENGTH.pack(len(body)) + body
 
 
 @dataclass(frozen=True)
@@ -47,11 +73,11 @@ class WorkerLimits:
 
 
 class WorkerEnded(Exception):
-    """The worker has ended, with this exit code (None: it was killed for its silence)."""
+    """The worker has ended, with this exit code (None: it was killed because it did not answer)."""
 
-    def __init__(self, code: int | None, last_words: str) -> None:
+    def __init__(self, code: int | None, stderr: str) -> None:
         self.code = code
-        self.last_words = last_words
+        self.stderr = stderr
 
 
 class Worker:
@@ -74,22 +100,22 @@ class Worker:
         self._stdin, self._stdout, self._stderr = (
             pipe.fileno() for pipe in (self.process.stdin, self.process.stdout, self.process.stderr) if pipe
         )
-        self._received, self._last_words = bytearray(), b""
+        self._received, self._stderr_tail = bytearray(), b""
         for fd in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(fd, False)
         try:
             self.exchange(job_frame([root, *sys.path]), START_LIMIT_S)
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt too: no one else would end the process
             self.kill()
             raise
 
     def exchange(self, message: bytes, limit_s: float) -> Any:
         """Send a framed message and return the reply. Raises WorkerEnded when none comes within ``limit_s``."""
         deadline = time.monotonic() + limit_s
-        self._last_words = b""
+        self._stderr_tail = b""
         self._send(message, deadline)
         head = self._receive(LENGTH.size, deadline)
-        return read_reply(self._receive(LENGTH.unpack(head)[0], deadline))
+        return json.loads(self._receive(LENGTH.unpack(head)[0], deadline))
 
     def _send(self, message: bytes, deadline: float) -> None:
         view = memoryview(message)
@@ -114,7 +140,7 @@ class Worker:
         return taken
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
-        """Wait until ``fd`` is ready, taking in what the worker writes to standard error."""
+        """Wait until ``fd`` is ready, reading what the worker writes to standard error."""
         poll = select.poll()
         poll.register(fd, event)
         poll.register(self._stderr, select.POLLIN)
@@ -122,31 +148,31 @@ class Worker:
             ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0))
             if not ready:
                 self.kill()
-                raise WorkerEnded(None, self._words())
-            if self._stderr in ready and not self._hear():
+                raise WorkerEnded(None, self._stderr_text())
+            if self._stderr in ready and not self._read_stderr():
                 poll.unregister(self._stderr)
             if fd in ready:
                 return
 
-    def _hear(self) -> bool:
-        """Take in standard error; False when it has ended."""
+    def _read_stderr(self) -> bool:
+        """Read standard error; False at its end."""
         try:
             data = os.read(self._stderr, 1 << 16)
         except BlockingIOError:
             return True
-        self._last_words = (self._last_words + data)[-STDERR_BYTES:]
+        self._stderr_tail = (self._stderr_tail + data)[-STDERR_BYTES:]
         return bool(data)
 
-    def _words(self) -> str:
-        return self._last_words.decode(errors="replace").strip()
+    def _stderr_text(self) -> str:
+        return self._stderr_tail.decode(errors="replace").strip()
 
     def _ended(self) -> WorkerEnded:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_GRACE_S)
-        while self._hear() and select.select([self._stderr], [], [], 0)[0]:
+        while self._read_stderr() and select.select([self._stderr], [], [], 0)[0]:
             pass
         self.kill()
-        return WorkerEnded(self.process.returncode, self._words())
+        return WorkerEnded(self.process.returncode, self._stderr_text())
 
     @property
     def alive(self) -> bool:
@@ -232,23 +258,20 @@ class RewardWorkers:
 
     def _run(self, number: int) -> None:
         while True:
-            self._prepare(number)
+            # start a worker where there is none, before its next job comes
+            if self._workers[number] is None and not self._closed:
+                with contextlib.suppress(WorkerEnded, OSError):  # the job fails in the same way, and reports it
+                    self._workers[number] = Worker(self.limits)
             job = self._jobs.get()
             if job is None:
                 break
             if job.answer.set_running_or_notify_cancel():
                 try:
                     job.answer.set_result(self._do(number, job))
-                except Exception as e:  # noqa: BLE001  (it belongs to whoever waits for the job)
+                except Exception as e:  # noqa: BLE001  (raised where the job is awaited)
                     job.answer.set_exception(e)
             del job
         self._drop(number)
-
-    def _prepare(self, number: int) -> None:
-        """Start a worker where there is none, before its next job comes."""
-        if self._workers[number] is None and not self._closed:
-            with contextlib.suppress(WorkerEnded, OSError):  # the job fails in the same way, and reports it
-                self._workers[number] = Worker(self.limits)
 
     def _drop(self, number: int) -> None:
         worker, self._workers[number] = self._workers[number], None
@@ -276,17 +299,15 @@ class RewardWorkers:
         raise RewardFailure(kind, f"{job.function}: {message}", trace)
 
     def _failure(self, job: _Job, end: WorkerEnded) -> RewardFailure:
-        """Say what ended the worker."""
+        """Return the failure of a job whose worker has ended."""
+        cpu_s, wall_s = self.limits.cpu_s, self.limits.wall_s
         causes: dict[int | None, tuple[str, str]] = {
-            None: ("timeout", f"the worker was silent for {self.limits.wall_s + STOP_GRACE_S:g} s and was killed"),
-            -signal.SIGPROF: ("timeout", f"took more than {self.limits.cpu_s:g} s of CPU time (--reward-time-limit)"),
-            -signal.SIGALRM: (
-                "timeout",
-                f"took more than {self.limits.wall_s:g} s ({WALL_PER_CPU:g} x --reward-time-limit)",
-            ),
+            None: ("timeout", f"the worker did not answer within {wall_s + STOP_GRACE_S:g} s and was killed"),
+            -signal.SIGPROF: ("timeout", f"took more than {cpu_s:g} s of CPU time (--reward-time-limit)"),
+            -signal.SIGALRM: ("timeout", f"took more than {wall_s:g} s ({WALL_PER_CPU:g} x --reward-time-limit)"),
         }
         kind, said = causes.get(end.code, ("crashed", f"ended its worker process with exit code {end.code}"))
-        return RewardFailure(kind, f"{job.function}: {said}", end.last_words)
+        return RewardFailure(kind, f"{job.function}: {said}", end.stderr)
 
 
 _pools: dict[tuple[Any, ...], RewardWorkers] = {}

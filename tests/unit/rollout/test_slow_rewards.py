@@ -63,7 +63,7 @@ def line_of(function: Any, text: str) -> str:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "has not come" in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "been pending" in r.getMessage()]
 
 
 async def test_one_that_awaits_for_ever_is_named_and_given_up(caplog):
@@ -71,7 +71,7 @@ async def test_one_that_awaits_for_ever_is_named_and_given_up(caplog):
     said = warnings(caplog)
     assert 1 <= len(said) <= 4
     assert said[0].startswith(f"the reward of samples [7] (--custom-rm-path '{HERE}.waits' (")
-    assert said[0].endswith("; it is given up after 0.9 s (--reward-timeout)")
+    assert said[0].endswith("; it times out after 0.9 s (--reward-timeout)")
     assert sample.remove_sample
     assert "--reward-timeout" in sample.metadata["reward_error"]
 
