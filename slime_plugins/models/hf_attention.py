@@ -59,15 +59,15 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         from slime.backends.megatron_utils.attention import undo_zigzag
 
         if self.config.sequence_parallel:
-            # Every rank goes on to compute the same, so the backward pass only takes its part of the gradient.
+            # Every rank computes the same from here on, so the backward pass only takes its part of the gradient.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         group = mpu.get_context_parallel_group()
         if group.size() == 1:
             return hidden_states
         # Each rank's loss is that of its own tokens: gradients are summed over the ranks.
-        everybody = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+        gathered = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
         lengths = self._local_lengths(packed_seq_params, group.size())
-        ranks = [part.split(lengths) for part in everybody.chunk(group.size())]
+        ranks = [part.split(lengths) for part in gathered.chunk(group.size())]
         return torch.cat([undo_zigzag(parts) for parts in zip(*ranks, strict=True)])
 
     def _scatter(self, output: Tensor, packed_seq_params: Any) -> Tensor:

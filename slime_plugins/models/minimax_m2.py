@@ -34,7 +34,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` (``[..., local heads, channels]``) normalised, in its own dtype."""
+        """Return ``x`` (``[..., local heads, channels]``) normalized, in its own dtype."""
         from torch.distributed.nn.functional import all_reduce
 
         squares = x.float().square().sum(dim=(-2, -1), keepdim=True)

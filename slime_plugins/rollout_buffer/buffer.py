@@ -63,7 +63,7 @@ class RolloutBuffer:
             await self.stop()
             dropped = 0 if self.queue is None else self.queue.held
             if dropped:
-                logger.warning("%d trajectories of the rollout before are dropped: it starts anew", dropped)
+                logger.warning("%d trajectories of the rollout before are dropped: it starts again", dropped)
             self.queue = GroupQueue(group_size, module.TASK_TYPE, GroupFunctions.of_module(module), self.max_items)
             self.generator = GeneratorProcess(module, data)
             await self.generator.start()

@@ -82,7 +82,9 @@ class GroupQueue:
         items = [*self.open.get(instance_id, []), item]
         valid, finished = self._verdict((instance_id, items))
         group = self._transformed((instance_id, items)) if finished and valid else None
-        self._remember(item["uid"])
+        self._uids[item["uid"]] = None
+        if len(self._uids) > UIDS_REMEMBERED:
+            del self._uids[next(iter(self._uids))]
         self.counts["written"] += 1
         if not finished:
             self.open[instance_id] = items
@@ -120,7 +122,7 @@ class GroupQueue:
         return bool(self.ready) or kept
 
     def state(self) -> dict[str, Any]:
-        """Return what is waiting, and what has become of the rest."""
+        """Return what is waiting, and counts of the rest."""
         return {
             "unfinished_groups": len(self.open),
             "unfinished_items": sum(len(items) for items in self.open.values()),
@@ -159,11 +161,6 @@ class GroupQueue:
                 by_instance.setdefault(instance_id, []).extend(members)
             found |= self.functions.get_group_data_meta_info(by_instance)
         return found
-
-    def _remember(self, uid: str) -> None:
-        self._uids[uid] = None
-        if len(self._uids) > UIDS_REMEMBERED:
-            del self._uids[next(iter(self._uids))]
 
 
 def _check(item: Any) -> None:

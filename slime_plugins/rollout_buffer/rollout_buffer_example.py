@@ -25,25 +25,25 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 30.0
 """How long one request may wait at the buffer for a group."""
-STARTS_IN_VAIN = 1
-"""So often a generator may come to its end without a group: all that was left to make may be what is not valid."""
+MAX_EMPTY_RUNS = 1
+"""Runs of a generator in a row that may end without a group: all that was left to generate may be invalid."""
 COUNTER = "rollout_buffer_groups"
 Group = list[Sample]
 
 
 @dataclass
 class Progress:
-    """How far this process has got with a buffer whose generator it had started.
+    """The progress of this process with a buffer whose generator it has started.
 
     Attributes:
         arrived: ``batch_id`` of the last batch since the generator was started.
         extra_epochs: how many more epochs than planned it takes, because groups were dropped.
-        in_vain: so many starts in a row brought nothing.
+        empty_runs: runs of the generator in a row that ended without a group.
     """
 
     arrived: int | None = None
     extra_epochs: int = 0
-    in_vain: int = 0
+    empty_runs: int = 0
 
 
 _started: dict[str, Progress] = {}
@@ -76,7 +76,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     url = args.rollout_buffer_url.rstrip("/")
-    client = _client(args, url)
+    client = HttpClient(4, args.rollout_request_timeout, os.environ.get(KEY_VARIABLE))
+    client.trust(url)
     wanted = args.rollout_batch_size
     groups: list[Group] = []
     meta_infos: list[dict[str, Any]] = []
@@ -87,7 +88,8 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
         empty = 0
         while len(groups) < wanted:
             items, meta_info = await _fetch(args, client, url, empty)
-            if _was_restarted(meta_info):
+            if (meta_info.get("generator") or {}).get("state") == "none":
+                # generators that it started before its restart may still write, to groups of any size
                 logger.warning(
                     "the rollout buffer at %s was restarted: what had not been fetched is generated again, and %d "
                     "trajectories that reached it before are dropped", url, len(items),
@@ -110,12 +112,6 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
     if groups[wanted:]:
         data_source.add_samples(groups[wanted:])
     return RolloutFnTrainOutput(samples=groups[:wanted], metrics=_metrics(groups[:wanted], meta_infos))
-
-
-def _client(args: Any, url: str) -> HttpClient:
-    client = HttpClient(4, args.rollout_request_timeout, os.environ.get(KEY_VARIABLE))
-    client.trust(url)
-    return client
 
 
 async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> None:
@@ -177,11 +173,6 @@ async def _fetch(args: Any, client: HttpClient, url: str, empty: int) -> tuple[l
     return items, meta_info
 
 
-def _was_restarted(meta_info: dict[str, Any]) -> bool:
-    """True when the buffer knows of no generator. Those of its earlier life may still write, to groups of any size."""
-    return bool((meta_info.get("generator") or {}).get("state") == "none")
-
-
 async def _check_generator(
     args: Any, client: HttpClient, url: str, data_source: Any, meta_info: dict[str, Any], have: int
 ) -> None:
@@ -191,8 +182,8 @@ async def _check_generator(
         return
     if generator["state"] == "ended" and args.num_rollout is not None:
         progress = _started[url]
-        progress.in_vain = 0 if progress.arrived is not None else progress.in_vain + 1
-        if progress.in_vain <= STARTS_IN_VAIN:
+        progress.empty_runs = 0 if progress.arrived is not None else progress.empty_runs + 1
+        if progress.empty_runs <= MAX_EMPTY_RUNS:
             progress.extra_epochs += 1
             logger.warning(
                 "the generator of --rollout-task-type %s has ended with %d groups of %d (%d were not valid): it goes "

@@ -203,7 +203,7 @@ class BaseGenerator:
                             running = _without_done(running)
                 while running:
                     running = _without_done(running)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: the pool would otherwise finish all items first
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
