@@ -71,7 +71,7 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
             writers.append(TensorBoardWriter(tensorboard_dir(args)))
         if args.use_wandb:
             writers.append(WandbWriter(args))
-    except BaseException:
+    except BaseException:  # W&B may wait for long, and be interrupted
         for writer in writers:
             writer.close()
         raise

@@ -181,7 +181,7 @@ def connect(args: Namespace, slots: int) -> Cluster:
             run_dir.prepare(args)
         args.run_id = run_id
         finalize_for_device(args, device_type)
-    except BaseException:
+    except BaseException:  # an interrupted start must leave no process either
         ray.shutdown()
         janitor.sweep()
         raise
@@ -279,9 +279,14 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     # Ray's own processes inherit these: the janitor finds them, and workers import what this process can import.
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
-    _keep_to_loopback()
+    # Listen on loopback only, as Ray does by itself on macOS and Windows: unless this switch of its own is off it
+    # replaces _node_ip_address="127.0.0.1" by the host's address.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # one line per connection
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Socket paths below a long temporary directory would be too long for the kernel.
+    too_long = len(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "") > 40 and sys.platform == "linux"
     ray.init(
         address="local",
         namespace=f"slime-{run_id}",
@@ -292,25 +297,9 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
         logging_level=logging.WARNING,
         log_to_driver=True,
         _node_ip_address="127.0.0.1",
-        _temp_dir=_short_temp_dir(),
+        _temp_dir="/tmp/ray" if too_long else None,
     )
     return True
-
-
-def _require_listener(address: str) -> None:
-    """Raise OSError when nothing listens at ``host:port``; Ray itself would retry for minutes."""
-    host, _, port = address.rpartition(":")
-    if "://" not in address and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-
-
-def _keep_to_loopback() -> None:
-    """Make a Ray that starts here listen on loopback only, as it does by itself on macOS and Windows.
-
-    Ray replaces ``_node_ip_address="127.0.0.1"`` by the host's address unless this switch of its own is off.
-    """
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _keep_sigterm_handler() -> None:
@@ -319,9 +308,8 @@ def _keep_sigterm_handler() -> None:
         ray._private.utils.set_sigterm_handler = lambda handler: None
 
 
-def _short_temp_dir() -> str | None:
-    """Return a directory for Ray's session when the default one would make its socket paths too long, else None."""
-    default = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR")
-    if default and len(default) > 40 and sys.platform.startswith("linux"):
-        return "/tmp/ray"
-    return None
+def _require_listener(address: str) -> None:
+    """Raise OSError when nothing listens at ``host:port``; Ray itself would retry for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" not in address and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

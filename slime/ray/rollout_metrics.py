@@ -36,7 +36,9 @@ def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, f
     """
     found: dict[str, float] = {}
     if args.log_passrate:
-        groups = _passes(samples, [_raw_reward(args, sample) for sample in samples])
+        overrides = [(sample.metadata or {}).get("raw_reward") for sample in samples]
+        rewards = [s.get_reward_value(args) if raw is None else raw for s, raw in zip(samples, overrides, strict=True)]
+        groups = _passes(samples, rewards)
         found |= {f"passrate/{name}": value for name, value in pass_rates(groups).items()}
     if args.log_multi_turn:
         found |= multi_turn_metrics(args, samples)
@@ -247,11 +249,6 @@ def _passes(samples: Sequence[Sample], rewards: Sequence[Any]) -> list[list[floa
     ]
 
 
-def _raw_reward(args: Namespace, sample: Sample) -> Any:
-    override = (sample.metadata or {}).get("raw_reward")
-    return sample.get_reward_value(args) if override is None else override
-
-
 def _share(flags: Iterable[bool]) -> float:
     values = list(flags)
     return sum(values) / len(values)
@@ -291,16 +288,11 @@ class ConstantRewards:
         self._samples += len(rewards)
         if self._in_a_row == CONSTANT_ROLLOUTS:
             self._watches = False
+            path, kind = self.args.custom_rm_path, self.args.rm_type
+            source = f"--rm-type {kind}" if kind else 'metadata["rm_type"]'
             logger.warning(
                 "the reward of all %d samples of rollouts %d to %d is %g: from equal rewards nothing is learned. Look "
                 "at responses and labels in %s/samples, and at the reward (%s)",
                 self._samples, rollout_id - CONSTANT_ROLLOUTS + 1, rollout_id, value, self.args.run_dir,
-                _reward_source(self.args),
+                f"--custom-rm-path {path}" if path else source,
             )  # fmt: skip
-
-
-def _reward_source(args: Namespace) -> str:
-    if path := args.custom_rm_path:
-        return f"--custom-rm-path {path}"
-    kind = args.rm_type
-    return f"--rm-type {kind}" if kind else 'metadata["rm_type"]'

@@ -54,7 +54,9 @@ class TrainRayActor:
         )
         if self.args.device_type == "cpu" and master[0] == "127.0.0.1":
             # Otherwise gloo resolves the host's name, which may lead to an interface that is down, or nowhere.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+            names = [name for _, name in socket.if_nameindex()]
+            loopback = next((name for name in names if name in ("lo", "lo0")), names[0])
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         self.trainer = trainer_class(self.role)(self.args, role=self.role, with_ref=with_ref)
         start = self.trainer.initialize()
         return start, dict(self.trainer.parallel_config)
@@ -178,8 +180,3 @@ def trainer_class(role: str) -> type[MegatronTrainer]:
     from slime.backends.megatron_utils.trainer import MegatronTrainer
 
     return MegatronTrainer
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name in ("lo", "lo0")), names[0])

@@ -23,7 +23,7 @@ _calls: set[_Call] = set()
 
 
 class _LoopThread:
-    """A daemon thread that runs an event loop for ever."""
+    """A daemon thread that runs an event loop forever."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -109,7 +109,7 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
         call.begin()
         try:
             call.wait()
-        except BaseException as exc:
+        except BaseException as exc:  # raised in this thread: Ctrl-C, SIGTERM
             call.interrupt(exc)
             call.wait()
             raise

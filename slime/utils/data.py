@@ -231,18 +231,16 @@ def filter_long_prompt(
             prompts = cast("list[str]", [sample.prompt for sample in chunk])
             lengths = [len(prompt.encode("utf-8", "surrogatepass")) for prompt in prompts]
             long = [i for i, length in enumerate(lengths) if length > max_length]
-            for i, ids in zip(long, _token_ids(tokenizer, [prompts[i] for i in long]), strict=True):
-                lengths[i] = len(ids)
+            if long:
+                counted = tokenizer([prompts[i] for i in long], add_special_tokens=False)["input_ids"]
+                for i, ids in zip(long, counted, strict=True):
+                    lengths[i] = len(ids)
             kept += [sample for sample, length in zip(chunk, lengths, strict=True) if length <= max_length]
     if dropped := len(origin_samples) - len(kept):
         logger.warning(
             "%d of %d prompts have more than %d tokens and are dropped", dropped, len(origin_samples), max_length
         )
     return kept
-
-
-def _token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
 def _rendered(tokenizer: Any, messages: Any, tools: list[Any] | None, keywords: Mapping[str, Any], where: str) -> Any:

@@ -67,7 +67,7 @@ def init_http_client(args: Any) -> None:
 
 
 def get_http_client() -> HttpClient:
-    """Return the process's client, making one with default limits when none was initialised."""
+    """Return the process's client, making one with default limits when none was initialized."""
     global _http_client
     if _http_client is None:
         _http_client = HttpClient(DEFAULT_CONCURRENCY)

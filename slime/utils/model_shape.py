@@ -83,7 +83,7 @@ class Experts:
 class ModelShape:
     """Sizes of a GPT model in Megatron's vocabulary. ``vocab`` is padded, ``vocab_unpadded`` the checkpoint's.
 
-    ``qk_norm_whole``: all heads are normalised together, with a weight for each of them.
+    ``qk_norm_whole``: all heads are normalized together, with a weight for each of them.
     ``norm`` counts the vectors of a norm: 1 for RMSNorm, 2 for LayerNorm. ``positions`` are the rows of a learned
     position embedding. ``kinds`` has one entry per decoder layer. ``remarks`` say what the flags leave open.
     """
@@ -145,7 +145,8 @@ def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> Mod
     vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")
     if missing or not vocab:
         raise ValueError(f"the model is not described: {', '.join(missing or ['vocab_size'])} missing")
-    config = _text_config(hf_config or {})
+    config = hf_config or {}
+    config = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
     remarks: list[str] = []
     linear, linear_layers = _linear_attention(args, config, remarks)
     experts = _experts(args)
@@ -221,11 +222,6 @@ def _get(args: Namespace, name: str, default: Any = None) -> Any:
 
 def _spec(args: Namespace) -> str:
     return " ".join(map(str, _get(args, "spec", [])))
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
 
 
 def _learned_positions(args: Namespace) -> int:

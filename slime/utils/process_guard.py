@@ -23,7 +23,7 @@ from pathlib import Path
 from slime.utils import process_supervisor
 
 START_DEADLINE_S = 60.0
-"""For the supervisor to say that it has started its command; milliseconds on an idle machine."""
+"""For the supervisor to report that it has started its command; milliseconds on an idle machine."""
 GUARD_TAG = "SLIME_GUARD_ID"
 RUN_TAG = "SLIME_RUN_ID"
 KEEP_ENVIRON = {"SPT_NOENV": "1"}
@@ -59,7 +59,7 @@ class _Supervisor:
         self._lines: dict[str, str] = {}
 
     def read(self, wait_s: float = 0.0) -> dict[str, str]:
-        """Take in what the supervisor has said (``pid``, ``exit``, ``error``, ``left``), waiting up to ``wait_s``."""
+        """Read what the supervisor has reported (``pid``, ``exit``, ``error``, ``left``), waiting up to ``wait_s``."""
         with self._lock:
             while self._socket.fileno() >= 0 and select.select([self._socket], [], [], wait_s)[0]:
                 try:
@@ -80,11 +80,11 @@ class _Supervisor:
         """Return the command's pid. Raises ProcessStartError when it cannot be executed or the supervisor is silent."""
         deadline = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < deadline:
-            said = self.read(0.1)
-            if "error" in said:
-                raise ProcessStartError(f"cannot start {self.name}: {said['error']}")
-            if "pid" in said:
-                return int(said["pid"])
+            reported = self.read(0.1)
+            if "error" in reported:
+                raise ProcessStartError(f"cannot start {self.name}: {reported['error']}")
+            if "pid" in reported:
+                return int(reported["pid"])
             if self.process.poll() is not None:
                 raise ProcessStartError(f"the supervisor of {self.name} exited with {self.process.returncode}")
         self.process.kill()
@@ -120,7 +120,7 @@ class GuardedProcess:
             return int(code)
         if self._supervisor.process.poll() is None:
             return None
-        # The supervisor has gone: either it said more just before, or it was killed and its child with it.
+        # The supervisor has gone: either it reported more just before, or it was killed and its child with it.
         return int(self._supervisor.read().get("exit", -signal.SIGKILL))
 
     def wait(self, timeout_s: float) -> int:
@@ -158,7 +158,7 @@ def spawn(
     """Start ``cmd`` with stdout and stderr appended to ``log_path``; it ends when this process ends.
 
     ``env`` is the whole environment (None: this process's own). The command is not reached by a Ctrl-C in the terminal.
-    What it starts ends with it: daemonised grandchildren are ended when the command exits.
+    What it starts ends with it: daemonized grandchildren are ended when the command exits.
     Raises ProcessStartError when ``cmd`` cannot be executed.
     """
     log_path = Path(log_path)
@@ -195,7 +195,7 @@ _self_guard_pid = 0
 
 
 def guard_self() -> None:
-    """When this process ends, end what it has started since this call, however far it was daemonised.
+    """When this process ends, end what it has started since this call, however far it was daemonized.
 
     For processes that were started by others (Ray workers). Children are known by a variable that they inherit.
     Calling it again does nothing.

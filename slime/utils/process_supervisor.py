@@ -3,7 +3,7 @@
 Run as a script by ``slime.utils.process_guard``, with the standard library only, so that it starts in milliseconds and
 holds about 10 MB. Two verbs:
 
-``supervise``  start one command and own it: it and everything it starts, daemonised processes included (the supervisor
+``supervise``  start one command and own it: it and everything it starts, daemonized processes included (the supervisor
                is their sub-reaper, so orphans become its children), end when the command exits, when ``stop`` arrives
                on the control socket, or when the owner is gone.
 ``janitor``    wait until the owner is gone, then end every process of this host whose environment holds a given tag.
@@ -133,7 +133,7 @@ class _Owner:
         self.pid = pid
         self.buffer = b""
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         try:
             self.socket.sendall(line.encode() + b"\n")
         except OSError:
@@ -184,9 +184,9 @@ def supervise(owner: _Owner, cwd: str, cmd: list[str]) -> int:
             cmd, stdin=subprocess.DEVNULL, cwd=cwd or None, start_new_session=True, preexec_fn=_die_with_supervisor
         )
     except OSError as e:
-        owner.tell(f"error {e}")
+        owner.report(f"error {e}")
         return 1
-    owner.tell(f"pid {child.pid}")
+    owner.report(f"pid {child.pid}")
     grace: float | None = None
     exited = False
     while grace is None and not exited:
@@ -196,25 +196,25 @@ def supervise(owner: _Owner, cwd: str, cmd: list[str]) -> int:
         for pid, code in reap():
             if pid == child.pid:
                 exited = True
-                owner.tell(f"exit {code}")
-    left = end(lambda: _also_tell(owner, child.pid), ORPHAN_GRACE_S if grace is None else grace)
+                owner.report(f"exit {code}")
+    left = end(lambda: _reap_descendants(owner, child.pid), ORPHAN_GRACE_S if grace is None else grace)
     if left:
-        owner.tell(f"left {left}")
+        owner.report(f"left {left}")
     return 0
 
 
-def _also_tell(owner: _Owner, child: int) -> list[int]:
-    """Return our descendants, telling the owner the command's exit code when it ends among them."""
+def _reap_descendants(owner: _Owner, child: int) -> list[int]:
+    """Return our descendants; report the command's exit code to the owner when it ends among them."""
     for pid, code in reap():
         if pid == child:
-            owner.tell(f"exit {code}")
+            owner.report(f"exit {code}")
     return descendants(os.getpid())
 
 
 def janitor(owner: _Owner, tag: str) -> int:
     """Wait for the owner's end, then end every process that carries ``tag``; return 0."""
     _, terms = _wakeup_on_signals()
-    owner.tell("pid 0")
+    owner.report("pid 0")
     grace: float | None = None
     while grace is None:
         grace = owner.wait(None)

@@ -211,7 +211,7 @@ class Sample:
             if update_terminal_info and meta_info is not None and meta_info.get("finish_reason"):
                 self._record_weight_versions(meta_info, added)
                 self.update_from_meta_info(args, meta_info)
-        except BaseException:
+        except BaseException:  # an interruption too must leave no half of a turn
             restore()
             raise
 

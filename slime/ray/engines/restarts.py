@@ -13,7 +13,6 @@ from slime.arguments.placement import EnginePlan
 from slime.ray.engines.members import Engine, Member, Members, State
 from slime.ray.remote import one_line_kind
 from slime.servers.engine_client import EngineClient
-from slime.servers.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,10 @@ class EngineRestarts:
             logger.warning("restarting %s", member)
             try:
                 info = member.engine.start()
-                self._keep_weights_only(info)
+                if self.waits_for_devices:  # hold memory for weights alone
+                    client = EngineClient(info.url, api_key=info.api_key, timeout=self._timeout)
+                    client.release_memory()
+                    client.resume_memory(["weights"])
             except Exception as e:  # noqa: BLE001  (logged, and retried)
                 self._members.change(member, (State.STARTING,), State.DEAD)
                 _end(member)
@@ -124,12 +126,6 @@ class EngineRestarts:
             if self._threads[member.rank] is threading.current_thread():
                 self._restarting.discard(member.rank)
             return not self._restarting
-
-    def _keep_weights_only(self, info: EngineInfo) -> None:
-        if self.waits_for_devices:
-            client = EngineClient(info.url, api_key=info.api_key, timeout=self._timeout)
-            client.release_memory()
-            client.resume_memory(["weights"])
 
 
 def _end(member: Member) -> None:
