@@ -20,8 +20,8 @@ from slime.first_look.start import look
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.progress import Starting
-from slime.observability.steps import rollout_step
 from slime.observability.timer import get_timers, timer
+from slime.observability.tracking import rollout_step
 from slime.ray import cluster
 from slime.ray.critic import CriticGroup, CriticStep
 from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.algorithms.gae import chunked_gae, vanilla_gae
+from slime.algorithms.advantages import chunked_gae, vanilla_gae
 
 Way = Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 GAMMA, LAMBDA, CHUNK = 0.99, 0.95, 128

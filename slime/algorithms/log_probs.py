@@ -179,7 +179,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for span in plan.spans(count):
             z = plan.scaled(logits, rows, span, buffer)
             stats[:, span] = _row_statistics(z, targets[span], plan)
-        lse, log_probs, entropy = _combine(_gather(stats, plan.tp_group))
+        lse, log_probs, entropy = _combine(gather_ranks(stats, plan.tp_group))
         ctx.plan = plan
         ctx.has_rows = rows is not None
         ctx.save_for_backward(logits, targets, lse, entropy, *([rows] if rows is not None else []))
@@ -255,8 +255,8 @@ def _row_statistics(z: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
     return stats
 
 
-def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Collect every rank's [4, n] into [4, tp, n]."""
+def gather_ranks(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Collect every rank's [k, n] into [k, tp, n]."""
     if group is None or group.size() == 1:
         return stats.unsqueeze(1)
     parts = [torch.empty_like(stats) for _ in range(group.size())]

@@ -32,7 +32,7 @@ def rollout_mean(loss_masks: Sequence[Tensor], rollout_mask_sums: Sequence[float
 def constant_length(loss_masks: Sequence[Tensor], length: float) -> Reducer:
     """Reduce by ``sum_i sum_t x_it mask_it / length``: every token weighs the same (Dr. GRPO, arXiv:2503.20783).
 
-    Without the division by a response's own length long wrong answers are not favoured. ``length`` is the same for the
+    Without the division by a response's own length long wrong answers are not favored. ``length`` is the same for the
     whole run, usually the longest response allowed. Raises ValueError unless it is positive.
     """
     if not length > 0:
@@ -63,7 +63,7 @@ def make_reducer(
 
 
 def num_trained_tokens(loss_masks: Sequence[Tensor]) -> Tensor:
-    """Return the normaliser of the per-token loss, ``sum_i max(sum_t mask_it, 1)``, an int64 scalar tensor."""
+    """Return the normalizer of the per-token loss, ``sum_i max(sum_t mask_it, 1)``, an int64 scalar tensor."""
     return torch.stack([mask.sum().clamp_min(1) for mask in loss_masks]).sum().long()
 
 

@@ -28,7 +28,7 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     """Return the rewards to train on, one per sample.
 
     With ``args.rewards_normalization`` and an estimator of the GRPO family (grpo, gspo, cispo,
-    reinforce_plus_plus_baseline, rloo) rewards are centred per group: on the group's mean, for rloo on the mean of the
+    reinforce_plus_plus_baseline, rloo) rewards are centered per group: on the group's mean, for rloo on the mean of the
     group's other executions. For the first three they are divided by the group's standard deviation unless
     ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a ``group_index``,
     however many samples that are; without any index, consecutive runs of ``n_samples_per_prompt`` when the count is
@@ -62,8 +62,8 @@ def normalize_by_group(
         peers = values[positions]
         if peers.min() == peers.max():
             continue
-        centred = peers - peers.mean()
-        result[positions] = centred / (peers.std(ddof=1) + epsilon) if divide_by_std else centred
+        centered = peers - peers.mean()
+        result[positions] = centered / (peers.std(ddof=1) + epsilon) if divide_by_std else centered
     return [float(value) for value in result]
 
 
@@ -101,7 +101,7 @@ def _groups(args: Any, samples: Sequence[Sample]) -> list[Hashable]:
     if len(unknown) == len(samples) == args.n_samples_per_prompt * args.rollout_batch_size:
         return [position // args.n_samples_per_prompt for position in range(len(samples))]
     raise ValueError(
-        f"rewards are normalised per group, but {len(unknown)} of {len(samples)} samples have no group_index (first: "
+        f"rewards are normalized per group, but {len(unknown)} of {len(samples)} samples have no group_index (first: "
         f"position {unknown[0]}, index={samples[unknown[0]].index}) and {len(samples)} is not --rollout-batch-size "
         f"{args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}. Set group_index in the "
         "rollout function, or use --disable-rewards-normalization or --custom-reward-post-process-path"

@@ -3,7 +3,7 @@
 With top-p sampling a token is drawn from the kept tokens ``K``, so its probability is
 ``exp(z_t) / sum_{j in K} exp(z_j)``:
 the log-softmax of logits that are ``-inf`` outside of ``K``. Gradients: ``d log p_t / dz_j = [j = t] - q_j`` with the
-renormalised ``q`` for ``j`` in ``K``, 0 elsewhere. Only the entries of the masks are read and written, so besides the
+renormalized ``q`` for ``j`` in ``K``, 0 elsewhere. Only the entries of the masks are read and written, so besides the
 gradient of the logits itself nothing grows with the vocabulary.
 """
 
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slime.algorithms.log_probs import gather_ranks
 
 _CHUNK_ENTRIES = 2**22  # mask entries worked on at a time: about 150 MiB
 
@@ -129,7 +131,7 @@ class _TopPLogProbs(torch.autograd.Function):
         total = (target - peak).exp()
         for entries in _entries(logits, targets, ids, offsets, rows, plan):
             total.index_add_(0, entries.row, (entries.logit - peak[entries.row]).exp())
-        peaks, sums, found = _gather(torch.stack([peak, total, target]), plan.tp_group).unbind(1)
+        peaks, sums, found = gather_ranks(torch.stack([peak, total, target]), plan.tp_group)
         highest = peaks.amax(0)
         lse = highest + (sums * (peaks - highest).exp()).sum(0).log()
         log_probs = found.amax(0) - lse
@@ -151,12 +153,3 @@ class _TopPLogProbs(torch.autograd.Function):
         held = mine.nonzero().squeeze(1)
         grad[rows[held], column[held]] = (-scaled * torch.expm1(log_probs))[held].to(grad.dtype)
         return grad, None, None, None, None, None
-
-
-def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Collect every rank's [3, T] into [tp, 3, T]."""
-    if group is None or group.size() == 1:
-        return stats.unsqueeze(0)
-    parts = [torch.empty_like(stats) for _ in range(group.size())]
-    dist.all_gather(parts, stats, group=group)
-    return torch.stack(parts)

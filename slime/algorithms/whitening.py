@@ -27,7 +27,7 @@ def masked_whiten(
     total = _sum_over(torch.stack([(wide * weights).sum(), weights.sum()]), group)
     count = float(total[1])
     if count <= 0:
-        raise ValueError("advantages cannot be normalised: every response token of the step is masked, on all ranks")
+        raise ValueError("advantages cannot be normalized: every response token of the step is masked, on all ranks")
     mean = total[0] / count
     squares = _sum_over(((wide - mean).square() * weights).sum(), group)
     variance = squares / max(count - 1, 1)

@@ -25,8 +25,7 @@ from typing import Any
 import yaml
 
 from slime.utils.atomic_file import write_atomically
-from slime.utils.plain import plain
-from slime.utils.secrets import is_secret
+from slime.utils.plain import is_secret, plain
 
 PACKAGES = (
     "slime", "torch", "ray", "megatron-core", "sglang", "sglang-router", "smg", "transformers", "tokenizers",
@@ -49,7 +48,13 @@ def prepare(args: argparse.Namespace) -> Path:
         ("versions.json", json.dumps(versions(), indent=2) + "\n"),
         ("command.txt", command_line() + "\n"),
     ):
-        _write_keeping_old(path / name, text)
+        file = path / name
+        if file.exists() and file.read_text() != text:
+            n = 1
+            while (old := file.with_name(f"{file.stem}.{n}{file.suffix}")).exists():
+                n += 1
+            file.rename(old)
+        write_atomically(file, text)
     return path
 
 
@@ -108,12 +113,3 @@ def command_line(argv: list[str] | None = None) -> str:
             elif i + 1 < len(words):
                 words[i + 1] = "***"
     return shlex.join(words)
-
-
-def _write_keeping_old(path: Path, text: str) -> None:
-    if path.exists() and path.read_text() != text:
-        n = 1
-        while (old := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists():
-            n += 1
-        path.rename(old)
-    write_atomically(path, text)

@@ -7,13 +7,15 @@ import json
 import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.observability.tracking import STEP_AXES, is_scalar
-from slime.utils.secrets import MASK, is_secret
+from slime.observability.tracking import STEP_AXES, is_scalar, tensorboard_dir
+from slime.utils.misc import SingletonMeta
+from slime.utils.plain import MASK, is_secret
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,12 @@ class JsonlWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._end_torn_line()
+        if self.path.exists() and self.path.stat().st_size:
+            # A run killed in the middle of a write leaves half a line: keep it from swallowing the next one.
+            with self.path.open("rb+") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
@@ -51,14 +58,6 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _end_torn_line(self) -> None:
-        """A run killed in the middle of a write leaves half a line: keep it from swallowing the next one."""
-        if self.path.exists() and self.path.stat().st_size:
-            with self.path.open("rb+") as file:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
 
 
 class TensorBoardWriter:
@@ -82,6 +81,28 @@ class TensorBoardWriter:
         """Flush and close the event file."""
         self._events.flush()
         self._events.close()
+
+
+class _TensorboardAdapter(metaclass=SingletonMeta):
+    """Curves of plug-ins that write their own, beside those of the run: one event file per process.
+
+    It is in the directory of ``--tb-project-name`` (see ``tensorboard_dir``).
+
+    Raises ValueError without ``--use-tensorboard``.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if not args.use_tensorboard:
+            raise ValueError("_TensorboardAdapter writes event files only with --use-tensorboard")
+        self._writer = TensorBoardWriter(tensorboard_dir(args))
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Add the numbers of ``data`` at ``step``."""
+        self._writer.write("step", step, data, time.time())
+
+    def finish(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()
 
 
 class WandbWriter:

@@ -16,7 +16,7 @@ from slime.planner.batch import batch_rows
 from slime.planner.format import WIDTH, bullets, count, labelled, wrapped
 from slime.planner.memory_text import memory_text
 from slime.planner.placement_text import placement_lines
-from slime.utils.secrets import MASK, is_secret
+from slime.utils.plain import MASK, is_secret
 
 PARALLEL_SIZES = ("world_size", "data_parallel_size")
 SAME_IN_EVERY_RUN = frozenset({"teacher server", "Megatron: training scripts"})

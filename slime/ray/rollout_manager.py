@@ -16,7 +16,7 @@ import ray
 from slime.observability import tracking
 from slime.observability.logging_utils import log
 from slime.observability.samples import write as write_samples
-from slime.observability.steps import rollout_step
+from slime.observability.tracking import rollout_step
 from slime.ray import worker
 from slime.ray.conversion import Converter, carried_over_path, load_dump, save_dump, write_carried_over
 from slime.ray.engines.control import EngineControl

@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from slime.servers.errors import EngineError, EngineTimeoutError
-from slime.servers.http import BlockingHttp
+from slime.servers.http import BlockingHttp, EngineError, EngineTimeoutError
 from slime.servers.loads import num_requests_from_load
 
 PauseMode = Literal["abort", "retract", "in_place"]

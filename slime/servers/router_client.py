@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from slime.servers.errors import RouterError, RouterTimeoutError
-from slime.servers.http import BlockingHttp
+from slime.servers.http import BlockingHttp, RouterError, RouterTimeoutError
 
 _POLL_S = 0.2
 _TIMEOUT_S = 30.0

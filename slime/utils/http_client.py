@@ -14,18 +14,19 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
-from slime.utils.http_connections import ConnectionPools
-from slime.utils.http_errors import (
+from slime.utils.http_replies import (
     RETRIED_STATUSES,
+    STREAM_BUFFER,
     HttpRequestError,
     HttpTimeoutError,
+    LatestEvents,
     Retry,
     StreamLostError,
     check_status,
@@ -33,7 +34,6 @@ from slime.utils.http_errors import (
     is_lost_upstream,
     transport_errors,
 )
-from slime.utils.http_stream import STREAM_BUFFER, LatestEvents
 
 __all__ = [
     "RETRIED_STATUSES",
@@ -52,6 +52,8 @@ BUSY_STATUSES = frozenset({429, 503})
 BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
 WORKER_LIST_AGE_S = 1.0
+CONTROL_CONNECTIONS = 100
+CONNECT_DEADLINE_S = 30
 _LARGE_BODY = 1 << 14
 _gc_lock = threading.Lock()
 
@@ -70,7 +72,7 @@ class HttpClient:
         self.request_timeout = request_timeout
         self.api_key = api_key
         self._trusted: set[str] = set()
-        self._pools: dict[asyncio.AbstractEventLoop, ConnectionPools] = {}
+        self._pools: dict[asyncio.AbstractEventLoop, _ConnectionPools] = {}
         self._workers: dict[str, tuple[float, list[str]]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._left_to_caller: set[str] = set()
@@ -192,12 +194,12 @@ class HttpClient:
         as many are in it as there are connections to a server."""
         return self._pools_of_loop().turns
 
-    def _pools_of_loop(self) -> ConnectionPools:
+    def _pools_of_loop(self) -> _ConnectionPools:
         loop = asyncio.get_running_loop()
         if loop not in self._pools:
             for ended in [other for other in list(self._pools) if other.is_closed()]:
                 self._pools.pop(ended, None)
-            self._pools[loop] = ConnectionPools(self.concurrency)
+            self._pools[loop] = _ConnectionPools(self.concurrency)
         return self._pools[loop]
 
     async def _session(self, method: str, url: str) -> aiohttp.ClientSession:
@@ -309,6 +311,53 @@ class HttpClient:
         for url, result in zip(urls, await asyncio.gather(*posts, return_exceptions=True), strict=True):
             if isinstance(result, BaseException):
                 logger.warning("could not abort request %s on %s: %s", rid, url, result)
+
+
+class _ConnectionPools:
+    """At most ``concurrency`` connections to each server for long answers, and a few for short ones.
+
+    It belongs to the running loop. Servers do not share connections: a tool that is asked while every engine is busy
+    would have to wait for one of their answers.
+
+    Attributes:
+        turns: as many as there are connections to one server for long answers.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self.concurrency = concurrency
+        self.turns = asyncio.Semaphore(concurrency)
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._end: AsyncGenerator[None, None] | None = None
+
+    async def session(self, *, short: bool) -> aiohttp.ClientSession:
+        """Return the session for a short or a long answer."""
+        if self._end is None:
+            self._end = self._closed_in_the_end()
+            await anext(self._end)
+        found = self._sessions.get(short)
+        if found is None or found.closed:
+            found = self._sessions[short] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=CONTROL_CONNECTIONS if short else 0, limit_per_host=0 if short else self.concurrency
+                ),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S),
+                trust_env=False,
+            )
+        return found
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._end is not None:
+            await self._end.aclose()
+
+    async def _closed_in_the_end(self) -> AsyncGenerator[None, None]:
+        """Close the sessions when the loop ends: ``asyncio.run`` closes the generators that began on its loop, and
+        once it is over nothing can close a connection properly."""
+        try:
+            yield
+        finally:
+            for session in self._sessions.values():
+                await session.close()
 
 
 class _AttemptId:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,18 +12,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def moved(module: str, homes: Mapping[str, str], *, warn: bool = True) -> Callable[[str], Any]:
+def moved(module: str, homes: Mapping[str, str], *, for_good: Container[str] = ()) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of ``module``, under which ``homes`` (name -> path of its home) can be imported.
 
-    The home is imported when a name is first asked for, with a DeprecationWarning that names it where ``warn``. Any
-    other name raises AttributeError.
+    The home is imported when a name is first asked for, with a DeprecationWarning that names it unless the name stays
+    ``for_good``. Any other name raises AttributeError.
     """
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
             known = "" if name.startswith("__") else f"; it has {', '.join(sorted(homes))}"
             raise AttributeError(f"module {module!r} has no attribute {name!r}{known}")
-        if warn:
+        if name not in for_good:
             warn_moved(f"{module}.{name}", homes[name])
         home, _, attribute = homes[name].rpartition(".")
         return getattr(import_module(home), attribute)

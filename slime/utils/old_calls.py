@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import logging
+import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from slime.utils.moved import warn_moved
 
+logger = logging.getLogger(__name__)
+
 _TRACKING = "slime.observability.logging_utils"
+INTERVAL_S = 3.0
+DEADLINE_S = 600.0
 
 
 def calculate_fwd_flops(seqlens: Sequence[int], args: Any) -> float:
@@ -26,6 +33,50 @@ def compute_statistics(values: Sequence[float]) -> dict[str, float]:
 def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return ``d`` with ``prefix`` before every key."""
     return {f"{prefix}{key}": value for key, value in d.items()}
+
+
+def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
+    """Return the ``datasets`` of an eval file, a list of mappings or a mapping by name, as a list with names.
+
+    Raises TypeError for anything else.
+    """
+    if config is None:
+        return []
+    if isinstance(config, dict):
+        return [{"name": name, **(entry or {})} for name, entry in config.items()]
+    if isinstance(config, (list, tuple)):
+        return [dict(entry) for entry in config]
+    raise TypeError(f"eval datasets must be a list of mappings or a mapping by name, got {type(config).__name__}")
+
+
+async def abort_server_until_idle(
+    url: str, *, api_key: str | None = None, interval_s: float = INTERVAL_S, deadline_s: float = DEADLINE_S
+) -> None:
+    """Abort all requests of the engine at ``url`` every ``interval_s`` seconds until it holds none.
+
+    Again and again, because requests that were on their way arrive after an abort. Raises TimeoutError after
+    ``deadline_s`` seconds and EngineError when the engine does not answer.
+    """
+    client = import_module("slime.servers.engine_client").EngineClient(url, api_key=api_key)
+    deadline = time.monotonic() + deadline_s
+    while True:
+        await asyncio.to_thread(client.abort_all)
+        left = await asyncio.to_thread(client.num_requests)
+        if left == 0:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{url} still holds {left} requests after {deadline_s:g} s of aborting them")
+        logger.info("%s holds %d requests: aborting again in %g s", url, left, interval_s)
+        await asyncio.sleep(interval_s)
+
+
+async def abort_servers_until_idle(
+    urls: Iterable[str], *, api_key: str | None = None, interval_s: float = INTERVAL_S, deadline_s: float = DEADLINE_S
+) -> None:
+    """Do so on several engines at once."""
+    await asyncio.gather(
+        *(abort_server_until_idle(url, api_key=api_key, interval_s=interval_s, deadline_s=deadline_s) for url in urls)
+    )
 
 
 def compute_log_probs(logits: Any, tokens: Any, process_group: Any) -> Any:

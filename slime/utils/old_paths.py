@@ -21,7 +21,7 @@ def _at(home: str, names: str) -> dict[str, str]:
     return {name: f"{home}.{name}" for name in names.split()}
 
 
-_METRICS = {"compute_rollout_step": "slime.observability.steps.rollout_step"}
+_METRICS = {"compute_rollout_step": "slime.observability.tracking.rollout_step"}
 _TIMER = _at("slime.observability.timer", "timer")
 _UPDATERS = "slime.weight_sync.named_updaters"
 _HF_NAMES = f"{_WEIGHTS}.hf_names"
@@ -37,16 +37,24 @@ _CONVERTERS = (  # modules of hf_to_megatron and megatron_to_hf
 
 # Importable for good: name -> home.
 PUBLIC: dict[str, dict[str, str]] = {
+    "slime.utils.arguments": {
+        **_at("slime.arguments.parse", "parse_args"),
+        **_at("slime.arguments.provider", "get_slime_extra_args_provider"),
+        **_at("slime.arguments.files.role_config", "parse_megatron_role_args"),
+        **_at("slime.arguments.rules.teacher_server", "configure_megatron_server_args validate_megatron_server_args"),
+        "slime_validate_args": "slime.arguments.rules.apply_rules",
+    },
+    "slime.utils.eval_config": {
+        **_at("slime.arguments.files.eval_config", "EvalDatasetConfig build_eval_dataset_configs"),
+        **_at("slime.utils.old_calls", "ensure_dataset_list"),
+    },
     "slime.utils.ppo_utils": {
         **_at("slime.algorithms.advantages", "get_grpo_returns get_reinforce_plus_plus_baseline_advantages"),
-        **_at("slime.algorithms.advantages", "get_reinforce_plus_plus_returns"),
-        **_at("slime.algorithms.gae", "chunked_gae get_advantages_and_returns_batch vanilla_gae"),
+        **_at("slime.algorithms.advantages", "get_reinforce_plus_plus_returns chunked_discounted_returns"),
+        **_at("slime.algorithms.advantages", "chunked_gae get_advantages_and_returns_batch vanilla_gae"),
         **_at("slime.algorithms.kl", "compute_approx_kl"),
         **_at("slime.algorithms.log_probs", "calculate_log_probs_and_entropy"),
-        **_at(
-            "slime.algorithms.policy_loss", "compute_cispo_loss compute_gspo_kl compute_opsm_mask compute_policy_loss"
-        ),
-        **_at("slime.algorithms.scan", "chunked_discounted_returns"),
+        **_at("slime.algorithms.losses", "compute_cispo_loss compute_gspo_kl compute_opsm_mask compute_policy_loss"),
         **_at("slime.utils.old_calls", "compute_log_probs"),
     },
     "slime.utils.wandb_utils": _WANDB,
@@ -63,8 +71,8 @@ PUBLIC: dict[str, dict[str, str]] = {
     "slime.utils.routing_replay": _at(f"{_MEGATRON}.routing_replay", "RoutingReplay build_routing_replay"),
     "slime.utils.tensor_backper": {"TensorBackuper": f"{_MEGATRON}.policies.WeightBackup"},
     "slime.utils.accelerator.torch_accelerator": {
-        "TorchAccelerator": "slime.utils.accelerator.cuda.CudaAccelerator",
-        "CpuAccelerator": "slime.utils.accelerator.cpu.CpuAccelerator",
+        "TorchAccelerator": "slime.utils.accelerator.devices.CudaAccelerator",
+        "CpuAccelerator": "slime.utils.accelerator.devices.CpuAccelerator",
     },
     "slime.observability.rollout_data_utils": _at("slime.rollout.debug_data", "load_rollout save_rollout subsample"),
     "slime.observability.rollout_metrics": {
@@ -84,12 +92,13 @@ PUBLIC: dict[str, dict[str, str]] = {
         "has_repetition": "slime.ray.rollout_metrics.is_repetitive",
     },
     "slime.observability.profile_utils": {
-        **_at("slime.observability.profiling", "Profiling"),
-        **_at("slime.observability.profiling.torch_profile", "TorchProfile profile_dir"),
-        **_at("slime.observability.profiling.memory_recorder", "MemrayRecorder TorchRecorder recorder_of"),
+        **_at("slime.observability.profiling", "Profiling TorchProfile profile_dir"),
+        **_at("slime.observability.profiling", "MemrayRecorder TorchRecorder recorder_of"),
     },
+    "slime.observability.tensorboard_utils": _at("slime.observability.writers", "_TensorboardAdapter"),
     "slime.observability.wandb_utils": _WANDB,
     "slime.ray.actor_group": _at("slime.ray.train_group", "RayTrainGroup"),
+    "slime.ray.rollout": _at("slime.ray.rollout_manager", "RolloutManager"),
     "slime.ray.ray_actor": _at("slime.ray.worker", "RayActor"),
     "slime.ray.rollout_validation": _at("slime.ray.engines.fleet", "validate_server_group_gpu_indices"),
     "slime.ray.utils": {
@@ -98,7 +107,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "slime.backends.sglang_utils.server_control": {
         **_at("slime.servers.loads", "num_requests_from_load"),
-        **_at("slime.servers.idle", "abort_server_until_idle abort_servers_until_idle"),
+        **_at("slime.utils.old_calls", "abort_server_until_idle abort_servers_until_idle"),
     },
     "slime.backends.sglang_utils.sglang_engine": {"SGLangEngine": "slime.ray.engines.engine.EngineActor"},
     f"{_MEGATRON}.actor": {"MegatronTrainRayActor": "slime.ray.train_actor.TrainRayActor"},
@@ -124,6 +133,8 @@ OLD: dict[str, dict[str, str]] = {
     "slime.arguments.plan": _at("slime.planner", "Plan plan"),
     "slime.arguments.plan.placement": _at("slime.arguments.placement", "EnginePlan Layout engines_of layout_of"),
     "slime.arguments.plan.text": _at("slime.planner.render", "plan_text summary_text"),
+    "slime.observability.steps": _at("slime.observability.tracking", "rollout_step"),
+    "slime.ray.rollout": _METRICS,
     "slime.rollout.agent_rollout": _at("slime_plugins.rollout_buffer.rollout_buffer_example", "generate_rollout"),
     "slime.rollout.sft_example": _at("slime.rollout.sft_rollout", "generate_rollout"),
     "slime.rollout.sglang_example": _at("slime.rollout.sglang_rollout", f"{_EXAMPLE} generate_rollout_async"),
@@ -139,7 +150,7 @@ OLD: dict[str, dict[str, str]] = {
 # Modules of features that this version lacks, with everything below them.
 LACKING: dict[str, str] = {
     "slime.utils.disk_delta": "weight sync by deltas (--update-weight-mode delta)",
-    "slime.utils.reloadable_process_group": "process groups that are rebuilt when a sleeping trainer wakes",
+    "slime.utils.reloadable_process_group": "process groups that are rebuilt when an offloaded trainer is onloaded",
     "slime.utils.rocm_checkpoint_writer": "a checkpoint writer for ROCm",
     "slime.utils.accelerator.musa": "MUSA devices (slime.utils.accelerator.register_accelerator adds a kind of device)",
     "slime.backends.sglang_utils.arguments": (
@@ -186,10 +197,11 @@ class _OldModule:
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        homes = PUBLIC.get(name) or OLD.get(name) or {}
+        public = PUBLIC.get(name, {})
+        homes = {**public, **OLD.get(name, {})}
         module.__doc__ = "A path of slime <= 0.3.1; see slime.utils.old_paths."
         module.__all__ = list(homes)  # type: ignore[attr-defined]
-        module.__getattr__ = moved(name, homes, warn=name in OLD)  # type: ignore[method-assign]
+        module.__getattr__ = moved(name, homes, for_good=public)  # type: ignore[method-assign]
 
 
 def install() -> None:

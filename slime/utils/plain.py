@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from slime.utils.secrets import MASK, is_secret
+MASK = "***"
+WORDS = ("api_key", "wandb_key", "admin_key", "secret", "password", "auth_token", "hf_token", "token_file", "_db_url")
+
+
+@lru_cache(maxsize=8192)
+def is_secret(name: str) -> bool:
+    """True when the setting ``name`` (an attribute or a flag) holds a key, a token or a password."""
+    text = name.lower().replace("-", "_")
+    return any(word in text for word in WORDS)
 
 
 def plain(name: str, value: Any) -> Any:

@@ -26,7 +26,7 @@ from slime.backends.sglang_utils.environment import CPU_STANDINS, ENGINE_PLUGIN
 from slime.backends.sglang_utils.router import RouterProcess
 from slime.servers import router_client
 from slime.servers.engine_client import EngineClient
-from slime.servers.errors import EngineError
+from slime.servers.http import EngineError
 from tests.support.engines import Reference, engine_args, output_log_probs
 from tools.tiny_model import make_tiny_checkpoint
 

@@ -19,8 +19,7 @@ from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.flag import KIND_WORDS, Flag
 from slime.arguments.passthrough import megatron
 from slime.utils.atomic_file import write_atomically
-from slime.utils.plain import plain
-from slime.utils.secrets import is_secret
+from slime.utils.plain import is_secret, plain
 
 OPTION = "--config"
 OWN_FLAGS = frozenset({"config", "dump_config", "dry_run"})

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import (
+    distil,
+    get_advantages_and_returns_batch,
     get_grpo_returns,
     get_reinforce_plus_plus_baseline_advantages,
     get_reinforce_plus_plus_returns,
     get_rloo_advantages,
+    token_rewards,
 )
-from slime.algorithms.gae import get_advantages_and_returns_batch, token_rewards
 from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.opd import distil
 from slime.algorithms.rewards import leave_one_out
 from slime.algorithms.whitening import masked_whiten
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp

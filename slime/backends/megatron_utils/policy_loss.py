@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.policy_loss import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
+from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
 from slime.algorithms.reducers import constant_length
 from slime.backends.megatron_utils.cp_utils import (
     Reducer,

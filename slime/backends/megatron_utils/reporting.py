@@ -27,8 +27,8 @@ from slime.backends.megatron_utils.parallel import (
 from slime.batching.flops import forward_flops
 from slime.observability.logging_utils import log
 from slime.observability.memory import CudaGauge, Gauge, HostGauge, PhasePeaks
-from slime.observability.steps import rollout_step
 from slime.observability.timer import drain_metrics, get_timers
+from slime.observability.tracking import rollout_step
 from slime.utils.atomic_file import replacing
 
 _NOT_METRICS = {

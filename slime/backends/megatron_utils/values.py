@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.algorithms.value_loss import compute_value_loss
+from slime.algorithms.losses import compute_value_loss
 from slime.backends.megatron_utils.cp_utils import Reducer, response_rows_and_targets, slice_log_prob_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, sample_name
 from slime.backends.megatron_utils.response_logits import note_finite_samples, packed_row

@@ -17,7 +17,7 @@ from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_
 from slime.backends.sglang_utils.scratch import Scratch, make_private
 from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args, secret_fields
 from slime.servers.engine_client import EngineClient
-from slime.servers.errors import EngineError
+from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
 from slime.utils.network import _wrap_ipv6
 from slime.utils.process_guard import GuardedProcess, spawn

@@ -16,7 +16,7 @@ from slime.backends.sglang_utils.errors import RouterStartError, with_last_lines
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
 from slime.backends.sglang_utils.router_args import choose_package, router_fields
 from slime.servers import router_client
-from slime.servers.errors import RouterError
+from slime.servers.http import RouterError
 from slime.servers.types import EngineInfo
 from slime.utils.network import _wrap_ipv6
 from slime.utils.process_guard import GuardedProcess, spawn

@@ -21,7 +21,7 @@ from slime.ray.engines.restarts import EngineRestarts
 from slime.ray.remote import EngineDied
 from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient
-from slime.servers.errors import RouterError, ServerError
+from slime.servers.http import RouterError, ServerError
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
 
@@ -145,9 +145,10 @@ class EngineFleet:
         """
         if self._stopping.is_set() or not self.members.change(member, LIVING, State.DEAD):
             return
-        message = f"{reason}\n{self._recovery_message()}"
+        serving = len(self.members.of(State.SERVING))
+        message = f"{reason}\n{recovery_message(serving, len(self.plans), restarts=self._restarts is not None)}"
         logger.error("%s", message)
-        if self._restarts is None and not self.members.of(State.SERVING):
+        if self._restarts is None and not serving:
             self._events.engines_failed(EngineDied(message))
         self._deregister(member)
         if self._restarts is not None:
@@ -159,7 +160,7 @@ class EngineFleet:
     def reap_exited(self) -> None:
         """Poll every engine now; mark those dead whose process has exited."""
         members = self.members.of(*LIVING)
-        for member, how in zip(members, _in_parallel(_poll, members), strict=True):
+        for member, how in zip(members, _in_parallel(lambda m: m.engine.poll(), members), strict=True):
             if how is not None:
                 self.mark_dead(member, how)
 
@@ -279,10 +280,6 @@ class EngineFleet:
         except RouterError as e:
             logger.warning("%s stays on the router, which will find it dead: %s", member, e)
 
-    def _recovery_message(self) -> str:
-        serving = len(self.members.of(State.SERVING))
-        return recovery_message(serving, len(self.plans), restarts=self._restarts is not None)
-
     def _restarted(self, member: Member) -> None:
         logger.warning("%s was restarted, at %s", member, member.known_info.url)
         if self.args.debug_rollout_only:  # there is no weight push
@@ -306,10 +303,6 @@ class EngineFleet:
 def _client(member: Member) -> EngineClient:
     info = member.known_info
     return EngineClient(info.url, api_key=info.api_key, timeout=CONTROL_TIMEOUT_S)
-
-
-def _poll(member: Member) -> str | None:
-    return member.engine.poll()
 
 
 def _in_parallel(action: Callable[[Member], Any], members: Sequence[Member]) -> list[Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slime.servers.engine_client import EngineClient
-from slime.servers.errors import EngineError
+from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
 
 logger = logging.getLogger(__name__)

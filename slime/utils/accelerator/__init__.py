@@ -12,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.utils.accelerator.base import Accelerator
-from slime.utils.accelerator.cpu import CpuAccelerator
-from slime.utils.accelerator.cuda import CudaAccelerator
+from slime.utils.accelerator.devices import Accelerator, CpuAccelerator, CudaAccelerator
 
 __all__ = [
     "Accelerator",

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms import advantages, gae, importance, kl, log_probs, mis, mismatch, policy_loss, reducers, rewards
-from slime.algorithms import opd as opd_module
-from slime.algorithms.scan import discounted_suffix_sums
-from slime.algorithms.value_loss import compute_value_loss
+from slime.algorithms import advantages, importance, kl, log_probs, losses, mis, mismatch, reducers, rewards
+from slime.algorithms.advantages import discounted_suffix_sums
+from slime.algorithms.losses import compute_value_loss
 from slime.algorithms.whitening import masked_whiten
 from tests.unit.algorithms import brute_force
 
@@ -124,8 +123,8 @@ def ppo_gae(rng: random.Random) -> tuple[Numbers, Numbers]:
     counts, gamma, lambd, coef = lengths(rng, 40), rng.random(), rng.random(), rng.random()
     kls, values = [normal(rng, n) for n in counts], [normal(rng, n) for n in counts]
     scores = normal(rng, len(counts))
-    per_token = [gae.token_rewards(r, tensor(k), coef) for r, k in zip(scores, kls, strict=True)]
-    actual = gae.get_advantages_and_returns_batch(
+    per_token = [advantages.token_rewards(r, tensor(k), coef) for r, k in zip(scores, kls, strict=True)]
+    actual = advantages.get_advantages_and_returns_batch(
         [n + 1 for n in counts], counts, [tensor(v) for v in values], per_token, gamma, lambd, rng.random() < 0.5
     )
     expected: list[Any] = []
@@ -140,7 +139,7 @@ def ppo_gae(rng: random.Random) -> tuple[Numbers, Numbers]:
 def gae_chunks(rng: random.Random) -> tuple[Numbers, Numbers]:
     n, gamma, lambd = rng.randint(1, 60), rng.random(), rng.random()
     r, v = normal(rng, n), normal(rng, n)
-    actual = gae.chunked_gae(tensor([r]), tensor([v]), gamma, lambd, rng.randint(1, 70))
+    actual = advantages.chunked_gae(tensor([r]), tensor([v]), gamma, lambd, rng.randint(1, 70))
     return actual, brute_force.gae(r, v, gamma, lambd)
 
 
@@ -164,7 +163,7 @@ def opd(rng: random.Random) -> tuple[Numbers, Numbers]:
     a, s, t = ([normal(rng, n) for n in counts] for _ in range(3))
     columns = [[tensor(row) for row in column] for column in (a, s, t)]
     kls = [[x - y for x, y in zip(u, v, strict=True)] for u, v in zip(s, t, strict=True)]
-    return opd_module.distil(*columns, coef), [
+    return advantages.distil(*columns, coef), [
         [[x - coef * k for x, k in zip(u, v, strict=True)] for u, v in zip(a, kls, strict=True)], kls
     ]  # fmt: skip
 
@@ -174,7 +173,7 @@ def clip_of(dual: bool) -> Proof:
         n = rng.randint(0, 20)
         kls, advantage = normal(rng, n), normal(rng, n)
         bounds = (rng.random() / 2, rng.random() / 2, 1.001 + 3 * rng.random() if dual else None)
-        loss, fraction = policy_loss.compute_policy_loss(tensor(kls), tensor(advantage), *bounds)
+        loss, fraction = losses.compute_policy_loss(tensor(kls), tensor(advantage), *bounds)
         return torch.stack([loss, fraction], 1), [
             brute_force.ppo(*row, *bounds) for row in zip(kls, advantage, strict=True)
         ]
@@ -185,7 +184,7 @@ def clip_of(dual: bool) -> Proof:
 def cispo(rng: random.Random) -> tuple[Numbers, Numbers]:
     n, low, high = rng.randint(0, 20), rng.random(), rng.random()
     columns = [normal(rng, n) for _ in range(3)]
-    loss, fraction = policy_loss.compute_cispo_loss(*map(tensor, columns), low, high)
+    loss, fraction = losses.compute_cispo_loss(*map(tensor, columns), low, high)
     rows = zip(*columns, strict=True)
     return torch.stack([loss, fraction], 1), [brute_force.cispo(*row, low, high) for row in rows]
 
@@ -205,7 +204,7 @@ def gspo(rng: random.Random) -> tuple[Numbers, Numbers]:
     new, old, mask, _ = _columns(samples)
     local = [row[:: rng.randint(1, 3)] for row in new]
     means = [brute_force.masked_mean([t[1] - t[0] for t in s], [t[2] for t in s]) for s in samples]
-    return policy_loss.compute_gspo_kl(new, old, local, mask), [
+    return losses.compute_gspo_kl(new, old, local, mask), [
         [mean] * len(row) for mean, row in zip(means, local, strict=True)
     ]
 
@@ -213,7 +212,7 @@ def gspo(rng: random.Random) -> tuple[Numbers, Numbers]:
 def opsm(rng: random.Random) -> tuple[Numbers, Numbers]:
     samples, delta = _tokens(rng), rng.random() / 10
     new, old, mask, advantage = _columns(samples)
-    actual = policy_loss.compute_opsm_mask(SimpleNamespace(opsm_delta=delta), new, old, advantage, mask)
+    actual = losses.compute_opsm_mask(SimpleNamespace(opsm_delta=delta), new, old, advantage, mask)
     return actual, brute_force.opsm(samples, delta)
 
 

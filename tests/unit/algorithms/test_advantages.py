@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from slime.algorithms import whitening
 from slime.algorithms.advantages import (
+    chunked_discounted_returns,
+    chunked_gae,
+    get_advantages_and_returns_batch,
     get_grpo_returns,
     get_reinforce_plus_plus_baseline_advantages,
     get_reinforce_plus_plus_returns,
+    token_rewards,
+    vanilla_gae,
 )
-from slime.algorithms.gae import chunked_gae, get_advantages_and_returns_batch, token_rewards, vanilla_gae
-from slime.algorithms.scan import chunked_discounted_returns
 from slime.algorithms.whitening import masked_whiten
 from tests.unit.algorithms import brute_force
 from tests.unit.algorithms.thread_group import ThreadGroup, run_ranks

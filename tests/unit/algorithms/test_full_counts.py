@@ -15,7 +15,9 @@ pytestmark = pytest.mark.soak
 
 
 def test_vocabulary_parallel_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_probs_module, "_gather", lambda stats, group: torch.stack(group.exchange(stats), dim=1))
+    monkeypatch.setattr(
+        log_probs_module, "gather_ranks", lambda stats, group: torch.stack(group.exchange(stats), dim=1)
+    )
     rng = random.Random(1)
     for case in range(1000):
         tp, width, rows = rng.choice([1, 2, 4]), rng.randint(1, 30), rng.randint(1, 20)

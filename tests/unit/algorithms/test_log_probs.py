@@ -22,7 +22,7 @@ def thread_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(stats: torch.Tensor, group: ThreadGroup | None) -> torch.Tensor:
         return stats.unsqueeze(1) if group is None else torch.stack(group.exchange(stats), dim=1)
 
-    monkeypatch.setattr(module, "_gather", gather)
+    monkeypatch.setattr(module, "gather_ranks", gather)
 
 
 def random_case(rows: int = 13, vocab: int = 22, scale: float = 4.0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.algorithms.importance import icepop_weights, truncated_importance_weights
-from slime.algorithms.policy_loss import (
+from slime.algorithms.losses import (
     compute_cispo_loss,
     compute_gspo_kl,
     compute_opsm_mask,
     compute_policy_loss,
+    compute_value_loss,
     sequence_kl,
 )
 from slime.algorithms.reducers import constant_length, make_reducer, num_trained_tokens, rollout_mean, token_sum
-from slime.algorithms.value_loss import compute_value_loss
 from tests.unit.algorithms import brute_force
 
 numbers = st.floats(-3, 3, allow_subnormal=False)

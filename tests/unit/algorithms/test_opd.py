@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from slime.algorithms.opd import distil
+from slime.algorithms.advantages import distil
 
 
 def cases(count: int) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.algorithms.gae import get_advantages_and_returns_batch
+from slime.algorithms.advantages import get_advantages_and_returns_batch
 from slime.algorithms.importance import icepop_weights, truncated_importance_weights
 from slime.algorithms.kl import KL_TYPES, compute_approx_kl
 from slime.algorithms.log_probs import log_probs_and_entropy
-from slime.algorithms.policy_loss import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
+from slime.algorithms.losses import (
+    compute_cispo_loss,
+    compute_gspo_kl,
+    compute_opsm_mask,
+    compute_policy_loss,
+    compute_value_loss,
+)
 from slime.algorithms.reducers import constant_length, rollout_mean, token_sum
-from slime.algorithms.value_loss import compute_value_loss
 from tests.unit.algorithms.proofs import LIMIT, PROOFS, largest_error
 
 

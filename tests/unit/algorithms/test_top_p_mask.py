@@ -81,10 +81,10 @@ def test_gradcheck() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_vocabulary_cut_over_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a rank holds neither the target nor any of its nucleus."""
+    """Also where a rank holds neither the target nor any of the kept tokens."""
 
     def gather(stats: torch.Tensor, group: ThreadGroup | None) -> torch.Tensor:
-        return stats.unsqueeze(0) if group is None else torch.stack(group.exchange(stats))
+        return stats.unsqueeze(1) if group is None else torch.stack(group.exchange(stats), dim=1)
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 6 * size, generator=generator, dtype=torch.float64) * 3
@@ -95,7 +95,7 @@ def test_a_vocabulary_cut_over_ranks(size: int, monkeypatch: pytest.MonkeyPatch)
     expected = masked(dense, targets, kept, 0.7)
     (expected * weights).sum().backward()
     assert dense.grad is not None
-    monkeypatch.setattr(module, "_gather", gather)
+    monkeypatch.setattr(module, "gather_ranks", gather)
 
     def rank(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
         part = logits[:, group.rank() * 6 : group.rank() * 6 + 6].clone().requires_grad_()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.observability.profiling import Profiling, torch_profile
-from slime.observability.profiling.torch_profile import TorchProfile, profile_dir
+from slime.observability import profiling
+from slime.observability.profiling import Profiling, TorchProfile, profile_dir
 from slime.observability.timer import Timers
 from tests.support.arguments import run_args
 
@@ -36,7 +36,7 @@ class Trace:
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_profile, "_profiler", Trace)
+    monkeypatch.setattr(profiling, "_profiler", Trace)
 
 
 def train(args: Namespace, rollouts: int) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from slime.observability.steps import rollout_step
+from slime.observability.tracking import rollout_step
 from tests.support.arguments import run_args
 
 

@@ -15,7 +15,7 @@ from slime.ray.engines import health as engine_health
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.members import LIVING, Member, State
-from slime.servers.errors import EngineError, RouterError
+from slime.servers.http import EngineError, RouterError
 from slime.servers.types import EngineInfo
 from tests.support.standin_fleet import Events, fleet_args
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.servers.engine_client import EngineClient
-from slime.servers.errors import EngineError, EngineTimeoutError
+from slime.servers.http import EngineError, EngineTimeoutError
 from slime.servers.loads import num_requests_from_load, num_waiting_from_load
 from tests.support.http_stub import Reply, Seen, http_stub
 

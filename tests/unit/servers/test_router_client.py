@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.servers import router_client
-from slime.servers.errors import RouterError, RouterTimeoutError
+from slime.servers.http import RouterError, RouterTimeoutError
 from tests.support.http_stub import Reply, Seen, http_stub
 
 ENGINE = "http://127.0.0.1:15000"

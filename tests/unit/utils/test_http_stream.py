@@ -11,8 +11,7 @@ import pytest
 
 from slime.utils import http_client
 from slime.utils.http_client import HttpClient
-from slime.utils.http_errors import HttpRequestError, HttpTimeoutError, StreamLostError
-from slime.utils.http_stream import LatestEvents
+from slime.utils.http_replies import HttpRequestError, HttpTimeoutError, LatestEvents, StreamLostError
 from tests.support.fake_engine import Failure, FakeCluster
 
 REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.arguments.command_line import all_flags
-from slime.utils.secrets import is_secret
+from slime.utils.plain import is_secret
 
 
 @pytest.mark.parametrize(

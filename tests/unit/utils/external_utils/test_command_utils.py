@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.external_utils import command_utils, train_command
+from slime.utils.external_utils import command_utils
 from slime.utils.misc import exec_command
 from tests.support.imports import ROOT
 
@@ -47,7 +47,7 @@ def run(tmp_path, monkeypatch):
     for program in (python, tmp_path / "bin" / "ray"):
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     record = tmp_path / "record.json"
-    monkeypatch.setattr(train_command, "repo_base_dir", repository)
+    monkeypatch.setattr(command_utils, "repo_base_dir", repository)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("RECORD", str(record))
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "SLIME_DRY_RUN", "SLURM_JOB_NUM_NODES", "PYTHONPATH"):
@@ -103,9 +103,9 @@ except KeyboardInterrupt:
 """)
     script = """
 import pathlib
-from slime.utils.external_utils import train_command
-train_command.repo_base_dir = pathlib.Path(".").resolve()
-train_command.execute_train("", 1, None)
+from slime.utils.external_utils import command_utils
+command_utils.repo_base_dir = pathlib.Path(".").resolve()
+command_utils.execute_train("", 1, None)
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SL"))}
     environment["PYTHONPATH"] = str(ROOT)

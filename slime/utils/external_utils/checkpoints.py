@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints with FP8 weights, written again in bf16."""
+"""Hugging Face checkpoints as trainers load them: under the names that scripts expect, and FP8 weights in bf16."""
 
 from __future__ import annotations
 
@@ -17,14 +17,51 @@ SCALE = "_scale_inv"
 """A weight in FP8 has its scales, one per block, beside it: ``NAME`` and ``NAME_scale_inv``."""
 
 
+def make_loadable(source: Path, target: Path) -> None:
+    """Make ``target`` usable as ``--load`` or ``--ref-load``: a link to ``source``, or of an FP8 one a bf16 copy.
+
+    Trainers read Hugging Face checkpoints themselves, so there is nothing else to convert. An empty ``target`` is
+    replaced. Raises FileNotFoundError when ``source`` is no Hugging Face checkpoint and FileExistsError when
+    ``target`` is something else already.
+    """
+    config = source / "config.json"
+    if not config.is_file():
+        raise FileNotFoundError(
+            f"{source} is no Hugging Face checkpoint (it has no config.json), so {target} cannot be made of it; "
+            "download the model there, or name the directory where it is"
+        )
+    if target.exists() and target.resolve() == source.resolve():
+        print(f"{target} is {source} already", flush=True)
+        return
+    if target.is_symlink() and not target.exists():
+        target.unlink()  # a link to something that has gone
+    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+        target.rmdir()
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(f"{target} exists already and is not {source}: remove it or choose another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    method = (json.loads(config.read_text()).get("quantization_config") or {}).get("quant_method")
+    if method == "fp8":
+        cast_to_bf16(source, target)
+        print(f"{target} is {source} in bf16", flush=True)
+        return
+    target.symlink_to(source.resolve(), target_is_directory=True)
+    print(f"{target} is a link to {source}: trainers read Hugging Face checkpoints, nothing to convert", flush=True)
+
+
 def cast_to_bf16(source: Path, target: Path) -> None:
     """Write ``target``: the checkpoint ``source`` with every FP8 weight times its scales, in bf16.
 
-    Other tensors and files stay as they are, and the configuration no longer says that weights are quantised. The
+    Other tensors and files stay as they are, and the configuration no longer says that weights are quantized. The
     directory appears when it is complete. One file is held in memory at a time. Raises FileNotFoundError for what is
     no checkpoint and ValueError for one that is not in FP8 or lacks scales.
     """
-    config = _read_config(source)
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} is no Hugging Face checkpoint: it has no config.json")
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method != "fp8":
+        raise ValueError(f"{source} is no FP8 checkpoint: expected quant_method fp8 in its config.json, got {method!r}")
     block = config.pop("quantization_config").get("weight_block_size") or (1, 1)
     target.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -37,7 +74,7 @@ def cast_to_bf16(source: Path, target: Path) -> None:
         (written / "config.json").write_text(json.dumps({**config, key: "bfloat16"}, indent=2) + "\n")
         written.chmod(0o755)
         written.rename(target)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: it takes minutes
         shutil.rmtree(written, ignore_errors=True)
         raise
 
@@ -62,16 +99,6 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int])
     return (weight.float() * scales).to(torch.bfloat16)
 
 
-def _read_config(source: Path) -> dict[str, Any]:
-    if not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} is no Hugging Face checkpoint: it has no config.json")
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method != "fp8":
-        raise ValueError(f"{source} is no FP8 checkpoint: expected quant_method fp8 in its config.json, got {method!r}")
-    return config
-
-
 def _write_weights(source: Path, target: Path, block: Sequence[int]) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -83,10 +110,11 @@ def _write_weights(source: Path, target: Path, block: Sequence[int]) -> None:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             home.update(dict.fromkeys(opened.keys(), file))
+    scales = {name + SCALE for name in home}
     total = 0
     weight_map: dict[str, str] = {}
     for file in files:
-        names = [name for name, path in home.items() if path == file and not _is_scale(name, home)]
+        names = [name for name, path in home.items() if path == file and name not in scales]
         tensors = {name: _tensor(name, home, block) for name in names}
         if not tensors:
             continue  # a file of scales alone
@@ -96,10 +124,6 @@ def _write_weights(source: Path, target: Path, block: Sequence[int]) -> None:
     if (source / INDEX).is_file():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _is_scale(name: str, home: dict[str, Path]) -> bool:
-    return name.endswith(SCALE) and name.removesuffix(SCALE) in home
 
 
 def _tensor(name: str, home: dict[str, Path], block: Sequence[int]) -> torch.Tensor:

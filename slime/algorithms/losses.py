@@ -1,4 +1,7 @@
-"""Policy losses per token. ``ppo_kl = log p_old - log p_new``, so the probability ratio is ``r = exp(-ppo_kl)``."""
+"""Losses per token, of policies and of PPO's critic.
+
+``ppo_kl = log p_old - log p_new``, so the probability ratio is ``r = exp(-ppo_kl)``.
+"""
 
 from __future__ import annotations
 
@@ -87,3 +90,14 @@ def compute_opsm_mask(
         metric = metric + dropped.sum() / mask.sum().clamp_min(1)
         keep.append(1 - dropped)
     return torch.cat(keep), metric
+
+
+def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
+    """Return (loss, clip fraction) per token, the shape of ``values``: the clipped value loss of PPO.
+
+    ``max((clip(V, V_old - value_clip, V_old + value_clip) - G)^2, (V - G)^2)``; the clip fraction is 1 where
+    ``|V - V_old| > value_clip``.
+    """
+    clipped = torch.maximum(torch.minimum(values, old_values + value_clip), old_values - value_clip)
+    loss = torch.maximum((clipped - returns).square(), (values - returns).square())
+    return loss, ((values - old_values).abs() > value_clip).to(loss.dtype)

@@ -1,0 +1,195 @@
+"""Replies to HTTP requests: which errors are retryable, and answers that come as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import orjson
+
+logger = logging.getLogger(__name__)
+
+RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+"""Replies that say "later" or "elsewhere". Every other status from 400 up is final."""
+STREAM_BUFFER = 1 << 20
+"""Bytes of a stream that may wait for their reader."""
+REST_DEADLINE_S = 5.0
+_END = "[DONE]"
+_FIELDS_WITHOUT_DATA = ("event:", "id:", "retry:", ":")
+_BODY_SHOWN = 2000
+
+
+class HttpRequestError(RuntimeError):
+    """A request that failed for good: ``method``, ``url``, ``status`` (None without a reply), ``body``, ``attempts``,
+    ``elapsed`` seconds."""
+
+    def __init__(
+        self, method: str, url: str, reason: str, *, status: int | None, body: str, attempts: int, elapsed: float
+    ) -> None:
+        self.method, self.url, self.status, self.body = method, url, status, body
+        self.attempts, self.elapsed = attempts, elapsed
+        shown = body if len(body) <= _BODY_SHOWN else body[:_BODY_SHOWN] + f"... ({len(body)} characters)"
+        super().__init__(
+            f"{method} {url} {reason} (status {status}, {attempts} attempt{'s' if attempts != 1 else ''}, "
+            f"{elapsed:.1f} s){': ' + shown if shown else ''}"
+        )
+
+
+class HttpTimeoutError(HttpRequestError, TimeoutError):
+    """A request that was not answered before its deadline."""
+
+
+class StreamLostError(HttpRequestError):
+    """A streamed answer that broke off before its end."""
+
+
+class Retry(Exception):
+    """One attempt failed with a retryable error."""
+
+    def __init__(self, reason: str, status: int | None = None, body: str = "", retry_after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.reason, self.status, self.body, self.retry_after = reason, status, body, retry_after
+
+
+@contextlib.contextmanager
+def transport_errors(method: str, url: str, attempts: int) -> Iterator[None]:
+    """Say which errors of a connection are final and which are retryable."""
+    try:
+        yield
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
+        raise HttpRequestError(
+            method, url, "is not a valid HTTP URL", status=None, body=str(e), attempts=attempts, elapsed=0.0
+        ) from e
+    except (aiohttp.ClientError, OSError) as e:
+        if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
+            raise
+        raise Retry(f"{type(e).__name__}: {e}" if str(e) else type(e).__name__) from e
+
+
+def check_status(reply: aiohttp.ClientResponse, raw: bytes, attempts: int, started: float) -> None:
+    """Raise for every status from 400 up."""
+    if reply.status < 400:
+        return
+    text = raw.decode("utf-8", "replace")
+    if reply.status in RETRIED_STATUSES or is_lost_upstream(reply.status, text):
+        retry_after = reply.headers.get("Retry-After", "")
+        raise Retry(
+            f"answered {reply.status}", reply.status, text, float(retry_after) if retry_after.isdigit() else 0.0
+        )
+    raise HttpRequestError(
+        reply.method, str(reply.url), "was refused", status=reply.status, body=text, attempts=attempts,
+        elapsed=time.monotonic() - started,
+    )  # fmt: skip
+
+
+def has_no_engine(failure: Retry) -> bool:
+    """True when a router has no engine to send to: engines may be on their way back, so only the deadline ends this.
+
+    The code is sglang-router's. A run that gets no engine back is ended by what watches the engines.
+    """
+    return failure.status == 503 and "no_available_workers" in failure.body
+
+
+def is_lost_upstream(status: int, text: str) -> bool:
+    """True when a router's 500 says that its connection to the engine broke: the engine died, others may serve.
+
+    The codes are sglang-router's (``call_upstream_request_error``, ``read_response_body_failed``, ...).
+    """
+    return status == 500 and ("call_upstream_" in text or "read_response_" in text)
+
+
+# Answers that come as server-sent events, of which each repeats what the earlier ones said
+
+
+class LatestEvents:
+    """Iterates over the JSON values of one answer: always the latest at hand, because it repeats the earlier ones.
+
+    The end of the answer is its event ``[DONE]`` or an error; ``ended`` says whether it was reached. Lines that are no
+    JSON are skipped with a warning. Raises HttpRequestError for an event that reports an error, HttpTimeoutError when
+    nothing comes for ``timeout`` s, and StreamLostError when the connection ends before the answer, or the error is of
+    the kind that says "later".
+    """
+
+    def __init__(self, reply: aiohttp.ClientResponse, timeout: float) -> None:
+        self.ended = False
+        self._reply = reply
+        self._timeout = timeout
+        self._buffer = bytearray()
+        self._began = time.monotonic()
+
+    def __aiter__(self) -> LatestEvents:
+        return self
+
+    async def __anext__(self) -> Any:
+        while True:
+            latest = None if self.ended else self._latest(await self._read_lines())
+            if latest is not None:
+                if not isinstance(latest, dict) or "error" not in latest:
+                    return latest
+                self.ended, error = True, latest["error"]
+                code = error.get("code") if isinstance(error, dict) else None
+                kind = StreamLostError if code in RETRIED_STATUSES else HttpRequestError
+                status = code if isinstance(code, int) else None
+                raise self._failure(kind, "was refused", status, orjson.dumps(error).decode())
+            if self.ended:
+                try:  # to the end of the reply, so that the connection can be used again
+                    while await self._read(REST_DEADLINE_S):
+                        pass
+                except HttpRequestError:  # the answer itself was complete
+                    self._reply.close()
+                raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Give the connection back; one with an answer in progress is cut."""
+        self._reply.release()
+
+    async def _read_lines(self) -> list[str]:
+        """Return the lines that are complete by now, at least one."""
+        while True:
+            data = await self._read()
+            if not data:
+                raise self._failure(StreamLostError, "ended before its answer did")
+            self._buffer += data
+            end = self._buffer.rfind(b"\n")
+            if end >= 0:
+                lines = self._buffer[:end].decode("utf-8", "replace").split("\n")
+                del self._buffer[: end + 1]
+                return lines
+
+    async def _read(self, timeout: float | None = None) -> bytes:
+        try:
+            async with asyncio.timeout(timeout or self._timeout):
+                return await self._reply.content.readany()
+        except TimeoutError as e:
+            raise self._failure(HttpTimeoutError, f"sent nothing for {self._timeout:g} s") from e
+        except (aiohttp.ClientError, OSError) as e:
+            raise self._failure(StreamLostError, f"broke off ({type(e).__name__}: {e})") from e
+
+    def _latest(self, lines: list[str]) -> Any:
+        """Return the value of the last line that has one, or None."""
+        for line in reversed(lines):
+            name, _, text = line.partition(":")
+            text = text.strip()
+            if name == "data" and text == _END:
+                self.ended = True
+            elif name == "data":
+                try:
+                    return orjson.loads(text)
+                except orjson.JSONDecodeError as e:
+                    logger.warning("%s sent an event that is no JSON (%s): %.200s", self._reply.url, e, text)
+            elif line.strip() and not line.startswith(_FIELDS_WITHOUT_DATA):
+                logger.warning("%s sent a line that is no event: %.200s", self._reply.url, line)
+        return None
+
+    def _failure(
+        self, kind: type[HttpRequestError], reason: str, status: int | None = None, body: str = ""
+    ) -> HttpRequestError:
+        return kind(
+            self._reply.method, str(self._reply.url), reason, status=status, body=body, attempts=1,
+            elapsed=time.monotonic() - self._began,
+        )  # fmt: skip
