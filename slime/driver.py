@@ -15,7 +15,6 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import first_weights
 from slime.arguments.rules.loop import generates_always, refuse_impossible_loop
-from slime.arguments.rules.roles import CRITIC, critic_args
 from slime.first_look.start import look
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
@@ -319,7 +318,7 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         start.waits_for("Ray, and the slots of the run")
         groups = create_placement_groups(args)
         handle_sigterm()  # Ray has put its own handler there
-        init_tracking(_with_roles(args), primary=True)
+        init_tracking(args, primary=True)
         start.waits_for("the rollout manager, which loads prompts and hooks; engines start meanwhile")
         manager, per_epoch = create_rollout_manager(args, groups["rollout"])
         rollout = RolloutHandle(args, manager)
@@ -349,13 +348,6 @@ def _look_first(args: Namespace) -> None:
         logger.warning("%s", sentence)
     if found.errors:
         raise ArgumentError("\n".join(found.errors))
-
-
-def _with_roles(args: Namespace) -> Namespace:
-    """Return what trackers show as the configuration: the critic's arguments too, under ``role_args``."""
-    if args.debug_rollout_only or not args.use_critic:
-        return args
-    return Namespace(**vars(args), role_args={CRITIC: critic_args(args)})
 
 
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:

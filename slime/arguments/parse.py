@@ -99,8 +99,6 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
         setattr(args, name, value)
     before = run_config.snapshot(args)
     apply_rules(args)
-    for dest, field in megatron.aliases().items():
-        setattr(args, field, getattr(args, dest))
     if file.given and not set(typed) - run_config.OWN_FLAGS:
         for difference in run_config.differences(args, before, file):
             diagnostics.warn(args, difference)

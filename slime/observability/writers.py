@@ -154,12 +154,12 @@ class WandbWriter:
 
 
 def wandb_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the W&B page shows as the configuration: all arguments (no secrets), the Slurm job, the critic's."""
-    config: dict[str, Any] = without_secrets({k: v for k, v in vars(args).items() if k != "role_args"})
+    """Return what the W&B page shows as the configuration: all arguments (no secrets), the Slurm job, the roles'."""
+    run = {k: v for k, v in vars(args).items() if k != "role_values"}
+    config: dict[str, Any] = without_secrets(run)
     config["env_vars"] = {"SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID")}
-    # The driver adds role_args for the trackers; no parser declares it.
-    for role, role_args in (getattr(args, "role_args", None) or {}).items():
-        config.update({f"{role}/{k}": v for k, v in without_secrets(vars(role_args)).items()})
+    for role, values in args.role_values.items():
+        config.update({f"{role}/{k}": v for k, v in without_secrets({**run, **values}).items()})
     return {
         k: v if isinstance(v, (bool, int, float, str, list, dict, type(None))) else str(v) for k, v in config.items()
     }

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of
-from slime.arguments.rules.roles import ACTOR, CRITIC, actor_args, critic_args
+from slime.arguments.rules.roles import ACTOR, CRITIC, role_args
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.cluster import node_sort_key, own_gpu_index
@@ -121,7 +121,7 @@ def create_training_models(
             state = [args.save]  # while only the critic is trained, --load has become where the actor's weights are
     elif not args.debug_rollout_only:
         nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
-        of_actor = actor_args(args)
+        of_actor = role_args(args, ACTOR)
         actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
         start = actor.create(rollout_manager)
     for group in (actor, critic):
@@ -129,7 +129,7 @@ def create_training_models(
             tracking.get_tracker().add_source(partial(_last_records_of, group))
     if actor is not None and args.offload_train:
         actor.offload()
-    of_roles = critic is not None or (actor is not None and actor_args(args) is not args)
+    of_roles = critic is not None or ACTOR in args.role_values
     if args.start_rollout_id is None or (of_roles and "start_rollout_id" not in args.explicit_flags):
         args.start_rollout_id = start
     wait_one(
@@ -145,7 +145,7 @@ def _create_actor_and_critic(
     args: Namespace, pgs: dict[str, Slots], rollout_manager: Any
 ) -> tuple[RayTrainGroup, RayTrainGroup, int]:
     """Return actor, critic (offloaded) and the first rollout: the one after which both were saved, plus one."""
-    of_actor, of_critic = actor_args(args), critic_args(args)
+    of_actor, of_critic = role_args(args, ACTOR), role_args(args, CRITIC)
     agree_on_resume_step(of_actor, of_critic)
     nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
     critic = RayTrainGroup(of_critic, nodes, gpus, pgs["critic"], role="critic")
@@ -184,7 +184,7 @@ def allocate_train_group(
 
     ``wandb_run_id`` as in ``create_rollout_manager``.
     """
-    of_role = critic_args(args) if role == CRITIC else actor_args(args)
+    of_role = role_args(args, role)
     if with_ref is None:
         with_ref = role == ACTOR and _with_ref(of_role)
     return RayTrainGroup(

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from slime.arguments.rules.loop import generates_always
-from slime.arguments.rules.roles import CRITIC, actor_args, critic_args
+from slime.arguments.rules.roles import role_args
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.release import QUIT_DEADLINE_S, TransientCheckpoints, end_actors, resume_args
@@ -319,7 +319,7 @@ class RayTrainGroup:
 
         With ``--offload-train`` they are offloaded afterwards, as after ``create_training_models``.
         """
-        self.args = critic_args(args) if role == CRITIC else actor_args(args)
+        self.args = role_args(args, role)
         self.role, self.with_ref = role, with_ref
         self.launch()
         master = self._master()

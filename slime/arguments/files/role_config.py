@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -29,7 +28,6 @@ CRITIC_VALUES: dict[str, Any] = {
     "custom_advantage_function_path": None,
     "untie_embeddings_and_output_weights": True,
 }
-logger = logging.getLogger(__name__)
 
 
 class RoleEntry(FileModel):
@@ -81,12 +79,8 @@ def read_roles(
     return dict(zip(roles, overrides, strict=True))
 
 
-def overrides_of(args: Namespace, role: str) -> dict[str, Any]:
-    """Attribute -> value for ``role``, of ``--critic-overrides`` and of ``--megatron-config-path``, which wins."""
-    return _overrides_of(args, args.megatron_config_path, role)
-
-
-def _overrides_of(args: Namespace, path: str | None, role: str) -> dict[str, Any]:
+def overrides_of(args: Namespace, path: str | None, role: str) -> dict[str, Any]:
+    """Attribute -> value for ``role``, of ``--critic-overrides`` and of the YAML file ``path``, which wins."""
     of_file = {} if path is None else read_roles(path, (role,)).get(role, {})
     # plugins bring namespaces of their own
     of_flag: dict[str, Any] = getattr(args, "critic_overrides", {}) if role == "critic" else {}
@@ -100,11 +94,12 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
     copy unless overridden. Raises ``ArgumentError``.
     """
     args = copy.deepcopy(base_args)
-    overrides = _overrides_of(base_args, path, role)
+    overrides = overrides_of(base_args, path, role)
     where = f"{OPTION} {path}, role {role}" if path is not None else CRITIC_OPTION
     for name, value in overrides.items():
         if name in PLACEMENT_KEYS:
-            logger.warning("%s: %s of role %s is ignored; roles share the actor's placement", where, name, role)
+            message = f"{where}: {name} of role {role} is ignored; roles share the actor's placement"
+            diagnostics.warn(base_args, message)
             continue
         if not hasattr(args, name):
             diagnostics.warn(base_args, f"{where}: {name}: {_flag_names().unknown(name)}")

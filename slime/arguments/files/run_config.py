@@ -141,7 +141,7 @@ def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
 
 def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
     """What the rules made of the flags: every attribute that is not as it was in ``before``, as plain data."""
-    skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", *megatron.aliases().values()}
+    skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", "role_values", *megatron.aliases().values()}
     changed = [
         name
         for name, value in sorted(vars(args).items())

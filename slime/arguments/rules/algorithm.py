@@ -9,7 +9,7 @@ from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import hf_config
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
-from slime.arguments.rules.roles import actor_args
+from slime.arguments.rules.roles import ACTOR, role_args
 from slime.arguments.rules.rollout import DISTILLATION
 
 WITHOUT_TOKEN_REWARDS = ("grpo", "gspo", "cispo")
@@ -104,7 +104,7 @@ def _check_without_advantages(args: Namespace) -> None:
 
 def check_advantages(args: Namespace) -> None:
     """The policy loss has what it needs. After the rules that know better why advantages must not be left out."""
-    args = actor_args(args)
+    args = role_args(args, ACTOR)
     if args.compute_advantages_and_returns or args.loss_type != "policy_loss" or args.debug_rollout_only:
         return
     if args.rollout_data_postprocess_path or args.custom_convert_samples_to_train_data_path:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
+from slime.arguments.passthrough.megatron import aliases
 from slime.arguments.rules import experts, parallelism
 from slime.arguments.rules.hf_config import suggested_flags
 from slime.utils.model_shape import default_ffn_hidden_size, padded_vocab_size
@@ -63,6 +64,13 @@ def derive_model(args: Namespace) -> None:
             f"--padded-vocab-size {args.padded_vocab_size} is no multiple of "
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
         )
+
+
+def set_field_names(args: Namespace) -> None:
+    """Set the attributes that megatron-core's configuration classes read under another name than that of the flag."""
+    for dest, field in aliases().items():
+        if hasattr(args, dest):  # a tool's own parser may lack some
+            setattr(args, field, getattr(args, dest))
 
 
 def _check_recompute(args: Namespace) -> None:

@@ -7,18 +7,25 @@ A role has the command line's values, with those of ``--megatron-config-path`` a
 from __future__ import annotations
 
 from argparse import Namespace
-from functools import cache
+from collections.abc import Collection
 from typing import Any
 
 from slime.arguments import diagnostics
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files.role_config import CRITIC_OPTION, OPTION, overrides_of, parse_megatron_role_args, read_roles
+from slime.arguments.files.role_config import (
+    CRITIC_OPTION,
+    CRITIC_VALUES,
+    OPTION,
+    overrides_of,
+    parse_megatron_role_args,
+    read_roles,
+)
 from slime.arguments.passthrough import megatron
 from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import is_hf_checkpoint, is_megatron_checkpoint
 from slime.arguments.rules.hf_config import read_config
-from slime.arguments.rules.megatron import derive_model
+from slime.arguments.rules.megatron import derive_model, set_field_names
 
 ACTOR, CRITIC = "actor", "critic"
 CRITIC_DIRECTORY = "critic"
@@ -41,9 +48,49 @@ _WITHOUT_POLICY: dict[str, Any] = {
 }
 
 
-def actor_args(args: Namespace) -> Namespace:
-    """Return what the actor's ranks get: ``args`` itself when the file says nothing of the actor."""
-    overrides = overrides_of(args, ACTOR)
+def role_args(args: Namespace, role: str) -> Namespace:
+    """Return what the ranks of ``role`` get: ``args`` as they are now with the role's own values; else ``args`` itself.
+
+    The values were derived once, by ``derive``. What a run sets later (its directory, what depends on the device, the
+    length of the run) is not among them and holds for the roles too.
+    """
+    if role == CRITIC and CRITIC not in args.role_values:
+        raise ArgumentError("there is a critic with --advantage-estimator ppo only")
+    values = args.role_values.get(CRITIC if role == CRITIC else ACTOR)
+    return Namespace(**{**vars(args), **values}) if values else args
+
+
+def derive(args: Namespace) -> None:
+    """Set ``args.role_values``: role -> attribute -> value, of the roles that differ from the run.
+
+    After the rules that derive sizes. Actor and critic must divide ranks and batches alike, and save to places of their
+    own.
+    """
+    args.role_values = {}
+    if args.debug_rollout_only:
+        return
+    of_actor, of_critic = (_checked_overrides(args, role) for role in (ACTOR, CRITIC))
+    actor = _actor(args, of_actor)
+    if of_actor:
+        args.role_values[ACTOR] = _own_values(actor, args, of_actor)
+    if args.use_critic:
+        critic = _critic(args, actor, of_actor, of_critic)
+        _check_together(args, actor, critic)
+        args.role_values[CRITIC] = _own_values(critic, args, {*of_critic, *_WITHOUT_POLICY, *CRITIC_VALUES})
+
+
+def _own_values(role: Namespace, args: Namespace, said: Collection[str]) -> dict[str, Any]:
+    """What differs in ``role``, and what was ``said`` of it, even as the run has it now: the run's may still change."""
+    kept = {*said, *(field for dest, field in megatron.aliases().items() if dest in said)}
+    run = vars(args)
+    return {
+        name: value
+        for name, value in vars(role).items()
+        if name not in diagnostics.FINDINGS and (name in kept or name not in run or value != run[name])
+    }
+
+
+def _actor(args: Namespace, overrides: dict[str, Any]) -> Namespace:
     if not overrides:
         return args
     role = _role(args, ACTOR)
@@ -52,53 +99,40 @@ def actor_args(args: Namespace) -> Namespace:
     return role
 
 
-def critic_args(args: Namespace) -> Namespace:
-    """Return what the critic's ranks get.
+def _critic(args: Namespace, actor: Namespace, of_actor: dict[str, Any], overrides: dict[str, Any]) -> Namespace:
+    """Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save``.
 
-    Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save`` (a run that goes
-    on from what it saves reads the ``save`` too); without one it starts from the weights that the actor starts from.
+    A run that goes on from what it saves reads the ``save`` too; without a checkpoint the critic starts from the
+    weights that the actor starts from.
     """
-    actor, overrides = actor_args(args), overrides_of(args, CRITIC)
     role = _role(args, CRITIC)
     for name, value in _WITHOUT_POLICY.items():
         setattr(role, name, value)
     if "save" not in overrides and actor.save is not None:
         role.save = f"{actor.save}/{CRITIC_DIRECTORY}"
-    own = f"{_given_load(args)}/{CRITIC_DIRECTORY}"
     if "save" in overrides and args.continues_own_checkpoints:
         own = role.save
-    load = overrides.get("load", own)
-    _start_from(role, args, overrides, str(load), else_weights_of=actor.load)
+    else:  # args.load is where the first weights are from as long as --save holds no checkpoint of the actor
+        of_run = args.save if args.continues_own_checkpoints else args.load
+        own = f"{of_actor.get('load', of_run)}/{CRITIC_DIRECTORY}"
+    _start_from(role, args, overrides, str(overrides.get("load", own)), else_weights_of=actor.load)
     return role
 
 
 def _role(args: Namespace, role: str) -> Namespace:
     found = parse_megatron_role_args(args, args.megatron_config_path, role)
-    for dest, field in megatron.aliases().items():
-        setattr(found, field, getattr(found, dest))
+    set_field_names(found)
     return found
 
 
 def _describe(role: Namespace, args: Namespace, overrides: dict[str, Any]) -> None:
     """Let ``config.json`` of the role's own Hugging Face checkpoint say what neither flags nor the file say."""
     given = {*overrides, *args.explicit_flags}
+    defaults = {flag.dest: flag.default for flag in all_flags()}
     for name in {*model_defaults.taken(args), *_FOLLOWING} - given:
-        setattr(role, name, _flag_defaults()[name])
+        setattr(role, name, defaults[name])
     model_defaults.fill(role, read_config(role.load, "--megatron-config-path: load"), given)
     derive_model(role)
-
-
-@cache
-def _flag_defaults() -> dict[str, Any]:
-    return {flag.dest: flag.default for flag in all_flags()}
-
-
-def _given_load(args: Namespace) -> str | None:
-    """``--load`` as it was given to the actor: before its first checkpoint, ``args.load`` is where weights are from."""
-    overrides = overrides_of(args, ACTOR)
-    if "load" in overrides:
-        return str(overrides["load"])
-    return args.save if args.continues_own_checkpoints else args.load
 
 
 def _start_from(
@@ -161,23 +195,12 @@ def check(args: Namespace) -> None:
         )
 
 
-def check_together(args: Namespace) -> None:
-    """Actor and critic must divide ranks and batches alike, and save to places of their own.
-
-    After the rules that derive sizes.
-    """
-    if args.debug_rollout_only:
-        return
-    for role in (ACTOR, CRITIC):
-        _check_overrides(args, role)
-    if not args.use_critic:
-        return
+def _check_together(args: Namespace, actor: Namespace, critic: Namespace) -> None:
     if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
         other = "--loss-type sft_loss" if args.loss_type == "sft_loss" else "--disable-compute-advantages-and-returns"
         raise ArgumentError(
             f"--advantage-estimator ppo trains a critic for advantages that {other} does not use; leave one of them out"
         )
-    actor, critic = actor_args(args), critic_args(args)
     for name in LAYOUT:
         mine, theirs = getattr(actor, name, None), getattr(critic, name, None)
         if mine != theirs:
@@ -198,8 +221,9 @@ def check_together(args: Namespace) -> None:
         )
 
 
-def _check_overrides(args: Namespace, role: str) -> None:
-    overrides = overrides_of(args, role)
+def _checked_overrides(args: Namespace, role: str) -> dict[str, Any]:
+    """Attribute -> value for ``role``, of ``--critic-overrides`` and of ``--megatron-config-path``, which wins."""
+    overrides = overrides_of(args, args.megatron_config_path, role)
     where = f"{OPTION} {args.megatron_config_path}, role {role}" if args.megatron_config_path else CRITIC_OPTION
     for name in BATCHES:
         if name in overrides and overrides[name] != getattr(args, name):
@@ -215,6 +239,7 @@ def _check_overrides(args: Namespace, role: str) -> None:
             f"{where}: {', '.join(idle)}: what concerns the whole run has no effect in a role; give it on the command "
             "line",
         )
+    return overrides
 
 
 def _file(args: Namespace) -> str:

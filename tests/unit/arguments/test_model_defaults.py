@@ -13,7 +13,7 @@ import pytest
 from slime.arguments import ArgumentError, parse_args
 from slime.arguments.models.facts import models
 from slime.arguments.rules import model_defaults
-from slime.arguments.rules.roles import critic_args
+from slime.arguments.rules.roles import role_args
 from tests.support.arguments import CONFIG, MODEL_FLAGS, dry, minimal_flags
 from tests.support.model_scripts import source
 
@@ -186,11 +186,11 @@ def test_a_critic_of_another_size_is_described_by_its_own_checkpoint(tmp_path):
     words = ("--advantage-estimator", "ppo", "--num-rollout", 9, "--megatron-config-path", file)
     words = tuple(map(str, words))
     args = parse_args([*RUN, *words])
-    critic = critic_args(args)
+    critic = role_args(args, "critic")
     assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.kv_channels) == (2, 64, 160, 16)
     assert (critic.num_layers, critic.hidden_size, critic.ffn_hidden_size, critic.kv_channels) == (1, 32, 80, 8)
     assert critic.load == small
-    typed = critic_args(parse_args([*RUN, *MODEL_FLAGS, *words]))
+    typed = role_args(parse_args([*RUN, *MODEL_FLAGS, *words]), "critic")
     assert (typed.num_layers, typed.hidden_size) == (2, 64)  # what the command line says holds for both roles
 
 

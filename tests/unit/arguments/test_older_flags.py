@@ -10,7 +10,7 @@ import pytest
 from slime.arguments import ArgumentError
 from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.older_flags import older_flags, translate
-from slime.arguments.rules.roles import critic_args
+from slime.arguments.rules.roles import role_args
 from tests.support.arguments import dry, parse
 
 # What SGLang 0.5.19 itself makes of its older names, and what the documents of slime <= 0.3.0 say of theirs.
@@ -100,7 +100,7 @@ def test_the_critic_gets_its_values():
         "/a",
     ]
     args = dry(*flags, "--save-interval", "1", "--critic-lr-warmup-iters", "3")
-    critic = critic_args(args)
+    critic = role_args(args, "critic")
     assert (args.lr, critic.lr, critic.lr_warmup_iters, critic.save) == (1e-6, 1e-5, 3, "/c")
 
 
@@ -108,7 +108,7 @@ def test_the_role_file_wins_over_the_flag(tmp_path):
     path = tmp_path / "roles.yaml"
     path.write_text("megatron: [{role: critic, overrides: {lr: 3e-5}}]")
     flags = ["--advantage-estimator", "ppo", "--critic-lr", "1e-5", "--critic-lr-warmup-iters", "3"]
-    critic = critic_args(dry(*flags, "--megatron-config-path", path))
+    critic = role_args(dry(*flags, "--megatron-config-path", path), "critic")
     assert (critic.lr, critic.lr_warmup_iters) == (3e-5, 3)
 
 
@@ -144,9 +144,9 @@ def test_files_of_roles(tmp_path):
     path = tmp_path / "roles.yaml"
     path.write_text("megatron: [{role: actor, overrides: {gradient_checkpointing: true}}]")
     args = dry("--megatron-config-path", path)
-    from slime.arguments.rules.roles import actor_args
+    from slime.arguments.rules.roles import role_args
 
-    assert actor_args(args).recompute_granularity == "full"
+    assert role_args(args, "actor").recompute_granularity == "full"
     assert sum("--gradient-checkpointing stands for" in warning for warning in args.warnings) == 1
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.arguments.device import finalize_for_device
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules.roles import actor_args, critic_args
+from slime.arguments.rules.roles import role_args
 from tests.support.arguments import dry
 
 PPO = ("--advantage-estimator", "ppo", "--num-rollout", 9)
@@ -34,8 +35,8 @@ def megatron_checkpoint(folder: Path) -> Path:
 
 def test_without_a_file_the_critic_is_like_the_actor():
     args = dry(*PPO, "--lr", 3e-6, "--kl-coef", 0.1, "--normalize-advantages", "--save", "out", "--save-interval", 1)
-    assert actor_args(args) is args
-    critic = critic_args(args)
+    assert role_args(args, "actor") is args
+    critic = role_args(args, "critic")
     assert (critic.lr, critic.loss_type, critic.kl_coef) == (3e-6, "value_loss", 0)
     assert (critic.save, critic.load, critic.save_hf) == ("out/critic", args.load, None)
     assert critic.untie_embeddings_and_output_weights
@@ -49,42 +50,61 @@ def test_roles_have_flags_of_their_own(write):
     - {role: actor, overrides: {lr: 1e-6, clip_grad: 0.5}}
     - {role: critic, overrides: {lr: '1e-5', save: /c, init_method_std: 0.1}}"""
     args = dry(*PPO, "--lr", 3e-6, "--save", "out", "--save-interval", 1, "--megatron-config-path", write(text))
-    actor, critic = actor_args(args), critic_args(args)
+    actor, critic = role_args(args, "actor"), role_args(args, "critic")
     assert (actor.lr, actor.clip_grad, actor.save) == (1e-6, 0.5, "out")
     assert (critic.lr, critic.clip_grad, critic.save, critic.init_method_std) == (1e-5, args.clip_grad, "/c", 0.1)
+
+
+def test_what_is_set_later_holds_for_the_roles_but_for_what_they_were_given(write):
+    text = """megatron:
+    - {role: actor, overrides: {fp16: false, accumulate_allreduce_grads_in_fp32: false}}
+    - {role: critic, overrides: {lr: 1e-5}}"""
+    args = dry(*PPO, "--megatron-config-path", path := write(text))
+    Path(path).unlink()  # it was read when the command line was
+    finalize_for_device(args, "cuda")
+    args.run_dir, args.kl_coef, args.fp16 = "/run", 0.5, True
+    actor, critic = role_args(args, "actor"), role_args(args, "critic")
+    assert (actor.run_dir, actor.kl_coef, actor.fp16) == ("/run", 0.5, False)
+    assert (critic.run_dir, critic.kl_coef, critic.fp16, critic.lr) == ("/run", 0, True, 1e-5)
+    assert (args.grad_reduce_in_fp32, critic.grad_reduce_in_fp32, actor.grad_reduce_in_fp32) == (True, True, False)
+
+
+def test_only_ppo_has_a_critic():
+    with pytest.raises(ArgumentError, match="a critic with --advantage-estimator ppo only"):
+        role_args(dry(), "critic")
 
 
 def test_both_go_on_from_their_checkpoints(tmp_path):
     save = tmp_path / "out"
     flags = [*PPO, "--save", save, "--load", save, "--save-interval", 1]
-    assert critic_args(dry(*flags)).finetune
+    assert role_args(dry(*flags), "critic").finetune
     megatron_checkpoint(save / "critic")  # only the critic has been trained so far
     args = dry(*flags)
-    critic = critic_args(args)
+    critic = role_args(args, "critic")
     assert (args.finetune, critic.finetune, critic.load) == (True, False, str(save / "critic"))
     assert not critic.no_load_optim
     (save / "latest_checkpointed_iteration.txt").write_text("3")
     args = dry(*flags)
-    assert (args.load, critic_args(args).load) == (str(save), str(save / "critic"))
-    assert critic_args(dry(*flags, "--no-load-optim")).no_load_optim
+    assert (args.load, role_args(args, "critic").load) == (str(save), str(save / "critic"))
+    assert role_args(dry(*flags, "--no-load-optim"), "critic").no_load_optim
 
 
 def test_a_run_goes_on_from_the_critic_that_it_saved_elsewhere(tmp_path, write):
     path = write(f"megatron: [{{role: critic, overrides: {{save: {megatron_checkpoint(tmp_path / 'there')}}}}}]")
     flags = [*PPO, "--save", tmp_path / "out", "--save-interval", 1, "--megatron-config-path", path]
-    assert critic_args(dry(*flags)).finetune
-    critic = critic_args(dry(*flags, "--load", tmp_path / "out"))
+    assert role_args(dry(*flags), "critic").finetune
+    critic = role_args(dry(*flags, "--load", tmp_path / "out"), "critic")
     assert (critic.load, critic.finetune) == (str(tmp_path / "there"), False)
 
 
 def test_the_step_of_the_reference_is_none_of_the_critic(tmp_path):
     save, ref = tmp_path / "out", megatron_checkpoint(tmp_path / "ref")
     flags = [*PPO, "--save", save, "--load", save, "--save-interval", 1, "--ref-load", ref, "--ref-ckpt-step", 3]
-    critic = critic_args(dry(*flags))
+    critic = role_args(dry(*flags), "critic")
     assert (critic.load, critic.ckpt_step) == (str(ref), 3)
     megatron_checkpoint(save / "critic")  # only the critic has been trained so far
     args = dry(*flags)
-    critic = critic_args(args)
+    critic = role_args(args, "critic")
     assert (args.load, args.ckpt_step) == (str(ref), 3)
     assert (critic.load, critic.ckpt_step) == (str(save / "critic"), None)
 
@@ -94,7 +114,7 @@ def test_a_load_of_the_file_counts_when_it_is_a_checkpoint(tmp_path, write):
     for load, finetune in ((there, False), (tmp_path / "nowhere", True)):
         path = write(f"megatron: [{{role: critic, overrides: {{load: {load}}}}}]")
         args = dry(*PPO, "--megatron-config-path", path)
-        critic = critic_args(args)
+        critic = role_args(args, "critic")
         assert critic.finetune is finetune
         assert critic.load == (args.load if finetune else str(load))
 
@@ -140,5 +160,5 @@ def test_a_critic_without_use_is_refused(flag):
 )
 def test_values_follow_those_of_the_role(write, flags, overrides, expected):
     path = write(f"megatron: [{{role: actor, overrides: {{{overrides}}}}}]")
-    role = actor_args(dry("--megatron-config-path", path, "--weight-decay", 0.1, *flags.split()))
+    role = role_args(dry("--megatron-config-path", path, "--weight-decay", 0.1, *flags.split()), "actor")
     assert {name: getattr(role, name) for name in expected} == expected

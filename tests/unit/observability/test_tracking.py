@@ -178,13 +178,14 @@ def test_wandb_configuration_has_no_secrets(monkeypatch):
     config = wandb_config(
         types.SimpleNamespace(
             wandb_key="w", sglang_api_key="s", input_key="messages", lr=0.1, path=object,
-            role_args={"critic": types.SimpleNamespace(lr=0.2)},
+            role_values={"critic": {"lr": 0.2}},
         )
     )  # fmt: skip
     assert config["wandb_key"] == config["sglang_api_key"] == "***"
     assert config["input_key"] == "messages"
     assert config["env_vars"] == {"SLURM_JOB_ID": "42"}
-    assert config["critic/lr"] == 0.2
+    assert (config["lr"], config["critic/lr"], config["critic/wandb_key"]) == (0.1, 0.2, "***")
+    assert "role_values" not in config
     assert isinstance(config["path"], str)
 
 

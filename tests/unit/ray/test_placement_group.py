@@ -230,8 +230,7 @@ def test_a_reference_that_the_actor_s_entry_asks_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placement_group, "RayTrainGroup", FakeTrainers)
     args = placed_args(start_rollout_id=None, rollout_global_dataset=True, kl_coef=0.0, use_kl_loss=False)
     args.explicit_flags = frozenset()
-    of_actor = SimpleNamespace(**{**vars(args), "use_kl_loss": True})
-    monkeypatch.setattr(placement_group, "actor_args", lambda args: of_actor)
+    args.role_values = {"actor": {"use_kl_loss": True}}
     create_training_models(args, {"actor": "slots"}, FakeManager())  # type: ignore[dict-item]
     assert made == [(True, True)]
 
