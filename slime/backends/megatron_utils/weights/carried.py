@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint, read_config
 from slime.backends.megatron_utils.weights.maps import Family
+from slime.utils.hf_checkpoint import HfCheckpoint, read_config
 
 
 def carried_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.weights.hf_checkpoint import INDEX
+from slime.utils.hf_checkpoint import INDEX
 
 MAX_SHARD_BYTES = 5 * 2**30
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")

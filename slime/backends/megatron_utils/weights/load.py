@@ -13,7 +13,6 @@ from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.parallel import unwrap
 from slime.backends.megatron_utils.values import is_value_head
 from slime.backends.megatron_utils.weights.carried import carried_names, predicting_names
-from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
 from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
@@ -26,6 +25,7 @@ from slime.backends.megatron_utils.weights.naming import (
     tied,
     weights_of,
 )
+from slime.utils.hf_checkpoint import HfCheckpoint
 
 MAX_LISTED = 8
 COMPARED_ROWS = 64

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.weights.carried import carried_names, write_carried
-from slime.backends.megatron_utils.weights.hf_checkpoint import HfCheckpoint
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import NOT_EXPRESSIBLE, family_of
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import GatedQueryKeyValue, HiddenFirst
+from slime.utils.hf_checkpoint import HfCheckpoint
 
 HEADS, GROUPS, D, HIDDEN = 8, 4, 3, 5
 DIMS = Dims(HEADS, GROUPS, D, vocab_size=10, padded_vocab_size=16)

@@ -25,12 +25,12 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is no JSON file: {e}. Fetch the checkpoint again") from e
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, framework: str) -> Any:
     """Raises ValueError naming the file where it is damaged or cut off."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as e:
         size = path.stat().st_size if path.is_file() else 0
         raise ValueError(
@@ -39,10 +39,14 @@ def _open(path: Path) -> Any:
 
 
 class HfCheckpoint:
-    """The tensors of a safetensors checkpoint by name; use as a context manager, files are closed at its end."""
+    """The tensors of a safetensors checkpoint by name; use as a context manager, files are closed at its end.
 
-    def __init__(self, hf_dir: str | Path) -> None:
-        self.path = Path(hf_dir)
+    ``framework``: whose tensors are returned, ``pt`` or ``numpy``, which needs no torch. Raises FileNotFoundError and
+    ValueError, naming the files, where some are missing or damaged.
+    """
+
+    def __init__(self, hf_dir: str | Path, framework: str = "pt") -> None:
+        self.path, self._framework = Path(hf_dir), framework
         self._files = self._index()
         self._open: dict[Path, Any] = {}
 
@@ -62,7 +66,9 @@ class HfCheckpoint:
             return files
         files = {}
         for path in sorted(self.path.glob("*.safetensors")):
-            for name in self._handle_names(path):
+            with _open(path, self._framework) as handle:
+                names = list(handle.keys())
+            for name in names:
                 if name in files:
                     raise ValueError(f"tensor {name!r} is in both {files[name]} and {path}, and there is no {INDEX}")
                 files[name] = path
@@ -71,11 +77,6 @@ class HfCheckpoint:
             found = f"only {', '.join(others[:3])}; convert it to safetensors" if others else "none"
             raise FileNotFoundError(f"{self.path}: expected *.safetensors files, found {found}")
         return files
-
-    @staticmethod
-    def _handle_names(path: Path) -> list[str]:
-        with _open(path) as handle:
-            return list(handle.keys())
 
     @property
     def names(self) -> frozenset[str]:
@@ -88,7 +89,14 @@ class HfCheckpoint:
 
     def slice(self, name: str) -> Any:
         """Return a lazy view of tensor ``name``: ``get_shape()``, and indexing reads just those elements."""
-        path = self._files[name]
+        return self._handle(self._files[name]).get_slice(name)
+
+    def open_all(self) -> None:
+        """Open every file: what is damaged is found before anything is read."""
+        for path in sorted(set(self._files.values())):
+            self._handle(path)
+
+    def _handle(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = _open(path)
-        return self._open[path].get_slice(name)
+            self._open[path] = _open(path, self._framework)
+        return self._open[path]
