@@ -10,12 +10,12 @@ DEFAULT_LARGEST = 4096
 
 def replays_top_p(args: Any) -> bool:
     """Return whether training rollouts record top-p masks: exactly with ``--rollout-top-p`` below 1."""
-    return bool(getattr(args, "rollout_top_p", 1.0) != 1.0)
+    return bool(args.rollout_top_p != 1.0)
 
 
 def max_mask_tokens(args: Any) -> int:
     """Return the most tokens of a top-p mask that engines report."""
-    return int(getattr(args, "sglang_sampling_mask_max_tokens", None) or DEFAULT_LARGEST)
+    return int(args.sglang_sampling_mask_max_tokens or DEFAULT_LARGEST)
 
 
 def top_k(args: Any) -> int:
