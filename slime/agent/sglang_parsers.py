@@ -18,8 +18,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.passthrough.catalog import records_or_reason
-from slime.arguments.passthrough.reading import STAND_INS
+from slime.arguments.passthrough.catalog import STAND_INS, records_or_reason
 from slime.arguments.passthrough.source import SGLANG
 
 START_DEADLINE_S = 300.0

@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from slime.arguments.flag import Flag
-from slime.arguments.passthrough.megatron_parser import UNREAD
-from slime.arguments.passthrough.megatron_script_flags import refused, without_effect
+from slime.arguments.passthrough.megatron import UNREAD
+from slime.arguments.passthrough.megatron_table import refused, without_effect
 
 ANY = "any value"
 

@@ -6,15 +6,15 @@ the last word about what it offers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from slime.arguments.flag import Flag, first_of_each
 from slime.arguments.passthrough import catalog
-from slime.arguments.passthrough.megatron_parser import merged
-from slime.arguments.passthrough.megatron_script_flags import script_flags
-from slime.arguments.passthrough.megatron_table import HAND_TABLE, MODEL, NOT_FLAGS, OPTIMIZER, PARALLEL
+from slime.arguments.passthrough.megatron_table import HAND_TABLE, MODEL, NOT_FLAGS, OPTIMIZER, PARALLEL, script_flags
+from slime.arguments.passthrough.sglang import flag_of_record
 from slime.arguments.passthrough.source import (
     CHECKOUT,
     CORE_VARIABLE,
@@ -29,6 +29,8 @@ from slime.arguments.passthrough.source import (
 # Where slime's default is not Megatron's. Engines and the passes that take log-probs drop nothing: a policy
 # that is trained with dropout is not the one that generates.
 DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+# Group of the flags that only the installed Megatron-LM knows: nothing in slime reads them.
+UNREAD = "Megatron: read by its training scripts only"
 _PARALLEL_WORDS = ("parallel", "pipeline", "tp_comm", "p2p", "microbatch", "comm_type", "wgrad", "hierarchical")
 
 
@@ -40,7 +42,7 @@ def megatron_flags() -> tuple[Flag, ...]:
     fields = [_flag_of(r) for r in found if r["name"] not in taken and r["name"] not in NOT_FLAGS]
     ours = first_of_each([*HAND_TABLE, *fields, *script_flags()])
     offered, _ = _training_scripts()
-    flags = ours if offered is None else merged(ours, offered)
+    flags = ours if offered is None else _merged(ours, offered)
     return tuple(replace(flag, default=DEFAULTS.get(flag.dest, flag.default)) for flag in flags)
 
 
@@ -113,3 +115,55 @@ def _group_of(record: dict[str, Any]) -> str:
         return OPTIMIZER
     parallel = record["classes"][0] == "DistributedDataParallelConfig"
     return PARALLEL if parallel or any(word in record["name"] for word in _PARALLEL_WORDS) else MODEL
+
+
+def _merged(ours: Sequence[Flag], records: Sequence[dict[str, Any]]) -> list[Flag]:
+    """The flags of the parser's ``records``, then those of ``ours`` that it does not have.
+
+    Spelling, type, choices, default and help are the parser's. The attribute slime reads and the field of the
+    configuration classes stay those of ``ours``; an attribute that is called otherwise by Megatron-LM is set too.
+    """
+    by_dest = {flag.dest: flag for flag in ours}
+    by_option = {option: flag for flag in ours for option in flag.options}
+    flags: list[Flag] = []
+    used: set[str] = set()
+    options: set[str] = set()
+    for record in _one_per_attribute(records):
+        known = by_dest.get(record["dest"]) or next(
+            (by_option[option] for option in record["options"] if option in by_option), None
+        )
+        flag = _joined(record, None if known is None or known.dest in used else known)
+        flags.append(flag)
+        used.add(flag.dest)
+        options.update(flag.options)
+    return [*flags, *(flag for flag in ours if flag.dest not in used and not options.intersection(flag.options))]
+
+
+def _joined(record: dict[str, Any], known: Flag | None) -> Flag:
+    offered = replace(flag_of_record(record, prefix="", source="megatron", group=UNREAD), field=None)
+    if known is None:
+        return offered
+    return replace(
+        offered,
+        dest=known.dest,
+        field=known.field or (record["dest"] if record["dest"] != known.dest else None),
+        group=known.group,
+        help=offered.help or known.help,
+        collapse=known.collapse and offered.nargs is not None,
+    )
+
+
+def _one_per_attribute(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records that set one attribute, joined: a pair of opposite switches, or several spellings of one flag."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        earlier = found.get(record["dest"])
+        if earlier is None:
+            found[record["dest"]] = record
+        elif {earlier["action"], record["action"]} == {"true", "false"}:
+            on, off = (earlier, record) if earlier["action"] == "true" else (record, earlier)
+            pair = [on["options"][0], off["options"][0]]
+            found[record["dest"]] = {**earlier, "action": "tristate", "options": pair}
+        else:
+            found[record["dest"]] = {**earlier, "options": [*earlier["options"], *record["options"]]}
+    return list(found.values())

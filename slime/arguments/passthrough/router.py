@@ -56,15 +56,13 @@ def owned_options() -> dict[str, str]:
 
 def router_flags() -> list[Flag]:
     """Every flag of the installed router; its address is slime's own (``--sglang-router-ip`` and ``-port``)."""
-    return [_adjusted(_flag(record)) for record in catalog.records(catalog.ROUTER) if record["dest"] not in OWNED]
-
-
-def _flag(record: dict[str, Any]) -> Flag:
-    return flag_of_record(record, prefix="", source="router", group="router")
-
-
-def _adjusted(flag: Flag) -> Flag:
-    if flag.dest == "router_policy" and flag.choices:
-        choices = (*flag.choices, *(p for p in MORE_POLICIES if p not in flag.choices))
-        flag = replace(flag, choices=choices, help=f"{flag.help}. {_ABOUT_POLICIES}")
-    return replace(flag, default=DEFAULTS.get(flag.dest, flag.default))
+    flags = []
+    for record in catalog.records(catalog.ROUTER):
+        if record["dest"] in OWNED:
+            continue
+        flag = flag_of_record(record, prefix="", source="router", group="router")
+        if flag.dest == "router_policy" and flag.choices:
+            choices = (*flag.choices, *(p for p in MORE_POLICIES if p not in flag.choices))
+            flag = replace(flag, choices=choices, help=f"{flag.help}. {_ABOUT_POLICIES}")
+        flags.append(replace(flag, default=DEFAULTS.get(flag.dest, flag.default)))
+    return flags

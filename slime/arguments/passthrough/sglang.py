@@ -75,10 +75,16 @@ def flag_of_record(record: dict[str, Any], *, prefix: str, source: str, group: s
 
 def sglang_flags() -> list[Flag]:
     """Every flag of the installed SGLang server that slime does not set itself; ``field`` is SGLang's own name."""
-    records = [r for r in catalog.records(catalog.SGLANG) if r["dest"] not in OWNED]
-    return [
-        _tensor_parallel(flag_of_record(r, prefix="sglang", source="sglang", group="SGLang server")) for r in records
-    ]
+    flags = []
+    for record in catalog.records(catalog.SGLANG):
+        if record["dest"] in OWNED:
+            continue
+        flag = flag_of_record(record, prefix="sglang", source="sglang", group="SGLang server")
+        if flag.field in TENSOR_PARALLEL:  # the size of an engine decides; giving it is allowed, to say the same
+            help = "tensor parallelism of an engine; follows from --rollout-num-gpus-per-engine and --sglang-pp-size"
+            flag = replace(flag, dest="sglang_tp_size", default=None, help=help)
+        flags.append(flag)
+    return flags
 
 
 def lacking_attributes() -> list[str]:
@@ -88,11 +94,3 @@ def lacking_attributes() -> list[str]:
     installed = {record["dest"] for record in catalog.records(catalog.SGLANG)}
     pinned = json.loads(catalog.shipped_list(catalog.SGLANG).read_text())
     return [f"sglang_{record['dest']}" for record in pinned if record["dest"] not in installed | OWNED.keys()]
-
-
-def _tensor_parallel(flag: Flag) -> Flag:
-    """The size of an engine decides; giving it is allowed, to say the same."""
-    if flag.field not in TENSOR_PARALLEL:
-        return flag
-    help = "tensor parallelism of an engine; follows from --rollout-num-gpus-per-engine and --sglang-pp-size"
-    return replace(flag, dest="sglang_tp_size", default=None, help=help)

@@ -18,8 +18,8 @@ class Source:
     """A package whose arguments are passed through.
 
     ``package``: its distribution. ``pinned``: the version whose list ships with slime, None for a package that has no
-    list. ``reader``: the module of ``readers`` that reads it. ``module``: what that imports. ``declared_in``: the files
-    of ``module`` that decide about the arguments (patterns), the identity of a checkout.
+    list. ``reader``: the function of ``reader.py`` that reads it. ``module``: what that imports. ``declared_in``: the
+    files of ``module`` that decide about the arguments (patterns), the identity of a checkout.
     """
 
     package: str
@@ -59,8 +59,6 @@ MEGATRON_LM = Source("Megatron-LM", None, "megatron_training", "megatron.trainin
 CORE_VARIABLE = "SLIME_MEGATRON_CORE"
 INSTALLED, CHECKOUT = "installed", "checkout"
 """What the variable may say: which megatron.core a run uses where there are two."""
-
-READERS = Path(__file__).parent / "readers"
 
 
 def installed_version(source: Source) -> str | None:
@@ -132,22 +130,13 @@ def identity(source: Source) -> str | None:
     return f"{version or 'checkout'}-{_digest(source, directory)}"
 
 
-def readers_digest() -> str:
-    """Changes with the readers, whose records an older slime may have cached in another form."""
-    return _hash_of([(path.name, path.read_bytes()) for path in sorted(READERS.glob("*.py"))])
-
-
 def _digest(source: Source, directory: Path) -> str:
     paths = sorted({path for pattern in source.declared_in for path in directory.glob(pattern)})
     parts = [(str(path.relative_to(directory)), path.read_bytes()) for path in paths]
     if source.pinned is None:  # whether a checkout can be imported depends on what is installed beside it
         stamp = Path(sysconfig.get_paths()["purelib"]).stat().st_mtime_ns
         parts.append(("installed", str(stamp).encode()))
-    return _hash_of([*parts, ("where", str(directory).encode())])
-
-
-def _hash_of(parts: list[tuple[str, bytes]]) -> str:
     digest = hashlib.sha256()
-    for name, content in parts:
+    for name, content in [*parts, ("where", str(directory).encode())]:
         digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest()[:12]

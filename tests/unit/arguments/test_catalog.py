@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.passthrough import catalog, reading, source
+from slime.arguments.passthrough import catalog, source
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,7 +68,7 @@ def test_a_user_without_a_home_has_no_cache(other_version, monkeypatch) -> None:
 
 def test_readers_of_another_slime_have_a_cache_of_their_own(other_version, monkeypatch) -> None:
     catalog.records(catalog.SGLANG)
-    monkeypatch.setattr(catalog, "readers_digest", lambda: "other")
+    monkeypatch.setattr(catalog, "reader_digest", lambda: "other")
     catalog.records(catalog.SGLANG)
     assert len(other_version) == 2
     assert len(list(catalog.cache_directory().iterdir())) == 2
@@ -146,27 +146,24 @@ class TestIdentity:
 
 class TestReading:
     @pytest.fixture
-    def readers(self, monkeypatch, tmp_path):
-        """A directory with the frame and whatever reader a test writes."""
-        (tmp_path / "frame.py").write_text((source.READERS / "frame.py").read_text())
-        monkeypatch.setattr(reading, "READERS", tmp_path)
+    def reader(self, monkeypatch, tmp_path):
+        """A script in place of the reader, for a test to write."""
+        monkeypatch.setattr(catalog, "READER", tmp_path / "reader.py")
         monkeypatch.delenv("PYTHONPATH", raising=False)
-        return tmp_path
+        return catalog.READER
 
-    def test_a_failing_reader_says_why(self, readers) -> None:
-        (readers / "broken.py").write_text("def read():\n    raise SystemExit('no such thing')\n")
+    def test_a_failing_reader_says_why(self, reader) -> None:
+        reader.write_text("raise SystemExit('no such thing')\n")
         with pytest.raises(
             ArgumentError,
             match=r"cannot read the arguments of .* thing .*\n.*no such thing\nInstall thing==",
         ):
-            reading.read_installed(source.Source("thing", "1.0", "broken", "thing", ()))
+            catalog.read_installed(source.Source("thing", "1.0", "broken", "thing", ()))
 
-    def test_stand_ins_are_seen_by_sglangs_reader_only(self, readers, monkeypatch) -> None:
-        for reader in (catalog.SGLANG.reader, catalog.MEGATRON.reader):
-            text = "import os\ndef read():\n    return [os.environ.get('PYTHONPATH', '')]\n"
-            (readers / f"{reader}.py").write_text(text)
-        monkeypatch.setattr(reading, "has_cuda_device", lambda: False)
-        assert reading.read_installed(catalog.SGLANG) == [str(reading.STAND_INS)]
-        assert reading.read_installed(catalog.MEGATRON) == [""]
-        assert str(reading.STAND_INS) not in sys.path
-        assert list(reading.STAND_INS.iterdir())
+    def test_stand_ins_are_seen_by_sglangs_reader_only(self, reader, monkeypatch) -> None:
+        reader.write_text("import json, os, sys\njson.dump([os.environ['PYTHONPATH']], open(sys.argv[2], 'w'))\n")
+        monkeypatch.setattr(catalog, "has_cuda_device", lambda: False)
+        assert catalog.read_installed(catalog.SGLANG) == [str(catalog.STAND_INS)]
+        assert catalog.read_installed(catalog.MEGATRON) == [""]
+        assert str(catalog.STAND_INS) not in sys.path
+        assert list(catalog.STAND_INS.iterdir())

@@ -10,7 +10,7 @@ import pytest
 
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
-from slime.arguments.passthrough import catalog, megatron, reading, source
+from slime.arguments.passthrough import catalog, megatron, source
 from tests.support.arguments import parse
 from tests.support.megatron_checkout import install_core, make_checkout
 
@@ -59,7 +59,7 @@ def test_chosen_it_is_used_and_its_parser_has_the_last_word(checkout: Path, monk
 
 def test_its_training_scripts_are_read_with_its_own_core(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_MEGATRON_CORE", "checkout")
-    defaults = {record["dest"]: record["default"] for record in reading.read_installed(catalog.MEGATRON_LM)}
+    defaults = {record["dest"]: record["default"] for record in catalog.read_installed(catalog.MEGATRON_LM)}
     assert defaults["norm_epsilon"] == 0.125
 
 
@@ -73,9 +73,9 @@ def test_the_reader_of_another_installed_version_does_not_see_the_checkout(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The list of a version that is not the pinned one is read in a helper process, which inherits the PYTHONPATH."""
-    assert str(checkout) not in reading._environment(catalog.MEGATRON)["PYTHONPATH"].split(os.pathsep)
+    assert str(checkout) not in catalog._environment(catalog.MEGATRON)["PYTHONPATH"].split(os.pathsep)
     monkeypatch.setenv("SLIME_MEGATRON_CORE", "checkout")
-    assert str(checkout) in reading._environment(catalog.MEGATRON)["PYTHONPATH"].split(os.pathsep)
+    assert str(checkout) in catalog._environment(catalog.MEGATRON)["PYTHONPATH"].split(os.pathsep)
 
 
 def test_without_an_installed_core_the_checkout_is_all_there_is(

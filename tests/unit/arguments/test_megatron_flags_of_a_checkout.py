@@ -9,7 +9,7 @@ import pytest
 
 from slime.arguments.command_line import all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
-from slime.arguments.passthrough import catalog, megatron, reading, source
+from slime.arguments.passthrough import catalog, megatron, source
 from tests.support.arguments import parse
 
 CHECKOUT = Path(__file__).parents[2] / "data" / "arguments" / "megatron_lm"
@@ -37,10 +37,11 @@ def checkout(monkeypatch, tmp_path):
 def reads(monkeypatch):
     """The sources that a helper process was started for."""
     started: list[source.Source] = []
+    read = catalog.read_installed
 
     def counted(which):
         started.append(which)
-        return reading.read_installed(which)
+        return read(which)
 
     monkeypatch.setattr(catalog, "read_installed", counted)
     return started

@@ -1,1 +1,0 @@
-"""Scripts that read the arguments of an installed package. They run in a helper process, by path."""
