@@ -9,8 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from slime.arguments.models.facts import Model, models
-from slime.arguments.models.megatron_flags import describe
-from slime.arguments.models.model_flag import ModelFlag
+from slime.arguments.models.megatron_flags import ModelFlag, describe
 
 FOLDER = Path(__file__).parents[1] / "scripts" / "models"
 INDENT, WIDTH = "    ", 120

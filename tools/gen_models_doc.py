@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime.arguments.models import hf_fields
 from slime.arguments.models.facts import Model, families, models
-from slime.arguments.models.model_flag import plain
+from slime.arguments.models.megatron_flags import plain
 from tools.gen_model_scripts import NUM_LAYERS, ROTARY_BASE, repositories
 
 PAGE = Path(__file__).parents[1] / "docs" / "en" / "reference" / "models.md"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.models.known import known_config
+from slime.arguments.models.facts import known_config
 from slime.planner.memory_engine import EngineMemory, engine_memory
 from slime.planner.memory_trainer import TrainerMemory, trainer_memory
 from slime.planner.model_size import ModelSize, model_size

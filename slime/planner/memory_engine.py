@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime.arguments.models.known import quantization_by_name
+from slime.arguments.models.facts import quantization_by_name
 from slime.planner.memory_trainer import CONTEXT, longest_sample
 from slime.planner.model_size import Weight, layer_weights
 from slime.utils.model_shape import LayerKind, ModelShape

@@ -43,7 +43,7 @@ def bare_args(**values: Any) -> Namespace:
 
 def published_args(name: str, *flags: Any) -> Namespace:
     """Return what a dry run resolves for the published model ``name`` and ``flags``."""
-    from slime.arguments.models.known import known_config
+    from slime.arguments.models.facts import known_config
     from slime.arguments.models.megatron_flags import megatron_flags
     from slime.arguments.parse import resolve
 

@@ -1,13 +1,25 @@
-"""Read ``facts.yaml``: families by ``model_type``, models by the name of their script."""
+"""What is known of published models: ``facts.yaml``, and which of them the name of a checkpoint's directory says."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 FILE = Path(__file__).with_name("facts.yaml")
+# A checkpoint in another number format has the same architecture.
+_FORMAT = re.compile(r"[-_.](fp8|fp4|nvfp4|mxfp4|mxfp8|bf16|fp16|int4|int8|awq|gptq)$", re.IGNORECASE)
+
+# Published models whose own checkpoints are quantized.
+_QUANTIZED = {
+    **dict.fromkeys(("deepseek-v3", "deepseek-v3-0324", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v3.2-exp"), "fp8"),
+    **dict.fromkeys(("deepseek-r1", "deepseek-r1-0528", "deepseek-r1-zero", "minimax-m2"), "fp8"),
+    **dict.fromkeys(("kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-base"), "fp8"),
+    "kimi-k2-thinking": "int4",
+}
+_QUANTIZATION = re.compile(r"[-_.](fp8|int4|bf16|fp16)$")
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,15 @@ class Model:
     parameters: float | None = None
     about: str = ""
     like: str | None = None
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A published model: its repository (or the name by which a shortened one is known), its script, its config."""
+
+    repository: str
+    script: str
+    config: dict[str, Any]
 
 
 @cache
@@ -77,3 +98,49 @@ def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
     name = str(config.get("model_type"))
     entry = families().get(name) or families().get(name + "_text")
     return dict(entry["megatron"]) if entry else None
+
+
+def known_model(checkpoint: str) -> KnownModel | None:
+    """The published model named like ``checkpoint``, a path or a repository name; None when the table has none.
+
+    ``/models/Qwen3-4B``, ``Qwen/Qwen3-4B``, ``Qwen3-4B-FP8`` and a snapshot directory of the Hugging Face cache are all
+    ``Qwen/Qwen3-4B``. Case does not matter.
+    """
+    name = _base_name(checkpoint)
+    while name not in _by_name():
+        shorter = _FORMAT.sub("", name)
+        if shorter == name:
+            return None
+        name = shorter
+    return _by_name()[name]
+
+
+def known_config(checkpoint: str) -> dict[str, Any] | None:
+    """The config of the published model named like ``checkpoint``, in Hugging Face vocabulary; see ``known_model``."""
+    model = known_model(checkpoint)
+    return None if model is None else dict(model.config)
+
+
+def quantization_by_name(checkpoint: str) -> str | None:
+    """The quantization that a checkpoint's name ends with (``-FP8``), else that of the published model of its name."""
+    name = PurePath(checkpoint).name.lower()
+    found = _QUANTIZATION.search(name)
+    return found.group(1) if found else _QUANTIZED.get(name)
+
+
+def _base_name(checkpoint: str) -> str:
+    parts = PurePath(checkpoint).parts
+    cached = next((part for part in parts if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.split("--")[-1].lower()
+    return parts[-1].lower() if parts else ""
+
+
+@cache
+def _by_name() -> dict[str, KnownModel]:
+    found: dict[str, KnownModel] = {}
+    for model in models().values():
+        for repository in (*model.repositories, *model.local_names, *model.variants):
+            config = {**model.config, **model.variants.get(repository, {})}
+            found.setdefault(_base_name(repository), KnownModel(repository, model.script, config))
+    return found

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.models import hf_fields
-from slime.arguments.models.expert_flags import expert_flags
 from slime.arguments.models.facts import family_of
-from slime.arguments.models.model_flag import GROUPS, ModelFlag
 
 Config = dict[str, Any]
 
+GROUPS = ("spec", "size", "norms", "attention", "positions", "vocabulary", "experts", "router", "run")
 # Switches that make another model; a family that does not list one in the table goes without it.
 _ARCHITECTURE = {
     "--apply-layernorm-1p": "norms",
@@ -26,6 +26,60 @@ _LISTS = {"norms": "norms", "attention": "attention", "positions": "positions", 
 # Megatron's form of Llama 3's scaling and of latent attention's YaRN knows these values only or by default.
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+# How experts are computed, not which: the same for every model.
+_COMPUTATION: tuple[tuple[str, Any], ...] = (
+    ("--moe-grouped-gemm", True),
+    ("--moe-permute-fusion", True),
+    ("--moe-token-dispatcher-type", "alltoall"),
+)
+_ROUTER_COMPUTATION: tuple[tuple[str, Any], ...] = (("--moe-router-dtype", "fp32"), ("--moe-aux-loss-coeff", 0))
+
+
+@dataclass(frozen=True)
+class ModelFlag:
+    """``value``: True or False for a switch that is given or absent, None for a flag that must not have a value.
+
+    ``key`` is the config key that says so, empty where the family alone decides; ``stated`` is what stands there when
+    that is not the value itself. ``written``: the flag belongs on a command line (what equals Megatron's default may be
+    left out). ``checked``: another value is another model, not another way to compute the same.
+    """
+
+    group: str
+    option: str
+    value: Any
+    key: str = ""
+    stated: str = ""
+    written: bool = True
+    checked: bool = True
+
+    def words(self) -> list[str]:
+        """The words of a command line."""
+        if not self.written or self.value is None or self.value is False:
+            return []
+        if self.value is True:
+            return [self.option]
+        if self.option == "--moe-layer-freq":
+            return [self.option, pattern(self.value)]
+        values = self.value if isinstance(self.value, list) else [self.value]
+        return [self.option, *map(plain, values)]
+
+
+def plain(value: Any) -> str:
+    """A value as a user would type it: ``1e-6``, ``40`` for 40.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return re.sub(r"e([-+])0", r"e\1", str(value))
+
+
+def pattern(layers: list[int]) -> str:
+    """One entry per layer, shortened: ``[0]*3+[1]*58``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][0] == layer:
+            runs[-1][1] += 1
+        else:
+            runs.append([layer, 1])
+    return "+".join(f"[{layer}]*{count}" for layer, count in runs)
 
 
 @dataclass(frozen=True)
@@ -63,7 +117,7 @@ def describe(config: Config) -> Description:
         *(_latent_flags(text, family) if hf_fields.is_latent(text) else _attention_flags(text, family)),
         *_position_flags(text, family),
         *_vocabulary_flags(text, family),
-        *expert_flags(text, family),
+        *_expert_flags(text, family),
         *(_family_flags(text, family) if family is not None else ()),
     ]
     specs = [] if family is None or "spec" not in family else [family["spec"], *family.get("also_specs", ())]
@@ -202,6 +256,64 @@ def _vocabulary_flags(config: Config, family: Config | None) -> Iterator[ModelFl
     if (family or {}).get("max_position_embeddings") and config.get("max_position_embeddings"):
         length = config["max_position_embeddings"]
         yield ModelFlag("vocabulary", "--max-position-embeddings", length, checked=False)
+
+
+def _expert_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
+    """Yield the flags of the experts and of their router; of a dense model only that there are none."""
+    found = hf_fields.experts(config)
+    if found is None:
+        if family is not None:
+            yield ModelFlag("experts", "--num-experts", None)
+        return
+    key, count = found
+    yield ModelFlag("experts", "--num-experts", count, key)
+    yield ModelFlag("experts", "--moe-router-topk", config.get("num_experts_per_tok"), "num_experts_per_tok")
+    size = hf_fields.expert_size(config)
+    if size is not None:
+        yield ModelFlag("experts", "--moe-ffn-hidden-size", size[1], size[0])
+    shared_key, shared = hf_fields.shared_size(config)
+    option = "--moe-shared-expert-intermediate-size"
+    yield ModelFlag("experts", option, shared, shared_key, written=shared > 0)
+    if family is None:
+        return
+    gated = bool(config.get("shared_expert_intermediate_size"))  # Qwen's shared expert has a gate, DeepSeek's none
+    yield ModelFlag("experts", "--moe-shared-expert-gate", gated)
+    layers = hf_fields.expert_layers(config)
+    if layers is not None:
+        keys = ("mlp_layer_types", "first_k_dense_replace", "decoder_sparse_step")
+        stated = next((key for key in keys if config.get(key) is not None), "its layers")
+        yield ModelFlag("experts", "--moe-layer-freq", layers, f"the pattern of {stated}")
+    for option, value in _COMPUTATION:
+        yield ModelFlag("experts", option, value, checked=False)
+    if "router" in family:
+        yield from _router_flags(config, family)
+
+
+def _router_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
+    sigmoid = family["router"] == "sigmoid"
+    yield ModelFlag("router", "--moe-router-score-function", family["router"])
+    yield ModelFlag("router", "--moe-router-enable-expert-bias", sigmoid)
+    # With softmax, weights that are not normalized again are those of a softmax over all experts.
+    normalized = config.get("norm_topk_prob") is not False
+    yield ModelFlag(
+        group="router",
+        option="--moe-router-pre-softmax",
+        value=sigmoid or not normalized,
+        key="norm_topk_prob" if "norm_topk_prob" in config else "",
+        stated=str(normalized).lower(),
+        checked=not sigmoid,
+    )
+    if isinstance(config.get("n_group"), int):
+        # A single group limits nothing; the router of DeepSeek-V3 and its relatives is written with it all the same.
+        written = config["n_group"] > 1 or config.get("model_type") in ("deepseek_v3", "kimi_k2")
+        yield ModelFlag("router", "--moe-router-num-groups", config["n_group"], "n_group", written=written)
+        yield ModelFlag("router", "--moe-router-group-topk", config.get("topk_group"), "topk_group", written=written)
+    scale = config.get("routed_scaling_factor")
+    if scale is not None:
+        option = "--moe-router-topk-scaling-factor"
+        yield ModelFlag("router", option, scale, "routed_scaling_factor", written=scale != 1)
+    for option, value in _ROUTER_COMPUTATION:
+        yield ModelFlag("router", option, value, checked=False)
 
 
 def _family_flags(config: Config, family: Config) -> Iterator[ModelFlag]:

@@ -13,10 +13,8 @@ from slime.arguments import diagnostics
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
 from slime.arguments.models import hf_fields
-from slime.arguments.models.facts import family_of
-from slime.arguments.models.known import known_model, quantization_by_name
-from slime.arguments.models.megatron_flags import Description, describe
-from slime.arguments.models.model_flag import ModelFlag, pattern, plain
+from slime.arguments.models.facts import family_of, known_model, quantization_by_name
+from slime.arguments.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
 from slime.arguments.rules import mtp
 from slime.utils.model_shape import moe_layer_pattern
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.arguments.models.facts import models
-from slime.arguments.models.known import known_config
+from slime.arguments.models.facts import known_config, models
 from slime.arguments.models.megatron_flags import megatron_flags
 from slime.planner.model_size import ModelSize, model_size
 from tests.support.arguments import known

@@ -8,9 +8,8 @@ import re
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.arguments.models.facts import models
-from slime.arguments.models.known import known_config
-from slime.arguments.models.model_flag import plain
+from slime.arguments.models.facts import known_config, models
+from slime.arguments.models.megatron_flags import plain
 from slime.arguments.rules.hf_config import check_consistency, check_readable
 from tests.support.model_scripts import model_namespace, source
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments.models.facts import models
-from slime.arguments.models.known import known_config, known_model
+from slime.arguments.models.facts import known_config, known_model, models
 
 
 @pytest.mark.parametrize(
