@@ -10,33 +10,13 @@ from typing import Any
 from slime.arguments.models.facts import quantization_by_name
 from slime.planner.memory_trainer import CONTEXT, longest_sample
 from slime.planner.model_size import Weight, layer_weights
+from slime.planner.placement import EngineSizes
 from slime.utils.model_shape import LayerKind, ModelShape
 
 MIB, GIB = 2**20, 2**30
 VOCAB_MULTIPLE = 64  # SGLang pads the embedding to this
 KV_BYTES = {"bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "mxfp8": 1 + 1 / 32, "fp4_e2m1": 0.5625}
 KV_BYTES |= {"fp4_mx_block16": 0.5625, "nvfp4": 0.5625}
-
-
-@dataclass(frozen=True)
-class EngineSizes:
-    """GPUs of an engine and how they share the model. ``attention_tp`` is smaller than ``tp`` with data-parallel
-    attention, where ``dp`` groups each hold all of the attention and requests of their own.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-
-    @property
-    def attention_tp(self) -> int:
-        """Ranks that share the attention of a request."""
-        return max(1, self.tp // self.dp)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the engine."""
-        return self.tp * self.pp
 
 
 @dataclass(frozen=True)
@@ -105,7 +85,9 @@ class EngineMemory:
 
 def engine_memory(args: Namespace, shape: ModelShape, hf_config: Mapping[str, Any] | None = None) -> EngineMemory:
     """Return the memory of a GPU of one engine. Raises ValueError when its sizes do not divide."""
-    sizes = _sizes(args)
+    pp = int(args.sglang_pp_size or 1)
+    dp = int(args.sglang_dp_size or 1) if args.sglang_enable_dp_attention else 1
+    sizes = EngineSizes(tp=max(1, int(args.rollout_num_gpus_per_engine) // pp), pp=pp, dp=dp)
     layout = weight_format(args, hf_config)
     drafts = bool(args.sglang_speculative_algorithm)
     shape = replace(shape, mtp=max(shape.mtp, 1) if drafts else 0)
@@ -122,13 +104,6 @@ def engine_memory(args: Namespace, shape: ModelShape, hf_config: Mapping[str, An
         cache_tokens=args.sglang_max_total_tokens,
         state_share=_state_share(args, shape),
     )
-
-
-def _sizes(args: Namespace) -> EngineSizes:
-    gpus, pp = int(args.rollout_num_gpus_per_engine), int(args.sglang_pp_size or 1)
-    separate = args.sglang_enable_dp_attention
-    dp = int(args.sglang_dp_size or 1) if separate else 1
-    return EngineSizes(tp=max(1, gpus // pp), pp=pp, dp=dp)
 
 
 def _weights(args: Namespace, shape: ModelShape, sizes: EngineSizes, layout: WeightFormat) -> float:

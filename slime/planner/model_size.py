@@ -11,26 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.planner.placement import TrainerRanks, unchecked_ranks_of
 from slime.utils.model_shape import LayerKind, ModelShape, shape_of
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """Sizes of the trainer's parallel groups. ``vpp`` counts the chunks of a pipeline rank."""
+class Parallel(TrainerRanks):
+    """The trainer's ranks and how they share a model. ``vpp`` counts the chunks of a pipeline rank."""
 
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
-    ep: int = 1
-    etp: int = 1
     vpp: int = 1
     sequence: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the trainer."""
-        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def dense_ranks(self) -> int:
@@ -41,7 +31,7 @@ class Parallel:
     def expert_ranks(self) -> int:
         """Ranks that share the optimizer state of the same experts."""
         # Without expert parallelism Megatron reduces expert gradients like all others.
-        return self.dense_ranks if self.ep == 1 else max(1, self.ranks // (self.etp * self.ep * self.pp))
+        return self.dense_ranks if self.ep == 1 else max(1, self.edp)
 
     @property
     def sp(self) -> int:
@@ -61,20 +51,11 @@ class Chunk:
 
 def parallel_of(args: Namespace) -> Parallel:
     """Return the parallel sizes that ``args`` ask for."""
-    tp, pp = _size(args, "tensor_model_parallel_size"), _size(args, "pipeline_model_parallel_size")
-    cp = _size(args, "context_parallel_size")
-    ranks = int(args.actor_num_nodes) * int(args.actor_num_gpus_per_node)
-    layout = args.pipeline_model_parallel_layout
-    vpp = _size(args, "virtual_pipeline_model_parallel_size")
+    ranks, layout = unchecked_ranks_of(args), args.pipeline_model_parallel_layout
     return Parallel(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp=max(1, ranks // (tp * pp * cp)),
-        ep=_size(args, "expert_model_parallel_size"),
-        etp=args.expert_tensor_parallel_size or tp,
-        vpp=len(_layout_stages(layout)) // pp if layout else vpp,
-        sequence=bool(args.sequence_parallel) and tp > 1,
+        **vars(ranks),
+        vpp=len(_layout_stages(layout)) // ranks.pp if layout else args.virtual_pipeline_model_parallel_size or 1,
+        sequence=bool(args.sequence_parallel) and ranks.tp > 1,
     )
 
 
@@ -103,17 +84,12 @@ def pipeline_chunks(args: Namespace, layers: int, mtp: int, parallel: Parallel) 
     return tuple(tuple(chunks[rank :: parallel.pp]) for rank in range(parallel.pp))
 
 
-def _size(args: Namespace, name: str) -> int:
-    return int(getattr(args, name, None) or 1)
-
-
 def _layers_per_rank(args: Namespace, layers: int, pp: int) -> list[int]:
     """Return the layers of each pipeline rank, where embedding and loss may stand for one."""
     first = args.decoder_first_pipeline_num_layers
     last = args.decoder_last_pipeline_num_layers
     if pp == 1 or (first is None and last is None):
-        counted = layers + _flag(args, "account_for_embedding_in_pipeline_split")
-        counted += _flag(args, "account_for_loss_in_pipeline_split")
+        counted = layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
         return [counted // pp] * pp
     middle = pp - (first is not None) - (last is not None)
     each = (layers - (first or 0) - (last or 0)) // middle if middle else 0
@@ -128,17 +104,13 @@ def _layers_per_rank(args: Namespace, layers: int, pp: int) -> list[int]:
 def _even_stages(args: Namespace, counts: list[int], vpp: int, mtp: int) -> list[str]:
     """Return the chunks in the order of the layers, in the letters of a layout string."""
     stages = ["t" * (count // vpp) for _ in range(vpp) for count in counts]
-    if _flag(args, "account_for_embedding_in_pipeline_split"):
+    if args.account_for_embedding_in_pipeline_split:
         stages[0] = stages[0][1:]
-    if _flag(args, "account_for_loss_in_pipeline_split"):
+    if args.account_for_loss_in_pipeline_split:
         stages[-1] = stages[-1][1:]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * mtp + "L"
     return stages
-
-
-def _flag(args: Namespace, name: str) -> int:
-    return int(bool(getattr(args, name, False)))
 
 
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}

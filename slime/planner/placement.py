@@ -32,12 +32,24 @@ class Router:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """How the slots of one engine are used. Data parallelism is that of attention, within the tensor-parallel ranks."""
+    """How the slots of one engine are used. Data parallelism is that of attention, within the tensor-parallel ranks:
+    ``dp`` groups each hold all of the attention and requests of their own.
+    """
 
-    tp: int
+    tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share the attention of a request."""
+        return max(1, self.tp // self.dp)
+
+    @property
+    def gpus(self) -> int:
+        """Slots of the engine."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True)
@@ -197,22 +209,26 @@ class TrainerRanks:
 
 def ranks_of(args: Namespace) -> TrainerRanks:
     """Return the trainer's ranks. Raises ValueError where the sizes do not divide the training slots."""
-    world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
-    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    ep = args.expert_model_parallel_size
-    etp = args.expert_tensor_parallel_size or tp
+    slots, found = args.actor_num_nodes * args.actor_num_gpus_per_node, unchecked_ranks_of(args)
+    tp, pp, cp, etp, ep = found.tp, found.pp, found.cp, found.etp, found.ep
     for what, size in (
         (f"tensor {tp} x pipeline {pp} x context {cp}", tp * pp * cp),
         (f"expert tensor {etp} x expert {ep} x pipeline {pp}", etp * ep * pp),
     ):
-        if world_size % size:
-            raise ValueError(f"{world_size} training slots cannot be divided by {what} = {size} parallel slots")
+        if slots % size:
+            raise ValueError(f"{slots} training slots cannot be divided by {what} = {size} parallel slots")
+    return found
+
+
+def unchecked_ranks_of(args: Namespace) -> TrainerRanks:
+    """Return the trainer's ranks, at least one data-parallel one, whether or not they fill the training slots."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return TrainerRanks(
         tp=tp,
         cp=cp,
-        dp=world_size // (tp * pp * cp),
+        dp=max(1, args.actor_num_nodes * args.actor_num_gpus_per_node // (tp * pp * cp)),
         pp=pp,
-        etp=etp,
-        ep=ep,
+        etp=args.expert_tensor_parallel_size or tp,
+        ep=args.expert_model_parallel_size,
         pipeline_before_data=args.use_tp_pp_dp_mapping,
     )

@@ -132,7 +132,7 @@ def test_bytes_of_optimiser_state(case: str, checkpoint: Path, static: Any) -> N
 def _owned(size: ModelSize) -> int:
     """Parameters of all ranks, where those that data-parallel ranks share count once."""
     parallel = size.parallel
-    per_stage = parallel.ranks // parallel.pp
+    per_stage = parallel.world_size // parallel.pp
     return sum(
         rank.dense * per_stage // parallel.dense_ranks + rank.expert * per_stage // parallel.expert_ranks
         for rank in size.ranks
