@@ -76,6 +76,27 @@ def build_parser(
     return parser
 
 
+def get_slime_extra_args_provider(
+    add_custom_arguments: AddCustomArguments | None = None,
+) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+    """A function that adds slime's flags to a parser and returns it, for tools with a Megatron parser of their own.
+
+    The user's flags come first. A flag the parser has already keeps its form and gets slime's default.
+    """
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if add_custom_arguments is not None:
+            parser = add_custom_arguments(parser) or parser
+        known = parser._option_string_actions
+        for flag in slime_flags():
+            if not any(option in known for option in flag.options):
+                add_to_parser(parser, flag)
+            parser.set_defaults(**{flag.dest: flag.default})
+        return parser
+
+    return provider
+
+
 def read_words(
     parser: argparse.ArgumentParser, words: Sequence[str], *, ignore_unknown: bool = False
 ) -> tuple[dict[str, Any], list[str]]:

@@ -66,8 +66,8 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
     given: frozenset[str] = args.explicit_flags
     if device_type == "cpu":
         _finalize_for_cpu(args, given)
-    else:
-        _finalize_for_cuda(args)
+    else:  # which fused kernels exist is found out on the training nodes: this may be a head node without them
+        args.bf16 = not (args.fp16 or args.fp32)
     args.bias_activation_fusion = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
     args.nccl_ub = args.use_nccl_ub
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not args.grad_reduce_in_bf16
@@ -92,8 +92,3 @@ def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:
     for name, value in CPU_ENGINE.items():
         if name not in given and hasattr(args, name):
             setattr(args, name, value)
-
-
-def _finalize_for_cuda(args: Namespace) -> None:
-    # Which fused kernels exist is found out on the training nodes: this may be a head node without them.
-    args.bf16 = not (args.fp16 or args.fp32)

@@ -11,11 +11,12 @@ several values, ``dict`` takes JSON.
 
 from __future__ import annotations
 
+import re
 import types
 import typing
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from slime.arguments.flag import Flag
@@ -26,6 +27,26 @@ class ArgumentGroup(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=(), strict=False)
     title: ClassVar[str] = ""
+
+
+def _dotted_path(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", text) or text.endswith(".py"):
+        raise ValueError("expected a dotted path like package.module.function")
+    return text
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression: {error}") from error
+    return text
+
+
+DottedPath = Annotated[str, AfterValidator(_dotted_path)]
+"""``package.module.attribute``; whether it can be imported is found out where it is used."""
+Pattern = Annotated[str, AfterValidator(_pattern)]
+"""A regular expression."""
 
 
 def flag(

@@ -83,7 +83,9 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
         setattr(args, name, value)
     diagnostics.begin(args)
     _check_required(args, changed, flags)
-    _check_custom_required(args, given, parser)
+    for dest, option in parser.custom_required.items():  # type: ignore[attr-defined]
+        if dest not in given:
+            diagnostics.missing_flag(args, dest, f"missing: {option} (added by add_custom_arguments)")
     for note in notes:
         diagnostics.warn(args, note)
     if ignored:
@@ -138,13 +140,6 @@ def _check_required(args: argparse.Namespace, given: dict[str, Any], flags: Sequ
     for flag in flags:
         if flag.required and flag.dest not in given:
             diagnostics.missing_flag(args, flag.dest, f"missing: {flag.option} ({flag.help})", stand_ins[flag.dest])
-
-
-def _check_custom_required(args: argparse.Namespace, given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
-    required: dict[str, str] = parser.custom_required  # type: ignore[attr-defined]
-    for dest, option in required.items():
-        if dest not in given:
-            diagnostics.missing_flag(args, dest, f"missing: {option} (added by add_custom_arguments)")
 
 
 def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:

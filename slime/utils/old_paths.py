@@ -39,7 +39,7 @@ _CONVERTERS = (  # modules of hf_to_megatron and megatron_to_hf
 PUBLIC: dict[str, dict[str, str]] = {
     "slime.utils.arguments": {
         **_at("slime.arguments.parse", "parse_args"),
-        **_at("slime.arguments.provider", "get_slime_extra_args_provider"),
+        **_at("slime.arguments.command_line", "get_slime_extra_args_provider"),
         **_at("slime.arguments.files.role_config", "parse_megatron_role_args"),
         **_at("slime.arguments.rules.teacher_server", "configure_megatron_server_args validate_megatron_server_args"),
         "slime_validate_args": "slime.arguments.rules.apply_rules",

@@ -14,7 +14,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.files.schema import Count, FileModel, Number, check_unique, unknown_key, validate
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.files.yaml_source import read as read_yaml
-from slime.arguments.types import DottedPath
+from slime.arguments.group import DottedPath
 
 
 def _listed(value: Any) -> Any:
@@ -92,7 +92,10 @@ def read(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         document.note(section, f"expected `defaults` and `datasets`, indented below it, got {got}")
         document.check()
     _check_keys(document, section)
-    defaults = _defaults(document, (*section, "defaults"))
+    defaults: dict[str, Any] = {}
+    if document.value((*section, "defaults")) is not None:
+        found = validate(document, EvalDefaults, (*section, "defaults"))
+        defaults = found.model_dump(exclude_unset=True) if found is not None else {}
     entries = _entries(document, (*section, "datasets"))
     document.check()
     return entries, defaults
@@ -109,13 +112,6 @@ def _check_keys(document: Document, section: KeyPath) -> None:
         document.note((name,), "belongs below `eval:`; indent it by two more spaces")
 
 
-def _defaults(document: Document, at: KeyPath) -> dict[str, Any]:
-    if document.value(at) is None:
-        return {}
-    found = validate(document, EvalDefaults, at)
-    return found.model_dump(exclude_unset=True) if found is not None else {}
-
-
 def _entries(document: Document, at: KeyPath) -> list[dict[str, Any]]:
     datasets = document.value(at)
     if not datasets or not isinstance(datasets, list | dict):
@@ -127,17 +123,13 @@ def _entries(document: Document, at: KeyPath) -> list[dict[str, Any]]:
         return []
     found = []
     for key in datasets if isinstance(datasets, dict) else range(len(datasets)):
-        if isinstance(datasets, dict):
-            datasets[key] = {"name": key, **(datasets[key] or {})} if _is_entry(datasets[key]) else datasets[key]
+        if isinstance(datasets, dict) and isinstance(datasets[key], dict | None):
+            datasets[key] = {"name": key, **(datasets[key] or {})}
         dataset = validate(document, EvalDataset, (*at, key))
         if dataset is not None:
             found.append((key, dataset))
     check_unique(document, [((*at, key, "name"), dataset.name) for key, dataset in found])
     return [dataset.model_dump(exclude_unset=True) for _, dataset in found]
-
-
-def _is_entry(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
 
 
 def _resolve_references(document: Document) -> None:

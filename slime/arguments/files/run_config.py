@@ -136,7 +136,16 @@ def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
     }
     for section in ("arguments", "defaults"):
         content[section] = {name: value for name, value in content[section].items() if name not in hidden}
-    _write(path, _opening(hidden) + yaml_source.dump(content))
+    opening = [
+        "# The flags of a run. Start the same run with `--config` and this file; flags on the command line win.",
+        "# arguments: what was given. defaults: every other flag of slime. derived: what follows, only compared.",
+    ]
+    if hidden:
+        opening.append(f"# Secrets are not written; give them again: {', '.join(hidden)}.")
+    try:
+        write_atomically(path, "\n".join([*opening, yaml_source.dump(content)]))
+    except OSError as error:
+        raise ArgumentError(f"--dump-config {error.strerror}") from error
 
 
 def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,20 +195,3 @@ def _without_secrets(name: str, value: Any, hidden: list[str]) -> Any:
     secrets = [key for key, item in value.items() if item and is_secret(str(key))]
     hidden += [f"{key} in {name}" for key in secrets]
     return {key: _without_secrets(name, item, hidden) for key, item in value.items() if key not in secrets}
-
-
-def _opening(hidden: Sequence[str]) -> str:
-    lines = [
-        "# The flags of a run. Start the same run with `--config` and this file; flags on the command line win.",
-        "# arguments: what was given. defaults: every other flag of slime. derived: what follows, only compared.",
-    ]
-    if hidden:
-        lines.append(f"# Secrets are not written; give them again: {', '.join(hidden)}.")
-    return "\n".join(lines) + "\n"
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise ArgumentError(f"--dump-config {error.strerror}") from error

@@ -211,18 +211,14 @@ def deployment(args: Namespace) -> SglangConfig:
         if args.sglang_config is None:
             raise
         raise ArgumentError(f"{OPTION} {args.sglang_config}: {error}") from error
-    if args.sglang_config is not None and not args.debug_train_only:
-        _check_total(args, config)
-    return config
-
-
-def _check_total(args: Namespace, config: SglangConfig) -> None:
-    if config.total_num_gpus != (args.rollout_num_gpus or 0):
+    counts = args.sglang_config is not None and not args.debug_train_only
+    if counts and config.total_num_gpus != (args.rollout_num_gpus or 0):
         counted = " + ".join(f"{model.name} {model.total_num_gpus}" for model in config.models)
         raise ArgumentError(
             f"{OPTION} {args.sglang_config}: {counted} = {config.total_num_gpus} slots, but --rollout-num-gpus is "
             f"{args.rollout_num_gpus}; make them equal (a group with worker_type placeholder keeps slots free)"
         )
+    return config
 
 
 def _chosen(args: Namespace) -> SglangConfig:
@@ -245,7 +241,8 @@ def check_overrides(document: Document) -> list[str]:
 
     Returns a warning for every key that SGLang does not have: engines of another version might.
     """
-    known = _server_arguments()
+    records = catalog.records(catalog.SGLANG)
+    known = {r["dest"]: flag_of_record(r, prefix="", source="sglang", group="") for r in records}
     warnings = []
     for at, overrides in _all_overrides(document):
         for name in list(overrides):
@@ -271,11 +268,6 @@ def _is_checked(flag: Flag, value: object) -> bool:
     """Only where the command line and the field of SGLang's dataclass agree: it also takes null, mappings and lists."""
     checked = flag.action in ("true", "false", "tristate") or flag.kind in ("int", "float", "human_int")
     return checked and value is not None and not isinstance(value, dict | list)
-
-
-def _server_arguments() -> dict[str, Flag]:
-    records = catalog.records(catalog.SGLANG)
-    return {r["dest"]: flag_of_record(r, prefix="", source="sglang", group="") for r in records}
 
 
 def _all_overrides(document: Document) -> Iterator[tuple[KeyPath, dict[str, object]]]:

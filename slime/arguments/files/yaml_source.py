@@ -1,7 +1,12 @@
-"""One safe reader of the YAML files that flags name: it knows the line of every key, and so do its errors."""
+"""One safe reader of the YAML files that flags name: it knows the line of every key, and so do its errors.
+
+It reads PyYAML's nodes, not values: flags are typed from a text as it is written (``1.10`` may be one), messages show
+that text, and all keys that are given twice are named at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -167,17 +172,11 @@ def _text(path: str, option: str) -> str:
         raise ArgumentError(f"{option} {path}: this is no text file (byte {error.start} is not UTF-8)") from error
     except OSError as error:
         raise ArgumentError(f"{option} {path}: cannot be read: {error.strerror}") from error
-    if "\t" in text and _is_json(text):
-        return text.replace("\t", " ")  # JSON may be indented with tabs, YAML may not
+    if "\t" in text:
+        with contextlib.suppress(ValueError):  # JSON may be indented with tabs, YAML may not
+            json.loads(text)
+            return text.replace("\t", " ")
     return text
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _children(node: Any) -> dict[str | int, tuple[Any, Any]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slime.arguments.group import ArgumentGroup, flag
-from slime.arguments.types import DottedPath
+from slime.arguments.group import ArgumentGroup, DottedPath, flag
 
 
 class Eval(ArgumentGroup):

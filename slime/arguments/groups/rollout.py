@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slime.arguments.group import ArgumentGroup, flag
-from slime.arguments.types import DottedPath
+from slime.arguments.group import ArgumentGroup, DottedPath, flag
 
 
 class Rollout(ArgumentGroup):

@@ -29,7 +29,6 @@ from slime.arguments.rules import (
     rollout,
     sglang,
     teacher_server,
-    top_p_mask,
     weight_sync,
 )
 
@@ -61,7 +60,7 @@ RULES = (
     parallelism.derive_global_batch_size,
     parallelism.check_micro_batches,
     rollout.check,
-    top_p_mask.check,
+    rollout.check_top_p,
     loop.check_staleness,
     data.check_prompts,
     rollout.check_reward,
@@ -85,7 +84,7 @@ RULES = (
 
 def apply_rules(args: argparse.Namespace) -> None:
     """Apply every rule to ``args`` in place. Raises ``ArgumentError``; what is missing is said all at once."""
-    if not hasattr(args, "explicit_flags"):  # a namespace of a tool's own parser, see slime.arguments.provider
+    if not hasattr(args, "explicit_flags"):  # a namespace of a tool's own parser, see get_slime_extra_args_provider
         args.explicit_flags = frozenset()
     for rule in RULES:
         try:
@@ -93,13 +92,9 @@ def apply_rules(args: argparse.Namespace) -> None:
         except ArgumentError as error:
             if not diagnostics.missing_flags(args):
                 raise
-            if _is_known(args):
+            # Not where it may be about what stands in for something that is missing.
+            if not {"hf_checkpoint", "rollout_batch_size"}.intersection(diagnostics.missing_flags(args)):
                 diagnostics.missing_flags(args)[""] = str(error)
             break
     if messages := diagnostics.missing_flags(args).values():
         raise ArgumentError("\n".join(messages))
-
-
-def _is_known(args: argparse.Namespace) -> bool:
-    """Whether what the rules say next is about what was given, not about what stands in for what is missing."""
-    return not {"hf_checkpoint", "rollout_batch_size"}.intersection(diagnostics.missing_flags(args))

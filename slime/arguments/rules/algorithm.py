@@ -37,8 +37,15 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             "--only-train-params-name-list and --freeze-params-name-list exclude each other; say it with one of them"
         )
-    if not args.compute_advantages_and_returns:
-        _check_without_advantages(args)
+    if args.compute_advantages_and_returns:
+        return
+    # Neither log-probs nor advantages are computed before the step: what works on them is not asked for.
+    for name in ("kl_coef", "custom_advantage_function_path", "normalize_advantages", "use_rollout_entropy"):
+        if getattr(args, name):
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} has no effect with --disable-compute-advantages-and-returns; "
+                "leave one of them out"
+            )
 
 
 def _check_loss(args: Namespace) -> None:
@@ -90,16 +97,6 @@ def _check_reducer(args: Namespace) -> None:
             f"--pg-loss-reducer {args.pg_loss_reducer} divides by the longest response: give "
             "--rollout-max-response-len or --pg-loss-length"
         )
-
-
-def _check_without_advantages(args: Namespace) -> None:
-    """Neither log-probs nor advantages are computed before the step: what works on them is not asked for."""
-    for name in ("kl_coef", "custom_advantage_function_path", "normalize_advantages", "use_rollout_entropy"):
-        if getattr(args, name):
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} has no effect with --disable-compute-advantages-and-returns; "
-                "leave one of them out"
-            )
 
 
 def check_advantages(args: Namespace) -> None:

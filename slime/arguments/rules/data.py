@@ -81,14 +81,10 @@ def fall_back_to_rollout(args: Namespace) -> None:
     if args.eval_max_context_len is None:
         args.eval_max_context_len = args.rollout_max_context_len
     if args.eval_interval is not None and not args.debug_train_only:
-        _check_top_k(args)
+        if args.eval_top_k is not None and args.eval_top_k != -1 and args.eval_top_k < 1:
+            raise ArgumentError(f"--eval-top-k {args.eval_top_k}: give a number of tokens, or -1 for all")
         if args.eval_function_path in GENERATE_WITH_ENGINES:
             _check_built_in(args)
-
-
-def _check_top_k(args: Namespace) -> None:
-    if args.eval_top_k is not None and args.eval_top_k != -1 and args.eval_top_k < 1:
-        raise ArgumentError(f"--eval-top-k {args.eval_top_k}: give a number of tokens, or -1 for all")
 
 
 def _check_built_in(args: Namespace) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
+from slime.arguments.rules.loop import DEFAULT_ROLLOUT, GENERATE_WITH_ENGINES
 
-DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
 
 
@@ -111,7 +110,8 @@ def check_templates(args: Namespace) -> None:
             )
         if attribute == "ci_save_grad_norm" and args.advantage_estimator == "ppo":
             needed = (*needed, "role")
-        if _is_written_once(args, attribute):
+        # One rollout overwrites nothing, but evaluations are dumped to the path of rollouts too.
+        if args.num_rollout == 1 and (attribute != "save_debug_rollout_data" or args.eval_interval is None):
             needed = tuple(name for name in needed if name != "rollout_id")
         absent = [name for name in needed if name not in found]
         if absent:
@@ -120,11 +120,6 @@ def check_templates(args: Namespace) -> None:
                 f"{given} has no {{{absent[0]}}} in it, so every {every} would overwrite the last one; "
                 f"write for example {example}"
             )
-
-
-def _is_written_once(args: Namespace, attribute: str) -> bool:
-    """Whether there is one rollout to write; evaluations are dumped to the path of rollouts too."""
-    return args.num_rollout == 1 and (attribute != "save_debug_rollout_data" or args.eval_interval is None)
 
 
 def _template_names(template: str, given: str, example: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
+from slime.arguments.groups import slime_flags
 
 
 class FlagDependency(NamedTuple):
@@ -79,10 +80,12 @@ DEPENDENCIES: tuple[FlagDependency, ...] = (
 def check(args: Namespace) -> None:
     """Warn of flags given without the one they belong to; refuse trackers that have no place to write to."""
     given: frozenset[str] = args.explicit_flags
+    flags = {flag.dest: flag for flag in slime_flags()}
     for dependency in DEPENDENCIES:
-        alone = [name for name in dependency.names if name in given and not _is_default(args, name)]
+        alone = [flags[name] for name in dependency.names if name in given]
+        alone = [flag for flag in alone if getattr(args, flag.dest) != flag.default]
         if alone and not dependency.present(args):
-            options = " and ".join(_option(name) for name in alone)
+            options = " and ".join(flag.option for flag in alone)
             verb = "has" if len(alone) == 1 else "have"
             diagnostics.warn(args, f"{options} {verb} no effect without {dependency.option}")
     if "micro_batch_size" in given and args.micro_batch_size != 1 and args.use_dynamic_batch_size:
@@ -93,14 +96,3 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             "--use-tensorboard needs --tb-project-name NAME or the environment variable TENSORBOARD_DIR"
         )
-
-
-def _is_default(args: Namespace, name: str) -> bool:
-    from slime.arguments.groups import slime_flags
-
-    default = {flag.dest: flag.default for flag in slime_flags()}[name]
-    return bool(getattr(args, name) == default)
-
-
-def _option(name: str) -> str:
-    return "--disable-wandb-random-suffix" if name == "wandb_random_suffix" else f"--{name.replace('_', '-')}"

@@ -28,7 +28,13 @@ def check(args: Namespace) -> None:
     if args.num_experts is None:
         _check_dense(args)
     else:
-        _check_experts(args)
+        if args.num_experts < 1:
+            raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
+        _check_parallel_sizes(args)
+        _choose_dispatcher(args)
+        _check_router(args)
+        _check_balancing(args)
+        _check_layers(args)
     _check_groups(args)
 
 
@@ -101,16 +107,6 @@ def _check_dense(args: Namespace) -> None:
     if isinstance(args.moe_router_load_balancing_type, list) or isinstance(args.moe_aux_loss_coeff, list):
         # Megatron compares their lengths in every model.
         args.moe_router_load_balancing_type, args.moe_aux_loss_coeff = "none", 0.0
-
-
-def _check_experts(args: Namespace) -> None:
-    if args.num_experts < 1:
-        raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
-    _check_parallel_sizes(args)
-    _choose_dispatcher(args)
-    _check_router(args)
-    _check_balancing(args)
-    _check_layers(args)
 
 
 def _check_parallel_sizes(args: Namespace) -> None:

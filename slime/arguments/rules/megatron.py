@@ -26,7 +26,9 @@ def derive(args: Namespace) -> None:
     experts.check(args)
     derive_model(args)
     _check_recompute(args)
-    _check_precision(args)
+    chosen = [option for option in ("--fp16", "--bf16", "--fp32") if getattr(args, option[2:])]
+    if len(chosen) > 1:
+        raise ArgumentError(f"{' and '.join(chosen)} exclude each other; leave one out")
 
 
 def _check_model(args: Namespace) -> None:
@@ -93,12 +95,6 @@ def _check_recompute(args: Namespace) -> None:
             f"--recompute-num-layers {args.recompute_num_layers} needs --recompute-granularity full: selective "
             "recomputation concerns parts of every layer; leave one out"
         )
-
-
-def _check_precision(args: Namespace) -> None:
-    chosen = [option for option in ("--fp16", "--bf16", "--fp32") if getattr(args, option[2:])]
-    if len(chosen) > 1:
-        raise ArgumentError(f"{' and '.join(chosen)} exclude each other; leave one out")
 
 
 def fill_defaults(args: Namespace) -> None:

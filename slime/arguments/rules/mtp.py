@@ -25,18 +25,14 @@ def check(args: Namespace) -> None:
             f"--pipeline-model-parallel-layout {layout}: the layers of --mtp-num-layers {count} are run by the last "
             f"stage; let it end with {'m' * count}L"
         )
-    if args.enable_mtp_training and _draft_keeps_its_weights(args):
+    drafts = args.enable_mtp_training and args.sglang_speculative_algorithm is not None
+    if drafts and not args.colocate and args.update_weight_transport != "disk":
         diagnostics.warn(
             args,
             "--enable-mtp-training: engines get weights by broadcast, which SGLang gives to the model and not to the "
             "draft model of --sglang-speculative-algorithm: it keeps drafting with the layers it was loaded with. "
             "--colocate and --update-weight-transport disk update both",
         )
-
-
-def _draft_keeps_its_weights(args: Namespace) -> bool:
-    drafts = args.sglang_speculative_algorithm is not None
-    return drafts and not args.colocate and args.update_weight_transport != "disk"
 
 
 def differences(args: Namespace, config: dict[str, Any]) -> list[str]:

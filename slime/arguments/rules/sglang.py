@@ -68,28 +68,19 @@ def _check_groups(args: Namespace) -> None:
 
 def _check_engine(args: Namespace) -> int:
     """Return the tensor-parallel size of an engine with the sizes in ``args``. Raises ``ArgumentError``."""
-    _check_memory(args)
-    sizes = _sizes(args)
-    tp = _check_sizes(args, sizes)
-    _check_nodes(args, sizes["pp"])
-    return tp
-
-
-def _check_memory(args: Namespace) -> None:
     fraction = args.sglang_mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise ArgumentError(
             f"--sglang-mem-fraction-static {fraction}: expected a part of the device memory, above 0 and below 1"
         )
-
-
-def _sizes(args: Namespace) -> dict[str, int]:
     found = {name: getattr(args, f"sglang_{name}_size", None) for name in ("pp", "dp", "ep", "moe_dp")}
     sizes: dict[str, int] = {name: 1 if size is None else size for name, size in found.items()}
     for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(f"--sglang-{name.replace('_', '-')}-size {size}: at least 1")
-    return sizes
+    tp = _check_sizes(args, sizes)
+    _check_nodes(args, sizes["pp"])
+    return tp
 
 
 def _check_sizes(args: Namespace, sizes: dict[str, int]) -> int:

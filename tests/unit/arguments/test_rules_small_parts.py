@@ -8,8 +8,9 @@ from argparse import Namespace
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.arguments.rules import data, debug, parallelism
+from slime.arguments.rules import data, debug, parallelism, rollout
 from slime.arguments.rules.placement import parse_address
+from tests.support.arguments import run_args
 
 
 def accepted(rule, *arguments):
@@ -104,3 +105,11 @@ def test_templates_that_pass_can_be_filled_in():
     with_critic = {**nothing, "advantage_estimator": "ppo", "ci_save_grad_norm": "{rollout_id}_{step_id}.pt"}
     with pytest.raises(ArgumentError, match=r"no \{role\} in it, so every role would overwrite the last one"):
         debug.check_templates(Namespace(**with_critic))
+
+
+def test_top_p_needs_engines_that_report_masks():
+    args = run_args(rollout_top_p=0.9)
+    rollout.check_top_p(args)
+    args.sglang_sampling_mask_max_tokens = None  # as with an SGLang that has no such flag
+    with pytest.raises(ArgumentError, match="the installed SGLang does not report that"):
+        rollout.check_top_p(args)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from slime.arguments.files.role_config import read_roles
+from slime.arguments.files.role_config import CRITIC_VALUES, read_roles
+from slime.utils.arguments import parse_megatron_role_args
 from tests.support.arguments import dry
 
 
 def roles_of(write, text, role):
-    from slime.utils.arguments import parse_megatron_role_args
-
     base = dry("--kl-coef", 0.1)
     base.my_rate = 0.5
     return base, parse_megatron_role_args(base, write(text), role)
@@ -37,6 +38,15 @@ def test_the_critic(write):
     text = "megatron:\n- {role: critic, args: {disable_param_buffers_cpu_backup: true, kl_coef: 0.5}}"
     _, critic = roles_of(write, text, "critic")
     assert (critic.disable_param_buffers_cpu_backup, critic.kl_coef) == (True, 0)
+
+
+def test_the_critic_of_a_plugins_own_namespace(write):
+    base = Namespace(lr=1.0, sizes=[1])
+    critic = parse_megatron_role_args(base, None, "critic")
+    assert vars(critic) == {"lr": 1.0, "sizes": [1], **CRITIC_VALUES, "disable_param_buffers_cpu_backup": False}
+    critic = parse_megatron_role_args(base, write("megatron: [{role: critic, overrides: {lr: '2'}}]"), "critic")
+    assert (critic.lr, base.lr, critic.sizes is base.sizes) == (2.0, 1.0, False)
+    assert vars(base) == {"lr": 1.0, "sizes": [1]}
 
 
 @pytest.mark.parametrize("text", ["megatron: []", "megatron: [{role: critic}]", "megatron: [{role: actor, args: }]"])
