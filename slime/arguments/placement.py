@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 
@@ -55,7 +55,9 @@ def layout_of(args: Namespace) -> Layout:
 class EnginePlan:
     """One engine: its ``rank`` among all, its first slot among the rollout's, its slots in total and per node.
 
-    ``group``: the number of its group among all groups of all models.
+    ``group``: the number of its group among all groups of all models. ``update_weights``: whether its model gets the
+    trainer's weights. ``offload``: whether it releases its memory while the trainer has the devices. ``overrides``: the
+    SGLang server arguments of its group, which beat all others.
     """
 
     rank: int
@@ -66,6 +68,12 @@ class EnginePlan:
     worker_type: str = "regular"
     model: str = "default"
     group: int = 0
+    update_weights: bool = True
+    offload: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"engine {self.rank}" + ("" if self.model == "default" else f" of model {self.model}")
 
     def parts(self) -> list[range]:
         """The slots, among the rollout's, of the engine's process on each of its nodes."""
@@ -120,6 +128,10 @@ class Model(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def model_path(self) -> str | None: ...
+    @property
+    def update_weights(self) -> bool | None: ...
+    @property
     def server_groups(self) -> Sequence[ServerGroup]: ...
 
 
@@ -133,7 +145,7 @@ def plan_groups(models: Iterable[Model], *, slots_per_node: int) -> list[EngineP
     groups = [(model.name, group) for model in models for group in model.server_groups]
     for number, (model, group) in enumerate(groups):
         for plan in _engines_of_group(model, group, slots_per_node):
-            place = {"rank": len(engines), "gpu_offset": offset + plan.gpu_offset, "group": number}
+            place: dict[str, Any] = {"rank": len(engines), "gpu_offset": offset + plan.gpu_offset, "group": number}
             engines.append(replace(plan, worker_type=group.worker_type, model=model, **place))
         offset += group.num_gpus
     return engines
@@ -161,8 +173,19 @@ def models_of(args: Namespace) -> Sequence[Model] | None:
         return None
     from slime.arguments.files.sglang_config import deployment
 
-    models: Sequence[Model] = deployment(args).models
+    # Warnings about the file are given once, when flags are parsed.
+    parsing = hasattr(args, "warnings")
+    models: Sequence[Model] = deployment(args if parsing else Namespace(**vars(args), warnings=[])).models
     return models
+
+
+def args_of_group(args: Namespace, group: ServerGroup) -> Namespace:
+    """Return ``args`` as they would be if the flags described the engines of ``group``."""
+    values = {f"sglang_{name}": value for name, value in group.overrides.items()}
+    found = Namespace(**{**vars(args), "sglang_tp_size": None, **values})
+    found.rollout_num_gpus_per_engine = group.num_gpus_per_engine
+    found.hf_checkpoint = group.overrides.get("model_path", args.hf_checkpoint)
+    return found
 
 
 def engines_of(args: Namespace) -> list[EnginePlan]:
@@ -170,17 +193,63 @@ def engines_of(args: Namespace) -> list[EnginePlan]:
 
     Raises ValueError where the slots do not make whole engines.
     """
-    slots = layout_of(args).rollout_slots
-    if slots == 0:
+    layout = layout_of(args)
+    if layout.rollout_slots == 0:
         return []
+    offload = bool(args.offload_rollout and not args.debug_rollout_only)
     models = models_of(args)
-    if models is not None:
-        return plan_groups(models, slots_per_node=args.num_gpus_per_node)
-    return plan_engines(
-        rollout_slots=slots,
-        slots_per_engine=args.rollout_num_gpus_per_engine,
-        slots_per_node=args.num_gpus_per_node,
-    )
+    if models is None:
+        plans = plan_engines(
+            rollout_slots=layout.rollout_slots,
+            slots_per_engine=args.rollout_num_gpus_per_engine,
+            slots_per_node=args.num_gpus_per_node,
+        )
+        return [replace(plan, offload=offload) for plan in plans]
+    settings: list[dict[str, Any]] = []
+    first = layout.rollout_offset
+    for model in models:
+        for group in model.server_groups:
+            # What lies beyond the trainer's slots has its devices for itself.
+            shares = offload and first < layout.trainer_slots
+            settings.append(
+                {"update_weights": model.update_weights, "offload": shares, "overrides": dict(group.overrides)}
+            )
+            first += group.num_gpus
+    return [
+        replace(plan, **settings[plan.group]) for plan in plan_groups(models, slots_per_node=args.num_gpus_per_node)
+    ]
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """How the slots of one engine are used. Data parallelism is that of attention, within the tensor-parallel ranks:
+    ``dp`` groups each hold all of the attention and requests of their own.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share the attention of a request."""
+        return max(1, self.tp // self.dp)
+
+    @property
+    def gpus(self) -> int:
+        """Slots of the engine."""
+        return self.tp * self.pp
+
+
+def engine_sizes(args: Namespace, engine: EnginePlan) -> EngineSizes:
+    """Return the parallel sizes of ``engine``: its group's, else the flags'."""
+
+    def size(name: str) -> int:
+        return int(engine.overrides.get(f"{name}_size") or getattr(args, f"sglang_{name}_size", None) or 1)
+
+    tp, pp = engine.overrides.get("tp_size"), size("pp")
+    return EngineSizes(tp=int(tp or engine.num_gpus // pp), pp=pp, dp=size("dp"), ep=size("ep"))
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.command_line import all_flags, build_parser, read_words
+from slime.arguments.errors import ArgumentError
 from slime.arguments.models.facts import known_config
+from slime.arguments.models.megatron_flags import describe
+from slime.arguments.placement import args_of_group, layout_of, models_of
 from slime.planner.memory_engine import EngineMemory, engine_memory
 from slime.planner.memory_trainer import TrainerMemory, trainer_memory
 from slime.planner.model_size import ModelSize, model_size
+from slime.utils.model_shape import ModelShape, shape_of
 
 GIB = 2**30
 
@@ -34,45 +39,67 @@ CAPACITIES: dict[int, int] = {gigabytes: int(usable * GIB) for gigabytes, usable
 
 
 @dataclass(frozen=True)
+class EnginesMemory:
+    """A GPU of an engine of a group. ``label`` names model and group, and is empty where flags describe all engines.
+    ``shares``: the GPU is one of the trainer's. ``update_weights``: the trainer sends it weights.
+    """
+
+    engine: EngineMemory
+    label: str = ""
+    shares: bool = False
+    update_weights: bool = True
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a run needs. ``trainer`` is the GPU of the pipeline stage that needs most, None without a trainer;
-    ``engine`` a GPU of an engine, None without engines of our own. ``remarks`` are sentences.
+    ``engines`` a GPU of an engine of every group, empty without engines of our own. ``remarks`` are sentences.
     """
 
     size: ModelSize
     trainer: TrainerMemory | None
-    engine: EngineMemory | None
-    colocate: bool
+    engines: tuple[EnginesMemory, ...]
     offload_train: bool
     offload_rollout: bool
     remarks: tuple[str, ...]
+
+    @property
+    def engine(self) -> EngineMemory | None:
+        """A GPU of an engine of the first group."""
+        return self.engines[0].engine if self.engines else None
+
+    @property
+    def colocate(self) -> bool:
+        """Whether some engine is on the trainer's GPUs."""
+        return any(group.shares for group in self.engines)
 
     def training(self, capacity: float) -> float:
         """Bytes that are in use on a GPU of ``capacity`` bytes at the peak of training or of a weight update."""
         if self.trainer is None:
             return 0.0
-        if self.engine is None or not self.colocate:
-            return float(self.trainer.total)
-        return max(self.trainer.total + self._engine_beside(capacity), self._weight_update())
+        beside = [self.trainer.total + self._engine_beside(g.engine, capacity) for g in self.engines if g.shares]
+        updates = [
+            self.trainer.sending + g.engine.weights + g.engine.context
+            for g in self.engines
+            if g.shares and g.update_weights
+        ]
+        return float(max([self.trainer.total, *beside, *updates]))
 
-    def generating_fits(self, capacity: float) -> bool:
+    def generating_fits(self, group: EnginesMemory, capacity: float) -> bool:
         """Whether an engine on a GPU of ``capacity`` bytes holds a request, beside what the trainer leaves behind."""
-        if self.engine is None:
-            return True
-        if not self.engine.fits(capacity):
+        if not group.engine.fits(capacity):
             return False
-        return not self.colocate or self.engine.reserve(capacity) >= self.engine.context + self._trainer_beside()
+        return not group.shares or group.engine.reserve(capacity) >= group.engine.context + self._trainer_beside()
 
     def fits(self, capacity: float) -> bool:
-        """Whether both fit on GPUs of ``capacity`` bytes."""
-        return self.training(capacity) <= capacity and self.generating_fits(capacity)
+        """Whether everything fits on GPUs of ``capacity`` bytes."""
+        return self.training(capacity) <= capacity and all(self.generating_fits(g, capacity) for g in self.engines)
 
-    def _engine_beside(self, capacity: float) -> float:
+    def _engine_beside(self, engine: EngineMemory, capacity: float) -> float:
         """What an engine on the same GPU keeps while the trainer trains."""
-        assert self.engine is not None
         if self.offload_rollout:
-            return self.engine.context
-        return capacity - self.engine.reserve(capacity) + self.engine.context
+            return engine.context
+        return capacity - engine.reserve(capacity) + engine.context
 
     def _trainer_beside(self) -> float:
         """What a trainer on the same GPU keeps while the engine generates."""
@@ -80,28 +107,60 @@ class Memory:
             return 0.0
         return self.trainer.context if self.offload_train else self.trainer.static
 
-    def _weight_update(self) -> float:
-        """Both on the GPU: the trainer's parameters and buckets, and the engine's weights."""
-        assert self.engine is not None
-        assert self.trainer is not None
-        return float(self.trainer.sending + self.engine.weights + self.engine.context)
-
 
 def memory(args: Namespace) -> Memory:
     """Return the estimate for ``args`` (from ``parse_args``). Raises ValueError when they do not describe the model."""
     config = checkpoint_config(args)
     size = model_size(args, config)
     trains = not args.debug_rollout_only
-    engine = engine_memory(args, size.shape, config) if _has_engines(args) else None
+    unknown: list[str] = []
+    engines: list[EnginesMemory] = []
+    if _has_engines(args) and args.sglang_config is None:
+        engines = [EnginesMemory(engine_memory(args, size.shape, config), shares=bool(args.colocate))]
+    elif _has_engines(args):
+        engines = list(_of_groups(args, size.shape, unknown))
     return Memory(
         size=size,
         trainer=max(trainer_memory(args, size), key=lambda stage: stage.total) if trains else None,
-        engine=engine,
-        colocate=bool(args.colocate),
+        engines=tuple(dict.fromkeys(engines)),
         offload_train=bool(args.offload_train),
         offload_rollout=bool(args.offload_rollout),
-        remarks=tuple(_remarks(args, size, engine)),
+        remarks=(*_remarks(args, size, engines), *unknown),
     )
+
+
+def _of_groups(args: Namespace, shape: ModelShape, unknown: list[str]) -> Iterator[EnginesMemory]:
+    """The groups of ``--sglang-config``; of a frozen model its own checkpoint counts, and one that is not there is a
+    sentence in ``unknown``."""
+    layout = layout_of(args)
+    first = layout.rollout_offset
+    for model in models_of(args) or ():
+        config = checkpoint_config(Namespace(hf_checkpoint=model.model_path))
+        own: ModelShape | None = shape
+        if not model.update_weights:
+            try:
+                own = _shape_of_checkpoint(config)
+            except (ArgumentError, ValueError) as error:
+                own = None
+                unknown.append(f"the memory of model {model.name} ({model.model_path}) is not counted: {error}")
+        generating = [group for group in model.server_groups if group.worker_type != "placeholder"]
+        for group in model.server_groups:
+            shares, first = bool(args.colocate) and first < layout.trainer_slots, first + group.num_gpus
+            if own is None or group not in generating:
+                continue
+            engine = engine_memory(args_of_group(args, group), own, config)
+            if not model.update_weights:
+                engine = replace(engine, request_tokens=None)  # what it is asked is up to the one who asks
+            number = f", group {generating.index(group) + 1}" if len(generating) > 1 else ""
+            yield EnginesMemory(engine, f"model {model.name}{number}", shares, bool(model.update_weights))
+
+
+def _shape_of_checkpoint(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of a model of which there are no flags. Raises ValueError where there is no ``config``."""
+    if not config:
+        raise ValueError("there is no config.json")
+    values, _ = read_words(build_parser(all_flags()), describe(dict(config)).words())
+    return shape_of(Namespace(**values), config)
 
 
 def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
@@ -125,7 +184,7 @@ def _has_engines(args: Namespace) -> bool:
     return bool(args.rollout_num_gpus)
 
 
-def _remarks(args: Namespace, size: ModelSize, engine: EngineMemory | None) -> list[str]:
+def _remarks(args: Namespace, size: ModelSize, engines: Sequence[EnginesMemory]) -> list[str]:
     found = list(size.shape.remarks)
     given = [name for name in ("only_train_params_name_list", "freeze_params_name_list") if getattr(args, name, None)]
     if given:
@@ -140,8 +199,6 @@ def _remarks(args: Namespace, size: ModelSize, engine: EngineMemory | None) -> l
         found.append("experts are counted with an even load; the busiest rank may get more tokens")
     if args.balance_by_flops:
         found.append("--balance-by-flops may exceed the tokens of a micro-batch")
-    if engine is not None and not engine.format.known:
-        found.append(f"quantization {engine.format.name}: its size is not known, weights are counted unquantized")
-    if engine is not None and args.sglang_config:
-        found.append("--sglang-config: counted is an engine of --rollout-num-gpus-per-engine GPUs")
+    for name in dict.fromkeys(group.engine.format.name for group in engines if not group.engine.format.known):
+        found.append(f"quantization {name}: its size is not known, weights are counted unquantized")
     return found

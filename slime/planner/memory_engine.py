@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.arguments.models.facts import quantization_by_name
+from slime.arguments.placement import EngineSizes
 from slime.planner.memory_trainer import CONTEXT, longest_sample
 from slime.planner.model_size import Weight, layer_weights
-from slime.planner.placement import EngineSizes
 from slime.utils.model_shape import LayerKind, ModelShape
 
 MIB, GIB = 2**20, 2**30

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from argparse import Namespace
+from collections.abc import Sequence
 
-from slime.planner.memory import CAPACITIES, GIB, Memory, memory
-from slime.planner.memory_engine import EngineMemory
+from slime.planner.memory import CAPACITIES, GIB, EnginesMemory, Memory, memory
 from slime.planner.memory_trainer import TrainerMemory, element_size, memory_by_part, state_bytes
 from slime.planner.model_size import ModelSize
 
@@ -24,9 +24,9 @@ def memory_text(args: Namespace) -> str:
     lines += textwrap.wrap(_model_line(found.size), WIDTH, subsequent_indent=" " * 11)  # a no-break space sticks
     if found.trainer is not None:
         lines += _trainer_lines(args, found.size, found.trainer)
-    if found.engine is not None:
-        lines += _engine_lines(found.engine)
-    if found.colocate and found.trainer is not None and found.engine is not None:
+    for group in found.engines:
+        lines += _engine_lines(group)
+    if found.colocate and found.trainer is not None:
         lines += [_colocated_line(found)]
     lines += ["", *_verdict_lines(found)]
     for remark in found.remarks:
@@ -84,11 +84,13 @@ def _host_copies(args: Namespace, trainer: TrainerMemory) -> str:
     return "on top: " + ", ".join(what)
 
 
-def _engine_lines(engine: EngineMemory) -> list[str]:
+def _engine_lines(group: EnginesMemory) -> list[str]:
+    engine = group.engine
     sizes = f"tensor {engine.sizes.tp}" + (f", pipeline {engine.sizes.pp}" if engine.sizes.pp > 1 else "")
     sizes += f", data-parallel attention {engine.sizes.dp}" if engine.sizes.dp > 1 else ""
     gpus = "1 GPU" if engine.sizes.gpus == 1 else f"{engine.sizes.gpus} GPUs"
-    lines = [f"engine     {gpus}: {sizes}", _row("weights", engine.weights, engine.format.name)]
+    label = f"{group.label}, " if group.label else ""
+    lines = [f"engine     {label}{gpus}: {sizes}", _row("weights", engine.weights, engine.format.name)]
     per_token = f"{engine.kv_per_token / 1024:,.1f} KiB per token"
     state = f", {engine.state_per_request / 2**20:,.1f} MiB of state" if engine.state_per_request else ""
     if engine.request_tokens:
@@ -108,19 +110,23 @@ def _colocated_line(found: Memory) -> str:
 
 
 def _verdict_lines(found: Memory) -> list[str]:
-    head = ["GPU"]
-    head += ["training"] if found.trainer is not None else []
-    head += ["generating (per engine)"] if found.engine is not None else []
-    rows = []
-    for gigabytes, capacity in CAPACITIES.items():
-        row = [f"{gigabytes} GB"]
-        if found.trainer is not None:
-            row.append(_training(found.training(capacity), capacity))
-        if found.engine is not None:
-            row.append(_generating(found, found.engine, capacity))
-        rows.append(row)
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    """A table of GPUs; one more for every group of engines after the first."""
+    lines: list[str] = []
+    groups: Sequence[EnginesMemory | None] = found.engines or (None,)
+    for number, group in enumerate(groups):
+        head, training = ["GPU"], found.trainer is not None and number == 0
+        head += ["training"] if training else []
+        head += [f"generating ({group.label or 'per engine'})"] if group is not None else []
+        rows = []
+        for gigabytes, capacity in CAPACITIES.items():
+            row = [f"{gigabytes} GB"]
+            row += [_training(found.training(capacity), capacity)] if training else []
+            row += [_generating(found, group, capacity)] if group is not None else []
+            rows.append(row)
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines += [""] if lines else []
+        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [head, *rows]]
+    return lines
 
 
 def _training(used: float, capacity: int) -> str:
@@ -131,14 +137,15 @@ def _training(used: float, capacity: int) -> str:
     return f"fits: {(capacity - used) / GIB:,.1f} free"
 
 
-def _generating(found: Memory, engine: EngineMemory, capacity: int) -> str:
+def _generating(found: Memory, group: EnginesMemory, capacity: int) -> str:
+    engine = group.engine
     cache = engine.cache_bytes(capacity)
     if cache <= 0:
         return f"does not fit: weights {-cache / GIB:,.1f} over"
     requests = engine.requests(capacity)
     if not engine.fits(capacity):
         return f"does not fit: {cache / GIB:,.1f} of cache hold no request"
-    if not found.generating_fits(capacity):
+    if not found.generating_fits(group, capacity):
         return "does not fit beside the trainer"
     room = f"{cache / GIB:,.1f} of cache: {engine.tokens(capacity):,} tokens"
     return room if requests is None else f"{room}, {requests:,} of these requests"

@@ -9,8 +9,10 @@ from typing import Literal
 
 from slime.arguments.placement import (
     EnginePlan,
+    EngineSizes,
     Layout,
     Node,
+    engine_sizes,
     engines_of,
     engines_split_across_nodes,
     layout_of,
@@ -28,28 +30,6 @@ class Router:
 
     model: str
     address: str | None
-
-
-@dataclass(frozen=True)
-class EngineSizes:
-    """How the slots of one engine are used. Data parallelism is that of attention, within the tensor-parallel ranks:
-    ``dp`` groups each hold all of the attention and requests of their own.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-
-    @property
-    def attention_tp(self) -> int:
-        """Ranks that share the attention of a request."""
-        return max(1, self.tp // self.dp)
-
-    @property
-    def gpus(self) -> int:
-        """Slots of the engine."""
-        return self.tp * self.pp
 
 
 @dataclass(frozen=True)
@@ -97,7 +77,7 @@ def placement_of(args: Namespace) -> Placement:
         trainer=ranks_of(args) if layout.trainer_slots and not args.debug_rollout_only else None,
         critic=bool(args.use_critic) and not args.debug_rollout_only,
         engines=tuple(engines),
-        engine_sizes=tuple(_engine_sizes(args, engine) for engine in engines),
+        engine_sizes=tuple(engine_sizes(args, engine) for engine in engines),
         routers=tuple(_routers(args)),
         external=tuple(args.rollout_external_engine_addrs or ()) if not args.debug_train_only else (),
         idle=layout.rollout_slots - sum(engine.num_gpus for engine in engines),
@@ -115,17 +95,6 @@ def _kind(args: Namespace, layout: Layout) -> Kind:
     if args.debug_rollout_only:
         return "generation only"
     return "colocated" if args.colocate else "side by side"
-
-
-def _engine_sizes(args: Namespace, engine: EnginePlan) -> EngineSizes:
-    groups = [group for model in models_of(args) or () for group in model.server_groups]
-    overrides = groups[engine.group].overrides if groups else {}
-
-    def size(name: str) -> int:
-        return int(overrides.get(f"{name}_size") or getattr(args, f"sglang_{name}_size", None) or 1)
-
-    pp = size("pp")
-    return EngineSizes(tp=int(overrides.get("tp_size") or engine.num_gpus // pp), pp=pp, dp=size("dp"), ep=size("ep"))
 
 
 def _routers(args: Namespace) -> list[Router]:

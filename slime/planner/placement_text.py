@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
 
-from slime.arguments.placement import EnginePlan
+from slime.arguments.placement import EnginePlan, EngineSizes
 from slime.planner.format import bullets, count, span, table, wrapped
-from slime.planner.placement import DENSE, NAMES, Axis, EngineSizes, Kind, Placement, TrainerRanks
+from slime.planner.placement import DENSE, NAMES, Axis, Kind, Placement, TrainerRanks
 
 FEW_RANKS, FEW_ENGINES = 16, 8
 """So many are listed one by one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -92,7 +93,7 @@ class ModelConfig(FileModel):
         """
         self.model_path = self._one_path(args)
         if self.update_weights is None:
-            self.update_weights = self.model_path == args.hf_checkpoint
+            self.update_weights = _is_same(self.model_path, args.hf_checkpoint)
             if not self.update_weights:
                 diagnostics.warn(
                     args,
@@ -113,13 +114,13 @@ class ModelConfig(FileModel):
 
     def _one_path(self, args: Namespace) -> str:
         own = self.model_path or args.hf_checkpoint
-        paths = {group.overrides.get("model_path", own) for group in self.server_groups} or {own}
-        if len(paths) > 1:
+        paths = sorted({str(group.overrides.get("model_path", own)) for group in self.server_groups} or {str(own)})
+        if not all(_is_same(path, paths[0]) for path in paths):
             raise ArgumentError(
-                f"model {self.name}: its groups serve different models ({', '.join(sorted(paths))}); one router serves "
-                "one model, so list the others as models of their own"
+                f"model {self.name}: its groups serve different models ({', '.join(paths)}); one router serves one "
+                "model, so list the others as models of their own"
             )
-        return str(paths.pop())
+        return paths[0]
 
     def _check_kinds(self, args: Namespace) -> None:
         kinds = {group.worker_type for group in self.server_groups}
@@ -134,6 +135,11 @@ class ModelConfig(FileModel):
                 f"model {self.name} has regular engines beside prefill and decode engines: its router sends requests "
                 "to the latter only",
             )
+
+
+def _is_same(one: str, other: str | None) -> bool:
+    """Whether two paths, which need not exist, are of the same checkpoint."""
+    return os.path.realpath(one) == os.path.realpath(str(other))
 
 
 class SglangConfig(FileModel):

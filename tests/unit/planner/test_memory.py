@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -386,6 +387,41 @@ def test_what_takes_turns_and_what_does_not() -> None:
     assert apart.trainer is not None
     assert turns.training(capacity) == apart.training(capacity) + 2 * GIB  # what a sleeping engine keeps
     assert both.training(capacity) == apart.training(capacity) + capacity / 2 + 2 * GIB
+
+
+def test_groups_of_several_models(tmp_path: Path) -> None:
+    """A frozen model counts its own parameters, and is beside the trainer only on the trainer's slots."""
+    file = tmp_path / "engines.yaml"
+    file.write_text("""
+sglang:
+  - name: actor
+    server_groups:
+      - {num_gpus: 2, num_gpus_per_engine: 2}
+      - {num_gpus: 2, num_gpus_per_engine: 1, overrides: {mem_fraction_static: 0.5}}
+      - {worker_type: placeholder, num_gpus: 4}
+  - name: judge
+    model_path: /models/Llama-3.1-8B-Instruct
+    server_groups: [{num_gpus: 1, num_gpus_per_engine: 1}, {num_gpus: 1, num_gpus_per_engine: 1}]
+  - name: other
+    model_path: /models/unheard-of
+    server_groups: [{num_gpus: 1}]
+""")
+    flags = (*COLOCATED, *DYNAMIC, *FULL, "--tensor-model-parallel-size", 2, "--actor-num-gpus-per-node", 8)
+    args = published_args("Qwen3-4B", *flags, "--rollout-num-gpus", 11, "--sglang-config", file)
+    found = memory(args)
+    norms = 36 * (2 * 2560 + 2 * 128) + 2560
+    assert [(group.label, group.shares, group.engine.weights) for group in found.engines] == [
+        ("model actor, group 1", True, 4_022_468_096 + norms),
+        ("model actor, group 2", True, 2 * 4_022_468_096),
+        ("model judge, group 1", False, 2 * 8_030_261_248),
+    ]
+    assert [group.engine.static_fraction for group in found.engines] == [None, 0.5, None]
+    assert found.engines[2].engine.request_tokens is None
+    assert "the memory of model other (/models/unheard-of) is not counted: there is no config.json" in found.remarks
+    text = memory_text(args)
+    assert "engine     model judge, group 1, 1 GPU: tensor 1" in text
+    assert "generating (model actor, group 2)" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_text_by_eye() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.planner.placement import EngineSizes, Placement, Router, placement_of
+from slime.arguments.placement import EngineSizes
+from slime.planner.placement import Placement, Router, placement_of
 from tests.support.arguments import dry
 
 TWO_MODELS = Path(__file__).parents[2] / "data" / "arguments" / "two_models.yaml"
