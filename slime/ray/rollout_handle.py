@@ -85,10 +85,13 @@ class RolloutHandle:
         return self._wait(self.manager.check_weights.remote(action), f"weight check {action!r}", CONTROL_DEADLINE_S)
 
     def check_equal_checksums(self) -> None:
-        """Raise RuntimeError unless all engines hold the same weights."""
+        """Raise RuntimeError unless all engines that share weights in the same way hold the same ones."""
         found = self.check_weights("checksum")
-        if any(entry != found[0] for entry in found):
-            raise RuntimeError(f"after a weight sync the engines hold different weights; their checksums: {found}")
+        first: dict[str, Any] = {}
+        for entry in found:
+            layout = str([rank.get("parallelism_info") for rank in entry.get("ranks", ())])
+            if first.setdefault(layout, entry) != entry:
+                raise RuntimeError(f"after a weight sync the engines hold different weights; their checksums: {found}")
 
     def prepare_engines(self) -> None:
         """Before trainers allocate memory: snapshot the weights for ``--check-weight-update-equal``, and offload."""

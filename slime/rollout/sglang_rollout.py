@@ -21,7 +21,7 @@ from slime.rollout.eval_rollout import eval_single_dataset
 from slime.rollout.groups import FINISHED, has_aborted, iter_samples
 from slime.rollout.hooks.custom_generate import call_generate, generate_hook
 from slime.rollout.hooks.hook import make_hook
-from slime.rollout.requests.engines import describe_engines
+from slime.rollout.requests.engines import describe_engines, model_url, num_engines_asked
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
 from slime.rollout.requests.generate_state import (
     Bookkeeping,
@@ -37,7 +37,7 @@ from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.rollout.train_rollout import Collection, collect, give_up, run_rollout_hooks, stop_in_flight
 from slime.utils.async_utils import run
-from slime.utils.http_utils import HttpTimeoutError, _wrap_ipv6, get_http_client, get_rollout_num_engines, post
+from slime.utils.http_utils import HttpTimeoutError, get_http_client, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -77,7 +77,7 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
         self.tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
         wants_processor = args.multimodal_keys is not None
         self.processor = load_processor(args.hf_checkpoint, **trust) if wants_processor else None
-        engines = EngineLoads(lambda: get_model_url(args, "default", ""), get_rollout_num_engines(args))
+        engines = EngineLoads(lambda: get_model_url(args, "default", ""), num_engines_asked(args))
         self.semaphore: asyncio.Semaphore = RequestSlots(request_limit(args), engines)
         self.sampling_params = train_sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
@@ -115,10 +115,8 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Return the URL of ``endpoint`` at the router of ``model_name``, or at the default router for unknown names."""
-    routers = getattr(args, "sglang_model_routers", None) or {}  # no flag: set where slime starts the router
-    host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
-    return f"http://{_wrap_ipv6(host)}:{port}{endpoint}"
+    """Return the URL of ``endpoint`` at the router of ``model_name``; see ``model_url``."""
+    return model_url(args, model_name, endpoint)
 
 
 @also_named(data_buffer="data_source")

@@ -115,10 +115,11 @@ class EngineClient:
                     ) from e
             time.sleep(_FLUSH_POLL_S)
 
-    def release_memory(self) -> None:
-        """Flush the cache and free the engine's GPU memory."""
-        self.flush_cache()
-        self._http.post("/release_memory_occupation", {})
+    def release_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Flush the cache and free GPU memory: ``tags`` as in ``resume_memory``; None frees all."""
+        if tags is None or "kv_cache" in tags:
+            self.flush_cache()
+        self._http.post("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         """Take GPU memory back: ``tags`` out of ``weights``, ``kv_cache``, ``cuda_graph``; None takes all."""

@@ -12,8 +12,15 @@ from slime.rollout.requests import engines
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import http_client
 from slime.utils.http_client import HttpTimeoutError
-from tests.support.engine_kills import ENGINE_WORDS, kill_engines, kill_one_of_two, rollout_client, stop_an_engine
-from tests.support.standin_fleet import standin_fleet
+from tests.support.engine_kills import (
+    ENGINE_WORDS,
+    kill_each_model,
+    kill_engines,
+    kill_one_of_two,
+    rollout_client,
+    stop_an_engine,
+)
+from tests.support.standin_fleet import standin_fleet, standin_models
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -25,6 +32,16 @@ def test_standins_killed_at_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_
         rollout_client(monkeypatch, tmp_path) as make_args,
     ):
         print(kill_engines(standins, router, make_args, kills=4))
+
+
+def test_the_only_engine_of_each_model_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The judge is back without weights and without a push; the actor gets its weights in the middle of a rollout."""
+    models = {"actor": ENGINE_WORDS, "judge": ENGINE_WORDS}
+    with (
+        standin_models(monkeypatch, tmp_path, models, use_fault_tolerance=True) as (standins, routers),
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        print(kill_each_model(standins, routers, make_args, ["judge", "actor", "judge", "actor"]))
 
 
 @pytest.mark.parametrize("fault_tolerance", [False, True], ids=["waited for", "replaced"])

@@ -30,6 +30,17 @@ BAD = "tests.support.bad_rewards"
 CPU_S = 0.25
 
 
+def test_rewards_in_workers_know_where_the_models_are() -> None:
+    """What asks a judge needs its address there too."""
+    args = run_args(sglang_router_ip="10.0.0.1", sglang_router_port=5)
+    args.sglang_model_routers = {"actor": ("10.0.0.1", 5), "judge": ("10.0.0.1", 7)}
+    workers = get_reward_workers(args)
+    path = "slime.rollout.requests.engines.model_url"
+    assert workers.submit(path, args, "judge", "/generate").result(60) == "http://10.0.0.1:7/generate"
+    with pytest.raises(RewardFailure, match="no model 'juge' is served"):
+        workers.submit(path, args, "juge", "/generate").result(60)
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[RewardWorkers]:
     pool = RewardWorkers(1, WorkerLimits(cpu_s=CPU_S, memory_bytes=1 << 30))

@@ -211,7 +211,8 @@ def _deployment(draw: st.DrawFn, default: int) -> list[Any]:
             group["overrides"] = draw(st.sampled_from(options))
             total += group["num_gpus"]
             groups.append(group)
-        models.append({"name": name, "server_groups": groups})
+        frozen = {} if name == "actor" else {"update_weights": False}
+        models.append({"name": name, "server_groups": groups, **frozen})
     return ["--sglang-config", json.dumps({"sglang": models}), "--rollout-num-gpus", _often(draw, total, total + 1)]
 
 

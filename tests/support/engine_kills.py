@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +22,12 @@ from slime.ray.engines.members import Member, State
 from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.sglang_rollout import generate_rollout, get_model_url
 from slime.servers.engine_client import EngineClient
 from slime.servers.router_client import list_workers
 from slime.utils import http_client, http_utils
 from slime.utils.async_utils import run
+from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.engines import Reference
@@ -259,6 +260,53 @@ def stop_an_engine(
     )
 
 
+async def judged(args: Any, sample: Sample, **_: Any) -> float:
+    """Ask the frozen model."""
+    payload = {"input_ids": sample.tokens, "sampling_params": {"max_new_tokens": 4}}
+    reply = await post(get_model_url(args, "judge"), payload)
+    return float(reply["meta_info"]["completion_tokens"])
+
+
+def kill_each_model(
+    standins: StandInFleet,
+    routers: Mapping[str, CountingRouter],
+    make_args: Callable[..., SimpleNamespace],
+    order: Sequence[str],
+) -> str:
+    """Kill the only engine of a model in the middle of a rollout, for each name in ``order``; rewards ask the judge.
+
+    Returns what happened, in words.
+    """
+    args = make_args(standins.address, prompts=20_000, rollout_batch_size=4, over_sampling_batch_size=4)
+    args.custom_rm_path = f"{__name__}.judged"
+    args.sglang_model_routers = standins.args.sglang_model_routers
+    tally = Tally(args)
+    members = standins.fleet.members
+
+    def kill(name: str) -> None:
+        while routers[name].busy == 0:
+            threading.Event().wait(0.002)
+        (engine,) = [member.engine for member in members.of(State.SERVING, model=name)]
+        engine.send(signal.SIGKILL)  # type: ignore[attr-defined]
+
+    with Driver(standins) as driver:
+        for name in order:
+            thread = threading.Thread(target=kill, args=(name,), daemon=True)
+            thread.start()
+            tally.rollout()
+            thread.join(PATIENCE_S)
+            driver.push()
+        tally.rollout()
+    tally.check_nothing_lost()
+    assert not standins.events.failed.is_set()
+    for name in routers:
+        assert members.lost_of[name] == members.restarted_of[name] == list(order).count(name)
+        assert routers[name].broken > 0
+    # The actor's engine is the only one that rollouts had to wait for weights of.
+    assert driver.in_need == list(order).count("actor")
+    return f"{len(order)} kills, {len(tally.seen)} samples, each once"
+
+
 def kill_one_of_two(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, root: Path, seed: int, response_len: int = 900
 ) -> str:
@@ -307,7 +355,7 @@ def kill_one_of_two(
         assert fleet.recover() == 1
         offered = {info.url for info in fleet.offer()}
         fleet.admit()
-        assert {worker["url"] for worker in list_workers(fleet.router.url)} == offered
+        assert {worker["url"] for worker in list_workers(fleet.models[0].running_router.url)} == offered
         assert len(offered) == 2
         groups += generate_rollout(args, 1, source).samples
         _check_real(args, checkpoint, groups, 12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -11,12 +12,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.rollout.sglang_rollout import get_model_url
+from slime.utils.http_utils import post
 from slime.utils.types import Sample
+
+JUDGED_TEXT = list(range(20, 40))
 
 
 async def parity_reward(args: Any, sample: Sample, **_: Any) -> float:
     """Return 1.0 when the sum of the tokens is odd: a random model gets it half the time."""
     return float(sum(sample.tokens) % 2)
+
+
+async def judged_reward(args: Any, sample: Sample, **_: Any) -> float:
+    """Return 1.0 where the frozen model ``judge`` continues the sample with an odd token.
+
+    What it thinks of a fixed text is appended to ``judge.jsonl`` of the run: it must stay the same throughout.
+    """
+    greedy = {"sampling_params": {"temperature": 0.0, "max_new_tokens": 1}, "return_logprob": True}
+    url = get_model_url(args, "judge")
+    verdict, fixed = await asyncio.gather(
+        post(url, {"input_ids": sample.tokens, **greedy}), post(url, {"input_ids": JUDGED_TEXT, **greedy})
+    )
+    ((log_prob, token, *_rest),) = fixed["meta_info"]["output_token_logprobs"]
+    with open(os.path.join(args.run_dir, "judge.jsonl"), "a") as file:
+        file.write(json.dumps({"url": url, "token": token, "log_prob": log_prob}) + "\n")
+    return float(verdict["output_ids"][0] % 2)
 
 
 async def every_other(args: Any, sample: Sample, **_: Any) -> float:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,11 @@ import pytest
 from scripts.bench.standin import ServerThread, StandInRouter
 from scripts.bench.standin.wire import Listener, Request, Response
 from slime.arguments.placement import EnginePlan
+from slime.backends.sglang_utils.router import RunningRouter
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.served_model import ServedModel
 from slime.ray.remote import EngineDied
 from slime.servers.types import EngineInfo
 from tests.support.arguments import run_args
@@ -138,13 +140,19 @@ def fleet_args(engines: int, router_url: str | None = None, **changes: Any) -> N
 
 
 class StandInFleet:
-    """``engines`` stand-ins, a router and the fleet over them, started."""
+    """``engines`` stand-ins, a router and the fleet over them; ``words`` are those of all, or of each model."""
 
-    def __init__(self, engines: int, words: Sequence[object], router_url: str, **changes: Any) -> None:
+    def __init__(
+        self, engines: int, words: Sequence[object] | Mapping[str, Sequence[object]], router_url: str, **changes: Any
+    ) -> None:
         self.args = fleet_args(engines, router_url, **changes)
         self.events = Events()
         slots = (None, list(range(engines)), list(range(engines)))
-        self.fleet = EngineFleet(self.args, slots, {}, self.events, lambda plan: StandInEngineProcess(plan, words))
+
+        def engine(plan: EnginePlan) -> StandInEngineProcess:
+            return StandInEngineProcess(plan, words[plan.model] if isinstance(words, Mapping) else words)
+
+        self.fleet = EngineFleet(self.args, slots, {}, self.events, engine)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -162,9 +170,7 @@ def standin_fleet(
     monkeypatch: pytest.MonkeyPatch, engines: int, words: Sequence[object], **changes: Any
 ) -> Iterator[tuple[StandInFleet, CountingRouter]]:
     """Yield a started fleet of ``engines`` stand-ins and its router. Engines that end are noticed within 50 ms."""
-    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.1)
-    monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
+    _hurry(monkeypatch)
     server, router = ServerThread(), CountingRouter([])
     listener = Listener(router.handle)
     standins: StandInFleet | None = None
@@ -177,3 +183,43 @@ def standin_fleet(
             standins.fleet.stop()
         server.call(listener.drop_dead())
         server.stop()
+
+
+@contextlib.contextmanager
+def standin_models(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, models: Mapping[str, Sequence[object]], **changes: Any
+) -> Iterator[tuple[StandInFleet, dict[str, CountingRouter]]]:
+    """Yield a started fleet with one stand-in per model, of which the first gets weights, and the models' routers."""
+    _hurry(monkeypatch)
+    file = folder / "engines.yaml"
+    frozen = "".join(
+        f"  - {{name: {name}, update_weights: {name == next(iter(models))}, server_groups: [{{num_gpus: 1}}]}}\n"
+        for name in models
+    )
+    file.write_text(f"sglang:\n{frozen}")
+    server = ServerThread()
+    routers = {name: CountingRouter([]) for name in models}
+    listeners = {name: Listener(router.handle) for name, router in routers.items()}
+    standins: StandInFleet | None = None
+    try:
+        urls = {name: server.call(listener.start()) for name, listener in listeners.items()}
+
+        def running(fleet: EngineFleet, model: ServedModel, host: str) -> RunningRouter:
+            return RunningRouter(fleet_args(1, urls[model.name]))
+
+        monkeypatch.setattr(EngineFleet, "_router", running)
+        standins = StandInFleet(len(models), models, next(iter(urls.values())), sglang_config=str(file), **changes)
+        standins.fleet.start()
+        yield standins, routers
+    finally:
+        if standins is not None:
+            standins.fleet.stop()
+        for listener in listeners.values():
+            server.call(listener.drop_dead())
+        server.stop()
+
+
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.1)
+    monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)

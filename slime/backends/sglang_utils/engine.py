@@ -52,13 +52,16 @@ class EngineProcess:
         base_gpu_id: int = 0,
         gpu_offset: int = 0,
         num_gpus: int | None = None,
+        name: str | None = None,
         worker_type: str = "regular",
         bootstrap_port: int | None = None,
         model_path: str | None = None,
+        update_weights: bool = True,
+        offload: bool | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
         self.args = args
-        self.name = f"engine {rank}" + (f" (node {node_rank} of {nnodes})" if nnodes > 1 else "")
+        self.name = (name or f"engine {rank}") + (f" (node {node_rank} of {nnodes})" if nnodes > 1 else "")
         self.log_path = Path(log_path)
         self.gpu_offset = gpu_offset
         self._spec = EngineSpec(
@@ -74,6 +77,8 @@ class EngineProcess:
             node_rank=node_rank,
             worker_type=worker_type,
             bootstrap_port=bootstrap_port,
+            update_weights=update_weights,
+            offload=offload,
             overrides=overrides,
         )
         self._chooses_ports = port is None
@@ -211,6 +216,6 @@ class EngineProcess:
 
 
 _ADVICE = (
-    "Look for the first error in the log. Frequent causes: a wrong --hf-checkpoint, too little memory "
+    "Look for the first error in the log. Frequent causes: a wrong checkpoint path, too little memory "
     "(--sglang-mem-fraction-static, --sglang-max-total-tokens), an --sglang-* option that this device does not support."
 )

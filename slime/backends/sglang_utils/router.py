@@ -113,7 +113,8 @@ class RouterProcess(Router):
     """Start, watch and stop a router. It ends when this process ends, by SIGKILL too.
 
     ``port`` None is chosen at the start, and again when another process takes it first: ``url`` is final once
-    :meth:`wait_ready` has returned. Engines are added and removed while it runs.
+    :meth:`wait_ready` has returned. Engines are added and removed while it runs. ``shares_flags``: another router of
+    the run has the ports that the flags name.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class RouterProcess(Router):
         log_path: str | Path,
         name: str = "router",
         pd_disaggregation: bool = False,
+        shares_flags: bool = False,
     ) -> None:
         super().__init__(args, host, port)
         self.args, self.name = args, name
@@ -132,6 +134,7 @@ class RouterProcess(Router):
         self.package = choose_package(args)
         self._chooses_port = port is None
         self._pd_disaggregation = pd_disaggregation
+        self._shares_flags = shares_flags
         self._process: GuardedProcess | None = None
         self._options: Path | None = None
 
@@ -147,7 +150,7 @@ class RouterProcess(Router):
         if self._chooses_port:
             self.port = reserve_ports(1)[0]
         # The default of the router package is one port for all runs of the host: only one that was asked for is kept.
-        asked_for = "router_prometheus_port" in self.args.explicit_flags
+        asked_for = "router_prometheus_port" in self.args.explicit_flags and not self._shares_flags
         prometheus_port = self.args.router_prometheus_port if asked_for else reserve_ports(1)[0]
         fields = router_fields(
             self.args,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.passthrough import catalog
+
+logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
@@ -34,6 +37,8 @@ class EngineSpec:
         model_path: checkpoint to load.
         worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
         bootstrap_port: of a prefill worker.
+        update_weights: whether it gets the trainer's weights, or keeps those of its checkpoint.
+        offload: whether it releases its memory while the trainer trains; None: as ``--offload-rollout`` says.
         overrides: SGLang fields that win over the run's flags (from a deployment file).
     """
 
@@ -49,6 +54,8 @@ class EngineSpec:
     node_rank: int = 0
     worker_type: str = "regular"
     bootstrap_port: int | None = None
+    update_weights: bool = True
+    offload: bool | None = None
     overrides: Mapping[str, Any] | None = None
 
 
@@ -63,7 +70,7 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
     The API key is not on the command line, where every user of the host could read it: see :func:`secret_fields`.
 
     Raises:
-        ValueError: the installed SGLang has no field of ``spec.overrides``, or the sizes do not fit together.
+        ValueError: the installed SGLang lacks a field that slime sets, or the sizes do not fit together.
     """
     records = catalog.records(catalog.SGLANG) if records is None else records
     by_dest = {r["dest"]: r for r in records}
@@ -72,7 +79,10 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
     fields.update(_worker_fields(spec))
     if spec.worker_type == "decode":
         fields.pop("enable_hierarchical_cache", None)
-    fields.update(spec.overrides or {})
+    overrides = dict(spec.overrides or {})
+    if lacking := [name for name in overrides if name not in by_dest]:
+        logger.warning("SGLang has no argument %s: the engine does without it", ", ".join(lacking))
+    fields.update({name: value for name, value in overrides.items() if name in by_dest})
     for name in secret_fields(args):
         fields.pop(name, None)
     unknown = sorted(set(fields) - set(by_dest))
@@ -113,6 +123,7 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
             "(--sglang-pp-size): the second must divide the first."
         )
     on_cuda = args.device_type != "cpu"
+    offload = bool(args.offload_rollout if spec.offload is None else spec.offload)
     fields: dict[str, Any] = {
         "model_path": spec.model_path,
         "trust_remote_code": bool(args.trust_remote_code),
@@ -127,12 +138,14 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
         "tp_size": spec.num_gpus // pp_size,
         "pp_size": pp_size,
         "skip_server_warmup": True,
-        "enable_memory_saver": on_cuda and bool(args.offload_rollout),
+        "enable_memory_saver": on_cuda and offload,
         "enable_metrics": on_cuda or bool(args.sglang_enable_metrics),
     }
     if spec.dist_init_addr:
         fields["dist_init_addr"] = spec.dist_init_addr
-    if args.use_rollout_routing_replay:
+    if on_cuda and offload and not spec.update_weights:
+        fields["enable_weights_cpu_backup"] = True  # nobody sends them again
+    if args.use_rollout_routing_replay and spec.update_weights:
         fields["enable_return_routed_experts"] = True
     if args.fp16:
         fields["dtype"] = "float16"

@@ -9,8 +9,9 @@ from typing import Any
 
 import ray
 
+from slime.arguments.placement import engine_sizes
 from slime.ray.engines.fleet import EngineFleet
-from slime.ray.engines.members import Member, State
+from slime.ray.engines.members import Member
 from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
 from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.types import EngineInfo
@@ -70,18 +71,15 @@ class EngineControl:
         engines = self.get_updatable_engines()
         if self._lock is None:
             self._lock = ray.remote(Lock).options(num_cpus=0).remote()
-        sizes = {
-            "tp_size": self.args.rollout_num_gpus_per_engine // (self.args.sglang_pp_size or 1),
-            "pp_size": self.args.sglang_pp_size or 1,
-            "ep_size": self.args.sglang_ep_size or 1,
-        }
+        plans = [] if self.fleet is None else [member.engine.plan for member in self.fleet.offered]
+        sizes = [engine_sizes(self.args, plan) for plan in plans]
         return (
             engines,
             self._lock,
             0 if self.fleet is None else self.fleet.num_new,
             [engine.num_gpus for engine in engines],
             [engine.gpu_offset for engine in engines],
-            [dict(sizes) for _ in engines],
+            [{"tp_size": size.tp, "pp_size": size.pp, "ep_size": size.ep} for size in sizes],
         )
 
     @reports_errors
@@ -128,14 +126,18 @@ class EngineControl:
 
     @reports_errors
     def offload(self) -> None:
-        """Release the engines' memory (weights and key-value cache)."""
+        """Release the memory (weights and key-value cache) of the engines that share devices with the trainer."""
         self.health_monitoring_pause()
-        self._on_engines(lambda engine: (engine.flush_cache(), engine.release_memory()))
+        if self.fleet is not None:
+            self._wait_for_engines()
+            self.fleet.release_memory()
 
     @reports_errors
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Reallocate engine memory: everything, or only ``tags``."""
-        self._on_engines(lambda engine: engine.resume_memory(tags))
+        """Reallocate the memory that engines have released: everything, or only ``tags``."""
+        if self.fleet is not None:
+            self._wait_for_engines()
+            self.fleet.resume_memory(tags)
 
     def onload_weights(self) -> None:
         """Reallocate the memory that weights are pushed into."""
@@ -147,11 +149,13 @@ class EngineControl:
 
     @reports_errors
     def check_weights(self, action: WeightCheck) -> list[Any]:
-        """Run ``action`` of the weight checker (snapshot, reset_tensors, compare, checksum) on all that serve."""
+        """Run ``action`` of the weight checker (snapshot, reset_tensors, compare, checksum) on all engines that serve
+        the trainer's weights.
+        """
         if self.fleet is None:
             return []
         self._wait_for_engines()
-        return self.fleet.for_all(lambda engine: engine.weights_checker(action), states=(State.SERVING,))
+        return self.fleet.check_weights(action)
 
     def wait_until_weights_needed(self) -> None:
         """Return when the run is over; raise ``EnginesNeedWeights`` when no engine serves and restarted ones wait for
@@ -166,7 +170,7 @@ class EngineControl:
         return self._weights_needed.is_set() and not self._over.is_set()
 
     def wait_for_failure(self) -> None:
-        """Return when the run is over; raise ``EngineDied`` when the router or the last engine ends before."""
+        """Return when the run is over; raise ``EngineDied`` when a router or a model's last engine ends before."""
         self._over.wait()
         if isinstance(self._failure, EngineDied):
             raise self._failure
@@ -202,12 +206,6 @@ class EngineControl:
             self._engines_ready.wait()
         if self._failure is not None:
             raise self._failure
-
-    def _on_engines(self, action: Any) -> list[Any]:
-        if self.fleet is None:
-            return []
-        self._wait_for_engines()
-        return self.fleet.for_all(action)
 
 
 def load_weights_from_disk(

@@ -42,7 +42,7 @@ class RayEngine:
         self._ended = False
 
     def __str__(self) -> str:
-        return f"engine {self.plan.rank}"
+        return str(self.plan)
 
     def start(self) -> EngineInfo:
         """Start the processes; return where the engine is reached, once it generates.
@@ -134,10 +134,15 @@ class RayEngine:
             "base_gpu_id": self._gpu_ids[self._first_slot(node_rank)] if self.args.device_type == "cuda" else 0,
             "gpu_offset": self.plan.gpu_offset,
             "num_gpus": self.plan.num_gpus,
+            "name": str(self.plan),
+            "worker_type": self.plan.worker_type,
+            "update_weights": self.plan.update_weights,
+            "offload": self.plan.offload,
+            "overrides": self.plan.overrides,
         }
 
     def _name(self, node_rank: int) -> str:
-        return f"engine {self.plan.rank}" + (f" node {node_rank}" if node_rank else "")
+        return str(self.plan) + (f" node {node_rank}" if node_rank else "")
 
 
 STOP_GRACE_S = 1.0

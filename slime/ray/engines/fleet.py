@@ -1,4 +1,4 @@
-"""All engines of a run and their router: started in parallel, watched, controlled together, restarted on failure."""
+"""All engines of a run and their routers: started in parallel, watched, controlled together, restarted on failure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import groupby
 from typing import Any, Protocol
 
 import ray
 
 from slime.arguments.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
-from slime.observability.run_dir import log_path
+from slime.ray.engines import offload
 from slime.ray.engines.engine import RayEngine
 from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
-from slime.ray.engines.members import LIVING, Engine, Member, Members, State, recovery_message
+from slime.ray.engines.members import LIVING, Engine, Member, Members, State
 from slime.ray.engines.restarts import EngineRestarts
+from slime.ray.engines.served_model import ServedModel, new_router, served_models
 from slime.ray.remote import EngineDied
 from slime.servers.auth import ensure_api_key, is_loopback
-from slime.servers.engine_client import EngineClient
+from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.http import RouterError, ServerError
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
@@ -36,18 +38,18 @@ class Events(Protocol):
     """Receiver of engine failures; called from threads of the fleet."""
 
     def engines_failed(self, failure: EngineDied) -> None:
-        """The run cannot continue: the router has exited, or the last engine."""
+        """The run cannot continue: a router has exited, or the last engine of a model."""
 
     def engines_need_weights(self) -> None:
-        """No engine serves any more; restarted ones could, once they have the trainer's weights."""
+        """No engine serves the trained model any more; restarted ones could, once they have the trainer's weights."""
 
 
 class EngineFleet:
-    """Engines on ``slots`` (placement group, bundles, GPUs), and one router, owned by this process.
+    """Engines on ``slots`` (placement group, bundles, GPUs), and a router per model, owned by this process.
 
     An engine that ends, or stops responding under ``--use-fault-tolerance``, gets no more requests; those it had are
-    retried on the others. With the flag it is restarted in the background, and gets requests again once it has the
-    trainer's weights: ``recover``, push, ``admit``.
+    retried on the others of its model. With the flag it is restarted in the background, and gets requests again once it
+    has the trainer's weights: ``recover``, push, ``admit``. One of a frozen model needs none, and gets them at once.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class EngineFleet:
     ) -> None:
         self.args, self._slots, self._wiring, self._events = args, slots, wiring, events
         self.plans = engines_of(args)
-        self.router: RouterProcess | RunningRouter | None = None
         self.members = Members()
+        self.models = served_models(args, self.plans, self.members)
+        self._model_of = {plan.rank: model for model in self.models for plan in model.plans}
         self._new_engine = new_engine or self._ray_engine
         self._offered: list[Member] = []
+        self._released: set[str] = set()
+        """What of their memory the engines have released that share devices with the trainer."""
         self._loopback = True
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -73,12 +78,13 @@ class EngineFleet:
     @property
     def num_new(self) -> int:
         """How many engines wait for the trainer's weights."""
-        return len(self.members.of(State.NEW))
+        return len(self._updatable(State.NEW))
 
     def start(self) -> None:
-        """Start engines and router and return when all are ready and registered.
+        """Start engines and routers and return when all are ready and registered.
 
-        Sets ``args.sglang_router_ip``, ``sglang_router_port`` and ``sglang_model_routers`` in this process.
+        Sets in this process ``args.sglang_router_ip`` and ``sglang_router_port`` (the first model's),
+        ``sglang_model_routers`` (name -> address) and ``sglang_model_engines`` (name -> how many).
         Raises RemoteFailure with the log's last lines when an engine is not ready within ``--engine-ready-timeout``.
         """
         validate_slots(self.args, self.plans, self._slots)
@@ -87,16 +93,23 @@ class EngineFleet:
         host = "127.0.0.1" if self._loopback else get_current_node_ip()
         # Before anything copies args: router, engines and clients all take the key from there.
         ensure_api_key(self.args, host)
-        self.router = self._router(host)
-        self.router.start()
+        for model in self.models:
+            model.router = self._router(model, host)
+            model.router.start()
         for plan in self.plans:
             self.members.put(Member(self._new_engine(plan)))
-        start_all(self.members, self.router)
-        self.args.sglang_router_ip, self.args.sglang_router_port = self.router.host, self.router.port
-        self.args.sglang_model_routers = {"default": (self.router.host, self.router.port)}
+        start_all(self.members, self.models)
+        self.args.sglang_router_ip, self.args.sglang_router_port = self.models[0].address
+        self.args.sglang_model_routers = {model.name: model.address for model in self.models}
+        self.args.sglang_model_engines = {model.name: len(model.plans) for model in self.models}
         if self.args.use_fault_tolerance:
             self._restarts = EngineRestarts(
-                self.args, self.members, self._new_engine, self._restarted, self._restart_failed
+                self.args,
+                self.members,
+                self._new_engine,
+                self._restarted,
+                self._restart_failed,
+                lambda: bool(self._released),
             )
             self._monitor = HealthMonitor(
                 HealthLimits(
@@ -111,20 +124,44 @@ class EngineFleet:
             )
         self._watcher = threading.Thread(target=self._watch, name="engine-watcher", daemon=True)
         self._watcher.start()
-        urls = [member.known_info.url for member in self.members.all()]
-        logger.info("%d engines behind %s: %s", len(urls), self.router.url, ", ".join(urls))
+        for model in self.models:
+            urls = [member.known_info.url for member in model.of(*State)]
+            of_model = "" if model.name == "default" else f" of model {model.name}"
+            url = model.running_router.url
+            logger.info("%d engines%s behind %s: %s", len(urls), of_model, url, ", ".join(urls))
 
-    def for_all(self, action: Callable[[EngineClient], Any], *, states: Sequence[State] = LIVING) -> list[Any]:
-        """Do ``action`` on every engine in ``states`` at once; return the results, or raise the first failure.
+    def check_weights(self, action: WeightCheck) -> list[Any]:
+        """Run ``action`` of the weight checker on all engines that serve the trainer's weights."""
+        return self._at_once(self._updatable(State.SERVING), lambda _, client: client.weights_checker(action))
+
+    def release_memory(self) -> None:
+        """Release the memory of the engines that share devices with the trainer, which takes its turn.
+
+        No engine is started on them until ``resume_memory`` has taken everything back.
+        """
+        self._released = set(offload.TAGS)
+        if self._restarts is not None:
+            self._restarts.wait_for_devices(self.args.engine_ready_timeout)
+        self._at_once(self._sharing_devices(), offload.release)
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what ``release_memory`` has released: everything, or only ``tags``."""
+        wanted = offload.TAGS if tags is None else tags
+        self._released = self._released.difference(wanted)
+        self._at_once(self._sharing_devices(), lambda member, client: offload.resume(member, client, wanted))
+        if self._restarts is not None and not self._released:
+            self._restarts.start_frozen()
+
+    def _at_once(self, members: Sequence[Member], action: Callable[[Member, EngineClient], Any]) -> list[Any]:
+        """Do ``action`` on ``members`` at once; return the results, or raise the first failure.
 
         An engine that turns out to have exited or not to respond is marked dead instead of raising.
         """
-        members = self.members.of(*states)
         if not members:
             return []
         results, failures = [], []
         with ThreadPoolExecutor(len(members)) as pool:
-            for member, call in [(m, pool.submit(action, _client(m))) for m in members]:
+            for member, call in [(m, pool.submit(action, m, _client(m))) for m in members]:
                 try:
                     results.append(call.result())
                 except ServerError as e:
@@ -141,16 +178,17 @@ class EngineFleet:
     def mark_dead(self, member: Member, reason: str) -> None:
         """Send ``member`` no more requests, end it, and restart it under ``--use-fault-tolerance``.
 
-        No-op for one that is dead already. Reports the failure, or the need for weights, when no engine is left.
+        No-op for one that is dead already. Reports the failure, or the need for weights, when its model has no engine
+        left.
         """
         if self._stopping.is_set() or not self.members.change(member, LIVING, State.DEAD):
             return
-        serving = len(self.members.of(State.SERVING))
-        message = f"{reason}\n{recovery_message(serving, len(self.plans), restarts=self._restarts is not None)}"
+        model = self._model_of[member.rank]
+        message = f"{reason}\n{model.recovery_message(restarts=self._restarts is not None)}"
         logger.error("%s", message)
-        if self._restarts is None and not serving:
+        if self._restarts is None and not model.of(State.SERVING):
             self._events.engines_failed(EngineDied(message))
-        self._deregister(member)
+        model.deregister(member)
         if self._restarts is not None:
             self._restarts.replace(member)
             self._notify_if_weights_needed()
@@ -182,12 +220,16 @@ class EngineFleet:
             self.reap_exited()
             return 0
         self.mark_unreachable_dead()
+        frozen = [member for member in self._sharing_devices() if not member.engine.plan.update_weights]
+        if frozen and not self._released:  # in the middle of a rollout: the trainer needs room to send from
+            self._released = set(offload.TAGS) - {"weights"}
+            self._at_once(frozen, offload.release)
         self._restarts.wait_for_all(self.args.engine_ready_timeout)
         return self.num_new
 
     def offer(self) -> list[EngineInfo]:
         """Return the engines that are to get the weights: those that serve, and those that wait for that."""
-        self._offered = self.members.of(*LIVING)
+        self._offered = self._updatable(*LIVING)
         return [member.known_info for member in self._offered]
 
     @property
@@ -217,16 +259,20 @@ class EngineFleet:
             self._monitor.resume(why)
 
     def counts(self) -> dict[str, int]:
-        """Return the metrics of engine faults: nothing while there was none and none is looked for."""
-        counts = {
-            "rollout/engines/serving": len(self.members.of(State.SERVING)),
-            "rollout/engines/lost": self.members.lost,
-            "rollout/engines/restarted": self.members.restarted,
-        }
-        return counts if self._restarts is not None or self.members.lost else {}
+        """Return the metrics of engine faults: nothing while there was none and none is looked for.
+
+        Of several models each has its own beside those of all.
+        """
+        if self._restarts is None and not self.members.lost:
+            return {}
+        counts = _counts("", self.members.of(State.SERVING), self.members.lost, self.members.restarted)
+        for model in self.models if len(self.models) > 1 else ():
+            lost, restarted = self.members.lost_of[model.name], self.members.restarted_of[model.name]
+            counts |= _counts(f"{model.name}/", model.of(State.SERVING), lost, restarted)
+        return counts
 
     def stop(self) -> None:
-        """End every engine and the router."""
+        """End every engine and the routers."""
         self._stopping.set()
         if self._monitor is not None:
             self._monitor.stop()
@@ -235,28 +281,29 @@ class EngineFleet:
         _in_parallel(lambda member: member.engine.end(), self.members.all())
         if self._restarts is not None:
             self._restarts.wait_stopped()
-        if self.router is not None:
-            self.router.stop()
+        for model in self.models:
+            if model.router is not None:
+                model.router.stop()
 
     # Inside
 
     def _ray_engine(self, plan: EnginePlan) -> RayEngine:
         return RayEngine(self.args, plan, self._slots, self._wiring, loopback=self._loopback)
 
-    def _router(self, host: str) -> RouterProcess | RunningRouter:
-        if self.args.sglang_router_ip is not None:
-            return RunningRouter(self.args)
-        return RouterProcess(self.args, host, self.args.sglang_router_port, log_path=log_path(self.args, "router"))
+    def _router(self, model: ServedModel, host: str) -> RouterProcess | RunningRouter:
+        return new_router(self.args, model, host, is_first=model is self.models[0])
 
-    @property
-    def _running_router(self) -> RouterProcess | RunningRouter:
-        assert self.router is not None, "the fleet has not been started"
-        return self.router
+    def _updatable(self, *states: State) -> list[Member]:
+        """The engines in ``states`` that get the trainer's weights."""
+        return [member for member in self.members.of(*states) if member.engine.plan.update_weights]
+
+    def _sharing_devices(self) -> list[Member]:
+        return [member for member in self.members.of(*LIVING) if member.engine.plan.offload]
 
     def _watch(self) -> None:
-        """Poll engines and router until the router has ended."""
+        """Poll engines and routers until a router has ended."""
         while not self._stopping.wait(WATCH_INTERVAL_S):
-            ended = self._running_router.poll()
+            ended = next(filter(None, (model.running_router.poll() for model in self.models)), None)
             if ended is not None and not self._stopping.is_set():
                 logger.error("%s", ended)
                 self._events.engines_failed(EngineDied(ended))
@@ -268,36 +315,36 @@ class EngineFleet:
 
     def _register(self, member: Member) -> None:
         try:
-            self._running_router.add_engine(member.known_info)
+            self._model_of[member.rank].register(member)
         except RouterError as e:
             self.mark_dead(member, member.describe_failure(f"it cannot join the router. {e}"))
-        else:
-            self.members.change(member, (State.NEW,), State.SERVING)
-
-    def _deregister(self, member: Member) -> None:
-        try:
-            self._running_router.remove_engine(member.known_info)
-        except RouterError as e:
-            logger.warning("%s stays on the router, which will find it dead: %s", member, e)
 
     def _restarted(self, member: Member) -> None:
         logger.warning("%s was restarted, at %s", member, member.known_info.url)
-        if self.args.debug_rollout_only:  # there is no weight push
+        if self.args.debug_rollout_only or not member.engine.plan.update_weights:  # it gets no weights
             self._register(member)
         self._notify_if_weights_needed()
 
     def _notify_if_weights_needed(self) -> None:
         """When nothing serves and nothing can before a push: one that waits for it, or for the devices."""
-        if self._restarts is None or self.members.of(State.SERVING):
+        if self._restarts is None or self._updatable(State.SERVING):
             return
-        if self.num_new or self._restarts.waits_for_devices:
+        waits = any(model.update_weights and self._restarts.waits_for_devices(model.name) for model in self.models)
+        if self.num_new or waits:
             self._events.engines_need_weights()
 
-    def _restart_failed(self, reason: str, *, is_last: bool) -> None:
+    def _restart_failed(self, lost: Member, reason: str, *, is_last: bool) -> None:
         logger.error("%s", reason)
-        if is_last and not self.members.of(*LIVING):
-            self._events.engines_failed(EngineDied(f"no engine is left: {reason}"))
+        model = self._model_of[lost.rank]
+        if is_last and not model.of(*LIVING):
+            of_model = "" if model.name == "default" else f" of model {model.name}"
+            self._events.engines_failed(EngineDied(f"no engine{of_model} is left: {reason}"))
         self._notify_if_weights_needed()
+
+
+def _counts(prefix: str, serving: Sequence[Member], lost: int, restarted: int) -> dict[str, int]:
+    found = {"serving": len(serving), "lost": lost, "restarted": restarted}
+    return {f"rollout/engines/{prefix}{name}": count for name, count in found.items()}
 
 
 def _client(member: Member) -> EngineClient:
@@ -317,8 +364,8 @@ def spans_one_host() -> bool:
     return len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
 
 
-def start_all(members: Members, router: RouterProcess | RunningRouter) -> None:
-    """Start every engine and wait for the router in parallel, then register all engines with it.
+def start_all(members: Members, models: Sequence[ServedModel]) -> None:
+    """Start every engine and wait for the routers in parallel, then register all engines at their model's.
 
     The first engine that fails ends the wait for the others, with its failure.
     """
@@ -326,31 +373,33 @@ def start_all(members: Members, router: RouterProcess | RunningRouter) -> None:
     pool = ThreadPoolExecutor(max(1, len(starting)), thread_name_prefix="start-engine")
     try:
         starts = [pool.submit(member.engine.start) for member in starting]
-        router.wait_ready()
+        for model in models:
+            model.running_router.wait_ready()
         for start in wait(starts, return_when=FIRST_EXCEPTION).done:
             start.result()
     finally:
         pool.shutdown(wait=False)
-    for member, start in zip(starting, starts, strict=True):
-        router.add_engine(start.result())
-        members.started(member, start.result(), State.SERVING)
+    infos = {member.rank: start.result() for member, start in zip(starting, starts, strict=True)}
+    for model in models:
+        for member in model.of(*State):
+            model.running_router.add_engine(infos[member.rank])
+            members.started(member, infos[member.rank], State.SERVING)
 
 
 def validate_slots(args: Namespace, plans: Sequence[EnginePlan], slots: Any) -> None:
-    """Raise ValueError unless the engines fit on ``slots`` (placement group, bundles, GPUs)."""
-    if not plans:
-        return
-    plan, (_, bundles, _) = plans[0], slots
-    validate_server_group_gpu_indices(
-        worker_type="regular",
-        gpu_offset=0,
-        num_gpus_per_engine=plan.num_gpus,
-        num_gpus_per_engine_on_node=plan.num_gpus_on_node,
-        num_engines=len(plans) * plan.nodes,
-        num_available_gpus=len(bundles),
-        rollout_num_gpus=args.rollout_num_gpus,
-        rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
-    )
+    """Raise ValueError unless the engines of every group fit on ``slots`` (placement group, bundles, GPUs)."""
+    for _, group in groupby(plans, key=lambda plan: plan.group):
+        engines = list(group)
+        validate_server_group_gpu_indices(
+            worker_type=engines[0].worker_type,
+            gpu_offset=engines[0].gpu_offset,
+            num_gpus_per_engine=engines[0].num_gpus,
+            num_gpus_per_engine_on_node=engines[0].num_gpus_on_node,
+            num_engines=len(engines) * engines[0].nodes,
+            num_available_gpus=len(slots[1]),
+            rollout_num_gpus=args.rollout_num_gpus,
+            rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
+        )
 
 
 def validate_server_group_gpu_indices(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -25,7 +26,10 @@ class Engine(Protocol):
 
 
 class State(Enum):
-    """STARTING -> NEW (generates, but has not the trainer's weights) -> SERVING (on the router) -> DEAD."""
+    """STARTING -> NEW (generates, but has not the trainer's weights) -> SERVING (on the router) -> DEAD.
+
+    An engine of a model that gets no weights is NEW only until it is on the router.
+    """
 
     STARTING = "starting"
     NEW = "new"
@@ -38,11 +42,15 @@ LIVING = (State.NEW, State.SERVING)
 
 @dataclass(eq=False)
 class Member:
-    """One incarnation of an engine: when it is restarted, another member takes its place."""
+    """One incarnation of an engine: when it is restarted, another member takes its place.
+
+    ``released``: which parts of its memory it has released (``offload.TAGS``).
+    """
 
     engine: Engine
     state: State = State.STARTING
     info: EngineInfo | None = None
+    released: set[str] = field(default_factory=set)
 
     @property
     def rank(self) -> int:
@@ -55,7 +63,7 @@ class Member:
         return self.info
 
     def __str__(self) -> str:
-        return f"engine {self.rank}"
+        return str(self.engine.plan)
 
     def describe_failure(self, what: str) -> str:
         """Return why this member is considered dead, with its last log lines; its process may still run."""
@@ -66,23 +74,35 @@ class Member:
 class Members:
     """One member per engine of the plan. Every change of state happens here, under a lock.
 
-    ``lost`` and ``restarted`` count engines that died and engines that were restarted.
+    ``lost_of`` and ``restarted_of`` count engines that died and engines that were restarted, by model.
     """
 
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}
         self._lock = threading.Lock()
-        self.lost = self.restarted = 0
+        self.lost_of: Counter[str] = Counter()
+        self.restarted_of: Counter[str] = Counter()
+
+    @property
+    def lost(self) -> int:
+        """How many engines have died."""
+        return self.lost_of.total()
+
+    @property
+    def restarted(self) -> int:
+        """How many engines were restarted."""
+        return self.restarted_of.total()
 
     def put(self, member: Member) -> None:
         """Give ``member`` the place of its engine."""
         with self._lock:
             self._members[member.rank] = member
 
-    def of(self, *states: State) -> list[Member]:
-        """Return the members in one of ``states``, by rank."""
+    def of(self, *states: State, model: str | None = None) -> list[Member]:
+        """Return the members in one of ``states``, of ``model`` or of all, by rank."""
         with self._lock:
-            return [m for _, m in sorted(self._members.items()) if m.state in states]
+            found = [m for _, m in sorted(self._members.items()) if m.state in states]
+        return found if model is None else [m for m in found if m.engine.plan.model == model]
 
     def all(self) -> list[Member]:
         """Return all members, by rank."""
@@ -94,22 +114,13 @@ class Members:
             if member.state not in before:
                 return False
             member.state = after
-            self.lost += after is State.DEAD and State.STARTING not in before
+            if after is State.DEAD and State.STARTING not in before:
+                self.lost_of[member.engine.plan.model] += 1
             return True
 
     def started(self, member: Member, info: EngineInfo, state: State) -> None:
         """Record that a starting member generates."""
         with self._lock:
             member.info, member.state = info, state
-            self.restarted += state is State.NEW
-
-
-def recovery_message(serving: int, planned: int, *, restarts: bool) -> str:
-    """Describe how the run continues after the loss of an engine: with ``serving`` of ``planned`` engines."""
-    remaining = f"{serving} of {planned} engines continue; requests of the lost one are sent to them."
-    if restarts:
-        restarted = "It is restarted, and serves from the next weight sync on."
-        return f"{remaining if serving else 'It was the last one that served.'} {restarted}"
-    if serving:
-        return f"{remaining} With --use-fault-tolerance it would be restarted."
-    return "No engine is left. With --use-fault-tolerance engines are restarted."
+            if state is State.NEW:
+                self.restarted_of[member.engine.plan.model] += 1

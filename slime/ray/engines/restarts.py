@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments.placement import EnginePlan
+from slime.ray.engines import offload
 from slime.ray.engines.members import Engine, Member, Members, State
 from slime.ray.remote import one_line_kind
 from slime.servers.engine_client import EngineClient
@@ -24,10 +25,11 @@ STOP_TIMEOUT_S = 5.0
 class EngineRestarts:
     """One thread per engine that is being replaced.
 
-    Where engines and trainer take turns on the devices (``--offload-rollout``) an engine is started only when they are
-    the engines': in ``wait_for_all``; it then holds memory for weights alone, as the others do before a push.
-    ``on_restart(member)`` is called when an engine generates again, ``on_failure(reason, is_last=...)`` when it does
-    not after all attempts; ``is_last`` when no other restart is in progress either.
+    Where engines and trainer take turns on the devices (``plan.offload``) an engine that gets the trainer's weights is
+    started only in ``wait_for_all``, and then holds memory for weights alone, as the others do before a push. One of a
+    frozen model is started at once, or, while ``trainer_has_devices()``, in ``start_frozen``.
+    ``on_restart(member)`` is called when an engine generates again, ``on_failure(lost, reason, is_last=...)`` when it
+    does not after all attempts; ``is_last`` when no other restart of its model is in progress either.
     """
 
     def __init__(
@@ -37,35 +39,50 @@ class EngineRestarts:
         new_engine: Callable[[EnginePlan], Engine],
         on_restart: Callable[[Member], None],
         on_failure: Callable[..., None],
+        trainer_has_devices: Callable[[], bool],
     ) -> None:
-        self.waits_for_devices = bool(args.offload_rollout and not args.debug_rollout_only)
         self._timeout = float(args.engine_ready_timeout)
         self._members, self._new_engine = members, new_engine
         self._on_restart, self._on_failure = on_restart, on_failure
-        self._threads: dict[int, threading.Thread] = {}
-        self._restarting: set[int] = set()
+        self._trainer_has_devices = trainer_has_devices
+        self._threads: dict[int, tuple[EnginePlan, threading.Thread]] = {}
+        self._restarting: dict[int, EnginePlan] = {}
         self._waiting: list[Member] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
     def replace(self, lost: Member) -> None:
         """End ``lost`` and start its successor."""
+        plan = lost.engine.plan
         with self._lock:
-            self._restarting.add(lost.rank)
-            if self.waits_for_devices:
+            self._restarting[lost.rank] = plan
+            if plan.offload and (plan.update_weights or self._trainer_has_devices()):
                 self._waiting.append(lost)
                 self._begin(lost, lambda: _end(lost))
             else:
                 self._begin(lost, lambda: self._restart(lost))
 
-    def wait_for_all(self, deadline_s: float) -> None:
-        """Return when no restart is in progress; restarts that take longer continue in the background."""
-        self._join(deadline_s)
+    def waits_for_devices(self, model: str) -> bool:
+        """Whether a lost engine of ``model`` is started only when it is the engines' turn."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-            for lost in waiting:
-                self._begin(lost, lambda lost=lost: self._restart(lost))  # type: ignore[misc]
-        self._join(deadline_s)
+            return any(lost.engine.plan.model == model for lost in self._waiting)
+
+    def wait_for_all(self, deadline_s: float) -> None:
+        """Before a push: return when no restart of an engine that gets weights is in progress.
+
+        Restarts that take longer continue in the background.
+        """
+        self._join(deadline_s, lambda plan: plan.update_weights)
+        self._start_waiting(lambda plan: plan.update_weights)
+        self._join(deadline_s, lambda plan: plan.update_weights)
+
+    def start_frozen(self) -> None:
+        """The devices are the engines' again: start the lost engines of frozen models that waited for them."""
+        self._start_waiting(lambda plan: not plan.update_weights)
+
+    def wait_for_devices(self, deadline_s: float) -> None:
+        """The devices become the trainer's: return when no engine is being started or ended on them."""
+        self._join(deadline_s, lambda plan: plan.offload)
 
     def stop(self) -> None:
         """Start nothing more. Engines that are being started are ended when the fleet stops."""
@@ -73,35 +90,42 @@ class EngineRestarts:
 
     def wait_stopped(self) -> None:
         """After the engines were ended: wait a little for the threads that were starting one."""
-        self._join(STOP_TIMEOUT_S)
+        self._join(STOP_TIMEOUT_S, lambda plan: True)
 
     def _begin(self, lost: Member, work: Callable[[], Any]) -> None:
         thread = threading.Thread(target=work, name=f"replace-{lost}", daemon=True)
-        self._threads[lost.rank] = thread
+        self._threads[lost.rank] = (lost.engine.plan, thread)
         thread.start()
 
-    def _join(self, deadline_s: float) -> None:
+    def _start_waiting(self, which: Callable[[EnginePlan], bool]) -> None:
+        with self._lock:
+            due = [lost for lost in self._waiting if which(lost.engine.plan)]
+            self._waiting = [lost for lost in self._waiting if lost not in due]
+            for lost in due:
+                self._begin(lost, lambda lost=lost: self._restart(lost))  # type: ignore[misc]
+
+    def _join(self, deadline_s: float, which: Callable[[EnginePlan], bool]) -> None:
         deadline = time.monotonic() + deadline_s
         with self._lock:
-            threads = list(self._threads.values())
+            threads = [thread for plan, thread in self._threads.values() if which(plan)]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _restart(self, lost: Member) -> None:
         _end(lost)
-        reason = ""
+        plan, reason = lost.engine.plan, ""
         for attempt in range(1, ATTEMPTS + 1):
-            member = Member(self._new_engine(lost.engine.plan))
+            if self._is_others_turn(lost):
+                return
+            member = Member(self._new_engine(plan))
             self._members.put(member)
             if self._stopping.is_set():
                 return
             logger.warning("restarting %s", member)
             try:
                 info = member.engine.start()
-                if self.waits_for_devices:  # hold memory for weights alone
-                    client = EngineClient(info.url, api_key=info.api_key, timeout=self._timeout)
-                    client.release_memory()
-                    client.resume_memory(["weights"])
+                if plan.offload and plan.update_weights:
+                    offload.keep_weights_only(member, EngineClient(info.url, info.api_key, self._timeout))
             except Exception as e:  # noqa: BLE001  (logged, and retried)
                 self._members.change(member, (State.STARTING,), State.DEAD)
                 _end(member)
@@ -117,15 +141,24 @@ class EngineRestarts:
             return
         is_last = self._finish_restart(lost)
         message = f"{lost} could not be restarted in {ATTEMPTS} attempts. The last error: {reason}"
-        self._on_failure(message, is_last=is_last)
+        self._on_failure(lost, message, is_last=is_last)
+
+    def _is_others_turn(self, lost: Member) -> bool:
+        """Whether an engine of a frozen model has to wait after all: the trainer has been given its devices."""
+        plan = lost.engine.plan
+        with self._lock:
+            waits = plan.offload and not plan.update_weights and self._trainer_has_devices()
+            if waits:
+                self._waiting.append(lost)
+            return waits
 
     def _finish_restart(self, member: Member) -> bool:
-        """Record that a restart has ended, well or not; return whether no other one is in progress."""
+        """Record that a restart has ended, well or not; return whether no other one of its model is in progress."""
         with self._lock:
             # Unless it died again already, and another thread restarts it.
-            if self._threads[member.rank] is threading.current_thread():
-                self._restarting.discard(member.rank)
-            return not self._restarting
+            if self._threads[member.rank][1] is threading.current_thread():
+                self._restarting.pop(member.rank, None)
+            return all(plan.model != member.engine.plan.model for plan in self._restarting.values())
 
 
 def _end(member: Member) -> None:

@@ -7,10 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from slime.servers.loads import num_requests_from_load, num_waiting_from_load
 from slime.utils.http_client import HttpRequestError
-from slime.utils.http_utils import get_http_client
+from slime.utils.http_utils import get_http_client, get_rollout_num_engines
+from slime.utils.network import _wrap_ipv6
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,25 @@ PROBE_DEADLINE_S = 3.0
 LOAD_DEADLINE_S = 3.0
 """The load of an engine that does not report it within this time is left out."""
 SHORTEST_QUEUE = 8
+
+
+def model_url(args: Any, model_name: str, endpoint: str) -> str:
+    """Return the URL of ``endpoint`` at the router of ``model_name``.
+
+    ``default`` is the model that rollouts ask: the first that is served, unless another has that name. Where one model
+    is served every name means it. Raises ValueError for an unknown name where there are several.
+    """
+    routers = getattr(args, "sglang_model_routers", None) or {}  # no flag: set where slime starts the routers
+    if model_name not in routers and model_name != "default" and len(routers) > 1:
+        raise ValueError(f"no model {model_name!r} is served (--sglang-config); there are {', '.join(routers)}")
+    host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
+    return f"http://{_wrap_ipv6(host)}:{port}{endpoint}"
+
+
+def num_engines_asked(args: Any) -> int:
+    """Return the number of engines that rollouts ask: those of the first model."""
+    engines = getattr(args, "sglang_model_engines", None)  # no flag: set where slime starts the engines
+    return next(iter(engines.values())) if engines else get_rollout_num_engines(args)
 
 
 async def abort_all_until_idle(router_url: str, deadline_s: float) -> None:

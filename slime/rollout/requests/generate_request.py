@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
+from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.models import hf_fields
 from slime.arguments.rules.hf_config import read_config
 from slime.rollout.requests.generate_state import bookkeeping_of
@@ -161,16 +162,29 @@ def prompt_token_ids(state: Any, sample: Sample) -> list[int]:
 def engine_context_len(args: Any) -> int | None:
     """Return the tokens of prompt and response that the run's engines take together; None when it is not known.
 
-    Engines that were started by others, or by a deployment file, may take another number than the checkpoint says.
+    Engines that were started by others may take another number than the checkpoint says; of ``--sglang-config`` it is
+    the smallest of the first model's groups.
     """
     if args.debug_train_only:
         return None
     given = args.sglang_context_length
+    if args.sglang_config is not None:
+        return _shortest_of_groups(args.sglang_config, given, str(args.hf_checkpoint))
     if given is not None:
         return int(given)
-    if args.rollout_external or args.sglang_config is not None:
-        return None
-    return _positions(str(args.hf_checkpoint))
+    return None if args.rollout_external else _positions(str(args.hf_checkpoint))
+
+
+@cache
+def _shortest_of_groups(sglang_config: str, given: int | None, hf_checkpoint: str) -> int | None:
+    model = read_sglang_config(sglang_config)[0].models[0]
+    found = []
+    for group in model.server_groups:
+        if group.worker_type != "placeholder":
+            own = group.overrides.get("context_length", given)
+            path = group.overrides.get("model_path") or model.model_path or hf_checkpoint
+            found.append(_positions(str(path)) if own is None else int(own))
+    return min((length for length in found if length is not None), default=None)
 
 
 def longest_prompt(args: Any) -> int | None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.groups import FINISHED, copy_group, iter_samples, note_prompt
+from slime.rollout.requests.engines import num_engines_asked
 from slime.rollout.requests.top_p_mask import replays_top_p, top_k
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import LateFailures
-from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
 
 def request_limit(args: Any) -> int:
     """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine."""
-    return max(1, int(args.sglang_server_concurrency) * max(1, get_rollout_num_engines(args)))
+    return max(1, int(args.sglang_server_concurrency) * max(1, num_engines_asked(args)))
 
 
 class PromptTokens:

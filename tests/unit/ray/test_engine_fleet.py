@@ -4,161 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from slime.arguments.placement import EnginePlan
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import health as engine_health
 from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.fleet import EngineFleet
-from slime.ray.engines.members import LIVING, Member, State
-from slime.servers.http import EngineError, RouterError
+from slime.ray.engines.members import State
+from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
-from tests.support.standin_fleet import Events, fleet_args
-
-PATIENCE_S = 30.0
-
-
-class Engine:
-    """An engine whose starts, ends and answers are what the test says. Every life has a port of its own."""
-
-    started: list[Engine]
-    broken_starts: list[str]
-    gate: threading.Event
-
-    def __init__(self, plan: EnginePlan) -> None:
-        self.plan, self.ended_by, self.is_ended = plan, None, threading.Event()
-        self.started.append(self)
-        self.port = len(self.started)
-
-    def start(self) -> EngineInfo:
-        if self.port > 2:
-            assert self.gate.wait(PATIENCE_S)
-        if self.broken_starts and self.port > 2:
-            raise RuntimeError(self.broken_starts.pop(0))
-        return EngineInfo(f"http://e{self.plan.rank}:{self.port}", rank=self.plan.rank)
-
-    def poll(self) -> str | None:
-        return self.ended_by
-
-    def last_lines(self) -> list[str]:
-        return ["loading", "serving"]
-
-    def end(self) -> None:
-        self.is_ended.set()
-
-
-class Router:
-    host, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
-
-    def __init__(self) -> None:
-        self.engines: list[str] = []
-        self.refuses: set[str] = set()
-        self.ended_by: str | None = None
-        self.stopped = False
-
-    def start(self) -> None: ...
-    def wait_ready(self) -> None: ...
-
-    def add_engine(self, info: EngineInfo) -> None:
-        if info.url in self.refuses:
-            raise RouterError("POST", "/workers", status=500, body="full")
-        self.engines.append(info.url)
-
-    def remove_engine(self, info: EngineInfo) -> bool:
-        if info.url in self.engines:
-            self.engines.remove(info.url)
-        return True
-
-    def poll(self) -> str | None:
-        return self.ended_by
-
-    def stop(self) -> None:
-        self.stopped = True
-
-
-class Client:
-    """Answers unless its URL is among the ``silent`` ones."""
-
-    silent: set[str]
-    calls: list[tuple[str, str]]
-
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 0.0) -> None:
-        self.url = url
-
-    def __getattr__(self, name: str) -> Callable[..., str]:
-        def call(*args: Any, **kwargs: Any) -> str:
-            self.calls.append((self.url, " ".join([name, *map(str, args)])))
-            if self.url in self.silent:
-                raise EngineError("GET", self.url, status=None, body="no reply")
-            return f"{name} of {self.url}"
-
-        return call
-
-
-class World:
-    def __init__(self, fleet: EngineFleet, router: Router, events: Events) -> None:
-        self.fleet, self.router, self.events = fleet, router, events
-
-    def member(self, rank: int) -> Member:
-        return self.fleet.members.all()[rank]
-
-    def wait_for(self, rank: int, state: State) -> None:
-        """The threads that replace engines are short here."""
-        for _ in range(int(PATIENCE_S / 0.005)):
-            if self.member(rank).state is state:
-                return
-            threading.Event().wait(0.005)
-        raise AssertionError(f"engine {rank} is {self.member(rank).state}, not {state}")
-
-
-def infos(run: World) -> list[EngineInfo]:
-    """The engines that live."""
-    return [member.known_info for member in run.fleet.members.of(*LIVING)]
-
-
-def push(run: World) -> list[str]:
-    """A push to the engines that are offered; return which."""
-    offered = [info.url for info in run.fleet.offer()]
-    run.fleet.admit()
-    return offered
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    Engine.started, Engine.broken_starts, Engine.gate = [], [], threading.Event()
-    Engine.gate.set()
-    Client.silent, Client.calls = set(), []
-    router = Router()
-    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
-    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.001)
-    for module in (engine_fleet, engine_restarts, engine_health):
-        monkeypatch.setattr(module, "EngineClient", Client)
-    monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
-    monkeypatch.setattr(EngineFleet, "_router", lambda self, host: router)
-    worlds: list[World] = []
-
-    def make(**changes: Any) -> World:
-        events = Events()
-        args = fleet_args(2, **{"rollout_health_check_interval": 10_000.0, **changes})
-        fleet = EngineFleet(args, (None, [0, 1], [0, 1]), {}, events, Engine)
-        worlds.append(World(fleet, router, events))
-        fleet.start()
-        return worlds[-1]
-
-    yield make
-    for each in worlds:
-        each.fleet.stop()
+from tests.support.fake_fleet import PATIENCE_S, Client, Engine, infos, push
 
 
 def test_engines_that_start_get_requests_and_end_with_the_fleet(world: Any) -> None:
     run = world()
     assert run.router.engines == ["http://e0:1", "http://e1:2"]
     assert [info.rank for info in infos(run)] == [0, 1]
-    assert run.fleet.for_all(lambda engine: engine.flush_cache()) == [f"flush_cache of {u}" for u in run.router.engines]
+    assert run.fleet.check_weights("checksum") == [f"weights_checker of {url}" for url in run.router.engines]
     assert run.fleet.counts() == {}
     run.fleet.stop()
     assert all(engine.is_ended.is_set() for engine in Engine.started)
@@ -279,9 +142,8 @@ def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) 
     run.fleet.admit()
     assert run.router.engines == ["http://e1:2"]
     assert run.fleet.num_new == 1
-    # Its weights are not those of the others: what compares them leaves it out, what concerns memory does not.
-    assert len(run.fleet.for_all(lambda engine: engine.weights_checker("checksum"), states=(State.SERVING,))) == 1
-    assert len(run.fleet.for_all(lambda engine: engine.flush_cache())) == 2
+    # Its weights are not those of the others: what compares them leaves it out.
+    assert run.fleet.check_weights("checksum") == ["weights_checker of http://e1:2"]
     assert run.fleet.recover() == 1
     push(run)
     assert run.router.engines == ["http://e1:2", "http://e0:3"]
@@ -365,7 +227,7 @@ def test_without_a_trainer_engines_serve_when_they_are_back(world: Any, offload:
 def test_a_call_to_all_goes_on_without_the_one_that_is_silent(world: Any) -> None:
     run = world()
     Client.silent.add("http://e0:1")
-    assert run.fleet.for_all(lambda engine: engine.flush_cache()) == ["flush_cache of http://e1:2"]
+    assert run.fleet.check_weights("checksum") == ["weights_checker of http://e1:2"]
     assert [info.rank for info in infos(run)] == [1]
     asked = [what for url, what in Client.calls if url == "http://e0:1" and what.startswith("loads")]
     assert len(asked) == engine_health.ANSWER_ATTEMPTS
@@ -374,12 +236,13 @@ def test_a_call_to_all_goes_on_without_the_one_that_is_silent(world: Any) -> Non
 def test_a_call_that_an_engine_refuses_is_a_failure(world: Any, monkeypatch: Any) -> None:
     run = world()
 
-    def refuse(engine: Any) -> None:
+    def refuse(engine: Client, action: str) -> None:
         if engine.url == "http://e1:2":
             raise EngineError("POST", engine.url, status=400, body="tensors differ")
 
+    monkeypatch.setattr(Client, "weights_checker", refuse, raising=False)
     with pytest.raises(EngineError, match="tensors differ"):
-        run.fleet.for_all(refuse)
+        run.fleet.check_weights("compare")
     assert len(infos(run)) == 2
 
 

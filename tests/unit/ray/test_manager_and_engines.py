@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.arguments.placement import EnginePlan
 from slime.ray import rollout_manager
 from slime.ray.engines import control as engine_control
 from slime.ray.remote import EngineDied, EnginesNeedWeights, RemoteFailure
@@ -30,6 +31,8 @@ class FakeFleet:
         self.num_new = 0
         self.ready, self.stopped = threading.Event(), False
         self.infos = [EngineInfo(f"http://127.0.0.1:{i}", 1, i, "regular", i) for i in range(2)]
+        plans = [EnginePlan(i, 4 * i, 4, 4, 1, overrides=overrides) for i, overrides in enumerate(({}, {"ep_size": 2}))]
+        self.offered = [SimpleNamespace(engine=SimpleNamespace(plan=plan)) for plan in plans]
         self.error: Exception | None = None
         fleets.append(self)
 
@@ -41,8 +44,15 @@ class FakeFleet:
     def offer(self) -> list[EngineInfo]:
         return self.infos
 
-    def for_all(self, action: Callable[[Any], Any], states: Any = None) -> list[Any]:
-        return [action(engine) for engine in self.engines]
+    def check_weights(self, action: str) -> list[str]:
+        self.calls.append(action)
+        return [f"{action} done"]
+
+    def release_memory(self) -> None:
+        self.calls.append("release")
+
+    def resume_memory(self, tags: list[str] | None) -> None:
+        self.calls.append(f"resume {tags}")
 
     def resume_checks(self) -> None:
         self.calls.append("resume checks")
@@ -67,25 +77,6 @@ class FakeFleet:
     def stop(self) -> None:
         self.stopped = True
         self.ready.set()
-
-    class Engine:
-        def __init__(self) -> None:
-            self.calls: list[str] = []
-
-        def flush_cache(self) -> None:
-            self.calls.append("flush")
-
-        def release_memory(self) -> None:
-            self.calls.append("release")
-
-        def resume_memory(self, tags: list[str] | None) -> None:
-            self.calls.append(f"resume {tags}")
-
-        def weights_checker(self, action: str) -> str:
-            self.calls.append(action)
-            return f"{action} done"
-
-    engines = (Engine(), Engine())
 
 
 fleets: list[FakeFleet] = []
@@ -121,24 +112,22 @@ def test_calls_wait_for_the_engines(with_engines: Any) -> None:
         assert trained(rollout.result(PATIENCE_S)) == [0, 1, 2, 3]
 
 
-def test_offload_and_onload_reach_every_engine(with_engines: Any) -> None:
+def test_offload_and_onload_reach_the_engines(with_engines: Any) -> None:
     manager, fleet = with_engines()
-    fleet.engines = (FakeFleet.Engine(), FakeFleet.Engine())
     fleet.ready.set()
     manager.offload()
     manager.onload_weights()
     manager.onload_kv()
     manager.onload()
-    assert manager.check_weights("checksum") == ["checksum done"] * 2
-    for engine in fleet.engines:
-        assert engine.calls == [
-            "flush",  # release refuses an engine with a filled cache
-            "release",
-            "resume ['weights']",
-            "resume ['kv_cache', 'cuda_graph']",
-            "resume None",
-            "checksum",
-        ]
+    assert manager.check_weights("checksum") == ["checksum done"]
+    assert fleet.calls == [
+        "pause checks",
+        "release",
+        "resume ['weights']",
+        "resume ['kv_cache', 'cuda_graph']",
+        "resume None",
+        "checksum",
+    ]
 
 
 def test_engines_that_do_not_start_fail_every_call_and_the_watch(with_engines: Any) -> None:
@@ -210,14 +199,14 @@ def generate_for_ever(args: Any, rollout_id: int, source: Any, evaluation: bool 
 
 def test_rollouts_and_evaluations_are_checked_and_offloaded_engines_are_not(with_engines: Any) -> None:
     manager, fleet = with_engines()
-    fleet.engines = (FakeFleet.Engine(),)
     fleet.ready.set()
     manager.generate(0)
     manager.offload()
     manager.eval(0)
     manager.health_monitoring_pause()
     manager.health_monitoring_resume()
-    assert fleet.calls == ["resume checks", "pause checks"] * 2 + ["resume checks"]
+    checks = [call for call in fleet.calls if call.endswith("checks")]
+    assert checks == ["resume checks", "pause checks"] * 2 + ["resume checks"]
     assert {r["name"]: r["value"] for r in manager.drain_records()}["rollout/engines/restarted"] == 2
 
 
@@ -249,7 +238,7 @@ def test_what_trainers_of_old_ask_for_before_a_push(with_engines: Any, monkeypat
     engines, lock, num_new, gpus, offsets, sizes = manager.get_updatable_engines_and_lock()
     assert engines == fleet.infos
     assert (num_new, gpus, offsets) == (1, [1, 1], [0, 1])
-    assert sizes == [{"tp_size": 2, "pp_size": 2, "ep_size": 1}] * 2
+    assert sizes == [{"tp_size": 2, "pp_size": 2, "ep_size": size} for size in (1, 2)]
     assert lock.acquire()
     assert not lock.acquire()
     lock.release()

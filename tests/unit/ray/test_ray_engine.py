@@ -57,10 +57,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return fake
 
 
-def engine_of(*actors: Actor) -> RayEngine:
+def engine_of(*actors: Actor, **of_group: Any) -> RayEngine:
     args = run_args(engine_ready_timeout=100.0)
     args.device_type = "cuda"
-    plan = EnginePlan(rank=3, gpu_offset=4, num_gpus=2 * len(actors), num_gpus_on_node=2, nodes=len(actors))
+    plan = EnginePlan(3, 4, 2 * len(actors), 2, len(actors), **of_group)
     engine = RayEngine(args, plan, ("pg", list(range(8)), [7, 6, 5, 4, 3, 2, 1, 0]), {}, loopback=False)
     waiting_actors = list(actors)
     engine._launch = lambda node_rank: waiting_actors.pop(0)  # type: ignore[method-assign]
@@ -78,6 +78,16 @@ def test_it_is_started_on_every_node_and_reached_at_the_first(cluster: Cluster) 
     assert [kwargs["dist_init_addr"] for kwargs in started] == ["10.0.0.1:15000"] * 2
     assert [kwargs["base_gpu_id"] for kwargs in started] == [3, 1]  # the GPUs of slots 4 and 6
     assert started[0]["num_gpus"] == 4
+
+
+def test_what_its_group_says_reaches_its_process(cluster: Cluster) -> None:
+    actor = Actor(wait_ready=Ref(INFO))
+    overrides = {"model_path": "/models/judge", "mem_fraction_static": 0.5}
+    engine_of(actor, model="judge", update_weights=False, offload=True, overrides=overrides).start()
+    placement = next(kwargs for name, _, kwargs in actor.calls if name == "start")
+    assert placement["name"] == "engine 3 of model judge"
+    assert (placement["update_weights"], placement["offload"], placement["overrides"]) == (False, True, overrides)
+    assert placement["worker_type"] == "regular"
 
 
 def test_the_node_that_does_not_start_is_named(cluster: Cluster) -> None:

@@ -133,6 +133,17 @@ def test_different_checksums_end_the_run(clock: FakeRay) -> None:
         RolloutHandle(handle_args(), Remote(check_weights=[{"a": 1}, {"a": 2}])).check_equal_checksums()
 
 
+def test_engines_of_other_sizes_hold_other_parts(clock: FakeRay) -> None:
+    def checksum(tp_size: int, text: str) -> dict[str, Any]:
+        ranks = [{"parallelism_info": {"tp_rank": i, "tp_size": tp_size}, "sum": text} for i in range(tp_size)]
+        return {"ranks": ranks, "per_engine_checksum": text}
+
+    found = [checksum(2, "x"), checksum(1, "y"), checksum(1, "y")]
+    RolloutHandle(handle_args(), Remote(check_weights=found)).check_equal_checksums()
+    with pytest.raises(RuntimeError, match="different weights"):
+        RolloutHandle(handle_args(), Remote(check_weights=[*found, checksum(2, "z")])).check_equal_checksums()
+
+
 def test_the_end_does_not_wait_for_ever(clock: FakeRay) -> None:
     RolloutHandle(handle_args(), Remote(dispose=Ref(at=NEVER))).dispose()
     assert clock.now == rollout_handle.DISPOSE_DEADLINE_S

@@ -28,7 +28,6 @@ def args(tmp_path: Path, config: dict[str, Any], **values: Any) -> Namespace:
         ({"max_position_embeddings": 100}, {"sglang_context_length": 40}, 40),
         ({"max_position_embeddings": 100}, {"debug_train_only": True}, None),
         ({"max_position_embeddings": 100}, {"rollout_external": True}, None),
-        ({"max_position_embeddings": 100}, {"sglang_config": "engines.yaml"}, None),
         ({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, None),
         ({"text_config": {"max_position_embeddings": 7}}, {}, 7),
         ({}, {}, None),
@@ -38,6 +37,27 @@ def test_the_longest_sequence_of_the_engines(config, values, expected, tmp_path)
     found = args(tmp_path, config, **values)
     assert engine_context_len(found) == expected
     assert longest_prompt(found) == (None if expected is None else expected - 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "given", "expected"),
+    [
+        ("{num_gpus: 1}", None, 100),
+        ("{num_gpus: 1}", 60, 60),
+        ("{num_gpus: 1, overrides: {context_length: 50}}, {num_gpus: 1}", 60, 50),
+        ("{num_gpus: 1, overrides: {context-length: 70}}", 60, 70),
+        ("{worker_type: placeholder, num_gpus: 1}", None, None),
+    ],
+)
+def test_groups_of_the_first_model_may_take_less(groups, given, expected, tmp_path):
+    file = tmp_path / "engines.yaml"
+    file.write_text(f"""
+sglang:
+  - {{name: actor, server_groups: [{groups}]}}
+  - {{name: judge, server_groups: [{{num_gpus: 1, overrides: {{context_length: 3}}}}]}}
+""")
+    values = {"sglang_config": str(file), "sglang_context_length": given}
+    assert engine_context_len(args(tmp_path, {"max_position_embeddings": 100}, **values)) == expected
 
 
 def test_a_checkpoint_that_is_not_there_limits_nothing():

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from slime.rollout import sglang_rollout
-from slime.rollout.requests.generate_state import Completions, PromptTokens
+from slime.rollout.requests.generate_state import Completions, PromptTokens, request_limit
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args
@@ -20,6 +20,13 @@ def make_state(monkeypatch):
     SingletonMeta.clear_instances()
     yield lambda **flags: sglang_rollout.GenerateState(rollout_args(**flags))
     SingletonMeta.clear_instances()
+
+
+def test_requests_are_limited_by_the_engines_of_the_model_that_is_asked():
+    args = rollout_args(sglang_server_concurrency=5, rollout_num_engines=4)
+    assert request_limit(args) == 20
+    args.sglang_model_engines = {"actor": 3, "judge": 1}
+    assert request_limit(args) == 15
 
 
 def test_there_is_one_per_process(make_state):

@@ -538,6 +538,16 @@ def test_model_urls():
     assert sglang_rollout.get_model_url(args, "actor", "/x") == "http://[::1]:5/x"
 
 
+def test_urls_of_several_models():
+    args = run_args(sglang_router_ip="10.0.0.1", sglang_router_port=5)
+    args.sglang_model_routers = {"actor": ("10.0.0.1", 5), "judge": ("10.0.0.1", 7)}
+    assert sglang_rollout.get_model_url(args, "judge", "") == "http://10.0.0.1:7"
+    for name in ("actor", "default"):
+        assert sglang_rollout.get_model_url(args, name, "") == "http://10.0.0.1:5"
+    with pytest.raises(ValueError, match=r"no model 'juge' is served \(--sglang-config\); there are actor, judge"):
+        sglang_rollout.get_model_url(args, "juge")
+
+
 def test_the_way_from_a_group_to_its_request_is_short(cluster, make_args, monkeypatch):
     """``generate_and_rm_group`` starts a task per sample, which calls no more than these before ``post``."""
     ways, post = set(), sglang_rollout.post

@@ -142,11 +142,33 @@ def test_an_unknown_worker_type_is_refused() -> None:
         build_server_args(engine_args(), spec(worker_type="verifier"))
 
 
-def test_overrides_win_and_unknown_ones_are_refused() -> None:
+def test_overrides_win_and_unknown_ones_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     args = engine_args(sglang_mem_fraction_static=0.3)
-    assert parse(build_server_args(args, spec(overrides={"mem_fraction_static": 0.7}))).mem_fraction_static == 0.7
-    with pytest.raises(ValueError, match="no argument mem_fraction_statik"):
-        build_server_args(args, spec(overrides={"mem_fraction_statik": 0.7}))
+    given = {"mem_fraction_static": 0.7, "model_path": "/judge", "random_seed": 1}
+    got = parse(build_server_args(args, spec(overrides=given)))
+    assert (got.mem_fraction_static, got.model_path, got.random_seed) == (0.7, "/judge", 1)
+    assert build_server_args(args, spec(overrides={"mem_fraction_statik": 0.7})) == build_server_args(args, spec())
+    assert "SGLang has no argument mem_fraction_statik: the engine does without it" in caplog.text
+
+
+def test_memory_of_groups_that_take_turns_with_the_trainer() -> None:
+    """A frozen model's weights have to be kept somewhere: nobody sends them again."""
+    args = engine_args(offload_rollout=True)
+    for fields, saver, backup in (
+        ({}, True, False),
+        ({"offload": False}, False, False),
+        ({"offload": True, "update_weights": False}, True, True),
+        ({"offload": False, "update_weights": False}, False, False),
+        ({"offload": False, "overrides": {"enable_memory_saver": True}}, True, False),
+    ):
+        got = parse(build_server_args(args, spec(**fields)))
+        assert (got.enable_memory_saver, got.enable_weights_cpu_backup) == (saver, backup), fields
+
+
+def test_only_the_trained_model_reports_its_experts() -> None:
+    args = engine_args(use_rollout_routing_replay=True)
+    assert parse(build_server_args(args, spec())).enable_return_routed_experts
+    assert not parse(build_server_args(args, spec(update_weights=False))).enable_return_routed_experts
 
 
 def test_the_key_is_kept_off_the_command_line() -> None:

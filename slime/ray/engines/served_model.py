@@ -1,0 +1,89 @@
+"""A model that a run serves: its router, and the engines behind it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+
+from slime.arguments.placement import EnginePlan, models_of
+from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
+from slime.observability.run_dir import log_path
+from slime.ray.engines.members import Member, Members, State
+from slime.servers.http import RouterError
+
+logger = logging.getLogger(__name__)
+
+
+class ServedModel:
+    """The engines of ``plans`` behind a router of their own.
+
+    ``update_weights``: they get the trainer's weights, and no request before. Those of a frozen model keep the weights
+    of their checkpoint.
+    """
+
+    def __init__(self, name: str, plans: Sequence[EnginePlan], members: Members, *, update_weights: bool) -> None:
+        self.name, self.plans, self.update_weights = name, plans, update_weights
+        self.router: RouterProcess | RunningRouter | None = None
+        self._members = members
+
+    @property
+    def running_router(self) -> RouterProcess | RunningRouter:
+        assert self.router is not None, "the fleet has not been started"
+        return self.router
+
+    @property
+    def address(self) -> tuple[str, int | None]:
+        """Host and port of the router."""
+        return self.running_router.host, self.running_router.port
+
+    def of(self, *states: State) -> list[Member]:
+        """Return its engines in one of ``states``."""
+        return self._members.of(*states, model=self.name)
+
+    def register(self, member: Member) -> None:
+        """Send requests to ``member``. Raises RouterError."""
+        self.running_router.add_engine(member.known_info)
+        self._members.change(member, (State.NEW,), State.SERVING)
+
+    def deregister(self, member: Member) -> None:
+        """Send no more requests to ``member``."""
+        try:
+            self.running_router.remove_engine(member.known_info)
+        except RouterError as e:
+            logger.warning("%s stays on the router, which will find it dead: %s", member, e)
+
+    def recovery_message(self, *, restarts: bool) -> str:
+        """Say how the run continues after the loss of an engine."""
+        serving, of_model = len(self.of(State.SERVING)), "" if self.name == "default" else f" of model {self.name}"
+        remaining = (
+            f"{serving} of {len(self.plans)} engines{of_model} continue; requests of the lost one are sent to them."
+        )
+        if restarts:
+            when = "from the next weight sync on" if self.update_weights else "as soon as it generates"
+            lost = remaining if serving else f"It was the last one{of_model} that served."
+            return f"{lost} It is restarted, and serves {when}."
+        if serving:
+            return f"{remaining} With --use-fault-tolerance it would be restarted."
+        return f"No engine{of_model} is left. With --use-fault-tolerance engines are restarted."
+
+
+def served_models(args: Namespace, plans: Sequence[EnginePlan], members: Members) -> list[ServedModel]:
+    """Return the models of a run, the first of which rollouts ask; their routers are not started."""
+    models = models_of(args)
+    updated = {"default": True} if models is None else {model.name: bool(model.update_weights) for model in models}
+    return [
+        ServedModel(name, [plan for plan in plans if plan.model == name], members, update_weights=update_weights)
+        for name, update_weights in updated.items()
+    ]
+
+
+def new_router(args: Namespace, model: ServedModel, host: str, *, is_first: bool) -> RouterProcess | RunningRouter:
+    """Return the router of ``model``; the flags that say where one is, or is to be, are about the first model's."""
+    if is_first and args.sglang_router_ip is not None:
+        return RunningRouter(args)
+    if is_first:
+        return RouterProcess(args, host, args.sglang_router_port, log_path=log_path(args, "router"))
+    log = log_path(args, f"router_{re.sub(r'[^A-Za-z0-9_.-]', '_', model.name)}")
+    return RouterProcess(args, host, log_path=log, name=f"router of model {model.name}", shares_flags=True)

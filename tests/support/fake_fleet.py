@@ -1,0 +1,167 @@
+"""An ``EngineFleet`` over engines, routers and clients that are what the test says: nothing is started."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slime.arguments.placement import EnginePlan
+from slime.ray.engines import fleet as engine_fleet
+from slime.ray.engines import health as engine_health
+from slime.ray.engines import restarts as engine_restarts
+from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.members import LIVING, Member, State
+from slime.servers.http import EngineError, RouterError
+from slime.servers.types import EngineInfo
+from tests.support.standin_fleet import Events, fleet_args
+
+PATIENCE_S = 30.0
+
+
+class Engine:
+    """An engine whose starts, ends and answers are what the test says. Every life has a port of its own."""
+
+    started: list[Engine]
+    planned: int
+    broken_starts: list[str]
+    gate: threading.Event
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self.plan, self.ended_by, self.is_ended = plan, None, threading.Event()
+        self.started.append(self)
+        self.port = len(self.started)
+
+    def start(self) -> EngineInfo:
+        if self.port > self.planned:
+            assert self.gate.wait(PATIENCE_S)
+        if self.broken_starts and self.port > self.planned:
+            raise RuntimeError(self.broken_starts.pop(0))
+        return EngineInfo(f"http://e{self.plan.rank}:{self.port}", rank=self.plan.rank)
+
+    def poll(self) -> str | None:
+        return self.ended_by
+
+    def last_lines(self) -> list[str]:
+        return ["loading", "serving"]
+
+    def end(self) -> None:
+        self.is_ended.set()
+
+
+class Router:
+    host, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
+
+    def __init__(self, port: int = 1) -> None:
+        self.port = port
+        self.engines: list[str] = []
+        self.refuses: set[str] = set()
+        self.ended_by: str | None = None
+        self.stopped = False
+
+    def start(self) -> None: ...
+    def wait_ready(self) -> None: ...
+
+    def add_engine(self, info: EngineInfo) -> None:
+        if info.url in self.refuses:
+            raise RouterError("POST", "/workers", status=500, body="full")
+        self.engines.append(info.url)
+
+    def remove_engine(self, info: EngineInfo) -> bool:
+        if info.url in self.engines:
+            self.engines.remove(info.url)
+        return True
+
+    def poll(self) -> str | None:
+        return self.ended_by
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Client:
+    """Answers unless its URL is among the ``silent`` ones."""
+
+    silent: set[str]
+    calls: list[tuple[str, str]]
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 0.0) -> None:
+        self.url = url
+
+    def num_requests(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        def call(*args: Any, **kwargs: Any) -> str:
+            self.calls.append((self.url, " ".join([name, *map(str, args)])))
+            if self.url in self.silent:
+                raise EngineError("GET", self.url, status=None, body="no reply")
+            return f"{name} of {self.url}"
+
+        return call
+
+
+class World:
+    def __init__(self, fleet: EngineFleet, routers: dict[str, Router], events: Events) -> None:
+        self.fleet, self.routers, self.events = fleet, routers, events
+
+    @property
+    def router(self) -> Router:
+        """That of the first model."""
+        return self.routers[self.fleet.models[0].name]
+
+    def member(self, rank: int) -> Member:
+        return self.fleet.members.all()[rank]
+
+    def wait_for(self, rank: int, state: State) -> None:
+        """The threads that replace engines are short here."""
+        for _ in range(int(PATIENCE_S / 0.005)):
+            if self.member(rank).state is state:
+                return
+            threading.Event().wait(0.005)
+        raise AssertionError(f"engine {rank} is {self.member(rank).state}, not {state}")
+
+
+def infos(run: World) -> list[EngineInfo]:
+    """The engines that live."""
+    return [member.known_info for member in run.fleet.members.of(*LIVING)]
+
+
+def push(run: World) -> list[str]:
+    """A push to the engines that are offered; return which."""
+    offered = [info.url for info in run.fleet.offer()]
+    run.fleet.admit()
+    return offered
+
+
+def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    """Yield what makes a started fleet on ``slots``; keyword arguments replace those of the run."""
+    Engine.started, Engine.broken_starts, Engine.gate = [], [], threading.Event()
+    Engine.gate.set()
+    Client.silent, Client.calls = set(), []
+    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
+    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.001)
+    for module in (engine_fleet, engine_restarts, engine_health):  # all that make a client
+        monkeypatch.setattr(module, "EngineClient", Client)
+    monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
+    worlds: list[World] = []
+    monkeypatch.setattr(
+        EngineFleet,
+        "_router",
+        lambda self, model, host: worlds[-1].routers.setdefault(model.name, Router(1 + len(worlds[-1].routers))),
+    )
+
+    def make(slots: int = 2, **changes: Any) -> World:
+        events = Events()
+        args = fleet_args(slots, **{"rollout_health_check_interval": 10_000.0, **changes})
+        fleet = EngineFleet(args, (None, list(range(slots)), list(range(slots))), {}, events, Engine)
+        Engine.planned = len(Engine.started) + len(fleet.plans)
+        worlds.append(World(fleet, {}, events))
+        fleet.start()
+        return worlds[-1]
+
+    yield make
+    for each in worlds:
+        each.fleet.stop()
