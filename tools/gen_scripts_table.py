@@ -20,6 +20,7 @@ HEAD = (
 )
 _TABLE = re.compile(r"(<!-- table: begin -->\n).*?(<!-- table: end -->)", re.DOTALL)
 _ONE = re.compile(r"(--[\w-]+)(?: \S+){0,2} is not available yet in this version")
+_ENGINES = re.compile(r"--sglang-config \S+: (.* engines) \(model .*\) are not available yet")
 _QUANTIZED = re.compile(r"--hf-checkpoint \S+ is quanti[sz]ed \((\w+)\)")
 _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 
@@ -27,7 +28,7 @@ _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 FEATURES: dict[str, tuple[str, ...]] = {
     "DeepEP": ("--moe-enable-deepep", "--moe-token-dispatcher-type"),
     "sparse attention": ("--enable-experimental", "--allgather-cp", "--dsa-*", "--spec"),
-    "prefill and decode engines": ("--prefill-num-servers", "--sglang-config"),
+    "prefill and decode engines": ("--prefill-num-servers",),
     "routing replay": ("--use-*routing-replay",),
     "FP8 training": ("--fp8-*",),
     "INT4 QAT": ("--train-env-vars",),
@@ -39,9 +40,9 @@ def not_yet(refusals: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     for sentence in refusals:
         several, one = _SEVERAL.match(sentence), _ONE.match(sentence)
-        quantized = _QUANTIZED.match(sentence)
+        quantized, engines = _QUANTIZED.match(sentence), _ENGINES.match(sentence)
         flags = several[1].split(", ") if several else [one[1]] if one else []
-        other = f"{quantized[1].upper()} engines" if quantized else sentence
+        other = f"{quantized[1].upper()} engines" if quantized else engines[1] if engines else sentence
         found.update(dict.fromkeys([_feature(flag) for flag in flags] or [other]))
     return list(found)
 

@@ -31,7 +31,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     # rollout
     "rollout_data_transport": ("nixl",),
     "prefill_num_servers": ANY,
-    "sglang_config": ANY,
     "multimodal_keys": ANY,
     # algorithm
     # weight synchronisation

@@ -55,6 +55,7 @@ RULES = (
     placement.resolve_colocation,
     placement.check_engines,
     placement.count_engines,
+    placement.check_models,
     weight_sync.check,
     checkpoints.check_save,
     parallelism.derive_global_batch_size,

@@ -15,7 +15,9 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.models import hf_fields
 from slime.arguments.models.facts import family_of, known_model, quantization_by_name
 from slime.arguments.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
+from slime.arguments.placement import models_of
 from slime.arguments.rules import mtp
+from slime.arguments.rules.sglang import as_flags
 from slime.utils.model_shape import moe_layer_pattern
 
 # What an option that is left out stands for, where Megatron's default is None.
@@ -188,14 +190,33 @@ def _shown(value: Any) -> str:
 
 
 def check_served_model(args: Namespace) -> None:
-    """Compare engines of ``--hf-checkpoint`` with its configuration; a deployment file may serve other models."""
-    if args.debug_train_only or args.rollout_external or args.sglang_config is not None or not args.rollout_num_gpus:
+    """Compare engines with the configuration of the checkpoint that they serve."""
+    if args.debug_train_only or args.rollout_external or not args.rollout_num_gpus:
         return
+    if args.sglang_config is None:
+        _check_engines_of(args, asked_by_rollouts=True)
+        return
+    for number, model in enumerate(models_of(args) or ()):
+        path = str(model.model_path)
+        if path != args.hf_checkpoint and not _is_there(path):
+            diagnostics.unavailable(
+                args,
+                f"--sglang-config {args.sglang_config}: model {model.name}: there is no {path}/config.json; give a "
+                "local Hugging Face checkpoint directory",
+            )
+        for group in model.server_groups:
+            if group.worker_type != "placeholder":
+                with as_flags(args, model, group) as engine:
+                    _check_engines_of(engine, asked_by_rollouts=number == 0)
+
+
+def _check_engines_of(args: Namespace, *, asked_by_rollouts: bool) -> None:
     config = _served_config(args)
     if config is None:
         return
     _check_heads(args, config)
-    _warn_of_long_sequences(args, config)
+    if asked_by_rollouts:
+        _warn_of_long_sequences(args, config)
 
 
 def _served_config(args: Namespace) -> dict[str, Any] | None:
@@ -208,7 +229,7 @@ def _served_config(args: Namespace) -> dict[str, Any] | None:
 
 def _check_heads(args: Namespace, config: dict[str, Any]) -> None:
     """SGLang divides heads among the ranks of an attention group, and repeats key and value heads if they are fewer."""
-    ranks = args.sglang_tp_size
+    ranks = args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)
     if args.sglang_enable_dp_attention:
         ranks //= args.sglang_dp_size
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -242,15 +263,20 @@ def _warn_of_long_sequences(args: Namespace, config: dict[str, Any]) -> None:
 
 
 def check_not_quantized(args: Namespace) -> None:
-    """Refuse a quantized ``--hf-checkpoint`` whose engines would be sent weights; a dry run lists it."""
+    """Refuse a quantized checkpoint whose engines would be sent weights; a dry run lists it."""
     if args.debug_train_only or args.debug_rollout_only or not args.rollout_num_gpus:
         return
-    method = _quantization(args.hf_checkpoint)
+    checkpoint, given = args.hf_checkpoint, f"--hf-checkpoint {args.hf_checkpoint}"
+    for model in models_of(args) or ():
+        if model.update_weights and model.model_path is not None and model.model_path != checkpoint:
+            checkpoint = model.model_path
+            given = f"--sglang-config {args.sglang_config}: {checkpoint} of model {model.name}"
+    method = _quantization(checkpoint)
     if method in (None, "bf16", "fp16"):
         return
     message = (
-        f"--hf-checkpoint {args.hf_checkpoint} is quantized ({method}): weights that are quantized before they go to "
-        "the engines are not available yet in this version; give a bf16 checkpoint"
+        f"{given} is quantized ({method}): weights that are quantized before they go to the engines are not available "
+        "yet in this version; give a bf16 checkpoint"
     )
     if not args.dry_run:
         raise ArgumentError(message)

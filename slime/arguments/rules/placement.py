@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-from slime.arguments.placement import engines_of, models_of
+from slime.arguments.placement import Model, engines_of, layout_of, models_of
 
 
 def apply_offload_shorthand(args: Namespace) -> None:
@@ -228,3 +229,65 @@ def count_engines(args: Namespace) -> None:
     except ValueError as error:
         option = f"--sglang-config {args.sglang_config}: " if args.sglang_config is not None else ""
         raise ArgumentError(f"{option}{error}") from error
+
+
+def check_models(args: Namespace) -> None:
+    """Of the models of ``--sglang-config`` the first gets the trainer's weights, and no group shares half of its slots.
+
+    Raises ``ArgumentError``.
+    """
+    if args.sglang_config is None or args.debug_train_only:
+        return
+    option, models = f"--sglang-config {args.sglang_config}", models_of(args) or ()
+    for model in models:
+        _refuse_disaggregation(args, option, model)
+    if any(model.name == "default" for model in models[1:]):
+        raise ArgumentError(f"{option}: default is a name of the first model, which rollouts ask; rename the other one")
+    if not args.debug_rollout_only:
+        _check_updated(args, option, models)
+    _check_borders(args, option, models)
+
+
+def _refuse_disaggregation(args: Namespace, option: str, model: Model) -> None:
+    kinds = [group.worker_type for group in model.server_groups]
+    found = "prefill and decode" if "prefill" in kinds else "encoder" if "encoder" in kinds else None
+    if found is None:
+        return
+    message = f"{option}: {found} engines (model {model.name}) are not available yet in this version; use regular ones"
+    if not args.dry_run:
+        raise ArgumentError(message)
+    args.not_available.append(message)
+
+
+def _check_updated(args: Namespace, option: str, models: Sequence[Model]) -> None:
+    updated = [model.name for model in models if model.update_weights]
+    if len(updated) > 1:
+        raise ArgumentError(
+            f"{option}: {' and '.join(updated)} would all get the trainer's weights, and one model can; set "
+            "update_weights: false for the others"
+        )
+    if not updated:
+        raise ArgumentError(
+            f"{option}: no model gets the trainer's weights (update_weights), so rollouts would never see them; set it "
+            f"to true for the first, or give that the model_path {args.hf_checkpoint}"
+        )
+    if updated != [models[0].name]:
+        raise ArgumentError(
+            f"{option}: rollouts ask the first model, {models[0].name}, and the trainer's weights go to {updated[0]}; "
+            f"list {updated[0]} first"
+        )
+
+
+def _check_borders(args: Namespace, option: str, models: Sequence[Model]) -> None:
+    """A group takes turns with the trainer as a whole, or not at all."""
+    layout = layout_of(args)
+    first = layout.rollout_offset
+    for model in models:
+        for group in model.server_groups:
+            end = first + group.num_gpus
+            if first < layout.trainer_slots < end and group.worker_type != "placeholder":
+                raise ArgumentError(
+                    f"{option}: a group of model {model.name} lies on slots {first}-{end - 1}, of which only those "
+                    f"below {layout.trainer_slots} are the trainer's (--colocate); make it two groups"
+                )
+            first = end

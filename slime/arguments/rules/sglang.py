@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.passthrough.sglang import lacking_attributes
-from slime.arguments.placement import models_of
+from slime.arguments.placement import Model, ServerGroup, args_of_group, models_of
 
 ALIASES = {
     "dp": "data_parallel_size",
@@ -15,6 +17,12 @@ ALIASES = {
     "ep": "expert_parallel_size",
     "moe_dp": "moe_data_parallel_size",
 }
+
+
+OWNED = frozenset(
+    {"host", "port", "nccl_port", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "api_key", "admin_api_key"}
+)
+"""Fields of SGLang that slime decides for each engine; keys are those of all engines."""
 
 
 def set_lacking(args: Namespace) -> None:
@@ -54,16 +62,25 @@ def _check_groups(args: Namespace) -> None:
         for group in model.server_groups:
             if group.worker_type == "placeholder":
                 continue
-            values = {f"sglang_{name}": value for name, value in group.overrides.items()}
-            engine = Namespace(**{**vars(args), "sglang_tp_size": None, **values})
-            engine.rollout_num_gpus_per_engine = group.num_gpus_per_engine
-            try:
-                _check_engine(engine)
-            except ArgumentError as error:
+            if taken := sorted(OWNED & set(group.overrides)):
                 raise ArgumentError(
-                    f"--sglang-config {args.sglang_config}: model {model.name}, group of {group.worker_type} engines, "
-                    f"its values taken as flags: {error}"
-                ) from error
+                    f"--sglang-config {args.sglang_config}: model {model.name}: the overrides have {', '.join(taken)}, "
+                    "which slime chooses for each engine; leave it out"
+                )
+            with as_flags(args, model, group) as engine:
+                _check_engine(engine)
+
+
+@contextmanager
+def as_flags(args: Namespace, model: Model, group: ServerGroup) -> Iterator[Namespace]:
+    """Yield ``args`` with the values of ``group`` as flags; what is wrong with them is said of the group."""
+    try:
+        yield args_of_group(args, group)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"--sglang-config {args.sglang_config}: model {model.name}, group of {group.worker_type} engines, "
+            f"its values taken as flags: {error}"
+        ) from error
 
 
 def _check_engine(args: Namespace) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.arguments import ArgumentError
-from tests.support.arguments import dry
+from slime.arguments.placement import engines_of
+from tests.support.arguments import CONFIG, dry, parse
 
 
 def deployment(folder: Path, group: str) -> Path:
@@ -42,4 +45,128 @@ def test_groups_that_make_no_whole_engines(tmp_path: Path, group: str, slots: An
 
 def test_nodes_of_another_size_hold_the_same_engines(tmp_path: Path) -> None:
     path = deployment(tmp_path, "{num_gpus: 12, num_gpus_per_engine: 12}")
-    assert dry("--sglang-config", path, "--rollout-num-gpus", "12", "--num-gpus-per-node", "4").rollout_num_engines == 1
+    flags = ["--hf-checkpoint", "/nowhere", "--sglang-config", path, "--rollout-num-gpus", 12]
+    assert dry(*flags, "--num-gpus-per-node", 4).rollout_num_engines == 1
+
+
+def models(folder: Path, *models: str) -> Path:
+    path = folder / "engines.yaml"
+    path.write_text("sglang:\n" + "".join(f"  - {model}\n" for model in models))
+    return path
+
+
+JUDGE = "{name: judge, update_weights: false, server_groups: [{num_gpus: 2}]}"
+
+
+def test_regular_and_placeholder_groups_of_two_models_are_accepted(tmp_path: Path) -> None:
+    free = "{worker_type: placeholder, num_gpus: 1}"
+    actor = f"{{name: actor, server_groups: [{{num_gpus: 2, num_gpus_per_engine: 2}}, {free}]}}"
+    args = parse("--sglang-config", models(tmp_path, actor, JUDGE), "--rollout-num-gpus", 5)
+    plans = [(str(plan), plan.gpu_offset, plan.num_gpus, plan.update_weights) for plan in engines_of(args)]
+    assert plans == [
+        ("engine 0 of model actor", 0, 2, True),
+        ("engine 1 of model judge", 3, 1, False),
+        ("engine 2 of model judge", 4, 1, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["{name: a, server_groups: [{num_gpus: 1}]}", "{name: b, server_groups: [{num_gpus: 1}]}"],
+         "a and b would all get the trainer's weights, and one model can; set update_weights: false for the others"),
+        (["{name: a, update_weights: false, server_groups: [{num_gpus: 2}]}"],
+         r"no model gets the trainer's weights \(update_weights\)"),
+        ([JUDGE, "{name: actor, server_groups: [{num_gpus: 1}]}"],
+         "rollouts ask the first model, judge, and the trainer's weights go to actor; list actor first"),
+        (["{name: a, server_groups: [{num_gpus: 1}]}", "{name: default, update_weights: false}"],
+         "default is a name of the first model"),
+        (["{name: a, server_groups: [{num_gpus: 1, overrides: {port: 30000, nccl-port: 1}}]}"],
+         "model a: the overrides have nccl_port, port, which slime chooses for each engine; leave it out"),
+        (["{name: a, server_groups: [{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}]}"],
+         r"prefill and decode engines \(model a\) are not available yet in this version; use regular ones"),
+        (["{name: a, server_groups: [{worker_type: encoder, num_gpus: 1}, {num_gpus: 1}]}"],
+         r"encoder engines \(model a\) are not available yet in this version; use regular ones"),
+    ],
+)  # fmt: skip
+def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str) -> None:
+    path = models(tmp_path, *given)
+    slots = sum(int(number) for text in given for number in re.findall(r"num_gpus: (\d)", text))
+    with pytest.raises(ArgumentError, match=f"--sglang-config {path}: {message}"):
+        parse("--sglang-config", path, "--rollout-num-gpus", slots)
+
+
+def test_without_a_trainer_every_model_keeps_its_weights(tmp_path: Path) -> None:
+    path = models(tmp_path, "{name: a, server_groups: [{num_gpus: 1}]}", "{name: b, server_groups: [{num_gpus: 1}]}")
+    args = parse("--sglang-config", path, "--rollout-num-gpus", 2, "--debug-rollout-only")
+    assert args.rollout_num_engines == 2
+
+
+def test_groups_that_take_turns_with_the_trainer(tmp_path: Path) -> None:
+    """Those on its slots; the others have their devices for themselves."""
+    actor = "{name: actor, server_groups: [{num_gpus: 1}, {num_gpus: 1}, {num_gpus: 1}]}"
+    flags = ["--colocate", "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 5]
+    args = parse("--sglang-config", models(tmp_path, actor, JUDGE), *flags)
+    assert [plan.offload for plan in engines_of(args)] == [True, True, False, False, False]
+    assert not any(plan.offload for plan in engines_of(parse("--rollout-num-gpus", 2)))
+    assert all(plan.offload for plan in engines_of(parse(*flags)))  # one group, which begins on them
+    with pytest.raises(
+        ArgumentError, match="a group of model actor lies on slots 1-2, of which only those below 2 are"
+    ):
+        parse("--sglang-config", models(tmp_path, actor.replace("{num_gpus: 1}, {num_gpus: 1}]", "{num_gpus: 2}]"),
+                                        JUDGE), *flags)  # fmt: skip
+
+
+def test_the_way_to_a_checkpoint_does_not_matter(tmp_path: Path) -> None:
+    """A trailing slash and a link are the same model."""
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "link").symlink_to(checkpoint)
+    for path in (f"{checkpoint}/", tmp_path / "link"):
+        file = models(tmp_path, f"{{name: a, model_path: {path}, server_groups: [{{num_gpus: 1}}]}}")
+        args = parse("--hf-checkpoint", checkpoint, "--sglang-config", file, "--rollout-num-gpus", 1)
+        assert [plan.update_weights for plan in engines_of(args)] == [True]
+
+
+def judge_of(folder: Path, changes: dict[str, Any], group: str) -> list[Any]:
+    """Flags for a judge whose ``config.json`` is that of the tests with ``changes``."""
+    checkpoint = folder / "judge"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    judge = f"{{name: judge, model_path: {checkpoint}, server_groups: [{group}]}}"
+    path = models(folder, "{name: actor, server_groups: [{num_gpus: 1}]}", judge)
+    return ["--sglang-config", path, "--rollout-num-gpus", 4]
+
+
+def test_a_model_is_checked_against_its_own_checkpoint(tmp_path: Path) -> None:
+    flags = judge_of(tmp_path, {"num_attention_heads": 5}, "{num_gpus: 3, num_gpus_per_engine: 3}")
+    with pytest.raises(
+        ArgumentError,
+        match=f"model judge, group of regular engines, .*: the 5 attention heads of {tmp_path}/judge cannot be divided "
+        "among the 3 tensor",
+    ):
+        parse(*flags)
+
+
+def test_a_frozen_model_may_be_quantized_and_of_any_size(tmp_path: Path) -> None:
+    changes = {"quantization_config": {"quant_method": "fp8"}, "num_hidden_layers": 7, "num_attention_heads": 6,
+               "num_key_value_heads": 3}  # fmt: skip
+    assert parse(*judge_of(tmp_path, changes, "{num_gpus: 3, num_gpus_per_engine: 3}")).rollout_num_engines == 2
+
+
+def test_the_trained_model_may_not_be_quantized(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "served"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
+    model = f"{{name: a, model_path: {checkpoint}, update_weights: true, server_groups: [{{num_gpus: 1}}]}}"
+    with pytest.raises(ArgumentError, match=rf"{checkpoint} of model a is quantized \(fp8\)"):
+        parse("--sglang-config", models(tmp_path, model), "--rollout-num-gpus", 1)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    judge = "{name: judge, model_path: /nowhere/judge, server_groups: [{num_gpus: 1}]}"
+    flags = ["--sglang-config", models(tmp_path, "{name: a, server_groups: [{num_gpus: 1}]}", judge)]
+    with pytest.raises(ArgumentError, match=r"model judge: there is no /nowhere/judge/config\.json; give a local"):
+        parse(*flags, "--rollout-num-gpus", 2)
+    assert "there is no /nowhere/judge/config.json" in "".join(dry(*flags, "--rollout-num-gpus", 2).unchecked)

@@ -243,7 +243,7 @@ def test_a_judge_lost_while_the_trainer_has_the_slots_waits_for_them(served: Any
     run.fleet.resume_memory(["weights"])
     assert run.fleet.recover() == 0
     assert push(run) == [ACTOR]
-    assert len(Engine.lives) == 2
+    assert len(Engine.started) == 2
     run.fleet.resume_memory(["kv_cache", "cuda_graph"])
     run.wait_for(1, State.SERVING)
     assert run.routers["judge"].engines == ["http://e1:3"]
@@ -274,7 +274,7 @@ def test_a_judge_that_does_not_start_in_its_turn_tries_again_in_the_next(served:
     run.fleet._released = {"weights"}  # the trainer's turn begins
     Engine.gate.set()
     run.fleet._restarts.wait_for_devices(PATIENCE_S)
-    assert len(Engine.lives) == 3
+    assert len(Engine.started) == 3
     run.fleet.resume_memory()
     run.wait_for(1, State.SERVING)
     assert run.routers["judge"].engines == ["http://e1:4"]

@@ -35,7 +35,6 @@ REFUSED = {
         "--slime-router-middleware-paths", "--update-weight-mode",
     },
     "run-qwen3-next-80B-A3B.sh": {"--qwen-gdn-backend"},
-    "run-two-models.sh": {"--sglang-config"},
 }  # fmt: skip
 SCRIPTS = [*launch_corpus.names(".sh"), *launch_corpus.names(".py")]
 
