@@ -10,9 +10,8 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.cancelling import cancel_all
-from slime.rollout.groups import copy_prompt, iter_samples
+from slime.rollout.groups import copy_prompt, describe_waits, iter_samples
 from slime.rollout.requests.generate_request import longest_prompt
-from slime.rollout.requests.generate_state import Completions, describe_waits
 from slime.utils.data import Dataset
 from slime.utils.types import Sample
 
@@ -96,40 +95,43 @@ async def eval_single_dataset(
     dataset = _load_dataset(args, config, state)
     params = eval_sampling_params(args, config)
     seeded = args.sglang_enable_deterministic_inference
-    tasks: dict[asyncio.Task[Any], Sample] = {}
+    pending: dict[asyncio.Task[Any], Sample] = {}
+    ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
     for number, sample in _make_samples(config, dataset):
         own = {**params, "sampling_seed": args.rollout_seed + number} if seeded else params.copy()
         task = asyncio.ensure_future(generate_and_rm(args, sample, own, evaluation=True))
-        tasks[task] = sample
+        pending[task] = sample
+        task.add_done_callback(ended.put_nowait)
     stall_s = 2.0 * args.rollout_request_timeout
     reward_key = args.eval_reward_key or args.reward_key
     began, tokens, total_reward, scored = time.monotonic(), 0, 0.0, 0
-    pending, completions = set(tasks), Completions()
+    total = len(pending)
     results: list[Sample] = []
     try:
-        with progress_bar(f"eval {config.name}", len(tasks), "sample") as progress:
+        with progress_bar(f"eval {config.name}", total, "sample") as progress:
             while pending:
-                done = await completions.wait(pending, stall_s)
-                pending -= done
-                if not done:
-                    left = sorted((tasks[task] for task in pending), key=lambda sample: sample.index or 0)
+                try:
+                    async with asyncio.timeout(stall_s):
+                        task = await ended.get()
+                except TimeoutError:
+                    left = list(pending.values())
                     raise TimeoutError(
                         f"eval {config.name} of rollout {rollout_id}: no sample finished for {stall_s:g} s "
-                        f"(2 x --rollout-request-timeout); {len(pending)} of {len(tasks)} are in flight, the first: "
+                        f"(2 x --rollout-request-timeout); {len(left)} of {total} are in flight, the first: "
                         f"{describe_waits(left[:SAMPLES_NAMED])}"
-                    )
-                for task in done:
-                    finished = list(iter_samples(task.result()))
-                    results += finished
-                    tokens += sum(sample.response_length for sample in finished)
-                    for reward in (eval_reward(sample, reward_key) for sample in finished):
-                        if isinstance(reward, (int, float)):
-                            total_reward, scored = total_reward + reward, scored + 1
-                    progress.update(
-                        1,
-                        reward=total_reward / max(1, scored),
-                        tok_per_s=round(tokens / max(1e-9, time.monotonic() - began), 1),
-                    )
+                    ) from None
+                del pending[task]
+                finished = list(iter_samples(task.result()))
+                results += finished
+                tokens += sum(sample.response_length for sample in finished)
+                for reward in (eval_reward(sample, reward_key) for sample in finished):
+                    if isinstance(reward, (int, float)):
+                        total_reward, scored = total_reward + reward, scored + 1
+                progress.update(
+                    1,
+                    reward=total_reward / max(1, scored),
+                    tok_per_s=round(tokens / max(1e-9, time.monotonic() - began), 1),
+                )
     finally:
         await cancel_all(pending)
     results.sort(key=lambda sample: -1 if sample.index is None else sample.index)

@@ -1,10 +1,15 @@
-"""Groups: lists of samples, or of lists of samples where one became several. Their state, copies, and a new start."""
+"""Groups: lists of samples, or of lists of samples where one became several. Their state, copies, a new start, and
+what is known of a group that is being generated."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from slime.utils.types import Sample
 
@@ -184,3 +189,120 @@ def _prompt_of(item: Any) -> Any:
     if sample.prompt:
         sample.tokens = []
     return sample
+
+
+# The way of one group to a rollout
+
+_jobs: WeakKeyDictionary[asyncio.Task[Any], GroupJob] = WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class GroupJob:
+    """A group that was drawn from the data source and has not been consumed.
+
+    ``original`` is the group as it was drawn, to start again from; generation works on ``group``, and returns
+    ``result``. ``ended`` has what became of single samples, by their number. ``step`` is that of the engines' weights
+    at the start, ``oldest`` that of the oldest trained token of ``result``. ``failures`` and ``expired`` count how
+    often the group raised and was too old.
+    """
+
+    original: Group
+    number: int = 0
+    group: Group = field(default_factory=list)
+    ended: dict[int, Any] = field(default_factory=dict)
+    result: Group = field(default_factory=list)
+    step: int | None = None
+    oldest: int | None = None
+    failures: int = 0
+    expired: int = 0
+    started: float = 0.0
+
+    def begin(
+        self,
+        generate: Callable[[GroupJob], Coroutine[Any, Any, Any]],
+        step: int | None = None,
+        *,
+        on_copy: bool = False,
+    ) -> asyncio.Task[Any]:
+        """Start the task that generates the group: the samples that were drawn themselves, or a copy of them."""
+        drawn, copied = self.original, copy_group(self.original)
+        self.group, self.original = (copied, drawn) if on_copy else (drawn, copied)
+        self.ended, self.result, self.step, self.started = {}, [], step, time.monotonic()
+        task = asyncio.get_running_loop().create_task(generate(self), name=self.name())
+        _jobs[task] = self
+        return task
+
+    def name(self) -> str:
+        """Say which group this is."""
+        return f"group {first_group_index(self.original)} (samples {[s.index for s in iter_samples(self.original)]})"
+
+    def finished_or_original(self) -> Group:
+        """Return the result if it is a whole one, else the group as it was drawn."""
+        unfinished = (Sample.Status.PENDING, Sample.Status.ABORTED)
+        if len(self.result) != len(self.original) or any(s.status in unfinished for s in iter_samples(self.result)):
+            return self.original
+        return self.result
+
+    def to_continue(self) -> Group:
+        """Return the group as far as it was generated. Samples that failed or did not end, and fan-outs that were
+        aborted in part, which cannot resume, are as they were drawn."""
+        made = self.result or [self.ended.get(number, item) for number, item in enumerate(self.original)]
+        return [
+            self.original[number] if isinstance(item, list) and has_aborted(item) else item
+            for number, item in enumerate(made)
+        ]
+
+
+def job_of(task: asyncio.Task[Any]) -> GroupJob:
+    """Return the job whose group ``task`` generates; one of its own for any other task."""
+    return _jobs.get(task) or GroupJob([])
+
+
+def note_result(ended: dict[int, Any], number: int, sample: Any, task: asyncio.Future[Any]) -> None:
+    """Write what ``task`` made of one sample of a group into the ``ended`` of its job.
+
+    A cancelled sample keeps what was generated of it, unless it was finished: then sample hooks may have been left
+    halfway. One whose generation failed starts again as it was drawn.
+    """
+    result = sample
+    if not task.cancelled():
+        if task.exception() is not None:
+            return
+        result = task.result()
+        note_prompt(result, sample)
+    elif isinstance(sample, list) or sample.status in FINISHED:
+        return
+    ended[number] = result
+
+
+_WAITS_FOR = {
+    "sglang_generate": "an engine",
+    "reward_model": "its reward",
+    "group_reward_model": "the reward of the group",
+    "generate_and_rm": "a free slot or its generate function",
+    "generate_and_rm_group": "the others of its group",
+}
+"""What a sample waits for, by the innermost span of its trace that is open."""
+
+
+def describe_waits(group: list[Sample]) -> str:
+    """Say what each of the samples waits for."""
+    waiting: dict[str, list[int | None]] = {}
+    for sample in iter_samples(group):
+        open_spans: dict[Any, str] = {}
+        for event in (getattr(sample, "trace", None) or {}).get("events", ()):
+            if event["type"] == "span_start":
+                open_spans[event["span_id"]] = event["name"]
+            elif event["type"] == "span_end":
+                open_spans.pop(event["span_id"], None)
+        if open_spans:
+            span = list(open_spans.values())[-1]
+            waiting.setdefault(_WAITS_FOR.get(span, span), []).append(sample.index)
+    return ", ".join(f"samples {indices} wait for {what}" for what, indices in waiting.items()) or "no trace"
+
+
+def describe_oldest(jobs: Iterable[GroupJob], count: int = 3) -> str:
+    """Name the groups that have been in flight longest, and what each of their samples waits for."""
+    now = time.monotonic()
+    oldest = sorted(jobs, key=lambda job: job.started)[:count]
+    return ", ".join(f"{job.name()} for {now - job.started:.0f} s ({describe_waits(job.group)})" for job in oldest)

@@ -15,17 +15,17 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.cancelling import cancel_all, gather_or_cancel
+from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.data_source import hand_back
 from slime.rollout.eval_rollout import eval_single_dataset
-from slime.rollout.groups import FINISHED, has_aborted, iter_samples
+from slime.rollout.group_stream import RolloutStream, run_rollout_hooks, stop_in_flight
+from slime.rollout.groups import FINISHED, GroupJob, has_aborted, iter_samples, job_of, note_result
 from slime.rollout.hooks.custom_generate import call_generate, generate_hook
 from slime.rollout.hooks.hook import make_hook
 from slime.rollout.requests.engines import describe_engines, model_url, num_engines_asked
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
 from slime.rollout.requests.generate_state import (
     Bookkeeping,
-    GroupsInFlight,
     bookkeeping_of,
     least_used,
     request_limit,
@@ -35,9 +35,8 @@ from slime.rollout.requests.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
-from slime.rollout.train_rollout import Collection, collect, give_up, run_rollout_hooks, stop_in_flight
 from slime.utils.async_utils import run
-from slime.utils.http_utils import HttpTimeoutError, get_http_client, post
+from slime.utils.http_utils import HttpTimeoutError, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -92,7 +91,6 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
         """Forget the rollout in progress."""
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Any]] = set()
-        self.groups_in_flight = GroupsInFlight()
         self.pending_rewards.begin()
         self.aborted = False
 
@@ -103,14 +101,9 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
             yield self.dp_rank
 
     def submit_generate_tasks(self, samples: list[list[Sample]]) -> None:
-        """Start one task per group."""
+        """Start one task per group, for rollout functions with a loop of their own."""
         for group in samples:
-            task = asyncio.get_running_loop().create_task(
-                generate_and_rm_group(self.args, group, self.sampling_params.copy(), evaluation=False),
-                name=f"the group of samples {[sample.index for sample in iter_samples(group)]}",
-            )
-            self.pendings.add(task)
-            self.groups_in_flight.add(task, group)
+            self.pendings.add(GroupJob(group).begin(functools.partial(generate_job, self.args)))
         self.remaining_batch_size += len(samples)
 
 
@@ -160,40 +153,35 @@ async def generate_rollout_async(
         state.semaphore.count_anew()
     path = args.dynamic_sampling_filter_path
     dynamic_filter = make_hook(path, "dynamic_sampling_filter_path", load=load_function) if path else None
-    collection = Collection(args, rollout_id, dynamic_filter)
+    stream = RolloutStream(args, rollout_id, state, get_samples, generate_job, dynamic_filter)
     try:
         try:
-            await collect(args, state, get_samples, collection)
-            collection.unfinished = await abort(args, rollout_id)  # over-sampled groups are still in flight
-        except BaseException:
-            collection.unfinished = await give_up(state)
-            raise
+            await stream.fill(args.rollout_batch_size)
+            await stream.drain(abort)  # over-sampled groups are still in flight
         finally:
-            await cancel_all(state.pendings)
-            await get_http_client().drain_aborts()
+            await stream.suspend()
             state.reset()
             state.reward_errors.late = state.late_failures  # rewards left pending count in a later rollout
-            for group in collection.unfinished:
-                collection.staleness.stamp(group)
-        return await _output(args, state, get_samples, collection)
+        metrics = {**stream.metrics(), **state.reward_errors.metrics()}
+        if isinstance(state.semaphore, RequestSlots):
+            metrics |= state.semaphore.metrics()
+        if len(state.pending_rewards):
+            metrics["rollout/reward/left_behind"] = len(state.pending_rewards)
+        groups = [job.result for job in stream.taken]
+        data = await run_rollout_hooks(args, groups, [*groups, *stream.dropped], get_samples, load_function)
     except BaseException:
-        state.unused = collection.unused()
+        state.unused = stream.unused()
         raise
+    return RolloutFnTrainOutput(samples=data, metrics=metrics), stream.handed_back + stream.unfinished
 
 
-async def _output(
-    args: Any, state: GenerateState, get_samples: Callable[[int], Any], collection: Collection
-) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
-    slots, unfinished = state.semaphore, collection.unfinished
-    metrics = {**collection.collect_metrics(), **state.reward_errors.metrics()}
-    if isinstance(slots, RequestSlots):
-        metrics |= slots.metrics()
-    if len(state.pending_rewards):
-        metrics["rollout/reward/left_behind"] = len(state.pending_rewards)
-    if unfinished:
-        metrics["rollout/partial_groups" if args.partial_rollout else "rollout/put_back_groups"] = len(unfinished)
-    data = await run_rollout_hooks(args, collection.accepted, collection.seen, get_samples, load_function)
-    return RolloutFnTrainOutput(samples=data, metrics=metrics), collection.handed_back + unfinished
+async def generate_job(args: Any, job: GroupJob) -> list[Any]:
+    """Generate and score the group of ``job``; return its result."""
+    attempt, params = job.ended, GenerateState(args).sampling_params.copy()
+    group = await generate_and_rm_group(args, job.group, params, evaluation=False)
+    if job.ended is attempt:  # else the group has begun again, and this task goes on though it was cancelled
+        job.result = group
+    return group
 
 
 async def generate_and_rm_group(
@@ -209,7 +197,8 @@ async def generate_and_rm_group(
     for sample in iter_samples(group):
         if sample.session_id is None:
             sample.session_id = str(uuid.uuid4())
-    in_flight, group_task = bookkeeping_of(state).groups_in_flight, asyncio.current_task()
+    task = asyncio.current_task()
+    ended = job_of(task).ended if task is not None else {}
     with trace_span(list(iter_samples(group)), "generate_and_rm_group"):
         tasks = []
         for number, sample in enumerate(group):
@@ -218,7 +207,7 @@ async def generate_and_rm_group(
                 params["sampling_seed"] = state.group_sampling_seeds[number]
             task = asyncio.ensure_future(generate_and_rm(args, sample, params, evaluation=evaluation))
             # A group that is aborted keeps what its other samples have become.
-            task.add_done_callback(functools.partial(in_flight.note_result, group_task, number, sample))
+            task.add_done_callback(functools.partial(note_result, ended, number, sample))
             tasks.append(task)
         group = await gather_or_cancel(tasks)
     if args.group_rm and not has_aborted(group):

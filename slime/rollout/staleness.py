@@ -10,12 +10,11 @@ Where it is not certain which weights made a token, the oldest that can have mad
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.groups import FINISHED, Group, copy_group, iter_samples, reset_items
+from slime.rollout.groups import copy_group, iter_samples
 from slime.utils.types import Sample
 
 UNKNOWN_WEIGHTS = -1
@@ -228,48 +227,3 @@ def _is_older(span: dict[str, Any], last: dict[str, Any]) -> bool:
     if newest is None:  # not known to the clock yet, so newer than all that it knows
         return step is not None or bool(span["version"] != last["version"])
     return bool(span["version"] != last["version"]) if step is None else bool(step < newest)
-
-
-class StalenessFilter:
-    """Resets groups that rollout ``rollout_id`` must not train on to their prompts, and counts them.
-
-    They are those that ``--max-staleness`` forbids; and groups that earlier rollouts finished, when
-    ``--mask-offpolicy-in-partial-rollout`` would leave all of their tokens out of the loss.
-    """
-
-    def __init__(self, args: Any, rollout_id: int, clock: WeightClock | None = None) -> None:
-        self._rollout_id = rollout_id
-        self._clock = clock or weight_clock()
-        self._since = self._clock.step
-        self._bound = StalenessBound(args.max_staleness, args.rollout_batch_size)
-        self._masks = bool(args.partial_rollout and args.mask_offpolicy_in_partial_rollout)
-        self._counts: Counter[str] = Counter()
-
-    def reset_stale(self, groups: list[Group]) -> None:
-        """Reset what is too old of groups that were drawn, before they are generated."""
-        for group in groups:
-            self._reset(group)
-
-    def stamp(self, group: Group) -> None:
-        """Note which training step made the tokens that were generated now: the weights are those of the start."""
-        stamp_steps(group, self._clock, self._since)
-        settle_steps(group, self._clock)
-
-    def metrics(self) -> dict[str, Any]:
-        """Return ``rollout/staleness/regenerated_*`` and ``masked_tokens``, where there is anything to count."""
-        return {f"rollout/staleness/{name}": count for name, count in self._counts.items() if count}
-
-    def _reset(self, group: Group) -> None:
-        if not self._masks:
-            lost = reset_items(group, self._is_too_old)
-        elif all(sample.status in FINISHED for sample in iter_samples(group)):
-            lost = reset_items(group, lambda item: True)
-        else:
-            lost = 0
-            self._counts["masked_tokens"] += sum(s.effective_response_length for s in iter_samples(group))
-        if lost:
-            self._counts["regenerated_groups"] += 1
-            self._counts["regenerated_tokens"] += lost
-
-    def _is_too_old(self, samples: Any) -> bool:
-        return self._bound.is_too_old(oldest_step(samples, self._clock, None), self._rollout_id)

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
 from slime.rollout.cancelling import cancel_all
-from slime.rollout.groups import FINISHED, copy_group, iter_samples, note_prompt
 from slime.rollout.requests.engines import num_engines_asked
 from slime.rollout.requests.top_p_mask import replays_top_p, top_k
 from slime.rollout.rm_hub.errors import RewardErrors
@@ -62,96 +60,6 @@ class PromptTokens:
                 del self._ids[next(iter(self._ids))]
             self._ids[prompt] = tokenizer.encode(prompt, add_special_tokens=False)
         return list(self._ids[prompt])
-
-
-class GroupsInFlight:
-    """Which task makes which group, since when, what it was before, and what has come of its samples."""
-
-    def __init__(self) -> None:
-        self._groups: dict[asyncio.Task[Any], tuple[list[Sample], float]] = {}
-        self._originals: dict[asyncio.Task[Any], list[Any]] = {}
-        self._ended: dict[asyncio.Task[Any], dict[int, Any]] = {}
-
-    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
-        return iter(list(self._groups))
-
-    def add(self, task: asyncio.Task[Any], group: list[Sample]) -> None:
-        self._groups[task] = (group, time.monotonic())
-        self._originals[task] = copy_group(group)
-        self._ended[task] = {}
-
-    def note_result(
-        self, group_task: asyncio.Task[Any] | None, number: int, sample: Any, task: asyncio.Future[Any]
-    ) -> None:
-        """Remember what ``task`` made of one sample of a group that is in flight; late results are dropped.
-
-        A cancelled sample keeps what was generated of it, unless it was finished: then sample hooks may have been left
-        halfway. One whose generation failed starts again as it was drawn.
-        """
-        result = sample
-        if not task.cancelled():
-            if task.exception() is not None:
-                return
-            result = task.result()
-            note_prompt(result, sample)
-        elif isinstance(sample, list) or sample.status in FINISHED:
-            return
-        if group_task in self._ended:
-            self._ended[group_task][number] = result
-
-    def original(self, task: asyncio.Task[Any]) -> list[Any]:
-        """Return the group ``task`` was started with, as it was then."""
-        return self._originals[task]
-
-    def take_original(self, task: asyncio.Task[Any]) -> list[Any]:
-        """Forget ``task`` and return the group it was started with, as it was then."""
-        self._groups.pop(task)
-        self._ended.pop(task)
-        return self._originals.pop(task)
-
-    def take_unfinished(self, task: asyncio.Task[Any]) -> list[Any]:
-        """Forget ``task`` and return its group with what came of its samples; those whose generation failed, or does
-        not end, are as they were drawn."""
-        ended = self._ended[task]
-        return [ended.get(number, item) for number, item in enumerate(self.take_original(task))]
-
-    def describe_oldest(self, count: int = 3) -> str:
-        """Name the groups that have been in flight longest, and what each of their samples waits for."""
-        now = time.monotonic()
-        oldest = sorted(self._groups.values(), key=lambda entry: entry[1])[:count]
-        return ", ".join(
-            f"group_index={getattr(group[0], 'group_index', None)} for {now - since:.0f} s ({describe_waits(group)})"
-            for group, since in oldest
-        )
-
-
-_WAITS_FOR = {
-    "sglang_generate": "an engine",
-    "reward_model": "its reward",
-    "group_reward_model": "the reward of the group",
-    "generate_and_rm": "a free slot or its generate function",
-    "generate_and_rm_group": "the others of its group",
-}
-"""What a sample waits for, by the innermost span of its trace that is open."""
-
-
-def describe_waits(group: list[Sample]) -> str:
-    """Say what each of the samples waits for."""
-    waiting: dict[str, list[int | None]] = {}
-    for sample in iter_samples(group):
-        if (span := _open_span(sample)) is not None:
-            waiting.setdefault(_WAITS_FOR.get(span, span), []).append(sample.index)
-    return ", ".join(f"samples {indices} wait for {what}" for what, indices in waiting.items()) or "no trace"
-
-
-def _open_span(sample: Sample) -> str | None:
-    open_spans: dict[Any, str] = {}
-    for event in (getattr(sample, "trace", None) or {}).get("events", ()):
-        if event["type"] == "span_start":
-            open_spans[event["span_id"]] = event["name"]
-        elif event["type"] == "span_end":
-            open_spans.pop(event["span_id"], None)
-    return list(open_spans.values())[-1] if open_spans else None
 
 
 class PendingRewards:
@@ -238,38 +146,8 @@ def least_used(counts: list[int]) -> Iterator[int]:
         counts[chosen] -= 1
 
 
-class Completions:
-    """The tasks of a growing set as they are done. A wait looks at their set, but not at each, as ``asyncio.wait`` does
-    twice."""
-
-    def __init__(self) -> None:
-        self._watched: set[asyncio.Task[Any]] = set()
-        self._done: set[asyncio.Task[Any]] = set()
-        self._some = asyncio.Event()
-
-    async def wait(self, tasks: set[asyncio.Task[Any]], timeout_s: float) -> set[asyncio.Task[Any]]:
-        """Return those of ``tasks`` that are done, for the caller to take out; none when none is within the time."""
-        for task in tasks - self._watched - self._done:
-            self._watched.add(task)
-            task.add_done_callback(self._note)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not (done := self._done & tasks):
-                    self._some.clear()
-                    await self._some.wait()
-        except TimeoutError:
-            return set()
-        self._done.clear()
-        return done
-
-    def _note(self, task: asyncio.Task[Any]) -> None:
-        self._watched.discard(task)
-        self._done.add(task)
-        self._some.set()
-
-
 class Bookkeeping:
-    """Which rollout and evaluation are made, their rewards, and their groups in flight."""
+    """Which rollout and evaluation are made, and their rewards."""
 
     def __init__(self, args: Any = None) -> None:
         self.rollout_id: int | None = None
@@ -279,7 +157,6 @@ class Bookkeeping:
         self.pending_rewards = PendingRewards()
         self.late_failures = LateFailures()
         self.prompt_tokens = PromptTokens()
-        self.groups_in_flight = GroupsInFlight()
 
 
 @functools.cache

@@ -17,9 +17,9 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.requests.generate_state import GroupsInFlight, PendingRewards
+from slime.rollout.groups import GroupJob, describe_oldest
+from slime.rollout.requests.generate_state import PendingRewards
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.train_rollout import SUBMITTED_AT_ONCE
 from slime.utils import http_client
 from slime.utils.async_utils import get_async_loop
 from slime.utils.http_client import HttpRequestError, HttpTimeoutError
@@ -288,14 +288,15 @@ def test_without_partial_rollout_pending_rewards_are_cancelled(cluster, make_arg
 
 
 async def test_who_waits_for_what_is_told():
-    flying = GroupsInFlight()
     group = [Sample(prompt="p", index=i, group_index=7) for i in range(3)]
-    task = asyncio.create_task(asyncio.sleep(0))
-    flying.add(task, group)
+    job = GroupJob(group)
+    task = job.begin(lambda job: asyncio.sleep(0))
     with trace_span(group[0], "generate_and_rm"), trace_span(group[0], "sglang_generate"):
         with trace_span(group[1], "reward_model"), trace_span(group[2], "reward_model"):
-            reported = flying.describe_oldest()
-    assert reported == "group_index=7 for 0 s (samples [0] wait for an engine, samples [1, 2] wait for its reward)"
+            reported = describe_oldest([job])
+    assert reported == (
+        "group 7 (samples [0, 1, 2]) for 0 s (samples [0] wait for an engine, samples [1, 2] wait for its reward)"
+    )
     await task
 
 
@@ -340,7 +341,7 @@ async def test_only_leaving_lets_a_caller_go_on_without_its_reward():
 
 
 def test_the_start_of_a_large_rollout_does_not_hold_up_its_first_replies(cluster, make_args):
-    """400 groups are begun a few at a time: between two of the batches the event loop gets to everything else."""
+    """400 groups are begun one by one: between two of them the event loop gets to everything else."""
     args = make_args(prompts=400, rollout_batch_size=400, over_sampling_batch_size=400, n_samples_per_prompt=1,
                      sglang_server_concurrency=4)  # fmt: skip
     begun_in_a_turn: list[int] = []
@@ -361,4 +362,4 @@ def test_the_start_of_a_large_rollout_does_not_hold_up_its_first_replies(cluster
         patch.setattr(sglang_rollout, "generate_and_rm_group", watched)
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert sum(begun_in_a_turn) == 400
-    assert max(begun_in_a_turn) <= 2 * SUBMITTED_AT_ONCE
+    assert max(begun_in_a_turn) <= 2

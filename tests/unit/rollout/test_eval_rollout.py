@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import eval_rollout
 from slime.rollout.base_types import iter_samples
-from slime.rollout.requests.generate_state import Completions
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
 from tests.support.fake_engine import hashed_reply
@@ -55,12 +53,12 @@ def test_an_evaluation_without_progress_says_who_waits_for_what(cluster, make_ar
     args.eval_datasets = [eval_config(args.prompt_data, "one", custom_rm_path=f"{HERE}.never")]
     ASKED.clear()
 
-    class Impatient(Completions):
-        async def wait(self, tasks, timeout_s):
+    class Impatient(asyncio.Queue):
+        async def get(self):
             while len(ASKED) < 4:
                 await asyncio.sleep(0.001)
-            return await super().wait(tasks, 0.001)
+            raise TimeoutError
 
-    monkeypatch.setattr(eval_rollout, "Completions", Impatient)
+    monkeypatch.setattr(asyncio, "Queue", Impatient)
     with pytest.raises(TimeoutError, match=r"eval one .* 4 of 4 are in flight, .*\[0, 1, 2, 3\] wait for its reward"):
         generate_rollout(args, 0, None, evaluation=True)

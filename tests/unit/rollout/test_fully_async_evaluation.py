@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, sglang_rollout
+from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream
 from slime.utils.types import Sample
 from tests.support.rollout_args import eval_config
 
@@ -25,7 +24,7 @@ SEEN: list[tuple[bool, int | None]] = []
 def clock(monkeypatch):
     """A clock of the test's own; whatever a test leaves in flight ends with it."""
     fresh = WeightClock()
-    monkeypatch.setattr(generation_stream, "weight_clock", lambda: fresh)
+    monkeypatch.setattr(group_stream, "weight_clock", lambda: fresh)
     SEEN.clear()
     yield fresh
     fully_async_rollout.stop_global_worker()
@@ -64,7 +63,7 @@ def test_groups_begin_during_an_evaluation_of_any_kind(cluster, make_args, clock
     source = RolloutDataSourceWithBuffer(args)
     first = generate_rollout_fully_async(args, 0, source)
     args.worker = worker = fully_async_rollout.get_global_worker(args, source)
-    cluster.wait_until(lambda: not worker.stream.ledger.in_flight, "as many groups as may be are there")
+    cluster.wait_until(lambda: not worker.in_flight, "as many groups as may be are there")
     args.eval_datasets = [
         eval_config(args.prompt_data, "one", custom_rm_path=f"{HERE}.judge_while_groups_begin", max_response_len=8)
     ]

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import cancelling, fully_async_rollout, sglang_rollout
+from slime.rollout import cancelling, fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.fully_async_rollout import generate_rollout_fully_async, get_global_worker
+from slime.rollout.fully_async_rollout import MAX_FAILURES, generate_rollout_fully_async, get_global_worker
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream
-from slime.rollout.stream.group_ledger import MAX_FAILURES
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 
@@ -26,7 +24,7 @@ CALLS: list[list[int]] = []
 @pytest.fixture
 def start(make_args, monkeypatch):
     """Return arguments and a data source; whatever a test leaves in flight ends with it."""
-    monkeypatch.setattr(generation_stream, "weight_clock", WeightClock)
+    monkeypatch.setattr(group_stream, "weight_clock", WeightClock)
     CALLS.clear()
 
     def begin(**changes: Any) -> tuple[Any, RolloutDataSourceWithBuffer]:
@@ -79,7 +77,7 @@ def indices(groups: Any) -> list[int]:
 
 def everywhere(args: Any, source: Any, *outputs: Any) -> list[int]:
     """The groups that were trained on or wait somewhere, after the end."""
-    left = run(get_global_worker(args, source).stream.stop())
+    left = run(get_global_worker(args, source).close())
     return indices([*left, *source.buffer, *(group for output in outputs for group in output.samples)])
 
 
@@ -163,9 +161,9 @@ def test_a_hook_of_the_whole_rollout_that_raises_loses_no_group(cluster, start, 
     args, source = start(dynamic_sampling_filter_path=f"{HERE}.drop_odd", **{flag: f"{HERE}.look_and_raise_once"})
     with pytest.raises(ValueError, match="the hook broke"):
         generate_rollout_fully_async(args, 0, source)
-    stream = get_global_worker(args, source).stream
-    assert stream._filler is None, "generation continues though the rollout ended early"
-    assert not stream.ledger.in_flight
+    worker = get_global_worker(args, source)
+    assert worker._filler is None, "generation continues though the rollout ended early"
+    assert not worker.in_flight
     output = generate_rollout_fully_async(args, 0, source)
     first, second = ([number for number in call if number % 2] for call in CALLS)
     assert set(first) <= set(second), "groups that the filter dropped are not shown again"
@@ -195,7 +193,7 @@ def test_stopping_does_not_wait_for_a_hook_that_does_not_end(cluster, start, mon
     assert all(ENTERED.acquire(timeout=60) for _ in range(2))
     generate_rollout_fully_async.stop()
     (said,) = [record.message for record in caplog.records if record.name == cancelling.__name__]
-    for name in ("fully-async group 4 (samples [8, 9])", "in closes_slowly ("):
+    for name in ("group 4 (samples [8, 9])", "in closes_slowly ("):
         assert name in said
     assert 4 in [group[0].group_index for group in source.buffer]
     assert not any(sample.response_length for group in source.buffer for sample in group)

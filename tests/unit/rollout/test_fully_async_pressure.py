@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, metrics, sglang_rollout, train_rollout
+from slime.rollout import fully_async_rollout, group_stream, metrics, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.requests import generate_request
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream, group_ledger
 from slime.utils import http_client, http_utils
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import SingletonMeta
@@ -68,13 +67,13 @@ def measure() -> dict[str, int]:
 @pytest.mark.parametrize("groups", [1000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_nothing_is_lost_and_nothing_grows(tokenizer, tmp_path, monkeypatch, groups):
     clock = WeightClock()
-    for module in (generation_stream, metrics):
+    for module in (group_stream, metrics):
         monkeypatch.setattr(module, "weight_clock", lambda: clock)
     SingletonMeta.clear_instances()
     for module, name, value in (
         (http_utils, "_http_client", None), (generate_request, "RESUME_PAUSE_S", 0.0),
-        (http_client, "BACKOFF_BASE_S", 0.01), (train_rollout, "MAX_ABORTED_SHARE", 10**6),
-        (group_ledger, "MAX_FAILURES", 10**6), (group_ledger.logger, "disabled", True),
+        (http_client, "BACKOFF_BASE_S", 0.01), (group_stream, "MAX_ABORTED_SHARE", 10**6),
+        (fully_async_rollout, "MAX_FAILURES", 10**6), (fully_async_rollout.logger, "disabled", True),
         (http_client.logger, "disabled", True),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

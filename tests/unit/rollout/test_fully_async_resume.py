@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout
+from slime.rollout import fully_async_rollout, group_stream
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 
@@ -21,7 +20,7 @@ from slime.utils.types import Sample
 @pytest.fixture
 def start(make_args, monkeypatch):
     """Return arguments and a data source; whatever a test leaves in flight ends with it."""
-    monkeypatch.setattr(generation_stream, "weight_clock", WeightClock)
+    monkeypatch.setattr(group_stream, "weight_clock", WeightClock)
 
     def begin(**changes):
         args = make_args(prompts=100, sglang_server_concurrency=8, **changes)
@@ -52,7 +51,7 @@ def test_groups_of_before_a_restart_are_as_old_as_they_were(cluster, start, tmp_
     """The versions of the engines are counted from 1 again; steps go on."""
     args, source = start(save=str(tmp_path), load=str(tmp_path), max_staleness=2)
     before, after = WeightClock(), WeightClock()
-    monkeypatch.setattr(generation_stream, "weight_clock", lambda: before)
+    monkeypatch.setattr(group_stream, "weight_clock", lambda: before)
     for engine in cluster.engines:
         engine.weight_version = "1"
     before.publish(1, 5)
@@ -66,7 +65,7 @@ def test_groups_of_before_a_restart_are_as_old_as_they_were(cluster, start, tmp_
     source.save(5)
     fully_async_rollout.stop_global_worker()
 
-    monkeypatch.setattr(generation_stream, "weight_clock", lambda: after)
+    monkeypatch.setattr(group_stream, "weight_clock", lambda: after)
     after.publish(1, 6)
     args.start_rollout_id = 6
     again = RolloutDataSourceWithBuffer(args)
@@ -101,23 +100,22 @@ def test_a_group_that_is_given_back_while_the_state_is_saved_is_in_it_once(clust
     args, source = start(save=str(tmp_path), load=str(tmp_path), custom_generate_function_path=f"{__name__}.hangs")
     worker = fully_async_rollout.get_global_worker(args, source)
     worker.start()
-    ledger = worker.stream.ledger
-    cluster.wait_until(lambda: len(ledger.in_flight) > 2, "groups are in flight")
+    cluster.wait_until(lambda: len(worker.in_flight) > 2, "groups are in flight")
 
     async def give_up() -> list[Any]:
-        task, job = next(iter(ledger.in_flight.items()))
-        ledger.in_flight.pop(task)
+        task, job = next(iter(worker.in_flight.items()))
+        worker.in_flight.pop(task)
         task.cancel()
-        ledger.abort(job, job.original)
-        return [group[0].group_index for group in ledger.unconsumed()]
+        worker._gave_up(job)
+        return [group[0].group_index for group in worker.to_save()]
 
     def unconsumed() -> list[Any]:
         known = run(give_up())
         assert sorted(known) == list(range(len(known)))
         return worker.unconsumed()
 
-    worker.stream._no_prompts = True  # begins no others meanwhile
-    worker.stream.ledger.stop_with(RuntimeError("no more"))
+    worker._no_prompts = True  # begins no others meanwhile
+    worker.stop_with(RuntimeError("no more"))
     source.unconsumed = unconsumed
     drawn = source.sample_group_index
     source.snapshot(0)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, sglang_rollout
+from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
+from slime.rollout.group_stream import CompletedGroups
+from slime.rollout.groups import GroupJob
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream
-from slime.rollout.stream.group_job import CompletedGroups, GroupJob
 from slime.utils.async_utils import get_async_loop, interrupt, run
 from slime.utils.types import Sample
 
@@ -31,7 +31,7 @@ SEEN: list[Any] = []
 def clock(monkeypatch):
     """A clock of the test's own; whatever a test leaves in flight ends with it."""
     fresh = WeightClock()
-    monkeypatch.setattr(generation_stream, "weight_clock", lambda: fresh)
+    monkeypatch.setattr(group_stream, "weight_clock", lambda: fresh)
     SEEN.clear()
     yield fresh
     fully_async_rollout.stop_global_worker()
@@ -56,9 +56,7 @@ def prompts(groups: Any) -> list[str]:
 def settle(worker: AsyncRolloutWorker, condition: Any) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, (
-            f"{worker.queue_size()} ready, {len(worker.stream.ledger.in_flight)} running"
-        )
+        assert time.monotonic() < deadline, f"{worker.queue_size()} ready, {len(worker.in_flight)} running"
         time.sleep(0.005)
 
 
@@ -68,7 +66,7 @@ def test_rollouts_follow_each_other_without_loss_or_repetition(cluster, start):
     assert len(groups) == 20
     assert all(len(group) == 2 for group in groups)
     worker = fully_async_rollout.get_global_worker(args, source)
-    left = run(worker.stream.stop())
+    left = run(worker.close())
     assert sorted(g[0].group_index for g in [*groups, *left]) == list(range(source.sample_group_index))
     for rollout in range(5):
         first = [group[0].index for group in groups[4 * rollout : 4 * rollout + 4]]
@@ -79,8 +77,8 @@ def test_generation_goes_on_between_rollouts_and_stops_at_the_limit(cluster, sta
     args, source = start()
     generate_rollout_fully_async(args, 0, source)
     worker = fully_async_rollout.get_global_worker(args, source)
-    settle(worker, lambda: worker.queue_size() >= worker.stream.concurrency and not worker.stream.ledger.in_flight)
-    assert worker.stream.concurrency == 16
+    settle(worker, lambda: worker.queue_size() >= worker.concurrency and not worker.in_flight)
+    assert worker.concurrency == 16
     drawn = source.sample_group_index
     time.sleep(0.05)
     assert source.sample_group_index == drawn
@@ -99,7 +97,7 @@ def test_slots_are_full_and_few_samples_wait_for_one(cluster, start):
     waiting = []
     generate_rollout_fully_async(args, 0, source)
     for _ in range(50):
-        waiting.append(worker.stream._slots.waiting)
+        waiting.append(worker._slots.waiting)
         time.sleep(0.002)
     assert max(waiting) <= 3
     assert sum(engine.max_running for engine in cluster.engines) >= 6  # 3 on each of two engines
@@ -121,7 +119,7 @@ def test_the_worker_can_be_used_alone(cluster, start):
     args, source = start()
     worker = AsyncRolloutWorker(args, source, 3)
     worker.start()
-    settle(worker, lambda: worker.queue_size() >= 3 and not worker.stream.ledger.in_flight)
+    settle(worker, lambda: worker.queue_size() >= 3 and not worker.in_flight)
     assert worker.queue_size() <= 5  # those in flight when the queue was full
     (first,) = worker.get_completed_groups(limit=1)
     assert first[1][0].prompt == f"p{first[0]}"
@@ -244,7 +242,7 @@ def test_a_group_that_raises_begins_again(cluster, start, caplog):
     TROUBLE.clear()
     set_version(cluster, "1")
     args, source = start(rollout_sample_hook_path=[f"{HERE}.fails_twice"], max_staleness=0)
-    fully_async_rollout.get_global_worker(args, source).stream.clock.publish(1, 0)
+    fully_async_rollout.get_global_worker(args, source).clock.publish(1, 0)
     output = generate_rollout_fully_async(args, 0, source)
     assert prompts(output.samples) == ["p0", "p1", "p2", "p3"]
     assert output.metrics["rollout/fully_async/failed_attempts"] == 2
@@ -269,7 +267,7 @@ def test_one_that_always_raises_stops_the_run_and_names_sample_and_hook(cluster,
     assert notes.count(f"--rollout-sample-hook-path '{HERE}.always_fails' ({__file__}:") == 1
     assert "attempt 3 of 3" in notes
     worker = fully_async_rollout.get_global_worker(args, source)
-    assert not worker.stream.ledger.in_flight
+    assert not worker.in_flight
     assert 1 in [group[0].group_index for group in worker.unconsumed()]
 
 
@@ -282,8 +280,8 @@ def test_too_many_failed_rewards_stop_the_run_at_once(cluster, start):
     args, source = start(custom_rm_path=f"{HERE}.no_reward")
     with pytest.raises(TooManyRewardFailures, match="the judge is away"):
         generate_rollout_fully_async(args, 0, source)
-    ledger = fully_async_rollout.get_global_worker(args, source).stream.ledger
-    assert ledger._counts["fully_async/failed_attempts"] == 0
+    worker = fully_async_rollout.get_global_worker(args, source)
+    assert worker.counts["fully_async/failed_attempts"] == 0
 
 
 async def aborts_once(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -404,7 +402,7 @@ def test_nothing_begins_that_could_get_too_old(cluster, start, clock):
     set_version(cluster, "1")
     generate_rollout_fully_async(args, 0, source)
     worker = fully_async_rollout.get_global_worker(args, source)
-    settle(worker, lambda: worker.queue_size() == 4 and not worker.stream.ledger.in_flight)
+    settle(worker, lambda: worker.queue_size() == 4 and not worker.in_flight)
     time.sleep(0.05)
     assert source.sample_group_index == 8  # rollout 0, and one more at weights of step 0
     generate_rollout_fully_async(args, 1, source)
@@ -459,7 +457,7 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     worker = fully_async_rollout.get_global_worker(args, source)
     worker.get_completed_groups()
     consumed = source.sample_group_index
-    settle(worker, lambda: len(worker.stream.ledger.in_flight) >= 2)
+    settle(worker, lambda: len(worker.in_flight) >= 2)
     threads = threading.active_count()
     began = time.monotonic()
     generate_rollout_fully_async.stop()
@@ -469,7 +467,7 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     assert threading.active_count() <= threads
     cluster.wait_until(lambda: not any(e.running for e in cluster.engines), "requests are aborted on the engines")
     names = [task.get_name() for task in asyncio.all_tasks(get_async_loop())]
-    assert not [name for name in names if name.startswith("fully-async")]
+    assert not [name for name in names if name.startswith("group")]
     half_made = [s for group in source.buffer for s in group if s.response_length and s.reward is None]
     assert not half_made
 
@@ -483,7 +481,7 @@ def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):
     with pytest.raises(ConnectionError):
         generate_rollout_fully_async(args, 0, source)
     worker = fully_async_rollout.get_global_worker(args, source)
-    assert not worker.stream.ledger.in_flight
+    assert not worker.in_flight
     for engine in cluster.engines:
         engine.delay = 0.0
     output = generate_rollout_fully_async(args, 0, source)

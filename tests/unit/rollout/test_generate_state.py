@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-
 import pytest
 
 from slime.rollout import sglang_rollout
-from slime.rollout.requests.generate_state import Completions, PromptTokens, request_limit
+from slime.rollout.requests.generate_state import PromptTokens, request_limit
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args
@@ -105,69 +102,3 @@ def test_a_prompt_is_tokenised_once_for_its_group():
     for number in range(2 * PromptTokens.KEPT):
         tokens.of(tokenizer, str(number))
     assert len(tokens._ids) == PromptTokens.KEPT
-
-
-async def test_tasks_are_returned_once_as_they_are_done():
-    """Seeded random ends and newcomers: each task is returned exactly once, and no earlier than it is done."""
-    rng, completions, ends = random.Random(0), Completions(), []
-
-    async def one(event: asyncio.Event) -> None:
-        await event.wait()
-
-    pending: set[asyncio.Task[None]] = set()
-    returned: list[asyncio.Task[None]] = []
-    begun = 0
-    while begun < 200 or pending:
-        if begun < 200:
-            for _ in range(rng.randrange(4)):
-                ends.append(asyncio.Event())
-                pending.add(asyncio.create_task(one(ends[-1])))
-                begun += 1
-        rng.shuffle(ends)
-        for event in (ends.pop() for _ in range(min(len(ends), rng.randrange(1, 4)))):
-            event.set()
-        if pending:
-            done = await completions.wait(pending, 60.0)
-            assert done
-            assert done <= pending
-            assert all(task.done() for task in done)
-            pending -= done
-            returned += done
-    assert len(returned) == len(set(returned)) == begun
-
-
-async def test_a_wait_for_tasks_ends_in_time_and_one_that_was_done_before_counts():
-    completions, forever = Completions(), asyncio.create_task(asyncio.Event().wait())
-    assert await completions.wait({forever}, 0.01) == set()
-    done = asyncio.create_task(asyncio.sleep(0))
-    await done
-    assert await completions.wait({forever, done}, 60.0) == {done}
-    stranger = asyncio.create_task(asyncio.sleep(0))
-    watched = asyncio.create_task(completions.wait({forever, stranger}, 60.0))
-    await asyncio.wait([watched])
-    waiting = asyncio.create_task(completions.wait({forever}, 60.0))  # whatever else is done is no answer
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    forever.cancel()
-    assert await waiting == {forever}
-
-
-async def test_a_task_that_is_not_asked_about_any_more_is_no_answer():
-    """Its end, before or during a wait, is neither returned nor taken for the end of the time."""
-    completions, ends = Completions(), [asyncio.Event() for _ in range(4)]
-    asked, before, during, last = (asyncio.create_task(end.wait()) for end in ends)
-    ends[0].set()
-    assert await completions.wait({asked, before, during}, 60.0) == {asked}
-    ends[1].set()
-    await before
-    waiting = asyncio.create_task(completions.wait({last}, 60.0))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    ends[2].set()
-    await during
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not waiting.done()
-    ends[3].set()
-    assert await waiting == {last}
-    assert await completions.wait({before, during}, 60.0) == {before, during}  # asked about again

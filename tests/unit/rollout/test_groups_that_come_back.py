@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import functools
 import threading
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from slime.rollout import cancelling, sglang_rollout, train_rollout
+from slime.rollout import cancelling, group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.requests.generate_state import GroupsInFlight
+from slime.rollout.groups import GroupJob, note_result
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
@@ -25,7 +27,7 @@ MAY_END = threading.Event()
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch):
-    monkeypatch.setattr(train_rollout, "FINISH_GRACE_S", 0.05)
+    monkeypatch.setattr(group_stream, "FINISH_GRACE_S", 0.05)
     monkeypatch.setattr(cancelling, "CANCEL_GRACE_S", 0.05)
     CALLS.clear()
     MAY_END.clear()
@@ -267,6 +269,23 @@ def test_a_rollout_that_fails_hands_back_all_that_it_drew(cluster, make_args, pa
     assert GenerateState(args).unused == []
 
 
+def raise_at_p1(args: Any, group: list[Sample], **kwargs: Any) -> bool:
+    if group[0].group_index == 1:
+        raise ValueError("bad filter")
+    return True
+
+
+def test_a_group_whose_filter_raises_is_handed_back_finished(cluster, make_args):
+    args = make_args(dynamic_sampling_filter_path=f"{HERE}.raise_at_p1")
+    source = RolloutDataSourceWithBuffer(args)
+    with pytest.raises(ValueError, match="bad filter") as caught:
+        generate_rollout(args, 0, source)
+    assert "while generating group 1 (samples [2, 3])" in caught.value.__notes__
+    group = next(group for group in source.buffer if group[0].group_index == 1)
+    assert all(sample.status == Status.COMPLETED and sample.reward is not None for sample in group)
+    assert indices(source.buffer) == list(range(8))
+
+
 @pytest.mark.parametrize("at", ["rollout_sample_filter_path", "rollout_all_samples_process_path"])
 def test_so_does_one_whose_last_hooks_fail(cluster, make_args, at):
     args = make_args(**{at: f"{HERE}.{at}"}, over_sampling_batch_size=6)
@@ -335,17 +354,40 @@ def test_old_tokens_of_fan_outs_are_masked_as_those_of_samples_are(cluster, make
 
 
 async def test_late_results_of_a_group_are_dropped():
-    flying, group, task = GroupsInFlight(), [Sample(index=i) for i in range(3)], cast(Any, object())
+    group = [Sample(index=i) for i in range(3)]
+    job, never = GroupJob(group), asyncio.Event()
 
-    def note(number: int, result: Any) -> None:
+    async def generate(job: GroupJob) -> None:
+        await never.wait()
+
+    def note(ended: dict[int, Any], number: int, result: Any) -> None:
         done = asyncio.get_running_loop().create_future()
         done.set_result(result)
-        flying.note_result(task, number, Sample(index=number), done)
+        note_result(ended, number, Sample(index=number), done)
 
-    note(0, Sample(response="before it is in flight"))
-    flying.add(task, group)
-    note(1, [group[1], group[1]])
+    earlier = job.ended
+    task = job.begin(generate)
+    note(earlier, 0, Sample(response="of another attempt"))
+    note(job.ended, 1, [group[1], group[1]])
     group[2].response = "still being changed"
-    assert flying.take_unfinished(task) == [Sample(index=0), [group[1], group[1]], Sample(index=2)]
-    note(2, group[2])
-    assert list(flying) == []
+    assert job.to_continue() == [Sample(index=0), [group[1], group[1]], Sample(index=2)]
+    task.cancel()
+
+
+async def test_an_attempt_that_ignores_its_cancellation_leaves_the_next_one_alone(make_args, monkeypatch):
+    async def generate_group(args: Any, group: list[Sample], params: Any, evaluation: bool = False) -> list[Sample]:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0 if MAY_END.is_set() else 3600)
+        return group
+
+    monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", generate_group)
+    args, job = make_args(), GroupJob([Sample(index=0)])
+    first = job.begin(functools.partial(sglang_rollout.generate_job, args))
+    await asyncio.sleep(0)
+    MAY_END.set()
+    job.original = [Sample(index=0, response="again")]
+    second = job.begin(functools.partial(sglang_rollout.generate_job, args))
+    await second
+    first.cancel()
+    assert [sample.response for sample in await first] == [""]
+    assert [sample.response for sample in job.result] == ["again"]

@@ -7,15 +7,15 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout, train_rollout
+from slime.rollout import group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.groups import GroupJob
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import interrupt, run
 from slime.utils.http_client import HttpRequestError
@@ -258,13 +258,13 @@ async def test_tokens_without_a_text_yet_have_begun_too():
     """The first byte of a character of several."""
     sample = Sample(index=0, tokens=[112, 240], response_length=1, response="", status=Status.ABORTED)
 
-    async def generated() -> list[Sample]:
-        return [sample]
+    async def generate(job: GroupJob) -> None:
+        job.result = [sample]
 
-    task = asyncio.ensure_future(generated())
+    job = GroupJob([Sample(index=0)])
+    task = job.begin(generate)
     await task
-    in_flight = SimpleNamespace(take_original=lambda task: [Sample(index=0)])
-    train_rollout._unfinished_group(task, 4, SimpleNamespace(groups_in_flight=in_flight))
+    group_stream._to_resume(task, job, 4)
     assert sample.metadata["start_rollout_id"] == 4
 
 
@@ -336,7 +336,7 @@ def test_a_refused_request_fails_at_once_and_names_the_sample(cluster, make_args
 def test_a_rollout_without_progress_ends_at_its_deadline(cluster, make_args):
     args = make_args(rollout_request_timeout=0.3, custom_generate_function_path=f"{HERE}.never_answers")
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no group finished for 0.6 s.*group_index=0 for"):
+    with pytest.raises(TimeoutError, match=r"no group finished for 0.6 s.*group 0 \(samples \[0, 1\]\) for"):
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert 0.5 < time.monotonic() - began < 60
 
@@ -425,7 +425,7 @@ async def fan_out_or_hang(args: Any, sample: Sample, sampling_params: dict[str, 
 
 
 def test_fan_out_groups_survive_a_partial_rollout(cluster, make_args, monkeypatch):
-    monkeypatch.setattr("slime.rollout.train_rollout.FINISH_GRACE_S", 0.2)
+    monkeypatch.setattr("slime.rollout.group_stream.FINISH_GRACE_S", 0.2)
     args = make_args(
         over_sampling_batch_size=6, partial_rollout=True, custom_generate_function_path=f"{HERE}.fan_out_or_hang",
         custom_rm_path=f"{HERE}.rm_batch",

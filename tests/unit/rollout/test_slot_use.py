@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout
+from slime.rollout import group_stream, sglang_rollout
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
 from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually
@@ -46,7 +45,7 @@ async def simulate(worker: AsyncRolloutWorker, clock: WeightClock, busy: list[fl
         clock.publish(rollout_id + 2, rollout_id + 1)
     took = loop.time() - since
     use = (busy[0] - before) / took / SLOTS
-    await worker.stream.stop()
+    await worker.close()
     return use, took / (ROLLOUTS - WARM_UP)
 
 
@@ -75,7 +74,7 @@ def test_the_table_of_the_page(monkeypatch, limit, percent, step):
     async def generate_group(args: Any, group: list[Sample], params: Any, evaluation: bool = False) -> list[Any]:
         return await gather_or_cancel([generate(sample) for sample in group])
 
-    monkeypatch.setattr(generation_stream, "weight_clock", lambda: clock)
+    monkeypatch.setattr(group_stream, "weight_clock", lambda: clock)
     monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
     monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", generate_group)
     step_s = mean_s * GROUPS * SIZE / SLOTS

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout, train_rollout
+from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream, group_ledger
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually
@@ -113,11 +112,11 @@ def make_world(monkeypatch: pytest.MonkeyPatch, seed: int, limit: int | None, me
         semaphore=asyncio.Semaphore(16), sampling_params={}, rollout_id=None, reward_errors=RewardErrors()
     )
     world = World(rng, args, clock, state, mean_s)
-    monkeypatch.setattr(generation_stream, "weight_clock", lambda: clock)
+    monkeypatch.setattr(group_stream, "weight_clock", lambda: clock)
     monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
     monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", world.generate_group)
-    monkeypatch.setattr(train_rollout, "MAX_ABORTED_SHARE", 1000)
-    monkeypatch.setattr(group_ledger.logger, "disabled", True)  # an accident is told with its traceback
+    monkeypatch.setattr(group_stream, "MAX_ABORTED_SHARE", 1000)
+    monkeypatch.setattr(fully_async_rollout.logger, "disabled", True)  # an accident is told with its traceback
     return world
 
 
@@ -148,7 +147,7 @@ async def simulate(world: World, source: Source, rollouts: int, *, ahead: bool) 
         await world.update()
         if more and not ahead:
             upcoming = asyncio.ensure_future(worker.rollout(rollout_id + 1))
-    left = await worker.stream.stop()
+    left = await worker.close()
     everything = Counter(group[0].group_index for group in [*consumed, *left])
     assert set(everything.values()) == {1}, "nothing is consumed twice"
     assert set(everything) == set(range(source.drawn)), "nothing is lost"

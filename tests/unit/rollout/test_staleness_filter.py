@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from slime.rollout import group_stream
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.durable.state_codec import decode_group, encode_group
+from slime.rollout.group_stream import RolloutStream
 from slime.rollout.sglang_rollout import generate_and_rm_group, generate_rollout
-from slime.rollout.staleness import UNKNOWN_WEIGHTS, StalenessFilter, WeightClock
+from slime.rollout.staleness import UNKNOWN_WEIGHTS, WeightClock
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
@@ -29,8 +31,16 @@ def made(index: int, step: int, status: Sample.Status, length: int = 3) -> Sampl
     return sample
 
 
-def fresh(rollout_id: int, clock: WeightClock, **changes: Any) -> StalenessFilter:
-    return StalenessFilter(rollout_args(**changes), rollout_id, clock)
+def fresh(rollout_id: int, clock: WeightClock, **changes: Any) -> RolloutStream:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_stream, "weight_clock", lambda: clock)
+        never: Any = None
+        return RolloutStream(rollout_args(**changes), rollout_id, None, never, never, None)
+
+
+def reset_stale(stream: RolloutStream, groups: list[Any]) -> None:
+    for group in groups:
+        stream.reset_stale(group)
 
 
 @pytest.fixture
@@ -49,7 +59,7 @@ def test_samples_that_are_too_old_begin_again(clock):
     old.metadata = {"start_rollout_id": 2, "reward_error": "?", "rm_type": "math"}
     groups = [[old, made(1, 4, CUT)], [made(2, 4, DONE), made(3, 4, DONE)], [made(4, 2, CUT), Sample()]]
     draw = fresh(5, clock, max_staleness=1)
-    draw.reset_stale(groups)
+    reset_stale(draw, groups)
     assert lengths(groups) == [0, 3, 3, 3, 0, 0]
     again = groups[0][0]
     assert (again.tokens, again.response, again.status, again.reward) == ([5, 6], "", Sample.Status.PENDING, None)
@@ -63,7 +73,7 @@ def test_samples_that_are_too_old_begin_again(clock):
 def test_without_a_bound_all_is_kept(clock):
     groups = [[made(0, -1, DONE), made(1, 0, CUT)]]
     draw = fresh(100, clock)
-    draw.reset_stale(groups)
+    reset_stale(draw, groups)
     assert lengths(groups) == [3, 3]
     assert draw.metrics() == {}
 
@@ -74,7 +84,7 @@ def test_a_fan_out_begins_again_from_its_prompt(clock):
         sample.rollout_id = 17
     groups = [[one, made(1, 5, DONE)]]
     draw = fresh(5, clock, max_staleness=2)
-    draw.reset_stale(groups)
+    reset_stale(draw, groups)
     again = groups[0][0]
     assert isinstance(again, Sample)
     assert (again.index, again.rollout_id, again.response_length, again.tokens) == (0, None, 0, [])
@@ -84,7 +94,7 @@ def test_a_fan_out_begins_again_from_its_prompt(clock):
 def test_groups_that_a_mask_would_leave_out_as_a_whole_begin_again(clock):
     groups = [[made(0, 4, DONE), made(1, 4, DONE)], [made(2, 0, DONE), made(3, 0, CUT)]]
     draw = fresh(5, clock, partial_rollout=True, mask_offpolicy_in_partial_rollout=True, max_staleness=0)
-    draw.reset_stale(groups)
+    reset_stale(draw, groups)
     assert lengths(groups) == [0, 0, 3, 3]  # what is masked may be of any age
     assert draw.metrics() == {
         "rollout/staleness/regenerated_groups": 1, "rollout/staleness/regenerated_tokens": 6,
@@ -99,10 +109,10 @@ def test_tokens_get_the_step_of_the_weights_at_the_start(clock):
         spans = [{"version": name, "start": 0, "end": 2}]
         meta = {"finish_reason": {"type": "stop"}, "weight_version": name, "weight_versions": spans}
         sample.append_response_tokens(tokens=[7, 7], log_probs=[-1.0, -1.0], meta_info=meta)
-        draw.stamp([sample])
+        draw._stamp([sample], None)
         assert sample.weight_version_spans == [{**spans[0], "step": step}]
     by_hand = Sample(response_length=2)
-    draw.stamp([[by_hand]])
+    draw._stamp([[by_hand]], None)
     assert by_hand.weight_version_spans == [{"version": None, "start": 0, "end": 2, "step": 5}]
 
 
@@ -110,7 +120,7 @@ def test_what_is_still_written_to_an_old_response_does_not_reach_the_new_one(clo
     old = [made(0, 0, DONE), made(1, 0, DONE)]
     fan_out = [made(2, 0, DONE), made(2, 0, DONE)]
     groups = [[*old], [fan_out, made(3, 0, DONE)]]
-    fresh(5, clock, max_staleness=1).reset_stale(groups)
+    reset_stale(fresh(5, clock, max_staleness=1), groups)
     for sample in (*old, *fan_out):  # the reward that its rollout left behind
         sample.reward, sample.remove_sample, sample.metadata["reward_error"] = 1.0, True, "?"
     for sample in iter_samples(groups):

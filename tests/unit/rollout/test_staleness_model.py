@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout, train_rollout
+from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.durable.state_codec import decode_group, encode_group
@@ -24,7 +24,6 @@ from slime.rollout.fully_async_rollout import AsyncRolloutWorker
 from slime.rollout.groups import copy_group
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream, group_ledger
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually
@@ -76,11 +75,11 @@ class World:
         self.dropped: list[int] = []
         self.consumed: list[int] = []
         self.version = self.step = 0
-        monkeypatch.setattr(generation_stream, "weight_clock", lambda: self.clock)
+        monkeypatch.setattr(group_stream, "weight_clock", lambda: self.clock)
         monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: self.state)
         monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", self.generate_group)
-        monkeypatch.setattr(train_rollout, "MAX_ABORTED_SHARE", 10**6)
-        monkeypatch.setattr(group_ledger.logger, "disabled", True)
+        monkeypatch.setattr(group_stream, "MAX_ABORTED_SHARE", 10**6)
+        monkeypatch.setattr(fully_async_rollout.logger, "disabled", True)
 
     # The engines
 
@@ -135,7 +134,7 @@ class World:
         )
         self.args.start_rollout_id = step
         self.worker = AsyncRolloutWorker(self.args, source)
-        self.worker.stream._filter = self.keep  # type: ignore[assignment]
+        self.worker._filter = self.keep  # type: ignore[assignment]
 
     async def push(self, step: int) -> None:
         self.version, self.step = self.version + 1, step
@@ -166,7 +165,7 @@ class World:
         if upcoming.done():
             self.account(rollout_id, upcoming.result().samples)
         await self.end(upcoming)
-        left = await self.worker.stream.stop()
+        left = await self.worker.close()
         everything = Counter([*self.consumed, *self.dropped, *(g[0].group_index for g in [*left, *self.source.buffer])])
         assert set(everything.values()) == {1}, "nothing is consumed twice"
         assert set(everything) == set(range(self.source.drawn)), "nothing is lost"
@@ -181,13 +180,13 @@ class World:
 
     def save(self) -> str:
         """What a checkpoint keeps, as the rollout manager saves it after a rollout."""
-        front = [encode_group(group) for group in [*self.worker.stream.ledger.unconsumed(), *self.source.buffer]]
+        front = [encode_group(group) for group in [*self.worker.to_save(), *self.source.buffer]]
         return json.dumps({"front": front, "drawn": self.source.drawn, "dropped": self.dropped})
 
     async def restart(self, rollout_id: int, saved: str, upcoming: asyncio.Future[Any]) -> asyncio.Future[Any]:
         """The process is killed after the checkpoint of ``rollout_id``, and another one resumes it."""
         await self.end(upcoming)
-        await self.worker.stream.stop()
+        await self.worker.close()
         state = json.loads(saved)
         self.dropped = state["dropped"]
         front = [decode_group(group) for group in state["front"]]

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, sglang_rollout
+from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 
@@ -26,7 +25,7 @@ ROLLOUTS = pytest.mark.parametrize("rollout", [generate_rollout, generate_rollou
 @pytest.fixture(autouse=True)
 def anew(monkeypatch):
     CALLS.clear()
-    monkeypatch.setattr(generation_stream, "weight_clock", WeightClock)
+    monkeypatch.setattr(group_stream, "weight_clock", WeightClock)
     yield
     fully_async_rollout.stop_global_worker()
 

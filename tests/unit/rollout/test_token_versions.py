@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.batching.train_data import build_train_data
-from slime.rollout import fully_async_rollout, metrics, staleness
+from slime.rollout import fully_async_rollout, group_stream, metrics
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
@@ -21,7 +21,6 @@ from slime.rollout.metrics import staleness_metrics
 from slime.rollout.requests import generate_request
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
-from slime.rollout.stream import generation_stream
 from slime.utils import http_client, http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
@@ -35,7 +34,7 @@ ROLLOUTS = 6
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> WeightClock:
     fresh = WeightClock()
-    for module in (generation_stream, staleness, metrics):
+    for module in (group_stream, metrics):
         monkeypatch.setattr(module, "weight_clock", lambda: fresh)
     return fresh
 
@@ -193,7 +192,7 @@ def test_fully_asynchronous_tokens_are_what_the_engines_made(start, clock, limit
             books.check(rollout_id, groups, newest)
 
     train(generate_rollout_fully_async, cluster, clock, args, source, check, mode, ahead=True)
-    left = run(fully_async_rollout.get_global_worker(args, source).stream.stop())
+    left = run(fully_async_rollout.get_global_worker(args, source).close())
     seen = books.groups + Counter(group[0].group_index for group in [*left, *source.buffer])
     assert seen == Counter(range(source.sample_group_index))
     assert max(books.trained.values()) == 1

@@ -1,1 +1,0 @@
-"""The groups of the fully asynchronous rollout, from their prompts to their consumption."""
