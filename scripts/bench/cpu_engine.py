@@ -23,12 +23,16 @@ from slime.servers.engine_client import EngineClient
 from tests.support.engines import engine_args
 from tools.tiny_model import make_tiny_checkpoint
 
-MODEL = {
-    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 4096,
+MODELS = {
+    "small": {
+        "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 4096,
+    },
+    "wide": {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 32768,
+    },
 }  # fmt: skip
-CASES = ((1, 32, 96), (8, 32, 96), (32, 32, 96), (64, 32, 96), (32, 512, 256))
-"""(requests at once, tokens of the prompt, tokens of the answer)"""
 
 
 def cpu_seconds(engine: EngineProcess) -> float:
@@ -38,7 +42,7 @@ def cpu_seconds(engine: EngineProcess) -> float:
     return sum(t.user + t.system for t in times)
 
 
-def measure(engine: EngineProcess, client: EngineClient, case: tuple[int, int, int], seed: int) -> float:
+def measure(engine: EngineProcess, client: EngineClient, case: tuple[int, ...], seed: int) -> float:
     """Return CPU milliseconds per generated token for one round of the case."""
     requests, prompt, answer = case
     client.flush_cache()
@@ -54,44 +58,54 @@ def measure(engine: EngineProcess, client: EngineClient, case: tuple[int, int, i
     return 1000 * (cpu_seconds(engine) - before) / (requests * answer)
 
 
-def start(checkpoint: Path, root: Path, name: str) -> EngineProcess:
+def start(checkpoint: Path, root: Path, name: str, max_running: int) -> EngineProcess:
     """Start an engine; the environment decides which attention it has."""
     os.environ["SLIME_STOCK_CPU_ATTENTION"] = "1" if name == "stock" else "0"
-    engine = EngineProcess(engine_args(checkpoint), rank=0, host="127.0.0.1", log_path=root / f"{name}.log")
+    args = engine_args(checkpoint, sglang_max_running_requests=max_running, sglang_max_total_tokens=65536)
+    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / f"{name}.log")
     engine.start()
     return engine
+
+
+def compare(engines: dict[str, EngineProcess], case: tuple[int, ...], repeats: int) -> str:
+    """Measure a case, the engines in turn; return the line of it."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for seed in range(repeats + 1):
+        names = list(engines)[:: 1 if seed % 2 else -1]
+        for name in names:
+            value = measure(engines[name], engines[name].client(timeout=600), case, seed)
+            if seed:  # the first round warms up
+                found[name].append(value)
+    ratios = [a / b for a, b in zip(found["stock"], found["slime"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return (
+        f"{case[0]:3d} x ({case[1]} + {case[2]}): {medians['stock']:.3f} {medians['slime']:.3f}; "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}), load {os.getloadavg()[0]:.1f}"
+    )
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="rounds of every case (default: 5)")
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--max-running", type=int, default=64, help="requests an engine runs at once (default: 64)")
+    parser.add_argument(
+        "--cases", default="1x32+96,8x32+96,32x32+96,64x32+96,32x512+256",
+        help="requests at once x tokens of the prompt + tokens of the answer (default: %(default)s)",
+    )  # fmt: skip
     options = parser.parse_args()
+    cases = [tuple(int(n) for n in case.replace("x", "+").split("+")) for case in options.cases.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        checkpoint = make_tiny_checkpoint(root / "model", **MODEL)
-        engines = {name: start(checkpoint, root, name) for name in ("stock", "slime")}
+        checkpoint = make_tiny_checkpoint(root / "model", **MODELS[options.model])
+        engines = {name: start(checkpoint, root, name, options.max_running) for name in ("stock", "slime")}
         try:
-            clients = {}
-            for name, engine in engines.items():
+            for engine in engines.values():
                 engine.wait_ready()
-                clients[name] = engine.client(timeout=600)
             print("requests x (prompt + answer): CPU ms per generated token, stock and slime; stock / slime")
-            for case in CASES:
-                found: dict[str, list[float]] = {name: [] for name in engines}
-                for seed in range(options.repeats + 1):
-                    for name, engine in engines.items():
-                        value = measure(engine, clients[name], case, seed)
-                        if seed:  # the first round warms up
-                            found[name].append(value)
-                ratios = [a / b for a, b in zip(found["stock"], found["slime"], strict=True)]
-                medians = {name: statistics.median(values) for name, values in found.items()}
-                print(
-                    f"{case[0]:3d} x ({case[1]} + {case[2]}): {medians['stock']:.3f} {medians['slime']:.3f}; "
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}), "
-                    f"load {os.getloadavg()[0]:.1f}",
-                    flush=True,
-                )
+            for case in cases:
+                print(compare(engines, case, options.repeats), flush=True)
         finally:
             for engine in engines.values():
                 engine.stop()

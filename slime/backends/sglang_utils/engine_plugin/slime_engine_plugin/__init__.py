@@ -7,6 +7,9 @@ hooks and why.
 
 from __future__ import annotations
 
+FASTER_ON_CPU = ("attention", "sampler", "elementwise")
+"""Modules that compute on a CPU what SGLang computes too."""
+
 
 def register() -> None:
     """Register all hooks that apply on this machine."""
@@ -14,15 +17,31 @@ def register() -> None:
 
     import torch
 
-    from slime_engine_plugin import attention, cpu, files, pause, request_fields, sampler, start
+    from slime_engine_plugin import cpu, files, pause, request_fields, start
 
     on_cpu = not torch.cuda.is_available()
-    pause.register()
+    pause.register(on_cpu)
     request_fields.register()
     start.register(on_cpu)
     files.register()
     if on_cpu:
         cpu.register()
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
-            sampler.register()
-            attention.register()
+            register_faster_on_cpu()
+
+
+def register_faster_on_cpu() -> None:
+    """Register what is faster on a CPU; what does not fit the installed SGLang is left to SGLang, with one warning."""
+    import importlib
+    import logging
+
+    from slime_engine_plugin.hook_points import OtherSGLangError
+
+    for name in FASTER_ON_CPU:
+        try:
+            importlib.import_module(f"slime_engine_plugin.{name}").register()
+        except (ImportError, AttributeError, OtherSGLangError) as e:
+            logging.getLogger(__name__).warning(
+                "slime's %s for CPU engines does not fit this SGLang (%s): SGLang's own is used, which is slower",
+                name, e,
+            )  # fmt: skip

@@ -1,203 +1,193 @@
-"""Attention of SGLang's torch-native backend on a CPU, for many sequences per call.
+"""SGLang's torch-native attention backend, for many sequences per call: on a CPU it loops over them in Python.
 
-Stock SGLang loops over the sequences of a batch in Python. Prefill is grouped here by (new, cached) length; decoding
-goes over kept copies of keys and values (``kv_mirror.py``). Whatever is not plain causal self-attention of one pool is
-left to SGLang: cross attention, sliding windows, latent attention, speculation, pipeline stages.
+Prefill is grouped by (new, cached) length (``prefill.py``); decoding goes over kept copies of keys and values, or
+gathers them when the copies would take more memory than the KV pool (``kv_mirror.py``). Whatever is not plain causal
+self-attention of one pool is left to SGLang: cross attention, sliding windows, latent attention, quantized caches,
+speculation, pipeline stages.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from torch.nn.functional import scaled_dot_product_attention
+from sglang.srt.runtime_context import get_parallel
 
-from slime_engine_plugin.kv_mirror import DecodeStep, KVMirror
+from slime_engine_plugin.hook_points import require
+from slime_engine_plugin.kv_mirror import DecodeStep, GatheredRows, KVMirror, Pool, WorkBuffers
+from slime_engine_plugin.prefill import Prefill
 
-_BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_STOCK = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 MIN_DECODE_BATCH = 4
 """Fewer sequences are decoded faster by SGLang's loop: a step is dispatch then, and the mirror adds to it."""
+IDLE_S = 5.0
+"""Seconds without a forward pass after which an idle engine gives the memory back."""
 
-_MIRRORS: weakref.WeakKeyDictionary[Any, KVMirror] = weakref.WeakKeyDictionary()
-_PLANS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class ExtendGroup:
-    """Sequences of a prefill batch with equally many new and cached tokens.
-
-    positions: [sequences, new] rows of the batch's queries; places: [sequences, cached + new] in the KV pool, None
-    where nothing is cached; mask: [new, cached + new], additive, None for the usual causal one.
-    """
-
-    positions: torch.Tensor
-    places: torch.Tensor | None
-    mask: torch.Tensor | None
+_BACKENDS: weakref.WeakSet[BatchedAttention] = weakref.WeakSet()
 
 
-def prepare(result: None, backend: Any, forward_batch: Any) -> None:
-    """After ``init_forward_metadata``: plan this forward pass, or leave it to SGLang."""
-    _PLANS.pop(backend, None)
-    mode = forward_batch.forward_mode
-    if not _is_plain(backend, forward_batch):
-        return
-    if mode.is_decode():
-        requests = forward_batch.req_pool_indices.tolist()
-        if len(requests) >= MIN_DECODE_BATCH and len(set(requests)) == len(requests):
-            mirror = _MIRRORS.get(backend)
-            if mirror is None:
-                mirror = _MIRRORS[backend] = KVMirror(backend.token_to_kv_pool.size)
-            lengths = forward_batch.seq_lens.tolist()
-            _PLANS[backend] = mirror.plan(requests, lengths, backend.req_to_token_pool.req_to_token)
-    elif mode.is_extend():
-        if backend in _MIRRORS:
-            _MIRRORS[backend].forget(forward_batch.req_pool_indices.tolist())
-        _PLANS[backend] = extend_groups(forward_batch, backend.req_to_token_pool.req_to_token)
+class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """Answers to the name ``torch_native``, so that SGLang's own checks of the backend hold."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._mirror = KVMirror(self.token_to_kv_pool.size)
+        self._work = WorkBuffers()
+        self._plan: DecodeStep | GatheredRows | Prefill | None = None
+        self._plain_layers: dict[int, bool] = {}
+        self._used_at = 0.0
+        _BACKENDS.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copies."""
+        return self._mirror.nbytes + self._work.nbytes
+
+    def give_back(self) -> None:
+        """Keep no copies."""
+        self._mirror.clear()
+        self._work.clear()
+
+    def give_back_when_idle(self) -> None:
+        """Keep no copies when there has been no forward pass for a while."""
+        if self.nbytes and time.monotonic() - self._used_at > IDLE_S:
+            self.give_back()
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan this forward pass, or leave it to SGLang."""
+        super().init_forward_metadata(forward_batch)
+        self._plan = None
+        if not self._is_plain(forward_batch):
+            return
+        mode = forward_batch.forward_mode
+        slots = forward_batch.req_pool_indices.tolist()
+        req_to_token = self.req_to_token_pool.req_to_token
+        self._used_at = time.monotonic()
+        if mode.is_decode():
+            if len(slots) >= MIN_DECODE_BATCH and len(set(slots)) == len(slots):
+                lengths = forward_batch.seq_lens.tolist()
+                requests = list(zip(slots, forward_batch.rids, strict=True))
+                step = self._mirror.plan(requests, lengths, req_to_token)
+                self._plan = step or GatheredRows(slots, lengths, req_to_token)
+        elif mode.is_extend():
+            self._mirror.forget(slots)
+            cached, new = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
+            self._plan = Prefill(slots, cached, new, req_to_token)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Attention of one new token per sequence."""
+        plan = self._plan
+        if isinstance(plan, Prefill) or plan is None or not (save_kv_cache and self._is_plain_layer(layer, q, k)):
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        query, key, value, pool = self._store(q, k, v, layer, forward_batch)
+        if isinstance(plan, DecodeStep):
+            output = self._mirror.attend(plan, layer.layer_id, query, key, value, pool, layer.scaling)
+        else:
+            output = plan.attend(query, pool, layer.scaling, self._work)
+        return output.view(len(output), -1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Attention of all new tokens of sequences."""
+        plan = self._plan
+        if not (isinstance(plan, Prefill) and save_kv_cache and self._is_plain_layer(layer, q, k)):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        query, key, value, pool = self._store(q, k, v, layer, forward_batch)
+        return plan.attend(query, key, value, pool, layer.scaling, self._work).view(q.shape)
+
+    def _store(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pool]:
+        """Write new keys and values to the pool; return query, key and value by head, and the layer's pool."""
+        location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+        pool = self.token_to_kv_pool
+        pool.set_kv_buffer(layer, location, k, v)
+        return (
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
+        )
+
+    def _is_plain(self, forward_batch: Any) -> bool:
+        return (
+            forward_batch.encoder_lens is None
+            and forward_batch.spec_info is None
+            and get_parallel().pp_size == 1  # batches of several stages take turns, and would drop each other's rows
+            and forward_batch.batch_size
+            == len(forward_batch.req_pool_indices)
+            == len(forward_batch.seq_lens)
+            == len(forward_batch.rids or ())
+        )
+
+    def _is_plain_layer(self, layer: Any, q: torch.Tensor, k: torch.Tensor | None) -> bool:
+        if layer.layer_id not in self._plain_layers:
+            self._plain_layers[layer.layer_id] = (
+                layer.qk_head_dim == layer.v_head_dim
+                and not layer.is_cross_attention
+                and layer.attn_type != AttentionType.ENCODER_ONLY
+                and (layer.sliding_window_size is None or layer.sliding_window_size < 0)
+                and _holds_keys_and_values(self.token_to_kv_pool, layer)
+            )
+        plain_types = k is not None and q.dtype == k.dtype == self.token_to_kv_pool.dtype
+        return plain_types and self._plain_layers[layer.layer_id]
 
 
-def decode(
-    original: Callable[..., torch.Tensor],
-    backend: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool = True,
-) -> torch.Tensor:
-    """Around ``forward_decode``."""
-    step = _PLANS.get(backend)
-    if not (isinstance(step, DecodeStep) and save_kv_cache and _is_plain_layer(backend, layer, q, k)):
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
-    _store(backend, layer, forward_batch, k, v)
-    heads, dim = layer.tp_q_head_num, layer.qk_head_dim
-    pool = _pool(backend, layer)
-    output = _MIRRORS[backend].attend(
-        step,
-        layer.layer_id,
-        q.reshape(-1, heads, dim),
-        k.reshape(-1, layer.tp_k_head_num, dim),
-        v.reshape(-1, layer.tp_v_head_num, dim),
-        pool,
-        layer.scaling,
-    )
-    return output.view(-1, heads * dim)
-
-
-def extend(
-    original: Callable[..., torch.Tensor],
-    backend: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool = True,
-) -> torch.Tensor:
-    """Around ``forward_extend``."""
-    groups = _PLANS.get(backend)
-    if not (isinstance(groups, list) and save_kv_cache and _is_plain_layer(backend, layer, q, k)):
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
-    _store(backend, layer, forward_batch, k, v)
-    dim = layer.qk_head_dim
-    output = torch.empty_like(q)
-    query, shaped = q.view(-1, layer.tp_q_head_num, dim), output.view(-1, layer.tp_q_head_num, dim)
-    new = k.view(-1, layer.tp_k_head_num, dim), v.view(-1, layer.tp_v_head_num, dim)
-    pool = _pool(backend, layer)
-    for group in groups:
-        where, source = (group.positions, new) if group.places is None else (group.places, pool)
-        key, value = (tensor[where].transpose(1, 2).to(q.dtype) for tensor in source)
-        attended = scaled_dot_product_attention(
-            query[group.positions].transpose(1, 2), key, value,
-            attn_mask=None if group.mask is None else group.mask.to(q.dtype), is_causal=group.mask is None,
-            scale=layer.scaling, enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
-        )  # fmt: skip
-        shaped[group.positions] = attended.transpose(1, 2)
-    return output
-
-
-def extend_groups(forward_batch: Any, req_to_token: torch.Tensor) -> list[ExtendGroup]:
-    """Group the sequences of a prefill batch by how many tokens are new and how many are cached."""
-    cached, new = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
-    members: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    start = 0
-    for slot, prefix, length in zip(forward_batch.req_pool_indices.tolist(), cached, new, strict=True):
-        members[length, prefix].append((slot, start))
-        start += length
-    groups = []
-    for (length, prefix), entries in members.items():
-        slots, starts = (torch.tensor(column) for column in zip(*entries, strict=True))
-        positions = starts[:, None] + torch.arange(length)
-        if prefix == 0:
-            groups.append(ExtendGroup(positions, None, None))
-            continue
-        total = prefix + length
-        future = torch.arange(total) > torch.arange(prefix, total)[:, None]
-        mask = torch.zeros(length, total).masked_fill_(future, -torch.inf)
-        groups.append(ExtendGroup(positions, req_to_token[slots, :total].to(torch.int64), mask))
-    return groups
+def _holds_keys_and_values(pool: Any, layer: Any) -> bool:
+    """Whether the pool has one key and one value per place and head, as they are: not latent, quantized or blocked."""
+    inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
+    if type(inner) is not MHATokenToKVPool or inner.is_quantized_kv_cache:
+        return False
+    shape = (layer.tp_k_head_num, layer.qk_head_dim)
+    sides = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    return all(side.is_contiguous() and side.shape[1:] == shape for side in sides)
 
 
 def give_back(*args: Any, **kwargs: Any) -> None:
-    """Before the cache is flushed, which happens without running requests: keep no copies of it."""
-    for mirror in _MIRRORS.values():
-        mirror.clear()
+    """Before the cache is flushed, which happens without running requests, and when the engine is put to sleep."""
+    for backend in _BACKENDS:
+        backend.give_back()
 
 
-def _is_plain(backend: Any, forward_batch: Any) -> bool:
-    from sglang.srt.runtime_context import get_parallel
-
-    return (
-        forward_batch.encoder_lens is None
-        and forward_batch.spec_info is None
-        and _holds_keys_and_values(backend.token_to_kv_pool)
-        and get_parallel().pp_size == 1  # batches of several stages take turns, and would drop each other's rows
-        and forward_batch.batch_size == len(forward_batch.req_pool_indices) == len(forward_batch.seq_lens)
-    )
-
-
-def _is_plain_layer(backend: Any, layer: Any, q: torch.Tensor, k: torch.Tensor | None) -> bool:
-    from sglang.srt.layers.radix_attention import AttentionType
-
-    windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
-    return (
-        k is not None
-        and q.dtype == k.dtype == backend.token_to_kv_pool.dtype
-        and layer.qk_head_dim == layer.v_head_dim
-        and not layer.is_cross_attention
-        and layer.attn_type != AttentionType.ENCODER_ONLY
-        and not windowed
-    )
-
-
-def _store(backend: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    location = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
-    backend.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-
-
-def _pool(backend: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    pool = backend.token_to_kv_pool
-    return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-
-
-def _holds_keys_and_values(pool: Any) -> bool:
-    """Whether the pool has one key and one value per token, head and layer, as they are: not latent, not quantized."""
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
-
-    inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
-    return type(inner) is MHATokenToKVPool and not inner.is_quantized_kv_cache
+def give_back_when_idle(*args: Any, **kwargs: Any) -> None:
+    """Before the scheduler waits for requests, for at most a second at a time."""
+    for backend in _BACKENDS:
+        backend.give_back_when_idle()
 
 
 def register() -> None:
-    """Register the hooks."""
-    HookRegistry.register(f"{_BACKEND}.init_forward_metadata", prepare, HookType.AFTER)
-    HookRegistry.register(f"{_BACKEND}.forward_decode", decode, HookType.AROUND)
-    HookRegistry.register(f"{_BACKEND}.forward_extend", extend, HookType.AROUND)
+    """Register the backend and the hooks; raises OtherSGLangError."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    for function in ("forward_decode", "forward_extend"):
+        require(f"{_STOCK}.{function}", "self q k v layer forward_batch save_kv_cache")
+    require(f"{_STOCK}.init_forward_metadata", "self forward_batch")
+    require(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        "forward_mode batch_size rids req_pool_indices seq_lens extend_prefix_lens extend_seq_lens out_cache_loc "
+        "encoder_lens spec_info",
+    )
+    register_attention_backend("torch_native")(BatchedAttention)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", give_back, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", give_back_when_idle, HookType.BEFORE)

@@ -1,15 +1,17 @@
-"""Decode attention of many sequences at once on a CPU, over copies of keys and values that are kept between steps.
+"""Decode attention of many sequences at once on a CPU.
 
 SGLang's torch-native backend gathers the keys and values of each sequence again in every layer of every step, and calls
 attention once per sequence. Here every running request has a row in ``[rows, kv_heads, capacity, head_dim]`` buffers,
 one pair per layer. A step appends one position to every row and attends over slices of the buffers, a few rows per
-call. Only torch is needed, so that the bookkeeping can be tested without an engine.
+call (:class:`KVMirror`). Rows that would need too much memory are gathered in every layer instead, a few at a time into
+the same two buffers (:class:`GatheredRows`). Only torch is needed, so that both can be tested without an engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,6 +20,33 @@ ROWS_PER_CALL = 16
 """Rows of one attention call: enough to be worth a dispatch, few enough for the rows to have similar lengths."""
 MIN_CAPACITY = 64
 """Positions of the smallest row; capacity grows by doubling."""
+
+Request = tuple[int, str]
+"""Slot and id of a request: SGLang gives a slot to another request as soon as one has ended."""
+Pool = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer, [places, kv_heads, head_dim]."""
+
+
+class Call(NamedTuple):
+    """One attention call: rows ``start`` to ``end``, the longest of ``width``; mask: [rows, 1, 1, width], additive."""
+
+    start: int
+    end: int
+    width: int
+    mask: torch.Tensor
+
+
+def calls_for(lengths: list[int]) -> list[Call]:
+    """Split rows of these lengths into calls."""
+    longest = max(lengths)
+    hidden = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
+    calls = []
+    for start in range(0, len(lengths), ROWS_PER_CALL):
+        end = min(start + ROWS_PER_CALL, len(lengths))
+        width = max(lengths[start:end])
+        calls.append(Call(start, end, width, mask[start:end, ..., :width]))
+    return calls
 
 
 @dataclass
@@ -30,8 +59,7 @@ class DecodeStep:
     tokens: torch.Tensor
     lengths: list[int]
     filled: list[int]
-    calls: list[tuple[int, int, int, torch.Tensor]] = field(default_factory=list)
-    """(first row, end row, longest length, additive mask [rows, 1, 1, longest length])"""
+    calls: list[Call]
 
 
 @dataclass
@@ -46,9 +74,9 @@ class LayerBuffers:
 class KVMirror:
     """Rows of the requests that were decoded in the last step.
 
-    A row is used again only when it holds all tokens but the last, at the same places of the KV pool, and the request
-    has not been extended since (``forget``). Everything else is copied from the pool, so a row is never stale.
-    Positions past a row's length are zero: what is masked must at least be finite.
+    A row is used again only when it holds all tokens but the last of the same request, at the same places of the KV
+    pool, and the request has not been extended since (``forget``). Everything else is copied from the pool, so a row is
+    never stale. Positions past a row's length are zero: what is masked must at least be finite.
     """
 
     def __init__(self, limit: int) -> None:
@@ -58,9 +86,9 @@ class KVMirror:
 
     def clear(self) -> None:
         """Give all memory back."""
-        self._requests: list[int] = []  # row -> request slot of SGLang
-        self._lengths: list[int] = []  # row -> positions that hold keys and values
-        self._tokens = torch.zeros((0, 0), dtype=torch.int64)  # [rows, capacity]: places in the KV pool
+        self._requests: list[Request] = []  # by row
+        self._lengths: list[int] = []  # by row: positions that hold keys and values
+        self._tokens = torch.zeros((0, 0), dtype=torch.int32)  # [rows, capacity]: places in the KV pool
         self._layers: dict[int, LayerBuffers] = {}
         self._step = 0
 
@@ -69,49 +97,45 @@ class KVMirror:
         """Memory of the buffers."""
         return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._layers.values())
 
-    def forget(self, requests: Iterable[int]) -> None:
+    def forget(self, slots: Iterable[int]) -> None:
         """Drop the rows of these request slots: their keys and values are being rewritten."""
-        gone = set(requests)
+        gone = set(slots)
         for row in reversed(range(len(self._requests))):
-            if self._requests[row] in gone:
+            if self._requests[row][0] in gone:
                 self._drop(row)
 
-    def plan(self, requests: list[int], lengths: list[int], req_to_token: torch.Tensor) -> DecodeStep | None:
+    def plan(self, requests: list[Request], lengths: list[int], req_to_token: torch.Tensor) -> DecodeStep | None:
         """Prepare a decode step; None (and no memory kept) when the rows would exceed the limit.
 
-        requests: slots of the batch; lengths: tokens of each, with the one that this step adds; req_to_token:
-        [slots, context] places in the KV pool.
+        requests: the batch; lengths: tokens of each, with the one that this step adds; req_to_token: [slots, context]
+        places in the KV pool.
         """
-        at = {slot: position for position, slot in enumerate(requests)}
-        self.forget([slot for slot in self._requests if slot not in at])
+        at = {request: position for position, request in enumerate(requests)}
+        for row in reversed(range(len(self._requests))):
+            if self._requests[row] not in at:
+                self._drop(row)
         kept = set(self._requests)
-        self._requests += [slot for slot in requests if slot not in kept]
+        self._requests += [request for request in requests if request not in kept]
         self._lengths += [0] * (len(requests) - len(kept))
         if not self._reserve(len(requests), max(lengths)):
+            had_some = bool(self._layers)  # with room for what is gone: try again with room for these only
             self.clear()
-            return None
-        order = [at[slot] for slot in self._requests]
+            return self.plan(requests, lengths, req_to_token) if had_some else None
+        order = [at[request] for request in self._requests]
         by_row = [lengths[position] for position in order]
         longest = max(by_row)
-        tokens = req_to_token[torch.tensor(self._requests), :longest].to(torch.int64)
-        ends = torch.tensor(by_row)
-        inside = torch.arange(longest) < (ends - 1)[:, None]
-        same = ((self._tokens[: len(order), :longest] == tokens) | ~inside).all(dim=1).tolist()
+        tokens = req_to_token[torch.tensor([slot for slot, _ in self._requests]), :longest]
+        last = torch.tensor(by_row) - 1
+        written = torch.arange(longest) < last[:, None]
+        same = ((self._tokens[: len(order), :longest] == tokens) | ~written).all(dim=1).tolist()
         filled = [
-            row for row, (length, end) in enumerate(zip(self._lengths, by_row, strict=True))
-            if length != end - 1 or not same[row]
+            row for row, (length, now) in enumerate(zip(self._lengths, by_row, strict=True))
+            if length != now - 1 or not same[row]
         ]  # fmt: skip
         self._tokens[: len(order), :longest] = tokens
         self._lengths = by_row
         self._step += 1
-        step = DecodeStep(self._step, torch.tensor(order), ends - 1, tokens, by_row, filled)
-        for start in range(0, len(order), ROWS_PER_CALL):
-            end = min(start + ROWS_PER_CALL, len(order))
-            width = max(by_row[start:end])
-            hidden = torch.arange(width) >= ends[start:end, None]
-            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None, :]
-            step.calls.append((start, end, width, mask))
-        return step
+        return DecodeStep(self._step, torch.tensor(order), last, tokens, by_row, filled, calls_for(by_row))
 
     def attend(
         self,
@@ -120,13 +144,13 @@ class KVMirror:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        pool: tuple[torch.Tensor, torch.Tensor],
+        pool: Pool,
         scale: float | None,
     ) -> torch.Tensor:
         """Return the attention output [batch, heads, head_dim].
 
-        query: [batch, heads, head_dim]; key, value: [batch, kv_heads, head_dim] of the new tokens; pool: the layer's
-        keys and values, [places, kv_heads, head_dim], to which the new ones have been written.
+        query: [batch, heads, head_dim]; key, value: [batch, kv_heads, head_dim] of the new tokens; pool: of the layer,
+        to which the new ones have been written.
         """
         batch, kv_heads, head_dim = key.shape
         buffers = self._buffers(layer_id, key)
@@ -139,17 +163,18 @@ class KVMirror:
         buffers.values[rows, :, step.positions] = value[step.order]
         grouped = query[step.order].view(batch, kv_heads, -1, head_dim)  # the query heads of one key head side by side
         output = torch.empty_like(query)
-        for start, end, width, mask in step.calls:
+        for call in step.calls:
             attended = scaled_dot_product_attention(
-                grouped[start:end], buffers.keys[start:end, :, :width], buffers.values[start:end, :, :width],
-                attn_mask=mask.to(query.dtype), scale=scale,
-            )  # fmt: skip
-            output[step.order[start:end]] = attended.reshape(end - start, -1, head_dim)
+                grouped[call.start : call.end],
+                buffers.keys[call.start : call.end, :, : call.width],
+                buffers.values[call.start : call.end, :, : call.width],
+                attn_mask=call.mask.to(query.dtype),
+                scale=scale,
+            )
+            output[step.order[call.start : call.end]] = attended.reshape(call.end - call.start, -1, head_dim)
         return output
 
-    def _fill(
-        self, buffers: LayerBuffers, row: int, tokens: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def _fill(self, buffers: LayerBuffers, row: int, tokens: torch.Tensor, pool: Pool) -> None:
         for kept, source in zip((buffers.keys, buffers.values), pool, strict=True):
             kept[row, :, : len(tokens)] = source[tokens].transpose(0, 1)
             kept[row, :, len(tokens) :] = 0
@@ -169,9 +194,12 @@ class KVMirror:
             return True
         new_rows = max(had_rows, 1 << (rows - 1).bit_length())
         capacity = max(had_capacity, MIN_CAPACITY, 1 << (length - 1).bit_length())
-        if new_rows * capacity > self.limit:
-            return False
-        tokens = torch.zeros((new_rows, capacity), dtype=torch.int64)
+        if new_rows * capacity > self.limit:  # all that there may be, when that is enough
+            new_rows = max(had_rows, rows)
+            capacity = self.limit // new_rows
+            if capacity < max(had_capacity, length):
+                return False
+        tokens = torch.zeros((new_rows, capacity), dtype=torch.int32)
         tokens[:had_rows, :had_capacity] = self._tokens
         self._tokens = tokens
         for layer in self._layers.values():
@@ -193,3 +221,64 @@ class KVMirror:
                 layer.values[row] = layer.values[last]
         self._requests.pop()
         self._lengths.pop()
+
+
+class WorkBuffers:
+    """Keys and values of the rows of one call, gathered into memory that is kept: new memory costs more to touch."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._buffers = (torch.empty(0), torch.empty(0))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+
+    def gather(self, tokens: torch.Tensor, pool: Pool) -> Pool:
+        """Return keys and values, [rows, kv_heads, width, head_dim], of tokens [rows, width]; valid until the next."""
+        rows, width = tokens.shape
+        _, kv_heads, head_dim = pool[0].shape
+        index = (tokens[:, None] * kv_heads + torch.arange(kv_heads)[:, None]).view(-1)
+        if self._buffers[0].numel() < len(index) * head_dim or self._buffers[0].dtype != pool[0].dtype:
+            self._buffers = tuple(side.new_empty(len(index) * head_dim) for side in pool)  # type: ignore[assignment]
+        gathered = []
+        for side, buffer in zip(pool, self._buffers, strict=True):
+            out = buffer[: len(index) * head_dim].view(-1, head_dim)
+            torch.index_select(side.view(-1, head_dim), 0, index, out=out)
+            gathered.append(out.view(rows, kv_heads, width, head_dim))
+        return gathered[0], gathered[1]
+
+
+class GatheredRows:
+    """One query token per sequence, over keys and values that are gathered in every layer.
+
+    For decoding without a mirror, and for prefills that have all tokens but one in the cache.
+    """
+
+    def __init__(self, slots: list[int], lengths: list[int], req_to_token: torch.Tensor) -> None:
+        """slots: of the requests; lengths: tokens of each, with the new one."""
+        order = sorted(range(len(slots)), key=lengths.__getitem__, reverse=True)  # calls of similar lengths
+        by_row = [lengths[i] for i in order]
+        self._order = torch.tensor(order)
+        self._calls = calls_for(by_row)
+        tokens = req_to_token[torch.tensor(slots)[self._order], : by_row[0]].to(torch.int64)
+        # What is masked must be finite, unless the request itself is not.
+        inside = torch.arange(by_row[0]) < torch.tensor(by_row)[:, None]
+        self._tokens = torch.where(inside, tokens, tokens[:, :1])
+
+    def attend(self, query: torch.Tensor, pool: Pool, scale: float | None, work: WorkBuffers) -> torch.Tensor:
+        """Return the attention output for query, both [sequences, heads, head_dim]."""
+        sequences, _, head_dim = query.shape
+        grouped = query[self._order].view(sequences, pool[0].shape[1], -1, head_dim)
+        output = torch.empty_like(query)
+        for call in self._calls:
+            key, value = work.gather(self._tokens[call.start : call.end, : call.width], pool)
+            attended = scaled_dot_product_attention(
+                grouped[call.start : call.end], key, value, attn_mask=call.mask.to(query.dtype), scale=scale
+            )
+            output[self._order[call.start : call.end]] = attended.reshape(call.end - call.start, -1, head_dim)
+        return output

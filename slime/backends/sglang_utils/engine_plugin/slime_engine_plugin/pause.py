@@ -1,10 +1,15 @@
-"""Flush the prefix cache while requests wait, so that they survive a weight update.
+"""What a paused engine does.
+
+It can flush the prefix cache while requests wait, so that they survive a weight update.
 
 ``POST /pause_generation {"mode": "retract"}`` takes all running requests off the batch, frees their KV cache and puts
 them into the waiting queue with the tokens they have. A stock server then refuses to flush (400), because it asks for
 an empty waiting queue too: the prefix tree would keep values of the old weights. A request in the queue of a paused
 engine holds no cache, so flushing is safe; after ``/continue_generation`` it is prefilled again under the new
 weights.
+
+With ``--sleep-on-idle`` it sleeps until something is received, as an idle engine does: a stock scheduler polls without
+a break while it is paused, and takes a core from the trainer that sends the weights.
 """
 
 from __future__ import annotations
@@ -46,8 +51,20 @@ def forget_prefix_matches(requests: list[Any]) -> None:
         request.num_matched_prefix_tokens = 0
 
 
-def register() -> None:
-    """Register the hook."""
+def sleep_while_paused(result: None, scheduler: Any) -> None:
+    """After ``Scheduler._record_scheduler_state_for_paused_engine``, in every turn of the loop of a paused engine."""
+    if scheduler.disaggregation_mode == DisaggregationMode.NULL:
+        scheduler.maybe_sleep_on_idle()  # until something is received, or for a second
+
+
+def register(on_cpu: bool) -> None:
+    """Register the hooks."""
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache", flush_with_waiting_requests, HookType.AROUND
     )
+    if on_cpu:
+        HookRegistry.register(
+            "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+            sleep_while_paused,
+            HookType.AFTER,
+        )

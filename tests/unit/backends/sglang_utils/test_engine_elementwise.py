@@ -1,0 +1,126 @@
+"""Norm and rotary embedding of CPU engines are those of SGLang, which this file repeats."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+
+HEAD = 16
+
+
+class RotaryEmbedding:
+    """What the hook sees of SGLang's class."""
+
+    is_neox_style = True
+    rotary_dim = head_size = HEAD
+
+    def __init__(self, base: float = 100.0) -> None:
+        frequencies = base ** (-torch.arange(0, HEAD, 2) / HEAD)
+        angles = torch.arange(500)[:, None] * frequencies
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+    def forward_native(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+        cos, sin = self.cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+        rotated = []
+        for x in (query, key):
+            first, second = x.view(len(positions), -1, HEAD).chunk(2, dim=-1)
+            halves = first * cos - second * sin, second * cos + first * sin
+            rotated.append(torch.cat(halves, dim=-1).view(x.shape))
+        return rotated
+
+
+@pytest.fixture
+def elementwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    for name in ("", ".srt", ".srt.plugins", ".srt.layers", ".srt.layers.rotary_embedding"):
+        monkeypatch.setitem(sys.modules, f"sglang{name}", ModuleType(f"sglang{name}"))
+    fakes = {"plugins.hook_registry": {"HookRegistry": None, "HookType": None}}
+    fakes["layers.rotary_embedding.base"] = {"RotaryEmbedding": RotaryEmbedding}
+    for name, values in fakes.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
+    yield importlib.import_module("slime_engine_plugin.elementwise")
+    for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
+        del sys.modules[name]
+
+
+def never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("SGLang's own was called")
+
+
+def norm_layer(**fields: Any) -> SimpleNamespace:
+    plain = {"variance_size_override": None, "override_orig_dtype": None, "fp32_residual": False}
+    weight = torch.rand(32)
+    return SimpleNamespace(hidden_size=32, weight=weight, variance_epsilon=1e-5, **{**plain, **fields})
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (3, 4, 32)])
+def test_norm(elementwise, shape: tuple[int, ...]) -> None:
+    layer, x, residual = norm_layer(), torch.randn(shape), torch.randn(shape)
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        x = x.double()
+        return (x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5) * layer.weight).float()
+
+    assert (elementwise.norm(never, layer, x) - expected(x)).abs().max() < 1e-6
+    normed, added = elementwise.norm(never, layer, x, residual)
+    assert torch.equal(added, x + residual)
+    assert (normed - expected(x + residual)).abs().max() < 1e-6
+
+
+def test_other_norms_stay_with_sglang(elementwise) -> None:
+    x = torch.randn(2, 32)
+    for layer in (norm_layer(variance_size_override=8), norm_layer(override_orig_dtype=torch.float32)):
+        assert elementwise.norm(lambda *args: "sglang", layer, x) == "sglang"
+    layer = norm_layer()
+    assert elementwise.norm(lambda *args: "sglang", layer, x.bfloat16()) == "sglang"
+    assert elementwise.norm(lambda *args: "sglang", layer, x, x.bfloat16()) == "sglang"
+    assert elementwise.norm(lambda *args: "sglang", layer, x, None, x) == "sglang"
+    assert elementwise.norm(lambda *args: "sglang", layer, torch.randn(2, 16)) == "sglang"
+
+
+def test_rotary_embedding_of_many_passes(elementwise) -> None:
+    """The table of a pass is kept for its layers, and for no other positions or embedding."""
+    embeddings = RotaryEmbedding(), RotaryEmbedding(7.0)
+    positions = torch.randint(0, 500, (9,))
+    for step in range(6):
+        for _layer in range(2):
+            query, key = torch.randn(9, 4 * HEAD), torch.randn(9, 2 * HEAD)
+            embedding = embeddings[step // 3]
+            found = elementwise.rotate(never, embedding, positions, query, key)
+            for mine, theirs in zip(found, embedding.forward_native(positions, query, key), strict=True):
+                assert mine.shape == theirs.shape
+                assert (mine - theirs).abs().max() < 2e-6
+        positions += 1  # in place: SGLang may keep the tensor
+
+
+def test_parts_of_larger_tensors_are_rotated(elementwise) -> None:
+    joint, positions = torch.randn(5, 8 * HEAD), torch.arange(5)
+    query, key, _ = joint.split((4 * HEAD, 2 * HEAD, 2 * HEAD), dim=-1)
+    expected = RotaryEmbedding().forward_native(positions, query.contiguous(), key.contiguous())
+    for mine, theirs in zip(elementwise.rotate(never, RotaryEmbedding(), positions, query, key), expected, strict=True):
+        assert (mine - theirs).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("field", [{"is_neox_style": False}, {"rotary_dim": HEAD // 2}])
+def test_other_embeddings_stay_with_sglang(elementwise, field: dict[str, Any]) -> None:
+    class Other(RotaryEmbedding):
+        def forward_native(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+    query, positions = torch.randn(3, HEAD), torch.arange(3)
+    embedding = RotaryEmbedding()
+    vars(embedding).update(field)
+    for other in (embedding, Other()):
+        assert elementwise.rotate(lambda *args: "sglang", other, positions, query, query) == "sglang"
+    asked = (positions, query, query, torch.ones(3))
+    assert elementwise.rotate(lambda *args: "sglang", RotaryEmbedding(), *asked) == "sglang"
