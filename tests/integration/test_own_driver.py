@@ -52,7 +52,7 @@ FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generat
 @pytest.mark.parametrize(
     "extra",
     [
-        f"{FULLY_ASYNC} --save SAVE {ASYNC_SAVE}",
+        pytest.param(f"{FULLY_ASYNC} --save SAVE {ASYNC_SAVE}", marks=pytest.mark.soak),
         pytest.param(f"--save SAVE {ASYNC_SAVE}", marks=pytest.mark.soak),
         pytest.param(f"--advantage-estimator ppo --save SAVE {ASYNC_SAVE}", marks=pytest.mark.soak),
     ],

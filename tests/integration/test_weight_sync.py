@@ -166,7 +166,11 @@ def test_colocated_tensor_ranks_push_to_the_engine_on_their_slot(engines: Engine
     assert engines.clients[0].weights_checksum() == pushed
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGSTOP],
+    ids=["killed", "stopped"],
+)
 def test_a_push_survives_an_engine_that_is_lost_in_the_middle_of_it(
     engines: Engines, tmp_path: Path, signum: signal.Signals
 ) -> None:
