@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from slime.batching import validate
-from slime.batching.ragged import Ragged, ragged_from_rows
-from slime.batching.rollout_ids import fill_rollout_ids
+from slime.batching.errors import TrainDataError
+from slime.batching.ragged import Ragged, RaggedTensor, as_lists, ragged_from_rows
 from slime.batching.schedule import DpSchedule
 
 RAGGED_FIELDS: dict[str, str | None] = {
@@ -107,7 +107,7 @@ class RolloutBatch:
         numbers = {
             key: validate.number_column(fields.pop(key), dtype, key, name_of)
             for key, dtype in NUMBER_FIELDS.items()
-            if key in fields and not (key == "sample_indices" and _has_none(fields[key]))
+            if key in fields and not (key == "sample_indices" and any(index is None for index in fields[key]))
         }
         if "rollout_mask_sums" not in numbers:
             numbers["rollout_mask_sums"] = ragged["loss_masks"].row_sums().astype(np.float32)
@@ -123,7 +123,7 @@ class RolloutBatch:
             ragged={key: column.take(index) for key, column in self.ragged.items()},
             numbers={key: column[index] for key, column in self.numbers.items()},
             objects={key: [column[i] for i in index.tolist()] for key, column in self.objects.items()},
-            raw_reward=[raw[i] for i in index.tolist()] if _per_sample(raw, len(self)) else raw,
+            raw_reward=[raw[i] for i in index.tolist()] if validate.has_entries(raw, len(self)) else raw,
         )
 
     def shards(self, schedule: DpSchedule) -> list[RolloutShard]:
@@ -166,10 +166,16 @@ class RolloutShard:
         return len(self.batch)
 
     def to_rollout_data(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Return the dict the training stages and hooks work on, with per-sample tensors on ``device``.
+        """Return ``to_tensors`` with lists of tensors, one per sample, for columns: the form that hooks know."""
+        data = self.to_tensors(device)
+        as_lists(data)
+        return data
 
-        Lists over samples: tokens int64 [total_length], loss_masks int32 [response_length], rollout_log_probs and
-        teacher_log_probs float32 [response_length], top-p ids and offsets int32; views of one writable tensor each.
+    def to_tensors(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Return the dict that training stages work on, with columns on ``device``.
+
+        ``RaggedTensor`` columns, writable: tokens int64 [total_length], loss_masks int32 [response_length],
+        rollout_log_probs and teacher_log_probs float32 [response_length], top-p ids and offsets int32.
         rollout_routed_experts [total_length - 1, layers, topk] stay on the CPU. response_lengths, total_lengths,
         rewards, truncated, sample_indices, rollout_ids: lists of Python numbers; rollout_mask_sums: float32 tensor [n].
         raw_reward is that of the whole batch, local_raw_reward that of this shard (absent without raw rewards). The
@@ -183,7 +189,7 @@ class RolloutShard:
             "total_lengths": self.batch.total_lengths.tolist(),
         }
         for key, column in self.batch.ragged.items():
-            data[key] = _tensors(column, key, "cpu" if key == "rollout_routed_experts" else device)
+            data[key] = _on_device(column, key, "cpu" if key == "rollout_routed_experts" else device)
         for key, values in self.batch.numbers.items():
             data[key] = values.tolist()
         data["rollout_mask_sums"] = torch.from_numpy(self.batch.numbers["rollout_mask_sums"].copy()).to(device)
@@ -196,11 +202,9 @@ class RolloutShard:
         return data
 
 
-def _tensors(column: Ragged, key: str, device: torch.device | str) -> list[torch.Tensor]:
-    """One copy of the whole column (it may be read-only shared memory), then a view per row."""
-    whole = torch.from_numpy(column.values.copy()).to(device)
-    whole = whole.to(_TENSOR_DTYPES.get(key, whole.dtype))
-    return list(whole.split(column.lengths.tolist()))
+def _on_device(column: Ragged, key: str, device: torch.device | str) -> RaggedTensor:
+    whole = torch.from_numpy(column.values.copy()).to(device)  # it may be read-only shared memory
+    return RaggedTensor(whole.to(_TENSOR_DTYPES.get(key, whole.dtype)), column.lengths.tolist())
 
 
 def _moved(inputs: Any, device: torch.device | str) -> Any:
@@ -209,12 +213,30 @@ def _moved(inputs: Any, device: torch.device | str) -> Any:
     return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
 
-def _has_none(values: Any) -> bool:
-    return any(value is None for value in values)
+def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
+    """Replace every None by the smallest integer not used yet, in order: each such sample stands alone."""
+    used = {rollout_id for rollout_id in rollout_ids if rollout_id is not None}
+    filled: list[int] = []
+    candidate = 0
+    for rollout_id in rollout_ids:
+        if rollout_id is None:
+            while candidate in used:
+                candidate += 1
+            rollout_id = candidate
+            candidate += 1
+        filled.append(_whole(rollout_id, len(filled)))
+    return filled
 
 
-def _per_sample(values: Any, count: int) -> bool:
-    return hasattr(values, "__len__") and not isinstance(values, (str, dict)) and len(values) == count
+def _whole(rollout_id: Any, position: int) -> int:
+    try:
+        if (whole := int(rollout_id)) == rollout_id:
+            return whole
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TrainDataError(
+        f"sample at position {position}: rollout_id {rollout_id!r} is no whole number; expected one, or None"
+    )
 
 
 def _plain(values: Any) -> Any:

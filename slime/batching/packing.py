@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.batching.context_parallel import slice_with_cp, zigzag_chunks, zigzag_local_length
+from slime.batching.ragged import flat
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def pack(
 ) -> PackedMicroBatch:
     """Pack whole sequences into the row of one rank.
 
-    tokens: integer tensors [total_length_i], prompt + response, one device. The local row is padded to a multiple of
+    tokens: integer tensors [total_length_i], prompt + response, one device; of a column the row is a part, which is
+    only padded, where no context-parallel group cuts it. The local row is padded to a multiple of
     ``tp_size * pad_multiplier`` (sequence parallelism splits it evenly; few distinct shapes save recompilations). A
     context-parallel group cuts every sequence into two chunks per rank (zigzag), which balances causal attention.
 
@@ -67,10 +69,10 @@ def pack(
     alignment = tp_size * pad_multiplier
     if cp_size > 1:
         alignment = math.lcm(alignment, 2)  # the padding segment is cut into two chunks per rank as well
-    parts = [slice_with_cp(t, cp_rank=cp_rank, cp_size=cp_size) for t in tokens]
+    parts = tokens if cp_size == 1 else [slice_with_cp(t, cp_rank=cp_rank, cp_size=cp_size) for t in tokens]
     sizes = [part.size(0) for part in parts]
     padding = -sum(sizes) % alignment
-    row = F.pad(torch.cat(parts), (0, padding))
+    row = F.pad(flat(parts), (0, padding))
     spans, start = [], 0
     for t, size in zip(tokens, sizes, strict=True):
         spans.append(_zigzag_spans(t.size(0), start, cp_rank, cp_size))

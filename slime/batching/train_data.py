@@ -1,16 +1,16 @@
-"""Finished samples -> the dict of per-sample lists that training starts from."""
+"""Finished samples -> the dict of per-sample lists that training starts from; rows of it that wait for a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from slime.batching.columns import OBJECT_FIELDS, WHOLE_FIELDS, fill_rollout_ids
 from slime.batching.errors import TrainDataError
-from slime.batching.rollout_ids import fill_rollout_ids, mask_sums_by_rollout
 from slime.batching.routed_experts import compact_experts, validate_routed_experts
+from slime.batching.validate import IDS, OFFSETS, has_entries
 from slime.utils.types import Sample
 
 
@@ -19,17 +19,17 @@ def build_train_data(
 ) -> dict[str, list[Any]]:
     """Convert samples (n, flat) into lists of n entries under the keys every converter uses.
 
-    Always: tokens, response_lengths, rewards, raw_reward, truncated (0/1), sample_indices, loss_masks, rollout_ids,
-    rollout_mask_sums (trained tokens of the sample's whole rollout). When any sample has them: rollout_log_probs,
-    teacher_log_probs, rollout_routed_experts, multimodal_train_inputs, metadata (``train_metadata``), round_number,
-    source_names; with ``args.rollout_top_p`` below 1 also rollout_top_p_token_ids and _offsets, and for RLOO with a KL
-    penalty group_indices.
+    Always: tokens, response_lengths, rewards, raw_reward, truncated (0/1), sample_indices, loss_masks, rollout_ids
+    (some may be None), rollout_mask_sums (trained tokens of the sample's whole rollout). When any sample has them:
+    rollout_log_probs, teacher_log_probs, rollout_routed_experts, multimodal_train_inputs, metadata
+    (``train_metadata``), round_number, source_names; with ``args.rollout_top_p`` below 1 also rollout_top_p_token_ids
+    and _offsets, and for RLOO with a KL penalty group_indices.
 
     raw_rewards and rewards are before and after post-processing. A missing loss mask means all ones; ``remove_sample``
     zeroes it. ``metadata["raw_reward"]`` overrides raw rewards, for all samples as soon as one has it.
 
-    Raises TrainDataError (a ValueError and an AssertionError) naming the sample for a mask, log-prob list or reward
-    that cannot be right.
+    Raises TrainDataError (a ValueError and an AssertionError) naming the sample for a reward that is no number and for
+    what is missing. Lengths and values are checked in columns, where it takes no loop (``RolloutBatch``).
     """
     if not samples:
         raise TrainDataError("the rollout produced no sample to train on")
@@ -37,18 +37,16 @@ def build_train_data(
         if len(values) != len(samples):
             raise TrainDataError(f"{len(samples)} samples but {len(values)} {name}; check the reward post-processing")
     masks = [_loss_mask(sample) for sample in samples]
-    rollout_ids = fill_rollout_ids([sample.rollout_id for sample in samples])
-    own_sums = np.array([sum(mask) for mask in masks], dtype=np.float64)
     data: dict[str, list[Any]] = {
         "tokens": [sample.tokens for sample in samples],
-        "response_lengths": [_response_length(sample) for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
         "rewards": [finite_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True)],
         "raw_reward": _raw_rewards(args, samples, raw_rewards),
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
         "sample_indices": [sample.index for sample in samples],
         "loss_masks": masks,
-        "rollout_ids": list(rollout_ids),
-        "rollout_mask_sums": mask_sums_by_rollout(rollout_ids, own_sums).tolist(),
+        "rollout_ids": [sample.rollout_id for sample in samples],
+        "rollout_mask_sums": _rollout_mask_sums(samples, masks),
     }
     for field in ("rollout_log_probs", "teacher_log_probs"):
         if any(getattr(sample, field) is not None for sample in samples):
@@ -92,44 +90,33 @@ def _source(sample: Sample) -> str:
     return str(own if own is not None else (sample.metadata or {}).get("source_name", "unknown"))
 
 
-def _response_length(sample: Sample) -> int:
-    if not 0 <= sample.response_length < len(sample.tokens):
-        raise TrainDataError(
-            f"{describe(sample)}: response_length {sample.response_length} with {len(sample.tokens)} tokens; expected "
-            "tokens = prompt + response with at least one prompt token. Check the generate function"
-        )
-    return sample.response_length
-
-
 def _loss_mask(sample: Sample) -> list[int]:
     if sample.loss_mask is None:
         mask = [1] * sample.response_length
     else:
         mask = sample.loss_mask.tolist() if hasattr(sample.loss_mask, "tolist") else sample.loss_mask
-    if len(mask) != sample.response_length:
-        raise TrainDataError(
-            f"{describe(sample)}: loss mask length {len(mask)} != response length {sample.response_length}; the mask "
-            "has one entry per response token, tool text included"
-        )
     return [0] * len(mask) if sample.remove_sample else mask
+
+
+def _rollout_mask_sums(samples: Sequence[Sample], masks: Sequence[list[int]]) -> list[float]:
+    own = [float(sum(mask)) for mask in masks]
+    of_rollout: dict[Hashable, float] = defaultdict(float)
+    for sample, trained in zip(samples, own, strict=True):
+        of_rollout[sample.rollout_id] += trained
+    pairs = zip(samples, own, strict=True)
+    return [trained if s.rollout_id is None else of_rollout[s.rollout_id] for s, trained in pairs]
 
 
 def _per_response_token(sample: Sample, field: str) -> Any:
     values = getattr(sample, field)
-    if values is None:
-        # a sample that trains nothing needs no log-probs; zeros keep the columns rectangular
-        if not any(_loss_mask(sample)):
-            return [0.0] * sample.response_length
+    if values is not None:
+        return values
+    if any(_loss_mask(sample)):
         raise TrainDataError(
             f"{describe(sample)} has no {field} while other samples of the rollout have them; set them for all samples "
             "or for none, or set remove_sample"
         )
-    if len(values) != sample.response_length:
-        raise TrainDataError(
-            f"{describe(sample)}: {field} has {len(values)} entries, expected one per response token "
-            f"({sample.response_length})"
-        )
-    return values
+    return [0.0] * sample.response_length  # a sample that trains nothing needs none
 
 
 def _present(sample: Sample, field: str) -> Any:
@@ -170,27 +157,72 @@ def _plain_number(value: Any) -> Any:
 
 def _top_p(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     masks = [_top_p_mask(sample) for sample in samples]
-    return {
-        "rollout_top_p_token_ids": [ids for ids, _ in masks],
-        "rollout_top_p_token_offsets": [offsets for _, offsets in masks],
-    }
+    return {IDS: [ids for ids, _ in masks], OFFSETS: [offsets for _, offsets in masks]}
 
 
 def _top_p_mask(sample: Sample) -> tuple[Any, Any]:
     """Return (token ids, offsets) that say what each response token was sampled among; none where none is trained."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
-    if ids is None or offsets is None:
-        if not any(_loss_mask(sample)):
-            return [], [0] * (sample.response_length + 1)
+    if ids is not None and offsets is not None:
+        return ids, offsets
+    if any(_loss_mask(sample)):
         raise TrainDataError(
             f"{describe(sample)} has no rollout_top_p_token_ids and _offsets: with --rollout-top-p training must know "
             "which tokens each one was sampled among. slime.rollout.sglang_rollout records them; a generate function "
             'of yours must send "custom_labels": {"slime_return_sampling_mask": "true"} and pass meta_info to '
             "Sample.append_response_tokens"
         )
-    if len(offsets) != sample.response_length + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != len(ids):
+    return [], [0] * (sample.response_length + 1)
+
+
+Rows = dict[str, list[Any]]
+
+
+def take_rows(data: Mapping[str, Any], positions: Sequence[int], rollout_ids: Sequence[int]) -> Rows:
+    """Return copies of the rows at ``positions`` of train data. ``rollout_ids`` are those of all rows, as understood.
+
+    What does not have one entry per row stays behind, and total lengths, which follow from the tokens.
+    """
+    if not positions:
+        return {}
+    per_row = {key: values for key, values in data.items() if has_entries(values, len(rollout_ids))}
+    rows = {key: [_copy(values[p]) for p in positions] for key, values in per_row.items() if key != "total_lengths"}
+    return rows | {"rollout_ids": [rollout_ids[p] for p in positions]}
+
+
+def join_rows(waiting: Rows, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return train data of the rows that waited, then those of ``data``; rollout ids of the two do not meet.
+
+    A column of objects that only one of them has is filled up with None. Raises TrainDataError for any other.
+    """
+    if not waiting or not hasattr(data.get("tokens"), "__len__"):
+        return data
+    count, kept = len(data["tokens"]), len(waiting["tokens"])
+    fresh = {key: values for key, values in data.items() if values is not None and key != "total_lengths"}
+    if not has_entries(fresh.setdefault("rollout_ids", [None] * count), count):
+        return data  # which is refused as it is
+    per_row = {key for key, values in fresh.items() if has_entries(values, count)}
+    if uneven := (waiting.keys() ^ per_row) - {*WHOLE_FIELDS, *OBJECT_FIELDS}:
         raise TrainDataError(
-            f"{describe(sample)}: top-p offsets must be {sample.response_length + 1} entries from 0 to {len(ids)},"
-            f" got {len(offsets)} entries from {offsets[0]} to {offsets[-1]}"
+            f"train data of this rollout ({count} rows) and {kept} rows that wait for a step since the last one "
+            f"must have the same columns; only one of them has {', '.join(sorted(uneven))}"
         )
-    return ids, offsets
+    filled = (waiting.keys() ^ per_row) & set(OBJECT_FIELDS)
+    joined = {
+        key: [*waiting.get(key, [None] * kept), *(fresh[key] if key in per_row else [None] * count)]
+        for key in (waiting.keys() & per_row) | filled
+    }
+    ids = fill_rollout_ids(fresh["rollout_ids"])
+    return fresh | joined | {"rollout_ids": [*unused_ids(waiting["rollout_ids"], ids), *ids]}
+
+
+def unused_ids(rollout_ids: Sequence[Hashable], used: Sequence[int]) -> list[int]:
+    """Return other ids for ``rollout_ids``, alike where those are alike, none of them ``used``."""
+    lowest = min([0, *used])
+    names: dict[Hashable, int] = {}
+    return [names.setdefault(i, lowest - 1 - len(names)) for i in rollout_ids]
+
+
+def _copy(value: Any) -> Any:
+    copy = getattr(value, "clone", None) or getattr(value, "copy", None)
+    return copy() if copy is not None else value

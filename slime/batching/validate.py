@@ -9,7 +9,6 @@ import numpy as np
 
 from slime.batching.errors import TrainDataError
 from slime.batching.ragged import Ragged
-from slime.batching.top_p_mask import check_top_p_mask
 
 REQUIRED_KEYS = ("tokens", "response_lengths", "rewards", "loss_masks")
 
@@ -18,6 +17,9 @@ RESERVED_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global
 
 LARGEST_LOG_PROB = 1e-3
 """A log-prob is at most 0, but for the rounding of whoever computed it."""
+
+IDS, OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
+"""Columns of the top-p masks: the tokens that engines sampled among (``--rollout-top-p``)."""
 
 Namer = Callable[[int], str]
 
@@ -98,7 +100,7 @@ def columns(ragged: Mapping[str, Ragged], numbers: Mapping[str, np.ndarray], nam
         "loss_masks": response,
         "rollout_log_probs": response,
         "teacher_log_probs": response,
-        "rollout_top_p_token_offsets": response + 1,
+        OFFSETS: response + 1,
         "rollout_routed_experts": total - 1,
     }
     for key, lengths in expected.items():
@@ -106,12 +108,86 @@ def columns(ragged: Mapping[str, Ragged], numbers: Mapping[str, np.ndarray], nam
             _lengths(key, ragged[key].lengths, lengths, response, name_of)
     for key in ("rollout_log_probs", "teacher_log_probs"):
         if key in ragged:
-            _finite(key, ragged[key], name_of)
-            _no_positive_log_prob(key, ragged[key], name_of)
+            values = ragged[key].values
+            _entries(key, ragged[key], ~np.isfinite(values), name_of, "a finite log-prob")
+            sign = "a log-prob, which is at most 0; are these probabilities, or log-probs with another sign?"
+            _entries(key, ragged[key], values > LARGEST_LOG_PROB, name_of, sign)
     check_top_p_mask(ragged, name_of)
-    _no_negative("tokens", ragged["tokens"], name_of)
-    _no_negative("loss_masks", ragged["loss_masks"], name_of)
-    _zero_or_one(ragged["loss_masks"], name_of)
+    tokens, masks = ragged["tokens"], ragged["loss_masks"]
+    _entries("tokens", tokens, tokens.values < 0, name_of, "0 or more")
+    of_masks = "1 for a token to train on and 0 for any other"
+    _entries("loss_masks", masks, (masks.values < 0) | (masks.values > 1), name_of, of_masks)
+    sums = numbers["rollout_mask_sums"]
+    _all(sums >= 0, lambda i: f"{name_of(i)}: rollout_mask_sums is {sums[i]}, expected 0 or more")
+
+
+def vocabulary(tokens: Ragged, vocab_size: int, name_of: Namer) -> None:
+    """Check that token ids are below ``vocab_size``."""
+    expected = f"less than --vocab-size {vocab_size}; is the rollout's tokenizer the model's?"
+    _entries("tokens", tokens, tokens.values >= vocab_size, name_of, expected)
+
+
+def check_top_p_mask(ragged: Mapping[str, Ragged], name_of: Namer, vocab_size: int | None = None) -> None:
+    """Check the columns of top-p masks against each other, as far as they are there.
+
+    Per sample, token ids [k] and response_length + 1 offsets into them: response token ``t`` was sampled among
+    ``ids[offsets[t]:offsets[t + 1]]``. Tokens that no engine sampled have none and must not be trained. With
+    ``vocab_size`` also that ids are distinct within a mask and below it, which costs a sort.
+
+    Raises TrainDataError naming the sample.
+    """
+    if (IDS in ragged) != (OFFSETS in ragged):
+        there, absent = (IDS, OFFSETS) if IDS in ragged else (OFFSETS, IDS)
+        raise TrainDataError(f"train data has {there} but no {absent}; a top-p mask needs both")
+    if IDS not in ragged:
+        return
+    ids, offsets = ragged[IDS], ragged[OFFSETS]
+    sizes = _sizes(ids, offsets, name_of)
+    masks = ragged["loss_masks"]
+    empty = np.flatnonzero((sizes == 0) & (masks.values != 0))
+    if empty.size:
+        row, token = _row_of(masks, int(empty[0]))
+        raise TrainDataError(
+            f"{name_of(row)}: response token {token} is trained but has no top-p mask ({empty.size} such tokens in the "
+            "batch); give those that were not sampled loss mask 0"
+        )
+    if vocab_size is not None:
+        _check_ids(ids, sizes, name_of, vocab_size)
+
+
+def _sizes(ids: Ragged, offsets: Ragged, name_of: Namer) -> np.ndarray:
+    """Return the size of every response token's mask, sample after sample; checks the offsets."""
+    bounds, starts, ends = offsets.values, offsets.offsets[:-1], offsets.offsets[1:]
+    wrong = (offsets.lengths == 0) | (bounds[starts] != 0) | (bounds[ends - 1] != ids.lengths)
+    steps = np.diff(bounds)
+    within = np.ones(len(steps), dtype=bool)
+    within[starts[1:] - 1] = False  # from one sample to the next
+    falling = np.flatnonzero(within & (steps < 0))
+    if wrong.any() or falling.size:
+        row = int(np.flatnonzero(wrong)[0]) if wrong.any() else _row_of(offsets, int(falling[0]))[0]
+        seen = offsets[row]
+        raise TrainDataError(
+            f"{name_of(row)}: {OFFSETS} must rise from 0 to {ids.lengths[row]}, the number of {IDS}; they go from "
+            f"{seen[0]} to {seen[-1]}" + ("" if wrong[row] else " and fall in between")
+        )
+    sizes: np.ndarray = steps[within]
+    return sizes
+
+
+def _check_ids(ids: Ragged, sizes: np.ndarray, name_of: Namer, vocab_size: int) -> None:
+    values = ids.values.astype(np.int64)
+    outside = np.flatnonzero((values < 0) | (values >= vocab_size))
+    if outside.size:
+        row, _ = _row_of(ids, int(outside[0]))
+        raise TrainDataError(
+            f"{name_of(row)}: a top-p mask holds token id {values[outside[0]]}, but --vocab-size is {vocab_size}"
+        )
+    keys = np.repeat(np.arange(len(sizes)), sizes) * vocab_size + values
+    order = np.argsort(keys, kind="stable")
+    twice = np.flatnonzero(np.diff(keys[order]) == 0)
+    if twice.size:
+        entry = int(order[twice[0]])
+        raise TrainDataError(f"{name_of(_row_of(ids, entry)[0])}: a top-p mask holds token id {values[entry]} twice")
 
 
 def _lengths(key: str, seen: np.ndarray, expected: np.ndarray, response: np.ndarray, name_of: Namer) -> None:
@@ -128,44 +204,18 @@ def _all(good: np.ndarray, message: Callable[[int], str]) -> None:
         raise TrainDataError(message(int(np.flatnonzero(~good)[0])))
 
 
+def _entries(key: str, column: Ragged, bad: np.ndarray, name_of: Namer, expected: str) -> None:
+    """Raise for the first entry of the column that is ``bad`` (bool, like its flat values), if there is one."""
+    if bad.any():
+        entries = np.flatnonzero(bad)
+        row, place = _row_of(column, int(entries[0]))
+        raise TrainDataError(
+            f"{name_of(row)}: {key}[{place}] is {column.values[entries[0]]}, expected {expected} ({entries.size} such "
+            "values in the batch)"
+        )
+
+
 def _row_of(column: Ragged, entry: int) -> tuple[int, int]:
     """Row and place within it of an entry of the flat values."""
     row = int(np.searchsorted(column.offsets, entry, side="right")) - 1
     return row, entry - int(column.offsets[row])
-
-
-def _finite(key: str, column: Ragged, name_of: Namer) -> None:
-    bad = np.flatnonzero(~np.isfinite(column.values))
-    if bad.size:
-        row, place = _row_of(column, int(bad[0]))
-        raise TrainDataError(
-            f"{name_of(row)}: {key}[{place}] is {column.values[bad[0]]}, expected a finite log-prob "
-            f"({bad.size} such values in the batch)"
-        )
-
-
-def _no_positive_log_prob(key: str, column: Ragged, name_of: Namer) -> None:
-    bad = np.flatnonzero(column.values > LARGEST_LOG_PROB)
-    if bad.size:
-        row, place = _row_of(column, int(bad[0]))
-        raise TrainDataError(
-            f"{name_of(row)}: {key}[{place}] is {column.values[bad[0]]}, expected a log-prob, which is at most 0 "
-            f"({bad.size} such values in the batch); are these probabilities, or log-probs with another sign?"
-        )
-
-
-def _zero_or_one(masks: Ragged, name_of: Namer) -> None:
-    bad = np.flatnonzero(masks.values > 1)
-    if bad.size:
-        row, place = _row_of(masks, int(bad[0]))
-        raise TrainDataError(
-            f"{name_of(row)}: loss_masks[{place}] is {masks.values[bad[0]]}, expected 1 for a token to train on and 0 "
-            "for any other"
-        )
-
-
-def _no_negative(key: str, column: Ragged, name_of: Namer) -> None:
-    if column.values.size and column.values.min() < 0:
-        entry = int(np.flatnonzero(column.values < 0)[0])
-        row, place = _row_of(column, entry)
-        raise TrainDataError(f"{name_of(row)}: {key}[{place}] is {column.values[entry]}, expected 0 or more")

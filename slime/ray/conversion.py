@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.algorithms.rewards import post_process_rewards
-from slime.batching.columns import RolloutBatch, RolloutShard
-from slime.batching.rollout_ids import fill_rollout_ids
+from slime.batching.columns import RolloutBatch, RolloutShard, fill_rollout_ids
 from slime.batching.schedule import build_dp_schedule, leftover_positions
-from slime.batching.train_data import build_train_data, finite_reward
-from slime.batching.train_rows import Rows, join_rows, take_rows, unused_ids
+from slime.batching.train_data import Rows, build_train_data, finite_reward, join_rows, take_rows, unused_ids
 from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
 from slime.rollout.groups import copy_sample
@@ -84,9 +82,10 @@ class Converter:
         if self._convert is not None:
             return self._converted(self._convert, fresh)
         old = self.carried
-        ids = unused_ids([s.rollout_id for s in old.samples], fill_rollout_ids([s.rollout_id for s in fresh]))
-        for sample, rollout_id in zip(old.samples, ids, strict=True):
-            sample.rollout_id = rollout_id
+        if old.samples:
+            ids = unused_ids([s.rollout_id for s in old.samples], fill_rollout_ids([s.rollout_id for s in fresh]))
+            for sample, rollout_id in zip(old.samples, ids, strict=True):
+                sample.rollout_id = rollout_id
         fresh_raw, fresh_rewards = self._rewards(fresh)
         samples, raw, rewards = old.samples + fresh, old.raw_rewards + list(fresh_raw), old.rewards + [*fresh_rewards]
         with self.annotate_with_hooks():

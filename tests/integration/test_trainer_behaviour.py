@@ -179,9 +179,8 @@ def test_infinity_can_be_skipped(ranks: Any) -> None:
         assert not math.isfinite(skipped["result"][0]["grad_norm"])
 
 
-@pytest.mark.parametrize(("name", "hint"), [("vocabulary", "--vocab-size"), ("infinite", "reward inf")])
-def test_impossible_data_is_refused_at_the_door(ranks: Any, name: str, hint: str) -> None:
+def test_tokens_of_another_vocabulary_are_refused_at_the_door(ranks: Any) -> None:
     for found in ranks:
-        index, message = found[name]
-        assert f"sample index {index} " in message
-        assert hint in message
+        index, message = found["vocabulary"]
+        assert f"sample index={index} " in message
+        assert "--vocab-size" in message

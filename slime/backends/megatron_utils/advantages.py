@@ -20,10 +20,11 @@ from slime.algorithms.advantages import (
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.rewards import leave_one_out
 from slime.algorithms.whitening import masked_whiten
-from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_samples_with_cp
 from slime.backends.megatron_utils.data import RolloutData
 from slime.backends.megatron_utils.hooks import check_token_columns, optional_function
 from slime.backends.megatron_utils.parallel import all_gather_objects, data_parallel, is_last_stage
+from slime.batching.ragged import RaggedTensor, as_lists, flat
 
 
 def add_distillation(args: Namespace, data: RolloutData) -> None:
@@ -65,6 +66,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
     rollout_data["kl"] = _kl(args, rollout_data)
     custom = optional_function(args, "custom_advantage_function_path")
     if custom is not None:
+        as_lists(rollout_data)
         custom(args, rollout_data)
         missing = [key for key in ("advantages", "returns") if key not in rollout_data]
         if missing:
@@ -108,7 +110,7 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
         returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
         return [values.clone() for values in returns], returns
     if estimator == "reinforce_plus_plus":
-        returns = _local(data, _discounted_returns(args, data, _whole(data, kl)))
+        returns = list(_local(data, _discounted_returns(args, data, _whole(data, kl))))
         return [values.clone() for values in returns], returns
     if estimator == "ppo":
         if "values" not in data:
@@ -123,7 +125,7 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
             args.gamma,
             args.lambd,
         )
-        return _local(data, advantages), _local(data, returns)
+        return list(_local(data, advantages)), list(_local(data, returns))
     raise ValueError(f"--advantage-estimator {estimator} is unknown")
 
 
@@ -165,25 +167,23 @@ def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
     executions: dict[int, set[int]] = {}
     for _, group, rollout_id in rows:
         executions.setdefault(group, set()).add(rollout_id)
-    centred = [
+    centered = [
         value if len(executions[group]) > 1 else penalty
         for value, (penalty, group, _) in zip(leave_one_out(*zip(*rows, strict=True)), rows, strict=True)
     ]
     start = sum(len(part) for part in parts[: ranks.rank])
-    return centred[start : start + len(mine)]
+    return centered[start : start + len(mine)]
 
 
 def _whiten(data: dict) -> Column:
-    advantages = data["advantages"]
-    mask = torch.cat(_local(data, data["loss_masks"]))
+    mask = _local(data, data["loss_masks"])
     group = data_parallel(with_context_parallel=True).group
-    whitened = masked_whiten(torch.cat(advantages), mask, group=group)
-    return list(whitened.split([values.size(0) for values in advantages]))
+    whitened = masked_whiten(flat(data["advantages"]), mask.values, group=group)
+    return list(whitened.split([values.size(0) for values in data["advantages"]]))
 
 
-def _local(data: dict, whole: Sequence[Tensor]) -> Column:
-    lengths = zip(whole, data["total_lengths"], data["response_lengths"], strict=True)
-    return [slice_log_prob_with_cp(values, total, response) for values, total, response in lengths]
+def _local(data: dict, whole: Sequence[Tensor]) -> RaggedTensor:
+    return slice_samples_with_cp(whole, data["total_lengths"], data["response_lengths"])
 
 
 def _whole(data: dict, local: Sequence[Tensor]) -> Column:

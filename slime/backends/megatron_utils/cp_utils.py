@@ -17,6 +17,7 @@ from slime.algorithms.reducers import Reducer, make_reducer
 from slime.backends.megatron_utils.parallel import context_parallel
 from slime.batching import context_parallel as layout
 from slime.batching.context_parallel import Range
+from slime.batching.ragged import RaggedTensor
 
 Values = TypeVar("Values", list[float], Tensor)
 
@@ -66,6 +67,17 @@ def slice_log_prob_with_cp(
         raise ValueError(f"expected {response_length} values, one per response token, got {len(log_prob)}")
     ranges = layout.response_ranges(total_length, response_length, cp_rank=cp.rank, cp_size=cp.size)
     return [value for start, end in ranges for value in log_prob[start:end]]
+
+
+def slice_samples_with_cp(
+    columns: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> RaggedTensor:
+    """``slice_log_prob_with_cp`` for several samples: a column as it is where no context-parallel group cuts it."""
+    whole = isinstance(columns, RaggedTensor) and columns.lengths == list(response_lengths)
+    if whole and context_parallel().size == 1:
+        return columns
+    rows = zip(columns, total_lengths, response_lengths, strict=True)
+    return RaggedTensor.of([slice_log_prob_with_cp(*row) for row in rows])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
@@ -134,10 +146,7 @@ def get_sum_of_sample_mean(
     [response_length]. ``qkv_format`` and ``max_seq_lens`` as in ``get_logits_and_tokens_offset_with_cp``.
     """
     _check_packed(qkv_format)
-    local = [
-        slice_log_prob_with_cp(mask, total, response)
-        for mask, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True)
-    ]
+    local = slice_samples_with_cp(loss_masks, total_lengths, response_lengths)
     if sample_denoms is None:
         sample_denoms = torch.stack([mask.sum() for mask in loss_masks])
     return make_reducer(local, sample_denoms, calculate_per_token_loss=calculate_per_token_loss)

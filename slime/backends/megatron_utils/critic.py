@@ -74,4 +74,7 @@ class CriticTrainer(MegatronTrainer):
     ) -> dict[str, Any]:
         """Return {"values": one CPU tensor [n_local] per sample} on the last pipeline stage, {} on the others."""
         del steps, rollout_metrics  # they are logged
-        return {"values": [value.cpu() for value in data["values"]]} if "values" in data else {}
+        if "values" not in data:
+            return {}
+        # A view of the whole column would be sent with all of it.
+        return {"values": [value.to("cpu", copy=True) for value in data["values"]]}

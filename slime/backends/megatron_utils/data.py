@@ -1,29 +1,29 @@
 """From a rollout shard to the micro-batches that Megatron's schedules pull.
 
-``rollout_data`` is a dict of columns for this DP rank's samples: lists with one entry per sample (``tokens`` int64
-[total_length], ``loss_masks`` [response_length], ``rewards`` ...), plus the schedule (``micro_batch_indices``,
-``num_microbatches``, ``global_batch_sizes``) and whole-batch columns (``raw_reward``).
+``rollout_data`` is a dict of columns for this DP rank's samples: ``RaggedTensor`` columns (``tokens`` int64
+[total_length], ``loss_masks`` [response_length] ...) and lists with one entry per sample (``rewards`` ...), plus the
+schedule (``micro_batch_indices``, ``num_microbatches``, ``global_batch_sizes``) and whole-batch columns
+(``raw_reward``). Hooks are given, and leave, lists with one tensor per sample for columns, so either form may be met.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import slice_samples_with_cp
 from slime.backends.megatron_utils.mtp_loss import MTPTargets
 from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
+from slime.batching import validate
 from slime.batching.columns import RolloutShard
 from slime.batching.packing import pack
-from slime.batching.ragged import Ragged
+from slime.batching.ragged import RaggedTensor, as_lists
 from slime.batching.routed_experts import rows_of_samples
-from slime.batching.top_p_mask import IDS, OFFSETS, check_top_p_mask
-from slime.batching.validate import LARGEST_LOG_PROB, sample_namer
+from slime.batching.validate import IDS, OFFSETS, sample_namer
 
 RolloutData = dict[str, Any]
 
@@ -34,21 +34,12 @@ _TOKEN_COLUMNS_TO_SLICE = ("rollout_log_probs", "teacher_log_probs")
 
 
 def prepare_rollout_data(args: Namespace, shard: RolloutShard, device: torch.device) -> RolloutData:
-    """Return the columns of ``shard`` on ``device``, checked, with per-token columns cut to this CP rank's part.
-
-    Raises ValueError, naming the sample index, for anything that cannot be right.
-    """
+    """Return the columns of ``shard`` on ``device``, checked, with per-token columns cut to this CP rank's part."""
     check_shard(args, shard)
-    check_shard_top_p_mask(args, shard)
-    data = shard.to_rollout_data(device)
+    data = shard.to_tensors(device)
     for key in _TOKEN_COLUMNS_TO_SLICE:
-        if data.get(key) is not None:
-            data[key] = [
-                slice_log_prob_with_cp(values, total, response)
-                for values, total, response in zip(
-                    data[key], data["total_lengths"], data["response_lengths"], strict=True
-                )
-            ]
+        if key in data:
+            data[key] = slice_samples_with_cp(data[key], data["total_lengths"], data["response_lengths"])
     return data
 
 
@@ -70,93 +61,40 @@ def sample_index(data: RolloutData, position: int) -> int | None:
 
 
 def check_shard(args: Namespace, shard: RolloutShard) -> None:
-    """Check a shard where it enters the trainer: lengths, token ids, finiteness. Raises ValueError naming the sample.
+    """Check what the manager did not when it packed the columns: token ids, and top-p masks where training needs them.
 
-    The manager checked the batch when it packed it; this is for what only the trainer knows (the vocabulary) and for
-    shards that came another way.
+    Raises ValueError naming the sample.
     """
-    ragged, numbers = shard.batch.ragged, shard.batch.numbers
-    indices = numbers.get("sample_indices")
-
-    def fail(bad: np.ndarray, problem: Callable[[int], str]) -> None:
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            name = f"position {row} of the shard" if indices is None else f"sample index {int(indices[row])}"
-            raise ValueError(f"{name} {problem(row)} ({int(bad.sum())} of {len(shard)} samples are like that)")
-
-    tokens, response = ragged["tokens"], numbers["response_lengths"]
-    fail(
-        (response < 0) | (response >= tokens.lengths),
-        lambda i: f"has {tokens.lengths[i]} tokens and response length {response[i]}; need 0 <= response < tokens",
-    )
-    for key in ("loss_masks", *_TOKEN_COLUMNS_TO_SLICE):
-        if key in ragged:
-            lengths = ragged[key].lengths
-            fail(lengths != response, lambda i: f"has {lengths[i]} {key} for {response[i]} response tokens")  # noqa: B023
-            bad = _rows_with(ragged[key], ~np.isfinite(ragged[key].values))
-            fail(bad, lambda i: f"has {key} that are not finite")  # noqa: B023
-    for key in _TOKEN_COLUMNS_TO_SLICE:
-        if key in ragged:
-            bad = _rows_with(ragged[key], ragged[key].values > LARGEST_LOG_PROB)
-            fail(bad, lambda i: f"has {key} up to {ragged[key][i].max()}; a log-prob is at most 0")  # noqa: B023
-    masks = ragged["loss_masks"]
-    fail(
-        _rows_with(masks, (masks.values < 0) | (masks.values > 1)),
-        lambda i: f"has a loss mask with values from {masks[i].min()} to {masks[i].max()}; expected 0 and 1",
-    )
-    if vocab_size := args.vocab_size:
-        fail(
-            _rows_with(tokens, (tokens.values < 0) | (tokens.values >= vocab_size)),
-            lambda i: (
-                f"has token ids from {tokens[i].min()} to {tokens[i].max()}, but --vocab-size is {vocab_size}; "
-                "is the rollout's tokenizer the model's?"
-            ),
-        )
-    for key, what in (("rewards", "reward {} after post-processing"), ("rollout_mask_sums", "rollout_mask_sums {}")):
-        if key in numbers:
-            column = numbers[key]
-            bad = ~np.isfinite(column) | ((column < 0) if key == "rollout_mask_sums" else False)
-            fail(bad, lambda i: f"has {what.format(column[i])}")  # noqa: B023
-    positions = sorted(position for indices in shard.micro_batch_indices for position in indices)
-    if positions != list(range(len(shard))):
-        raise ValueError(
-            f"the shard of data-parallel rank {shard.dp_rank} has {len(shard)} samples, but its micro-batches do not "
-            "hold every one of them once"
-        )
-
-
-def check_shard_top_p_mask(args: Namespace, shard: RolloutShard) -> None:
-    """Check the top-p masks of a shard. Raises ValueError naming the sample, and when masks are needed and missing."""
     ragged = shard.batch.ragged
+    name_of = sample_namer(shard.batch.numbers.get("sample_indices"))
+    if args.vocab_size:
+        validate.vocabulary(ragged["tokens"], args.vocab_size, name_of)
     if args.rollout_top_p != 1.0 and IDS not in ragged:
         raise ValueError(
             f"--rollout-top-p {args.rollout_top_p}: the samples have no top-p masks; "
             f"--custom-convert-samples-to-train-data-path must pass {IDS} and {OFFSETS} on"
         )
-    check_top_p_mask(ragged, sample_namer(shard.batch.numbers.get("sample_indices")), args.vocab_size)
-
-
-def _rows_with(column: Ragged, flags: np.ndarray) -> np.ndarray:
-    """Return bool [rows]: whether any of the row's values is flagged."""
-    return Ragged(flags.astype(np.int64), column.offsets).row_sums() > 0
+    validate.check_top_p_mask(ragged, name_of, args.vocab_size)
 
 
 def per_sample_columns(data: RolloutData) -> dict[str, Any]:
-    """Return the columns that have one entry per sample of this rank (lists, or tensors indexed by sample)."""
+    """Return the columns that have one entry per sample of this rank (sequences, or tensors indexed by sample)."""
     n = num_samples(data)
     return {
         key: column
         for key, column in data.items()
         if key not in _NOT_PER_SAMPLE
         and (
-            (isinstance(column, (list, tuple)) and len(column) == n)
+            (isinstance(column, (list, tuple, RaggedTensor)) and len(column) == n)
             or (torch.is_tensor(column) and column.shape[:1] == (n,))
         )
     }
 
 
 class LossBatch(dict[str, Any]):
-    """A micro-batch: the dict of columns that losses and hooks read, with typed fields for the trainer's own use.
+    """A micro-batch: the dict of columns that losses read, with typed fields for the trainer's own use.
+
+    Columns are sequences of one tensor per sample; for a custom loss they are lists.
 
     mtp_targets: what the MTP layers are trained on, and their losses after the forward pass.
     overwrite_logits: whether the loss may write the gradient over the logits, which the model does not read again.
@@ -167,7 +105,7 @@ class LossBatch(dict[str, Any]):
     mtp_targets: MTPTargets | None = None
     overwrite_logits: bool = False
     finite_samples: Tensor | None = None
-    trainer_log_probs: list[Tensor] | None = None
+    trainer_log_probs: Sequence[Tensor] | None = None
 
 
 def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) -> LossBatch:
@@ -199,6 +137,8 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
+    if args.loss_type == "custom_loss":
+        as_lists(batch)
     return batch
 
 
@@ -219,6 +159,8 @@ def rows_of_batch(batch: dict[str, Any], *, sequence_parallel: bool) -> Tensor:
 
 
 def _select(column: Any, indices: list[int]) -> Any:
+    if isinstance(column, RaggedTensor):
+        return column.take(indices)
     if torch.is_tensor(column):
         return column[indices]
     return [column[i] for i in indices]

@@ -16,6 +16,7 @@ from slime.backends.megatron_utils.cp_utils import Reducer
 from slime.backends.megatron_utils.data import sample_name
 from slime.backends.megatron_utils.parallel import context_parallel
 from slime.batching.context_parallel import response_ranges
+from slime.batching.ragged import as_lists
 from slime.rollout.hooks.contracts import Contract
 from slime.rollout.hooks.hook import Hook, checked_hook
 
@@ -171,6 +172,7 @@ def check_postprocessed(hook: Hook) -> Callable[[Namespace, int, dict[str, Any]]
 
     def postprocess(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
         before = len(data["tokens"])
+        as_lists(data)
         result = hook(args, rollout_id, data)
         if result is not None and result is not data:
             logger.warning("%s returned %s, which is not used: it changes rollout_data in place", hook, _brief(result))

@@ -6,12 +6,12 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slime.algorithms.importance import ImportanceWeights, icepop_weights, truncated_importance_weights
 from slime.algorithms.mis import compute_mis_weights
-from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_samples_with_cp
+from slime.batching.ragged import flat
 
 Corrected = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 
@@ -70,8 +70,7 @@ def mis_function(
         return all_gather_samples_with_cp([values.detach() for values in column], total_lengths, response_lengths)
 
     def local(column: Sequence[Tensor]) -> Tensor:
-        rows = zip(column, total_lengths, response_lengths, strict=True)
-        return torch.cat([slice_log_prob_with_cp(*row) for row in rows])
+        return slice_samples_with_cp(column, total_lengths, response_lengths).values
 
     weights, masks, metrics = compute_mis_weights(
         args, train_log_probs=whole(train_log_probs), rollout_log_probs=whole(rollout_log_probs), loss_masks=loss_masks
@@ -89,7 +88,7 @@ def _corrected(
     rollout_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> Corrected:
-    train, rollout = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
+    train, rollout = flat(train_log_probs), flat(rollout_log_probs)
     result = weigh(train, rollout, args.tis_clip_low, args.tis_clip)
     metrics = {"tis": result.ratio, "tis_clipfrac": result.clipped, "tis_abs": result.deviation}
     return pg_loss * result.weights, loss_masks, metrics

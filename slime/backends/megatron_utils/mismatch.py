@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.mismatch import combine, mismatch_sums
-from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import slice_samples_with_cp
 from slime.backends.megatron_utils.data import LossBatch, RolloutData, sample_name
 from slime.backends.megatron_utils.parallel import (
     all_gather_objects,
@@ -40,12 +40,7 @@ def note_mismatch(batch: dict[str, Any]) -> torch.Tensor | None:
     rollout = batch.get("rollout_log_probs")
     if trainer is None or rollout is None:
         return None
-    masks = [
-        slice_log_prob_with_cp(mask, total, response)
-        for mask, total, response in zip(
-            batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True
-        )
-    ]
+    masks = slice_samples_with_cp(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
     return torch.stack([mismatch_sums(*columns) for columns in zip(trainer, rollout, masks, strict=True)])
 
 

@@ -21,6 +21,7 @@ from slime.backends.megatron_utils.parallel import is_last_stage, unwrap
 from slime.backends.megatron_utils.policies import OLD_ACTOR, TEACHER, WeightBackup, has_teacher
 from slime.backends.megatron_utils.response_logits import TOP_P_COLUMNS
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
+from slime.batching.ragged import RaggedTensor
 from slime.observability.timer import timer
 
 Finish = Callable[..., Any]
@@ -99,11 +100,11 @@ def forward_only(
     store_prefix: str = "",
     routing: RoutingReplay | None = None,
     columns: Mapping[str, str] | None = None,
-) -> dict[str, list[Tensor]]:
+) -> dict[str, RaggedTensor]:
     """Run ``model`` over all samples of this rank and return what ``collect`` makes of the logits.
 
-    ``collect`` has the signature of ``loss.get_log_probs_and_entropy``. The result maps ``store_prefix + name`` to one
-    tensor per sample in the CP-local layout, in the order of ``data``; it is empty except on the last pipeline stage.
+    ``collect`` has the signature of ``loss.get_log_probs_and_entropy``. The result maps ``store_prefix + name`` to a
+    column in the CP-local layout, in the order of ``data``; it is empty except on the last pipeline stage.
     ``routing`` records or replays in the stage it is in. ``columns``: further columns that ``collect`` takes, where
     they exist, and under which keyword.
     """
@@ -135,7 +136,7 @@ def forward_only(
             column = collected.setdefault(store_prefix + name, [None] * num_samples(data))
             for index, tensor in zip(indices, tensors, strict=True):
                 column[index] = tensor
-    return collected
+    return {name: RaggedTensor.of(column) for name, column in collected.items()}
 
 
 def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
@@ -237,7 +238,7 @@ class LogProbPasses:
             return False  # the engines' log-probs are the old ones
         return not old_log_probs_equal_current(args, data)
 
-    def _forward_only(self, data: RolloutData, prefix: str) -> dict[str, list[torch.Tensor]]:
+    def _forward_only(self, data: RolloutData, prefix: str) -> dict[str, RaggedTensor]:
         def collect(*inputs: Any, **keywords: Any) -> Any:
             with_entropy = self.args.use_rollout_entropy
             return get_log_probs_and_entropy(*inputs, with_entropy=with_entropy, **keywords)

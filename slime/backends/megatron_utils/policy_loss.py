@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,15 @@ from slime.backends.megatron_utils.cp_utils import (
     Reducer,
     all_gather_samples_with_cp,
     get_sum_of_sample_mean,
-    slice_log_prob_with_cp,
+    slice_samples_with_cp,
 )
 from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.hooks import checked_correction, checked_reducer, optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples, top_p_keywords
+from slime.batching.ragged import RaggedTensor, flat
 
-Column = list[Tensor]
+Column = Sequence[Tensor]
 """One local tensor [n_local] per sample."""
 
 
@@ -61,7 +63,7 @@ def policy_loss_function(
     note_finite_samples(batch, log_probs.current, log_probs.old, batch["advantages"])
     if isinstance(batch, LossBatch):
         batch.trainer_log_probs = log_probs.trainer  # for the mismatch meter
-    current, advantages = torch.cat(log_probs.current), torch.cat(batch["advantages"])
+    current, advantages = flat(log_probs.current), flat(batch["advantages"])
 
     ppo_kl = _ppo_kl(args, batch, log_probs)
     if args.advantage_estimator == "cispo":
@@ -92,9 +94,9 @@ def policy_loss_function(
         loss = loss + args.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()
     if batch.get("opd_reverse_kl") is not None:
-        metrics["opd_reverse_kl"] = reduce(torch.cat(batch["opd_reverse_kl"]))
+        metrics["opd_reverse_kl"] = reduce(flat(batch["opd_reverse_kl"]))
     if log_probs.rollout is not None:
-        difference = (torch.cat(log_probs.trainer) - torch.cat(log_probs.rollout)).abs()
+        difference = (flat(log_probs.trainer) - flat(log_probs.rollout)).abs()
         metrics["train_rollout_logprob_abs_diff"] = reduce(difference).detach()
     return loss, {
         "loss": loss.detach(),
@@ -121,24 +123,24 @@ def _log_probs(args: Namespace, batch: dict[str, Any], current: Column) -> LogPr
     return LogProbs(current, trainer, masked_rollout, old)
 
 
-def _mask_untrained(batch: dict[str, Any], column: Column, *, fill: Column) -> Column:
+def _mask_untrained(batch: dict[str, Any], column: Column, *, fill: Column) -> RaggedTensor:
     """Return ``column`` with the values of ``fill`` at the tokens that are not trained.
 
     The column's own values there, such as placeholder log-probs of a tool's text, may make ``exp`` of a difference
     infinite. Masks are multiplied afterwards, and infinity times 0 is NaN.
     """
     masks = _local_masks(batch, batch["loss_masks"])
-    return [torch.where(mask != 0, own, other) for mask, own, other in zip(masks, column, fill, strict=True)]
+    return RaggedTensor(torch.where(masks.values != 0, flat(column), flat(fill)), masks.lengths)
 
 
-def _whole(batch: dict[str, Any], column: Column) -> Column:
+def _whole(batch: dict[str, Any], column: Column) -> list[Tensor]:
     return all_gather_samples_with_cp(column, batch["total_lengths"], batch["response_lengths"])
 
 
 def _ppo_kl(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
     """old - current per local token; with GSPO the masked mean over the whole response, for each of its tokens."""
     if args.advantage_estimator != "gspo":
-        return torch.cat(log_probs.old) - torch.cat(log_probs.current)
+        return flat(log_probs.old) - flat(log_probs.current)
     return compute_gspo_kl(
         full_log_probs=_whole(batch, log_probs.current),
         full_old_log_probs=_whole(batch, log_probs.old),
@@ -163,26 +165,26 @@ def _mask_off_policy_sequences(
 
 def _correct_importance(
     args: Namespace, batch: dict[str, Any], log_probs: LogProbs, pg_loss: Tensor
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+) -> tuple[Tensor, Column, dict[str, Tensor]]:
     if log_probs.rollout is None:
         raise ValueError(
             "--use-tis / --get-mismatch-metrics: the samples have no rollout_log_probs; the generate function must set "
             "them"
         )
     custom = optional_function(args, "custom_tis_function_path")
-    result: Any = (custom or vanilla_tis_function)(
-        args=args,
-        pg_loss=pg_loss,
-        train_log_probs=log_probs.trainer,
-        rollout_log_probs=log_probs.rollout,
-        loss_masks=batch["loss_masks"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-    )
-    return result if custom is None else checked_correction(custom, result, pg_loss, batch["loss_masks"])
+    columns = {
+        "train_log_probs": log_probs.trainer,
+        "rollout_log_probs": log_probs.rollout,
+        "loss_masks": batch["loss_masks"],
+    }
+    lengths = {name: batch[name] for name in ("total_lengths", "response_lengths")}
+    if custom is None:
+        return vanilla_tis_function(args, pg_loss=pg_loss, **columns, **lengths)
+    result = custom(args=args, pg_loss=pg_loss, **{name: list(c) for name, c in columns.items()}, **lengths)
+    return checked_correction(custom, result, pg_loss, batch["loss_masks"])
 
 
-def _reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor]) -> Reducer:
+def _reducer(args: Namespace, batch: dict[str, Any], masks: Column) -> Reducer:
     """The reducer with other masks as numerators; denominators stay those of the original masks."""
     sums = batch.get("rollout_mask_sums")
     if sums is None:
@@ -196,25 +198,24 @@ def _reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor]) -> Red
     )
 
 
-def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: list[Tensor], default: Reducer) -> Reducer:
+def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: Column, default: Reducer) -> Reducer:
     if args.pg_loss_reducer == "constant_length":
         return constant_length(_local_masks(batch, masks), args.pg_loss_length)
     custom = optional_function(args, "custom_pg_loss_reducer_function_path")
     if custom is None:
         return default
     per_token = args.calculate_per_token_loss
-    return checked_reducer(custom, custom(batch["total_lengths"], batch["response_lengths"], masks, per_token))
+    return checked_reducer(custom, custom(batch["total_lengths"], batch["response_lengths"], list(masks), per_token))
 
 
-def _local_masks(batch: dict[str, Any], masks: list[Tensor]) -> Column:
-    lengths = zip(masks, batch["total_lengths"], batch["response_lengths"], strict=True)
-    return [slice_log_prob_with_cp(mask, total, response) for mask, total, response in lengths]
+def _local_masks(batch: dict[str, Any], masks: Column) -> RaggedTensor:
+    return slice_samples_with_cp(masks, batch["total_lengths"], batch["response_lengths"])
 
 
 def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
-    current = torch.cat(log_probs.current)
+    current = flat(log_probs.current)
     ratio = None
     if args.use_unbiased_kl:
-        ratio = (current - torch.cat(log_probs.old)).exp()
+        ratio = (current - flat(log_probs.old)).exp()
     reference = _mask_untrained(batch, batch["ref_log_probs"], fill=[values.detach() for values in log_probs.current])
-    return compute_approx_kl(current, torch.cat(reference), args.kl_loss_type, ratio)
+    return compute_approx_kl(current, reference.values, args.kl_loss_type, ratio)

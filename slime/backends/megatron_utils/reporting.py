@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, slice_samples_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns, sample_index
 from slime.backends.megatron_utils.parallel import (
     all_gather_objects,
@@ -57,12 +57,8 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
         data["loss_masks"],
         sample_denoms=data.get("rollout_mask_sums"),
     )
-    sizes = [
-        slice_log_prob_with_cp(mask, total, response).shape
-        for mask, total, response in zip(
-            data["loss_masks"], data["total_lengths"], data["response_lengths"], strict=True
-        )
-    ]
+    masks = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
+    sizes = [mask.shape for mask in masks]
     device = data["loss_masks"][0].device
     local: dict[str, tuple[float | None, float, int]] = {}  # reduced as in the loss, or None; plain sum; how many
     first_of_cp = context_parallel().rank == 0
@@ -181,7 +177,7 @@ def correct_sample_means(
     return {name: value / count for name, value in sums.items()} if count else {}
 
 
-def _log_probs(data: RolloutData) -> list[torch.Tensor] | None:
+def _log_probs(data: RolloutData) -> Sequence[torch.Tensor] | None:
     found = data.get("log_probs")
     return data.get("rollout_log_probs") if found is None else found
 
@@ -190,10 +186,9 @@ def _surprise(data: RolloutData, correct: list[int]) -> float:
     """Sum over samples of this rank's part of the mean of -log p over trained tokens."""
     log_probs, total = _log_probs(data), 0.0
     assert log_probs is not None
+    local = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
     for i in correct:
-        mask = data["loss_masks"][i]
-        local = slice_log_prob_with_cp(mask, data["total_lengths"][i], data["response_lengths"][i])
-        total -= float((log_probs[i] * local).sum() / mask.sum().clamp_min(1))
+        total -= float((log_probs[i] * local[i]).sum() / data["loss_masks"][i].sum().clamp_min(1))
     return total
 
 

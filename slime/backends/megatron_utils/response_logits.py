@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.cp_utils import response_rows_and_targets
 from slime.backends.megatron_utils.data import LossBatch
 from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
 from slime.batching import context_parallel as layout
-from slime.batching.top_p_mask import IDS, OFFSETS
+from slime.batching.validate import IDS, OFFSETS
 
 TOP_P_COLUMNS = {IDS: "top_p_token_ids", OFFSETS: "top_p_token_offsets"}
 """Columns of a batch -> keywords of ``get_log_probs_and_entropy``."""

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.algorithms.losses import compute_value_loss
-from slime.backends.megatron_utils.cp_utils import Reducer, response_rows_and_targets, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import Reducer, response_rows_and_targets, slice_samples_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, sample_name
 from slime.backends.megatron_utils.response_logits import note_finite_samples, packed_row
+from slime.batching.ragged import flat
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ def value_loss_function(
         response_lengths=batch["response_lengths"],
     )
     note_finite_samples(batch, result["values"], batch["values"], batch["returns"])
-    values, old_values = torch.cat(result["values"]), torch.cat(batch["values"])
-    per_token, clipped = compute_value_loss(values, old_values, torch.cat(batch["returns"]), args.value_clip)
+    values, old_values = flat(result["values"]), flat(batch["values"])
+    per_token, clipped = compute_value_loss(values, old_values, flat(batch["returns"]), args.value_clip)
     loss = sum_of_sample_mean(per_token)
     return loss, {"value_loss": loss.detach(), "value_clipfrac": sum_of_sample_mean(clipped).detach()}
 
@@ -161,8 +162,8 @@ def _check_values(data: RolloutData) -> None:
             f"the critic sent values of {len(values)} samples, this rank has {num_samples(data)}: do actor and critic "
             "divide the batch alike?"
         )
-    for i, value in enumerate(values):
-        mask = slice_log_prob_with_cp(data["loss_masks"][i], data["total_lengths"][i], data["response_lengths"][i])
+    masks = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
+    for i, (value, mask) in enumerate(zip(values, masks, strict=True)):
         if value.shape != mask.shape:
             raise ValueError(
                 f"{sample_name(data, i)}: the critic sent {tuple(value.shape)} values for {mask.numel()} response "

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from scripts.bench.samples_to_shards import ARGS as BENCH_ARGS
 from scripts.bench.samples_to_shards import PickleStore, make_samples
-from slime.batching.columns import RolloutBatch, RolloutShard
+from slime.batching.columns import RolloutBatch, RolloutShard, fill_rollout_ids
 from slime.batching.errors import TrainDataError
-from slime.batching.ragged import Ragged, ragged_from_rows
-from slime.batching.rollout_ids import fill_rollout_ids, mask_sums_by_rollout
+from slime.batching.ragged import Ragged, RaggedTensor, as_lists, flat, ragged_from_rows
 from slime.batching.schedule import DpSchedule
 from slime.batching.train_data import build_train_data
 
@@ -231,6 +230,7 @@ def change(key: str, value: Any, at: int | None = 1):
         (change("rollout_log_probs", ["a", "b", "c"]), r"sample index=101 .* rollout_log_probs must hold numbers"),
         (change("rewards", float("inf")), r"sample index=101 .* rewards is inf"),
         (change("rewards", None), r"sample index=101 .* rewards is None"),
+        (change("rollout_mask_sums", -1.0), r"sample index=101 .* rollout_mask_sums is -1.0, expected 0 or more"),
         (change("tokens", [1, 2, 3]), r"sample index=101 .* response length 3 with 3 tokens"),
         (change("tokens", [1, 2, 3, 4, 2**31]), r"sample index=101 .* tokens holds 2147483648"),
         (change("tokens", [1, 2, 3, 4, -5]), r"sample index=101 .* tokens\[4\] is -5"),
@@ -305,10 +305,29 @@ def test_fill_rollout_ids_uses_the_smallest_unused() -> None:
     assert fill_rollout_ids([None, 0, None, 3, None, 0]) == [1, 0, 2, 3, 4, 0]
 
 
-def test_mask_sums_by_rollout() -> None:
-    sums = mask_sums_by_rollout([5, 2, 5, 9], np.array([1.0, 4.0, 2.0, 0.0]))
-    assert sums.tolist() == [3.0, 4.0, 3.0, 0.0]
-    assert sums.dtype == np.float32
+def test_columns_of_tensors_are_sequences_of_their_rows() -> None:
+    rows = [torch.arange(3), torch.empty(0, dtype=torch.long), torch.arange(10, 14)]
+    column = RaggedTensor.of(rows)
+    assert len(column) == 3
+    assert all(torch.equal(a, b) for a, b in zip(column, rows, strict=True))
+    assert torch.equal(column[2], rows[2])
+    column[0].fill_(7)
+    assert column.values[:3].tolist() == [7, 7, 7]  # rows are views
+    following, picked = column.take([1, 2]), column.take([2, 0])
+    assert following.values.data_ptr() == column.values[3:].data_ptr()  # and so are rows that follow one another
+    assert (following.values.tolist(), following.lengths) == ([10, 11, 12, 13], [0, 4])
+    assert (picked.values.tolist(), picked.lengths) == ([10, 11, 12, 13, 7, 7, 7], [4, 3])
+    assert flat(column) is column.values
+    assert flat(list(column)).tolist() == column.values.tolist()
+
+
+def test_hooks_see_lists() -> None:
+    data = {"tokens": RaggedTensor(torch.arange(5), [2, 3]), "rewards": [0.0, 1.0], "whole": torch.ones(2)}
+    before = dict(data)
+    as_lists(data)
+    assert [row.tolist() for row in data["tokens"]] == [[0, 1], [2, 3, 4]]
+    assert type(data["tokens"]) is list
+    assert all(data[name] is before[name] for name in ("rewards", "whole"))
 
 
 def test_tensors_of_multimodal_inputs_go_to_the_device() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from slime.batching.errors import TrainDataError
 from slime.batching.ragged import ragged_from_rows
-from slime.batching.top_p_mask import IDS, OFFSETS, check_top_p_mask
+from slime.batching.validate import IDS, OFFSETS, check_top_p_mask
 
 
 def check(ids: list[list[int]], offsets: list[list[int]], masks: list[list[int]], **keywords: Any) -> None:

@@ -49,7 +49,7 @@ def test_the_keys_every_converter_has() -> None:
     assert data["truncated"] == [0, 0, 1]
     assert data["sample_indices"] == [4, 5, 6]
     assert data["loss_masks"] == [[1, 0, 1], [0, 0], [1]]
-    assert data["rollout_ids"] == [9, 9, 0]
+    assert data["rollout_ids"] == [9, 9, None]
     assert data["rollout_mask_sums"] == [2.0, 2.0, 1.0]  # of the whole rollout
     assert "rollout_log_probs" not in data
     assert RolloutBatch.from_train_data(data).rollout_ids == [9, 9, 0]
@@ -106,8 +106,11 @@ def test_top_p_masks_are_checked() -> None:
     with pytest.raises(TrainDataError, match=r"index=1 .* no rollout_top_p_token_ids.*slime_return_sampling_mask"):
         build([good, make_sample(1)], args)
     good.rollout_top_p_token_offsets = [0, 1, 2]
-    with pytest.raises(TrainDataError, match=r"index=0 .* 3 entries from 0 to 3"):
-        build([good], args)
+    with pytest.raises(TrainDataError, match=r"index=0 .* must rise from 0 to 3, .*; they go from 0 to 2"):
+        RolloutBatch.from_train_data(build([good], args))
+    good.rollout_top_p_token_offsets = [0, 3]
+    with pytest.raises(TrainDataError, match=r"index=0 .*offsets has 2 entries, expected 3"):
+        RolloutBatch.from_train_data(build([good], args))
 
 
 def r3_args(**flags: Any) -> SimpleNamespace:
@@ -151,8 +154,8 @@ def test_tokens_whose_experts_were_not_recorded_are_warned_of(caplog: pytest.Log
 @pytest.mark.parametrize(
     ("fields", "reward", "match"),
     [
-        ({"loss_mask": [1, 1]}, 1.0, "index=1 .* loss mask length 2 != response length 3"),
-        ({"rollout_log_probs": [-1.0] * 2}, 1.0, r"index=1 .* rollout_log_probs has 2 entries, expected .*\(3\)"),
+        ({"loss_mask": [1, 1]}, 1.0, "index=1 .* loss_masks has 2 entries, expected 3"),
+        ({"rollout_log_probs": [-1.0] * 2}, 1.0, "index=1 .* rollout_log_probs has 2 entries, expected 3"),
         ({"rollout_log_probs": None}, 1.0, "index=1 .* has no rollout_log_probs while other samples"),
         ({}, float("nan"), "index=1 .* reward nan is not a finite number"),
         ({}, None, r"index=1 .* reward None is not a finite number \(status completed\)"),
@@ -163,15 +166,15 @@ def test_errors_name_the_sample(fields: dict[str, Any], reward: Any, match: str)
     first = make_sample(0, rollout_log_probs=[-1.0] * 3)
     second = make_sample(1, **{"rollout_log_probs": [-1.0] * 3, **fields})
     with pytest.raises(TrainDataError, match=match) as caught:
-        build([first, second], rewards=[0.0, reward])
+        RolloutBatch.from_train_data(build([first, second], rewards=[0.0, reward]))
     assert isinstance(caught.value, AssertionError)
 
 
 def test_response_without_prompt_is_refused() -> None:
     sample = make_sample(8)
     sample.response_length = len(sample.tokens)
-    with pytest.raises(TrainDataError, match=r"index=8 .* response_length 5 with 5 tokens"):
-        build([sample])
+    with pytest.raises(TrainDataError, match=r"index=8 .* response length 5 with 5 tokens"):
+        RolloutBatch.from_train_data(build([sample]))
 
 
 def test_counts_must_agree_and_not_be_zero() -> None:
@@ -195,4 +198,4 @@ def test_raw_rewards_of_numpy_and_torch_become_plain_numbers(reward: Any) -> Non
 def test_a_rollout_id_that_is_no_number_is_named() -> None:
     samples = [make_sample(0), make_sample(1, rollout_id="a conversation")]
     with pytest.raises(TrainDataError, match="sample at position 1: rollout_id 'a conversation' is no whole number"):
-        build_train_data(ARGS, samples, [1, 1], [0.0, 0.0])
+        RolloutBatch.from_train_data(build(samples))

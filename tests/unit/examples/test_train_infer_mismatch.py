@@ -12,6 +12,7 @@ import yaml
 from examples.train_infer_mismatch_helper import mis
 from slime.backends.megatron_utils import importance
 from slime.backends.megatron_utils.policy_loss import _correct_importance
+from slime.batching.ragged import RaggedTensor
 from tests.support.arguments import dry
 from tests.unit.algorithms import brute_force
 from tests.unit.algorithms.test_mis import LENGTHS, columns, settings
@@ -59,7 +60,11 @@ def test_ranks_with_parts_of_a_sample_agree(monkeypatch, level):
     for rank in (0, 1):
         wholes = iter([data["train_log_probs"], data["rollout_log_probs"]])
         monkeypatch.setattr(importance, "all_gather_samples_with_cp", lambda *_, wholes=wholes: next(wholes))
-        monkeypatch.setattr(importance, "slice_log_prob_with_cp", lambda v, total, n, rank=rank: v[rank::2])
+        monkeypatch.setattr(
+            importance,
+            "slice_samples_with_cp",
+            lambda column, *_, rank=rank: RaggedTensor.of([v[rank::2] for v in column]),
+        )
         part = {key: [v[rank::2] for v in values] for key, values in data.items() if key != "loss_masks"}
         mine = torch.cat([v[rank::2] for v in PG_LOSS.split(LENGTHS)])
         lengths = {"total_lengths": [n + 4 for n in LENGTHS], "response_lengths": list(LENGTHS)}

@@ -260,7 +260,7 @@ def test_samples_that_cannot_be_right_name_the_hooks_that_made_them():
     assert notes_of(caught) == f"the samples were made with --custom-rm-path '{__name__}.my_reward' {place}"
     samples = rollout(0, [1, 0, 0, 0])
     samples[3].loss_mask = [1, 1]
-    with pytest.raises(ValueError, match=r"sample index=3 .*loss mask length 2 != response length 1") as caught:
+    with pytest.raises(ValueError, match=r"sample index=3 .*loss_masks has 2 entries, expected 1") as caught:
         c.shards(samples)
     assert "my_reward" in notes_of(caught)
 

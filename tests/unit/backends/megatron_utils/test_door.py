@@ -1,10 +1,7 @@
-"""What the trainer refuses where data enters it, whoever made it: the message names the sample."""
+"""What the trainer refuses where data enters it: the message names the sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
 from slime.backends.megatron_utils.data import check_shard
@@ -20,56 +17,18 @@ ARGS = run_args(
 
 
 def shard() -> RolloutShard:
-    (made,) = make_shards(ARGS, make_train_data(), ONE_RANK)  # type: ignore[arg-type]
+    (made,) = make_shards(ARGS, make_train_data(), ONE_RANK)
     return made
 
 
-def put(column: str, value: float) -> Callable[[RolloutShard], None]:
-    """Set the first entry of a per-token column of the fourth sample."""
-
-    def spoil(made: RolloutShard) -> None:
-        ragged = made.batch.ragged[column]
-        ragged.values[ragged.offsets[3]] = value
-
-    return spoil
-
-
-def number(column: str, value: float) -> Callable[[RolloutShard], None]:
-    def spoil(made: RolloutShard) -> None:
-        made.batch.numbers[column][3] = value
-
-    return spoil
-
-
 def test_good_data_passes() -> None:
-    check_shard(ARGS, shard())  # type: ignore[arg-type]
+    check_shard(ARGS, shard())
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (put("tokens", 256), "token ids from .* to 256, but --vocab-size is 256"),
-        (put("tokens", -1), "token ids from -1 to"),
-        (put("loss_masks", 2), "a loss mask with values from 0 to 2|a loss mask with values from 1 to 2"),
-        (put("loss_masks", -1), "a loss mask with values from -1"),
-        (put("rollout_log_probs", 0.5), r"rollout_log_probs up to 0\.5; a log-prob is at most 0"),
-        (put("rollout_log_probs", np.nan), "rollout_log_probs that are not finite"),
-        (put("rollout_log_probs", -np.inf), "rollout_log_probs that are not finite"),
-        (number("rewards", np.nan), "reward nan after post-processing"),
-        (number("rollout_mask_sums", -1), "rollout_mask_sums -1"),
-        (number("response_lengths", 0), "loss_masks for 0 response tokens"),
-        (number("response_lengths", 10**6), "response length 1000000; need 0 <= response < tokens"),
-    ],
-)
-def test_what_cannot_be_right_is_named(spoil: Callable[[RolloutShard], None], message: str) -> None:
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     made = shard()
-    spoil(made)
-    with pytest.raises(ValueError, match=rf"sample index 103 has .*({message})"):
-        check_shard(ARGS, made)  # type: ignore[arg-type]
-
-
-def test_micro_batches_that_miss_a_sample_are_refused() -> None:
-    made = shard()
-    made.micro_batch_indices[0] = made.micro_batch_indices[1]
-    with pytest.raises(ValueError, match="data-parallel rank 0 has 8 samples, but its micro-batches do not hold every"):
-        check_shard(ARGS, made)  # type: ignore[arg-type]
+    tokens = made.batch.ragged["tokens"]
+    tokens.values[tokens.offsets[3] + 1] = 256
+    message = r"sample index=103 .* tokens\[1\] is 256, expected less than --vocab-size 256; is the rollout's tokenizer"
+    with pytest.raises(ValueError, match=message):
+        check_shard(ARGS, made)

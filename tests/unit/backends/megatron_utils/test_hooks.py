@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.data import per_sample_columns
 from slime.backends.megatron_utils.hooks import CONTRACTS, checked_loss, load_trainer_hooks, optional_function
 from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
 from slime.backends.megatron_utils.model_provider import model_provider
+from slime.batching.ragged import RaggedTensor
 from tests.support.arguments import run_args
 from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch
 
@@ -197,6 +198,28 @@ def test_postprocessing_works_in_place_and_keeps_every_sample(caplog: pytest.Log
     RETURNS["value"] = lambda *args: args[-1].update(tokens=args[-1]["tokens"][:1])
     with pytest.raises(ValueError, match=r"left 1 of 2 samples.* set their loss_masks to 0"):
         hooks.postprocess_rollout_data(run_args(), 0, rollout_data())
+
+
+def test_hooks_are_given_lists_of_tensors() -> None:
+    columns = ("tokens", "loss_masks")
+
+    def note(*args: Any) -> None:
+        setting("mine", [1, 2])(*args)
+        seen.append([type(args[-1][name]) for name in columns])
+        assert [mask.tolist() for mask in args[-1]["loss_masks"]] == [[1, 1, 1], [1]]
+
+    seen: list[list[type]] = []
+    RETURNS["value"] = note
+    path = HERE + "whatever"
+    for call in (
+        lambda data: load_trainer_hooks(run_args(rollout_data_postprocess_path=path)).postprocess_rollout_data(
+            run_args(), 0, data
+        ),
+        lambda data: compute_advantages_and_returns(run_args(kl_coef=0, custom_advantage_function_path=path), data),
+    ):
+        data = rollout_data()
+        call(data | {name: RaggedTensor.of(data[name]) for name in columns})
+    assert seen == [[list, list]] * 2
 
 
 def test_a_custom_loss_may_have_advantages_of_its_own_form() -> None:
