@@ -270,12 +270,12 @@ def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balanc
     for name, module in (found for chunk in model for found in chunk.named_modules()):
         if not isinstance(module, TopKRouter):
             continue
-        predicts = ".mtp." in f".{name}"
-        if predicts and not trains_mtp(args):  # these layers do not run: no load to even, and none for the means
+        is_mtp = ".mtp." in f".{name}"
+        if is_mtp and not trains_mtp(args):  # these layers do not run: no load to even, and none for the means
             continue
         # Megatron counts layers of multi-token prediction from 1 again.
-        routers[int(module.layer_number or 0) + predicts * args.num_layers] = module
-    layers = _everywhere(list(routers))
+        routers[int(module.layer_number or 0) + is_mtp * args.num_layers] = module
+    layers = sorted({number for part in gather_from_world(list(routers)) for number in part})
     if weights and not layers:
         raise ValueError(
             "--moe-aux-loss-coeff, --moe-z-loss-coeff: the model has no megatron TopKRouter to balance; leave them "
@@ -289,7 +289,3 @@ def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balanc
         per_layer=args.moe_per_layer_logging,
         per_token=args.calculate_per_token_loss,
     )
-
-
-def _everywhere(numbers: list[int]) -> list[int]:
-    return sorted({number for part in gather_from_world(numbers) for number in part})

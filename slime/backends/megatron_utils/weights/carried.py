@@ -10,15 +10,15 @@ from slime.utils.hf_checkpoint import HfCheckpoint, read_config
 
 
 def carried_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
-    """Return the names of the tensors of ``checkpoint`` that models are built without, unless they predict tokens."""
+    """Return the names of the tensors of ``checkpoint`` that models are built without, MTP layers included."""
     extra = _extra_layers(checkpoint)
     return frozenset(name for name in checkpoint.names if family.carries_hf(name, extra))
 
 
-def predicting_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
+def mtp_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
     """Return the names of the tensors of ``checkpoint`` in MTP layers."""
     extra = _extra_layers(checkpoint)
-    return frozenset(name for name in checkpoint.names if family.predicts_hf(name, extra))
+    return frozenset(name for name in checkpoint.names if family.is_mtp_hf(name, extra))
 
 
 def _extra_layers(checkpoint: HfCheckpoint) -> range:
@@ -65,7 +65,7 @@ def write_copies(source: Path, target: Path, family: Family, written: Mapping[st
 
     tensors = {}
     with HfCheckpoint(source) as checkpoint:
-        for name in sorted(predicting_names(checkpoint, family)):
+        for name in sorted(mtp_names(checkpoint, family)):
             original = family.copy_of(name)
             if original is None:
                 continue

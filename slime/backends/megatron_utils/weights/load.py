@@ -12,7 +12,7 @@ import torch
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.parallel import unwrap
 from slime.backends.megatron_utils.values import is_value_head
-from slime.backends.megatron_utils.weights.carried import carried_names, predicting_names
+from slime.backends.megatron_utils.weights.carried import carried_names, mtp_names
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
 from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
@@ -46,13 +46,13 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
     dims = model_dims(args, unwrap(model_chunks[0]).config)
     weights = weights_of(model_chunks, args, family)
     with HfCheckpoint(hf_dir) as checkpoint:
-        unneeded, predicting = set(carried_names(checkpoint, family)), predicting_names(checkpoint, family)
+        unneeded, in_mtp = set(carried_names(checkpoint, family)), mtp_names(checkpoint, family)
         if any(weight.name.startswith(MTP) for weight in weights):
-            _check_copies(checkpoint, family, predicting)
-            unneeded -= {name for name in predicting if family.copy_of(name) is None}
+            _check_copies(checkpoint, family, in_mtp)
+            unneeded -= {name for name in in_mtp if family.copy_of(name) is None}
         if any(is_value_head(p) for chunk in model_chunks for p in chunk.parameters()):
             unneeded.add(LM_HEAD)
-        _check_names(checkpoint, weights, family, args, dims, unneeded, predicting)
+        _check_names(checkpoint, weights, family, args, dims, unneeded, in_mtp)
         _check_shapes(checkpoint, weights, dims)
         for weight in weights:
             ranks = weight.tensor_ranks
@@ -85,7 +85,7 @@ def _check_names(
     args: Namespace,
     dims: Dims,
     unneeded: set[str],
-    predicting: frozenset[str],
+    in_mtp: frozenset[str],
 ) -> None:
     wanted = {name for weight in weights for name in weight.hf_names}
     missing = sorted(wanted - checkpoint.names)
@@ -100,7 +100,7 @@ def _check_names(
     unexpected = [
         f"{name} (in {checkpoint.file_of(name).name})"
         for name in sorted(checkpoint.names - wanted - unneeded)
-        if not family.ignores_hf(name) and not _held_elsewhere(name, name in predicting, family, own, args, dims)
+        if not family.ignores_hf(name) and not _held_elsewhere(name, name in in_mtp, family, own, args, dims)
     ]
     if unexpected:
         way_out = "Do the model flags (layers, biases, norms) describe this checkpoint?"
@@ -111,25 +111,25 @@ def _check_names(
         )
 
 
-def _held_elsewhere(name: str, predicts: bool, family: Family, own: Own, args: Namespace, dims: Dims) -> bool:
+def _held_elsewhere(name: str, is_mtp: bool, family: Family, own: Own, args: Namespace, dims: Dims) -> bool:
     """Return whether another rank holds the tensor (or, if tied, nobody needs to).
 
-    ``predicts``: whether it is of an MTP layer; these are all on one stage.
+    ``is_mtp``: whether it is of an MTP layer; these are all on one stage.
     """
     if not family.knows_hf(name):
         return False
     _, layer, expert = as_template(name)
     if layer is None:
         return name != LM_HEAD or tied(args) or _pipeline_size() > 1
-    if (predicts, layer) not in own:
-        return not predicts and layer < args.num_layers
-    experts = own[predicts, layer]
+    if (is_mtp, layer) not in own:
+        return not is_mtp and layer < args.num_layers
+    experts = own[is_mtp, layer]
     return experts != {None} and expert is not None and expert < dims.num_experts and expert not in experts
 
 
-def _check_copies(checkpoint: HfCheckpoint, family: Family, predicting: frozenset[str]) -> None:
+def _check_copies(checkpoint: HfCheckpoint, family: Family, in_mtp: frozenset[str]) -> None:
     """Compare the first rows of tensors that repeat another one: the model has only that."""
-    for name in sorted(predicting):
+    for name in sorted(in_mtp):
         original = family.copy_of(name)
         if original is None or original not in checkpoint.names:
             continue

@@ -139,6 +139,6 @@ def hf_place(name: str, family: Family, num_layers: int) -> tuple[Rule, int | No
     """
     rule, place = family.find(name)
     layer = place.layer
-    if layer is not None and name.startswith(MTP) and family.prediction and family.prediction.pattern is None:
+    if layer is not None and name.startswith(MTP) and family.mtp and family.mtp.pattern is None:
         layer += num_layers
     return rule, layer, place.expert, tuple(rule.hf_names(layer, place.expert))

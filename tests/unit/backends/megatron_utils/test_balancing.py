@@ -105,7 +105,7 @@ def test_coefficients(flags: dict[str, Any], expected: dict[str, float]) -> None
 
 
 class Model(torch.nn.Module):
-    """Two layers with routers, one of them in a layer that predicts further tokens; each makes logits of its input."""
+    """Two layers with routers, one of them in an MTP layer; each makes logits of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,12 +134,12 @@ DATA = {"loss_masks": [torch.ones(2)]}
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: None)
-    monkeypatch.setattr(balancing, "_everywhere", sorted)
+    monkeypatch.setattr(balancing, "gather_from_world", lambda mine: [mine])
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("trained", [False, True])
-def test_layers_that_predict_further_tokens_count_where_they_are_trained(trained: bool) -> None:
+def test_mtp_layers_count_where_they_are_trained(trained: bool) -> None:
     model = Model()
     args = run_args(
         num_experts=4, num_layers=1, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1,

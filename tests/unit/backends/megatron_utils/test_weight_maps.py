@@ -51,11 +51,11 @@ def test_templates(name: str, template: str, layer: int | None, expert: int | No
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_no_tensor_of_either_side_is_mapped_twice(family: Family) -> None:
-    predicting = family.prediction.rules if family.prediction else ()
-    numbered_on = family.prediction is not None and family.prediction.pattern is None
+    of_mtp = family.mtp.rules if family.mtp else ()
+    numbered_on = family.mtp is not None and family.mtp.pattern is None
     for side in ("megatron", "hf"):
         names = [name for rule in family.rules for name in getattr(rule, side)]
-        own = [name for rule in predicting for name in getattr(rule, side)]
+        own = [name for rule in of_mtp for name in getattr(rule, side)]
         assert len(names) == len(set(names))
         assert len(own) == len(set(own))
         # A layer that is numbered on after the last one has the same names, with a number that no other layer has.

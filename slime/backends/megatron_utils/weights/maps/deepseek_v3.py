@@ -46,5 +46,5 @@ FAMILY = Family(
     ("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
     RULES,
     ROTARY_BUFFERS,
-    prediction=in_extra_layers(RULES),
+    mtp=in_extra_layers(RULES),
 )

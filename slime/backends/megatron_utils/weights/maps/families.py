@@ -13,7 +13,7 @@ from slime.backends.megatron_utils.weights.maps.parts import (
     expert_bias,
     in_extra_layers,
     mtp_rules,
-    one_predicting_layer,
+    one_mtp_layer,
     routed_experts,
     router,
     shared_expert_gate,
@@ -37,16 +37,14 @@ _QWEN3_NEXT: tuple[Rule, ...] = (
     *delta_net("in_proj_qkvz", "in_proj_ba"),
     *GATED_SHARED_EXPERT,
 )
-QWEN3_NEXT = Family(
-    "qwen3_next", ("qwen3_next",), _QWEN3_NEXT, ROTARY_BUFFERS, prediction=one_predicting_layer(_QWEN3_NEXT)
-)
+QWEN3_NEXT = Family("qwen3_next", ("qwen3_next",), _QWEN3_NEXT, ROTARY_BUFFERS, mtp=one_mtp_layer(_QWEN3_NEXT))
 
 # GLM-4.5, 4.6 and 4.7: biases on q, k and v, in the large ones norms on q and k; a shared expert.
 _GLM4_MOE: tuple[Rule, ...] = (
     *(*DENSE, QKV_BIAS, *QK_NORM),
     *(router(), expert_bias(), *routed_experts(), *shared_experts()),
 )
-GLM4_MOE = Family("glm4_moe", ("glm4_moe",), _GLM4_MOE, ROTARY_BUFFERS, prediction=in_extra_layers(_GLM4_MOE))
+GLM4_MOE = Family("glm4_moe", ("glm4_moe",), _GLM4_MOE, ROTARY_BUFFERS, mtp=in_extra_layers(_GLM4_MOE))
 
 # MiMo-7B: Qwen2's layers, and MTP layers under names of their own.
 _MIMO_MTP = mtp_rules(
@@ -55,7 +53,7 @@ _MIMO_MTP = mtp_rules(
     "model.mtp_layers.{layer}.",
     HiddenFirst(),
 )
-MIMO = Family("mimo", ("mimo",), QWEN2.rules, ROTARY_BUFFERS, prediction=MTPLayers(_MIMO_MTP, r"^model\.mtp_layers\."))
+MIMO = Family("mimo", ("mimo",), QWEN2.rules, ROTARY_BUFFERS, mtp=MTPLayers(_MIMO_MTP, r"^model\.mtp_layers\."))
 
 # MiniMax-M2: norms on q and k that span all heads, experts in every layer under Mixtral's names.
 _MIXTRAL = "block_sparse_moe."

@@ -218,7 +218,7 @@ GATED_ATTENTION: tuple[Rule, ...] = (
 )
 
 
-def one_predicting_layer(rules: Sequence[Rule]) -> MTPLayers:
+def one_mtp_layer(rules: Sequence[Rule]) -> MTPLayers:
     """Return the one MTP layer for decoder layers with ``rules``; it has full attention."""
     names = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight")
     own = [rule for rule in rules if ".linear_attn." not in rule.megatron[0]]

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.weights.maps.parts import (
     ROTARY_BUFFERS,
     delta_net,
     layer_rule,
-    one_predicting_layer,
+    one_mtp_layer,
     router,
     shared_expert_gate,
     shared_experts,
@@ -41,7 +41,7 @@ def _below_language_model(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 def _family(name: str, rules: tuple[Rule, ...]) -> Family:
-    return Family(name, (name,), rules, ROTARY_BUFFERS, VISION, one_predicting_layer(rules))
+    return Family(name, (name,), rules, ROTARY_BUFFERS, VISION, one_mtp_layer(rules))
 
 
 FAMILIES = (

@@ -63,7 +63,7 @@ class Family:
 
     ``ignored``: regular expressions of Hugging Face tensors that hold nothing to load (buffers of old checkpoints).
     ``carried``: those of parts that are not built (a vision tower), which an export takes over as they are; without
-    ``--mtp-num-layers`` it does so with the tensors of ``prediction``, too.
+    ``--mtp-num-layers`` it does so with the tensors of ``mtp``, too.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Family:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
-    prediction: MTPLayers | None = None
+    mtp: MTPLayers | None = None
 
     @property
     def _all_rules(self) -> tuple[Rule, ...]:
-        return self.rules + (self.prediction.rules if self.prediction else ())
+        return self.rules + (self.mtp.rules if self.mtp else ())
 
     @cached_property
     def _by_template(self) -> dict[str, Rule]:
@@ -117,19 +117,19 @@ class Family:
 
     def carries_hf(self, hf_name: str, extra_layers: range) -> bool:
         """Return whether it is carried, or of an MTP layer; ``extra_layers``: layer numbers after the last."""
-        return self.predicts_hf(hf_name, extra_layers) or any(re.search(p, hf_name) for p in self.carried)
+        return self.is_mtp_hf(hf_name, extra_layers) or any(re.search(p, hf_name) for p in self.carried)
 
-    def predicts_hf(self, hf_name: str, extra_layers: range) -> bool:
+    def is_mtp_hf(self, hf_name: str, extra_layers: range) -> bool:
         """Return whether the tensor belongs to an MTP layer."""
-        if self.prediction is None:
+        if self.mtp is None:
             return False
-        if self.prediction.pattern is None:
+        if self.mtp.pattern is None:
             return as_template(hf_name).layer in extra_layers
-        return re.search(self.prediction.pattern, hf_name) is not None
+        return re.search(self.mtp.pattern, hf_name) is not None
 
     def copy_of(self, hf_name: str) -> str | None:
         """Return the tensor that ``hf_name``, in an MTP layer, repeats; None if it does not."""
-        return dict(self.prediction.copies).get(as_template(hf_name).template) if self.prediction else None
+        return dict(self.mtp.copies).get(as_template(hf_name).template) if self.mtp else None
 
 
 class Place(NamedTuple):
