@@ -77,23 +77,23 @@ class TrainRayActor:
     def train(self, rollout_id: int, shards: Sequence[Any], external_data: Any = None) -> dict[str, Any] | None:
         """Train on this rank's shard (``shards`` are boxed references, one per data-parallel rank)."""
         shard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)
-        with self._awake():
+        with self._onloaded():
             return self.trainer.train(rollout_id, shard, external_data=external_data)
 
     @reports_errors
     def save(self, rollout_id: int, force_sync: bool, export: bool) -> None:
-        with self._awake():
+        with self._onloaded():
             self.trainer.save(rollout_id, force_sync=force_sync, export=export)
 
     @contextmanager
-    def _awake(self) -> Iterator[None]:
+    def _onloaded(self) -> Iterator[None]:
         """Onload an offloaded trainer for the duration of the body: users' drivers need not track which one is."""
-        asleep = self.trainer.asleep
-        if asleep:
-            self.trainer.wake_up()
+        offloaded = self.trainer.offloaded
+        if offloaded:
+            self.trainer.onload()
         yield
-        if asleep:
-            self.trainer.sleep()
+        if offloaded:
+            self.trainer.offload()
 
     @reports_errors
     def update_weights(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
@@ -133,13 +133,13 @@ class TrainRayActor:
 
     @reports_errors
     def sleep(self) -> None:
-        if not self.trainer.asleep:
-            self.trainer.sleep()
+        if not self.trainer.offloaded:
+            self.trainer.offload()
 
     @reports_errors
     def wake_up(self) -> None:
-        if self.trainer.asleep:
-            self.trainer.wake_up()
+        if self.trainer.offloaded:
+            self.trainer.onload()
 
     @reports_errors
     def clear_memory(self) -> None:

@@ -43,7 +43,7 @@ def test_colocated(flags: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
     log = (run.run_dir / "logs" / "actor_rank0.log").read_text()
     assert f"not that in {tmp_path / 'Megatron-LM' / 'megatron' / 'core'}" in log
-    assert log.count("trainer sleeps") == 1 + 2 + 2  # at the start, and after every training and checkpoint
+    assert log.count("trainer offloaded") == 1 + 2 + 2  # at the start, and after every training and checkpoint
 
 
 FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"

@@ -110,4 +110,4 @@ def test_sleep_and_wake_up_lose_nothing(state: Any) -> None:
     for name in ("weights can be exported asleep", "parameters are back", "optimizer state is back"):
         assert state[name], name
     assert state["sleep changes nothing"]
-    assert "wake_up()" in state["refusal to train asleep"]
+    assert "onload()" in state["refusal to train asleep"]

@@ -143,9 +143,9 @@ def _checkpoints(checkpoint: str, folder: str) -> dict[str, Any]:
     body = parameters(actor)
     critic, found["start from the actor"] = start("critic", checkpoint, load=f"{folder}/actor")
     found["from the actor"], found["actor"] = parameters(critic), body
-    critic.sleep()
+    critic.offload()
     found["asleep"] = sum(p.untyped_storage().nbytes() for chunk in critic.model for p in chunk.parameters())
-    critic.wake_up()
+    critic.onload()
     found["awake"] = parameters(critic)
     return found
 

@@ -116,10 +116,10 @@ def _roles(checkpoint: str, folder: str, reference: str, teacher: str) -> dict[s
         found["rollouts"].append({**report, **SEEN["columns"], "restored": restored})
         trainer.save(rollout_id, force_sync=True)
         if rollout_id == 1:
-            trainer.sleep()
+            trainer.offload()
         trainer.weights_synced(synchronous_loop=False)
         if rollout_id == 1:
-            trainer.wake_up()
+            trainer.onload()
     found["copies"] = {tag: len(trainer._backup._copies[tag]) for tag in trainer._backup.tags}
     found["tensors"] = len(before)
 

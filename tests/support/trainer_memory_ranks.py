@@ -68,17 +68,17 @@ def _bf16_sleep(checkpoint: str) -> dict[str, Any]:
             "optimizer": optimizer_tensors(trainer),
             "export": hf_weights(trainer.model, trainer.args),
         }
-        trainer.sleep()
+        trainer.offload()
         report: dict[str, Any] = {
             "weights": sum(p.numel() * p.element_size() for p in weights),
             "buffers": sum(b.param_data.nbytes for b in trainer.model[0].__dict__["buffers"]),
             "asleep": sum(p.untyped_storage().nbytes() for p in weights),
-            "on the host": trainer._sleeper.host_bytes,
+            "on the host": trainer._offloader.host_bytes,
         }
         with trainer.weights_present():
             report["export"] = _same(hf_weights(trainer.model, trainer.args), before["export"])
         report["asleep again"] = sum(p.untyped_storage().nbytes() for p in weights)
-        trainer.wake_up()
+        trainer.onload()
         report["parameters"] = _same(parameters(trainer), before["parameters"])
         report["optimizer"] = _same(optimizer_tensors(trainer), before["optimizer"])
         report["dtype"] = weights[0].dtype
@@ -88,10 +88,10 @@ def _bf16_sleep(checkpoint: str) -> dict[str, Any]:
     # Weights that are not the rounded masters are copied: somebody has put them there.
     with torch.no_grad():
         next(iter(trainer.model[0].parameters())).mul_(2)
-    trainer._sleeper._copy_rebuildable = False
+    trainer._offloader._copy_rebuildable = False
     before_sleep = parameters(trainer)
-    trainer.sleep()
-    trainer.wake_up()
+    trainer.offload()
+    trainer.onload()
     found["others are kept"] = _same(parameters(trainer), before_sleep)
     return found
 

@@ -233,7 +233,7 @@ def _sleeping(checkpoint: str) -> dict[str, Any]:
                 optimizer_tensors(trainer),
                 hf_weights(trainer.model, trainer.args),
             )
-            trainer.sleep()
+            trainer.offload()
             tensors = [p for chunk in trainer.model for p in chunk.parameters()]
             found["bytes of parameters asleep"] = sum(p.untyped_storage().nbytes() for p in tensors)
             found["bytes of gradients asleep"] = sum(p.main_grad.untyped_storage().nbytes() for p in tensors)
@@ -244,7 +244,7 @@ def _sleeping(checkpoint: str) -> dict[str, Any]:
                 train_once(trainer, 1, make_train_data(seed=1))
             except RuntimeError as error:
                 found["refusal to train asleep"] = str(error)
-            trainer.wake_up()
+            trainer.onload()
             found["parameters are back"] = _same(parameters(trainer), before)
             found["optimizer state is back"] = _same(optimizer_tensors(trainer), moments)
         train_once(trainer, 1, make_train_data(seed=1))

@@ -1,10 +1,10 @@
 """Give the trainer's device memory back while the engines generate, without patching the allocator.
 
-A tensor's storage can be resized to zero bytes and later grown again while every view of it stays valid. ``Sleeper``
+A tensor's storage can be resized to zero bytes and later grown again while every view of it stays valid. ``Offloader``
 walks over everything a trainer holds (parameters, buffers, gradient buffers, optimizer state), copies each distinct
 storage once to host memory, frees it, and brings it back in the same place. Two things are freed without a copy:
 
-* Gradient buffers come back zeroed: a trainer sleeps only between optimizer steps, when they hold nothing.
+* Gradient buffers come back zeroed: a trainer is offloaded only between optimizer steps, when they hold nothing.
 * bf16 and fp16 weights are rounded again from the main parameters, the fp32 copy of its share that the distributed
   optimizer holds, and gathered over the data-parallel ranks, as after every step. They are the same to the bit.
 """
@@ -32,7 +32,7 @@ def rebuildable_buffers(optimizer: Any | None) -> list[Tensor]:
         for buffer in inner.buffers
         if buffer.param_dtype in _HALF and buffer.param_data is not None
     ]
-    return found if _on_every_rank(bool(found) and _mirror(optimizer)) else []
+    return found if all(gather_from_world(bool(found) and _mirror(optimizer))) else []
 
 
 def main_params(optimizer: Any | None) -> Iterator[Tensor]:
@@ -68,11 +68,7 @@ def _mirror(optimizer: Any | None) -> bool:
     return all(master is not None and torch.equal(part, master.to(part.dtype)) for part, master in _pairs(optimizer))
 
 
-def _on_every_rank(mine: bool) -> bool:
-    return all(gather_from_world(mine))
-
-
-class Sleeper:
+class Offloader:
     """Moves the storages behind ``model`` and ``optimizer`` out of device memory and back.
 
     The order and the states are the same on every device; on a CPU the copy lands in other host memory. With
@@ -89,17 +85,17 @@ class Sleeper:
         self._kept: list[_Kept] = []
         self._emptied: list[_FreedStorage] = []
         self._rebuilt: list[_FreedStorage] = []
-        self.asleep = False
+        self.offloaded = False
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that the copies of a sleeping trainer take; 0 while it is awake."""
+        """Bytes of host memory that the copies of an offloaded trainer take, else 0."""
         return sum(kept.host.numel() for kept in self._kept)
 
-    def sleep(self) -> int:
-        """Free the storages; return the number of bytes freed. Raises RuntimeError when already asleep."""
-        if self.asleep:
-            raise RuntimeError("the trainer is already asleep: wake_up() must come before the next sleep()")
+    def offload(self) -> int:
+        """Free the storages; return the number of bytes freed. Raises RuntimeError when they are already free."""
+        if self.offloaded:
+            raise RuntimeError("the trainer is already offloaded: onload() must come before the next offload()")
         rebuilt = _distinct([] if self._copy_rebuildable else rebuildable_buffers(self._optimizer))
         masters = _distinct(main_params(self._optimizer)) if rebuilt else {}
         # fp32 optimizers step the parameters themselves, and gradients may share a buffer with them: each storage once.
@@ -117,22 +113,22 @@ class Sleeper:
         for storage in [*weights.values(), *state.values(), *gradients.values(), *rebuilt.values()]:
             storage.resize_(0)
         _return_to_device(self._kept)
-        self.asleep = True
+        self.offloaded = True
         return freed
 
-    def wake_up(self) -> None:
-        """Grow the storages again and fill them with what they held. Raises RuntimeError when not asleep."""
-        if not self.asleep:
-            raise RuntimeError("the trainer is not asleep: wake_up() must follow a sleep()")
+    def onload(self) -> None:
+        """Grow the storages again and fill them with what they held. Raises RuntimeError when they are not free."""
+        if not self.offloaded:
+            raise RuntimeError("the trainer is not offloaded: onload() must follow an offload()")
         for emptied in self._emptied:
             emptied.grow()
         self._bring_back(self._kept)
-        self._kept, self._emptied, self._rebuilt, self.asleep = [], [], [], False
+        self._kept, self._emptied, self._rebuilt, self.offloaded = [], [], [], False
 
     @contextmanager
     def weights_present(self) -> Iterator[None]:
-        """Make the weights, and nothing else, readable in the body, also while asleep. They must not be changed."""
-        if not self.asleep:
+        """Make the weights, and nothing else, readable in the body, also while offloaded. They must not be changed."""
+        if not self.offloaded:
             yield
             return
         sources = [kept for kept in self._kept if kept.gives_weights]

@@ -1,4 +1,4 @@
-"""One rank of the Megatron trainer: build, load, train on rollouts, save, sleep."""
+"""One rank of the Megatron trainer: build, load, train on rollouts, save, offload."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
-from slime.backends.megatron_utils.offload import Sleeper
+from slime.backends.megatron_utils.offload import Offloader
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler, reset_optimizer_states
 from slime.backends.megatron_utils.parallel import (
     context_parallel,
@@ -84,7 +84,7 @@ class MegatronTrainer:
         self.args = args
         self._with_ref = with_ref
         self._waiting_since: float | None = None
-        self._asleep_on_host = 0
+        self._offloaded_bytes = 0
 
     def initialize(self) -> int:
         """Build process groups, model, optimizer and schedule, load weights and state; return the first rollout id."""
@@ -123,23 +123,19 @@ class MegatronTrainer:
         if has_teacher(self.args):
             load_teacher(self.args, self.model, self._backup)
         start_rollout_id = self._load()
-        self._old_actor = self._keep_old_actor()
+        keeps_old = self.args.keep_old_actor and self.role == ACTOR
+        self._old_actor = OldActor(self._backup, self.args.update_weights_interval) if keeps_old else None
         self._passes = LogProbPasses(
             self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref, routing=self._routing
         )
         self._saver = CheckpointSaver(self.args)
         # no flag: set where actor and engines share devices, and by the file of roles
         copies = not getattr(self.args, "disable_param_buffers_cpu_backup", True)
-        self._sleeper = Sleeper(self.model, self.optimizer, copy_rebuildable=copies)
+        self._offloader = Offloader(self.model, self.optimizer, copy_rebuildable=copies)
         self._memory = watch_memory(self.device)
         self._profiling = Profiling(self.args, rank=torch.distributed.get_rank(), role=self.role)
         self._waiting_since = time.monotonic()
         return start_rollout_id
-
-    def _keep_old_actor(self) -> OldActor | None:
-        if not self.args.keep_old_actor or self.role != ACTOR:
-            return None
-        return OldActor(self._backup, self.args.update_weights_interval)
 
     def _build_model(self) -> list[torch.nn.Module]:
         from slime.backends.megatron_utils.model_provider import get_model
@@ -209,8 +205,8 @@ class MegatronTrainer:
         "rollout": {...}}``; loss and rollout metrics are there on the last pipeline stage.
         Raises ValueError naming the sample for data that cannot be right, ``NonFiniteError`` for NaN or infinity.
         """
-        if self._sleeper.asleep:
-            raise RuntimeError("train() on a sleeping trainer: wake_up() must come first")
+        if self._offloader.offloaded:
+            raise RuntimeError("train() on an offloaded trainer: onload() must come first")
         if shard.dp_rank != self.parallel_config["dp_rank"]:
             raise ValueError(
                 f"rollout {rollout_id}: got the shard of data-parallel rank {shard.dp_rank}, this is rank "
@@ -233,9 +229,9 @@ class MegatronTrainer:
         log_perf(self.args, rollout_id, data["total_lengths"], prefix=self.metric_prefix)
         self._profiling.trained()
         copies = self._backup.host_bytes
-        asleep, self._asleep_on_host = self._asleep_on_host, 0
+        on_host, self._offloaded_bytes = self._offloaded_bytes, 0
         log_memory(
-            self.args, rollout_id, self._memory, prefix=self.metric_prefix, weight_copies=copies, asleep_on_host=asleep
+            self.args, rollout_id, self._memory, prefix=self.metric_prefix, weight_copies=copies, asleep_on_host=on_host
         )
         self._waiting_since = time.monotonic()
         return self._report(data, steps, rollout_metrics)
@@ -282,8 +278,8 @@ class MegatronTrainer:
         A save in the background (``--async-save``) is published by a later call, at the latest by one with
         ``force_sync``.
         """
-        if self._sleeper.asleep:
-            raise RuntimeError("save() on a sleeping trainer, whose optimizer state is away: wake_up() must come first")
+        if self._offloader.offloaded:
+            raise RuntimeError("save() on an offloaded trainer, without its optimizer state: onload() must come first")
         with timer("save_model"):
             self._saver.save(rollout_id, self._state, force_sync=force_sync)
             if export and (template := self.args.save_hf):
@@ -299,30 +295,30 @@ class MegatronTrainer:
         self._profiling.end()
 
     def export_hf(self, path: str | Path) -> None:
-        """Write the weights as a Hugging Face checkpoint to ``path``; works while asleep too."""
+        """Write the weights as a Hugging Face checkpoint to ``path``; works while offloaded too."""
         from slime.backends.megatron_utils.weights import export_hf
 
         with self.weights_present():
             export_hf(self.model, self.args, path)
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         """Move parameters and optimizer state to host memory and free the device's (gradients are dropped)."""
         with timer("sleep"):
             self._backup.forget_active()  # one copy of the weights on the host is enough
-            freed = self._sleeper.sleep()
+            freed = self._offloader.offload()
             self.clear_memory()
-        self._asleep_on_host = kept = self._sleeper.host_bytes
-        logger.info("trainer sleeps: %.2f GiB freed, %.2f GiB of it copied to the host", freed / 2**30, kept / 2**30)
+        self._offloaded_bytes = kept = self._offloader.host_bytes
+        logger.info("trainer offloaded: %.2f GiB freed, %.2f GiB of it copied to the host", freed / 2**30, kept / 2**30)
 
-    def wake_up(self) -> None:
-        """Undo ``sleep``: everything is where it was, equal to the bit; gradient buffers are zero."""
+    def onload(self) -> None:
+        """Undo ``offload``: everything is where it was, equal to the bit; gradient buffers are zero."""
         with timer("wake_up"):
-            self._sleeper.wake_up()
+            self._offloader.onload()
 
     @contextmanager
     def weights_present(self) -> Iterator[None]:
-        """Within the body ``model`` holds its weights even if the trainer sleeps (weight sync reads them so)."""
-        with self._sleeper.weights_present():
+        """Within the body ``model`` holds its weights even if the trainer is offloaded (weight sync reads them so)."""
+        with self._offloader.weights_present():
             yield
 
     def weights_synced(self, *, synchronous_loop: bool) -> None:
@@ -332,9 +328,9 @@ class MegatronTrainer:
                 self._old_actor.synced(synchronous_loop=synchronous_loop)
 
     @property
-    def asleep(self) -> bool:
-        """Whether ``sleep`` has been called, and ``wake_up`` has not since."""
-        return self._sleeper.asleep
+    def offloaded(self) -> bool:
+        """Whether ``offload`` has been called, and ``onload`` has not since."""
+        return self._offloader.offloaded
 
     def clear_memory(self) -> None:
         """Return cached blocks to the device."""

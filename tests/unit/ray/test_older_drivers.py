@@ -72,9 +72,9 @@ def test_a_rank_sleeps_after_init_where_engines_take_its_memory(monkeypatch: Any
     monkeypatch.setattr(TrainRayActor, "setup", lambda self, master, with_ref: (7, {}))
     actor = TrainRayActor.__new__(TrainRayActor)
     actor.args = SimpleNamespace(offload_train=offload)  # type: ignore[assignment]
-    actor.trainer = trainer = NotingTrainer(asleep=False)  # type: ignore[assignment]
+    actor.trainer = trainer = NotingTrainer(offloaded=False)  # type: ignore[assignment]
     assert actor.init(("h", 1), False) == 7
-    assert trainer.asleep == offload
+    assert trainer.offloaded == offload
     assert actor.layout() == {"dp_rank": 1}
 
 

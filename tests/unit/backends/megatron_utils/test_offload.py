@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from slime.backends.megatron_utils.offload import Sleeper
+from slime.backends.megatron_utils.offload import Offloader
 
 
 class Chained:
@@ -28,13 +28,13 @@ def trained() -> tuple[torch.nn.Module, Chained]:
     return model, Chained(optimizer)
 
 
-def test_wake_up_restores_parameters_buffers_and_moments() -> None:
+def test_onload_restores_parameters_buffers_and_moments() -> None:
     model, optimizer = trained()
     before = copy.deepcopy((model.state_dict(), optimizer.optimizer.state_dict()))
     pointers = [id(p) for p in model.parameters()]
-    sleeper = Sleeper([model], optimizer)
+    offloader = Offloader([model], optimizer)
 
-    freed = sleeper.sleep()
+    freed = offloader.offload()
     tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
     tensors += [v for s in optimizer.optimizer.state.values() for v in s.values() if v.dim()]
     assert all(t.untyped_storage().nbytes() == 0 for t in tensors)
@@ -43,7 +43,7 @@ def test_wake_up_restores_parameters_buffers_and_moments() -> None:
     batch_norm = 2 * 7 * 4 + 8
     assert freed == 4 * (parameters + gradients_and_moments) + batch_norm
 
-    sleeper.wake_up()
+    offloader.onload()
     assert [id(p) for p in model.parameters()] == pointers
     after = (model.state_dict(), optimizer.optimizer.state_dict())
     torch.testing.assert_close(after, before, rtol=0, atol=0)
@@ -53,9 +53,9 @@ def test_wake_up_restores_parameters_buffers_and_moments() -> None:
 def test_training_goes_on_as_if_nothing_had_happened() -> None:
     slept, slept_optimizer = trained()
     awake, awake_optimizer = trained()
-    sleeper = Sleeper([slept], slept_optimizer)
-    sleeper.sleep()
-    sleeper.wake_up()
+    offloader = Offloader([slept], slept_optimizer)
+    offloader.offload()
+    offloader.onload()
     batch = torch.randn(4, 5)
     for model, optimizer in ((slept, slept_optimizer), (awake, awake_optimizer)):
         optimizer.optimizer.zero_grad()
@@ -68,27 +68,27 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
 def test_weights_can_be_read_while_asleep() -> None:
     model, optimizer = trained()
     weights = [p.detach().clone() for p in model.parameters()]
-    sleeper = Sleeper([model], optimizer)
-    sleeper.sleep()
-    with sleeper.weights_present():
+    offloader = Offloader([model], optimizer)
+    offloader.offload()
+    with offloader.weights_present():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
         moments = [v for s in optimizer.optimizer.state.values() for v in s.values() if v.dim()]
         assert all(m.untyped_storage().nbytes() == 0 for m in moments)
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
-    sleeper.wake_up()
+    offloader.onload()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
-    with sleeper.weights_present():  # awake: nothing to do, nothing is freed at the end
+    with offloader.weights_present():  # awake: nothing to do, nothing is freed at the end
         pass
     assert all(p.untyped_storage().nbytes() > 0 for p in model.parameters())
 
 
 def test_order_of_calls_is_checked() -> None:
-    sleeper = Sleeper([torch.nn.Linear(1, 1)], None)
-    with pytest.raises(RuntimeError, match="not asleep"):
-        sleeper.wake_up()
-    sleeper.sleep()
-    with pytest.raises(RuntimeError, match="already asleep"):
-        sleeper.sleep()
+    offloader = Offloader([torch.nn.Linear(1, 1)], None)
+    with pytest.raises(RuntimeError, match="not offloaded"):
+        offloader.onload()
+    offloader.offload()
+    with pytest.raises(RuntimeError, match="already offloaded"):
+        offloader.offload()
 
 
 @pytest.mark.gpu
@@ -102,12 +102,12 @@ def test_the_device_has_its_memory_back_while_the_trainer_sleeps() -> None:
     awake = torch.cuda.memory_allocated()
     four_matrices = 4 * 1024 * 1024 * 4  # weights, gradients and two moments
     assert awake - before >= four_matrices
-    sleeper = Sleeper([model], optimizer)
-    assert sleeper.sleep() >= four_matrices
+    offloader = Offloader([model], optimizer)
+    assert offloader.offload() >= four_matrices
     assert torch.cuda.memory_allocated() - before <= (1 << 20)
-    with sleeper.weights_present():
+    with offloader.weights_present():
         assert torch.equal(model.weight.cpu(), weights)
     assert torch.cuda.memory_allocated() - before <= (1 << 20)
-    sleeper.wake_up()
+    offloader.onload()
     assert torch.cuda.memory_allocated() == awake
     assert torch.equal(model.weight.cpu(), weights)

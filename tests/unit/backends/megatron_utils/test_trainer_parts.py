@@ -146,7 +146,7 @@ def test_no_place_on_the_step_axis_is_used_twice(samples: int) -> None:
 def test_checkpoints_for_the_way_back_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     trainer = MegatronTrainer(run_args(save_hf="exports/{rollout_id}"))  # type: ignore[arg-type]
-    trainer._sleeper = SimpleNamespace(asleep=False)  # type: ignore[assignment]
+    trainer._offloader = SimpleNamespace(offloaded=False)  # type: ignore[assignment]
     trainer._saver = SimpleNamespace(  # type: ignore[assignment]
         save=lambda rollout_id, state, force_sync: done.append((rollout_id, force_sync)),
         finish=lambda: done.append("published"),
