@@ -18,7 +18,7 @@ from slime.weight_sync.updater import WeightUpdater
 class _NamedUpdater(WeightUpdater):
     """A ``WeightUpdater`` with the constructor and method names of slime <= 0.3.1.
 
-    Names, quantisation and sizes come from ``args`` and the checkpoint, so the keyword arguments are accepted and not
+    Names, quantization and sizes come from ``args`` and the checkpoint, so the keyword arguments are accepted and not
     needed. Engines are ``EngineInfo`` records: what the rollout manager's ``get_updatable_engines`` returns.
     """
 

@@ -24,9 +24,8 @@ from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.weight_sync.buckets import Bucket, iter_buckets
 from slime.weight_sync.fanout import WeightSyncError, agree, attempt
-from slime.weight_sync.layout import TrainerLayout
 from slime.weight_sync.process_group import EngineGroup
-from slime.weight_sync.transport import WeightSource
+from slime.weight_sync.transport import TrainerLayout, WeightSource
 
 
 class TensorTransport:

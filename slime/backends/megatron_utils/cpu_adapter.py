@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from slime.backends.megatron_utils.cpu_operators import among_several, swiglu, swiglu_back
+from torch import Tensor
+from torch.nn import functional as F
 
 PACKAGES = ("megatron", "mbridge")
 LITERALS = {
@@ -265,3 +265,38 @@ def _pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any)
     chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
     rank = cp_group.rank()
     return torch.cat([chunks[rank], chunks[-1 - rank]], dim=seq_dim)
+
+
+# Operators in the place of megatron's own of the same name: few passes and little new memory.
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` [..., n] of ``y = [gate, up]`` [..., 2n]."""
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient [..., 2n] of ``swiglu(y)`` for the gradient ``g`` [..., n] of its result."""
+    gate, up = y.chunk(2, -1)
+    grad = torch.empty_like(y)
+    grad_gate, grad_up = grad.chunk(2, -1)
+    torch.mul(g, F.silu(gate), out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=grad_gate)
+    return grad
+
+
+def among_several(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``collective(output, input, group=..., ...)`` (an all-gather or reduce-scatter) that skips groups of one.
+
+    Gloo copies the tensor back and forth for a single rank; NCCL knows better.
+    """
+
+    def call(output: Tensor, input_: Tensor, **options: Any) -> Any:
+        if options["group"].size() > 1:
+            return collective(output, input_, **options)
+        if output.data_ptr() != input_.data_ptr():
+            output.copy_(input_)
+        return None
+
+    return call

@@ -6,7 +6,7 @@ Import after ``import_megatron()``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,8 +153,9 @@ def mark_routed_experts(model: torch.nn.Module) -> None:
     marked too: they have an optimizer of their own then in every layout, so that checkpoints of all layouts are alike.
     Call before the model is wrapped for data parallelism.
     """
-    for parameter in _routed(model.named_parameters()):
-        parameter.allreduce = False  # megatron's name for "an ordinary parameter"
+    for name, parameter in model.named_parameters():
+        if ROUTED_EXPERTS in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # megatron's name for "an ordinary parameter"
 
 
 def router_buffers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
@@ -169,7 +170,3 @@ def router_buffers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
         if isinstance(module, TopKRouter)
         for name, buffer in module.named_buffers(recurse=False)
     ]
-
-
-def _routed(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Any]:
-    return [parameter for name, parameter in named if ROUTED_EXPERTS in name]

@@ -137,7 +137,7 @@ def transformer_config_from_args(args: Namespace) -> Any:
     without = list(NEEDS_FUSED_KERNELS) if not (on_cuda and HAVE_TE) else []
     if not on_cuda:
         without += NEEDS_CUDA
-        if values.get("activation_func") is not F.silu:  # that of SwiGLU is our own, see cpu_operators
+        if values.get("activation_func") is not F.silu:  # that of SwiGLU is our own, see cpu_adapter
             without.append("bias_activation_fusion")
     if not _has_module(GRADIENT_ACCUMULATION_KERNEL):  # a part of apex; megatron's own layers refuse to do without
         without.append("gradient_accumulation_fusion")

@@ -24,7 +24,7 @@ Provider = Callable[..., torch.nn.Module]
 
 
 def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: bool = False) -> list[torch.nn.Module]:
-    """Return this rank's model chunks, on the device, with freshly initialised weights.
+    """Return this rank's model chunks, on the device, with freshly initialized weights.
 
     One chunk, or one per virtual pipeline stage: ``GPTModel``, inside ``Float16Module`` for bf16 and fp16, inside
     ``DistributedDataParallel`` when ``wrap_with_ddp``; with a critic's output when ``with_value_head``. Needs

@@ -1,6 +1,6 @@
 """GPTModel with MTP layers. Import after ``import_megatron()``.
 
-megatron-core's own multi-token prediction needs labels and returns a loss, normalises by the tokens of a micro-batch,
+megatron-core's own multi-token prediction needs labels and returns a loss, normalizes by the tokens of a micro-batch,
 and sends gradients into the whole model. Here the model returns logits as ever; the layers run only where a training
 step asks for them, and learn alone: hidden states, embedding and output layer are detached, so that the policy's
 gradients are what they are without these layers. Module and parameter names are megatron's.
@@ -42,7 +42,7 @@ class MTPLayer(MultiTokenPredictionLayer):
     """Megatron's layer, which is given the embeddings of the tokens to see instead of tokens to roll."""
 
     def forward(self, hidden_states: Tensor, embeddings: Tensor, **attention: Any) -> Tensor:
-        """Return the hidden states, normalised, for ``hidden_states`` and ``embeddings``, all [t, 1, hidden]."""
+        """Return the hidden states, normalized, for ``hidden_states`` and ``embeddings``, all [t, 1, hidden]."""
 
         def run(hidden_states: Tensor, embeddings: Tensor) -> Tensor:
             return self._proj_and_transformer_layer(hidden_states, embeddings, **attention)

@@ -15,10 +15,10 @@ from slime.utils import accelerator
 
 
 class TorchRMSNorm(torch.nn.Module):
-    """Root-mean-square normalisation over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``.
+    """Root-mean-square normalization over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Unlike megatron's torch norm it works under sequence parallelism. With ``layernorm_zero_centered_gamma`` the
-    factor is ``1 + weight``. Raises ValueError for any other normalisation (there the message says what to do).
+    factor is ``1 + weight``. Raises ValueError for any other normalization (there the message says what to do).
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -32,14 +32,14 @@ class TorchRMSNorm(torch.nn.Module):
         device = "cpu" if config.use_cpu_initialization else accelerator.current_device()
         fill = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=device))
-        # Megatron sums the gradients of weights so marked over the tensor-parallel ranks, of which each normalises
+        # Megatron sums the gradients of weights so marked over the tensor-parallel ranks, of which each normalizes
         # only its part of the sequence.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (unknown to torch)
         self.eps = eps
         self.shape = (hidden_size,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` (``[..., hidden_size]``) normalised, in its own dtype."""
+        """Return ``x`` (``[..., hidden_size]``) normalized, in its own dtype."""
         if self.zero_centered:  # as everybody computes it: 1 + weight has few digits left of the weight in bf16
             return F.rms_norm(x.float(), self.shape, self.weight.float() + 1, self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight.to(x.dtype), self.eps)

@@ -271,7 +271,7 @@ def _non_finite_error(
 
 
 def _reduce_reports(args: Namespace, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:
-    """Sum the micro-batches' reports over DP x CP (collective) and normalise as the loss is.
+    """Sum the micro-batches' reports over DP x CP (collective) and normalize as the loss is.
 
     Metrics are summed by name. A name that a micro-batch or a rank does not report, as that of a term of a user's loss
     that none of its samples needed, adds nothing to the sum; the divisor is that of the loss all the same.

@@ -297,7 +297,7 @@ def _write_shards(
                     tensors.update(unit.tensors(checkpoint, dims))
                     bar.update()
                 return writers.submit(write, number, tensors)
-            except BaseException:
+            except Exception:
                 room.release()
                 raise
 

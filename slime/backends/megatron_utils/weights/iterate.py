@@ -68,7 +68,8 @@ def _own_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace) -> Iter
         copies = [copy for weight in unit for copy in _full(weight, dims)]
         if unit[0].rule.is_stacked:
             # From "this rank's first expert on every rank, its second on every rank, ..." to the order of the experts.
-            in_order = [copies[i] for i in _expert_order(len(unit), expert_parallel().size)]
+            ranks = expert_parallel().size
+            in_order = [copies[own * ranks + rank] for rank in range(ranks) for own in range(len(unit))]
             tensors = [torch.stack(parts) for parts in zip(*in_order, strict=True)]
         else:
             tensors = [tensor for copy in copies for tensor in copy]
@@ -99,10 +100,6 @@ def _hf_names(unit: list[Weight], dims: Dims) -> list[str]:
     count = dims.num_experts // ranks.size
     own = first.expert - ranks.rank * count
     return [name for rank in range(ranks.size) for name in first.rule.hf_names(first.layer, own + rank * count)]
-
-
-def _expert_order(per_rank: int, ranks: int) -> list[int]:
-    return [own * ranks + rank for rank in range(ranks) for own in range(per_rank)]
 
 
 def _full(weight: Weight, dims: Dims) -> list[list[torch.Tensor]]:

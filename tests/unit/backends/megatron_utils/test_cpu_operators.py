@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slime.backends.megatron_utils import cpu_operators, import_megatron
-from slime.backends.megatron_utils.cpu_operators import among_several, swiglu, swiglu_back
+from slime.backends.megatron_utils import cpu_adapter, import_megatron
+from slime.backends.megatron_utils.cpu_adapter import among_several, swiglu, swiglu_back
 from tests.support.marks import needs_no_cuda
 
 
@@ -34,8 +34,8 @@ def test_megatron_uses_them() -> None:
     import_megatron()
     from megatron.core.fusions import fused_bias_swiglu
 
-    assert fused_bias_swiglu.swiglu is cpu_operators.swiglu
-    assert fused_bias_swiglu.swiglu_back is cpu_operators.swiglu_back
+    assert fused_bias_swiglu.swiglu is cpu_adapter.swiglu
+    assert fused_bias_swiglu.swiglu_back is cpu_adapter.swiglu_back
     y = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(8, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(5, 1, dtype=torch.float64, requires_grad=True)
