@@ -92,7 +92,7 @@ class FullyMaskedSampleError(ValueError, AssertionError):
 # On-policy distillation: a penalty for what the teacher finds unlikely, token by token
 
 
-def distil(
+def distill(
     advantages: Sequence[Tensor],
     student_log_probs: Sequence[Tensor],
     teacher_log_probs: Sequence[Tensor],

@@ -33,7 +33,7 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "prefill_num_servers": ANY,
     "multimodal_keys": ANY,
     # algorithm
-    # weight synchronisation
+    # weight synchronization
     "update_weight_mode": ("delta",),
     "update_weight_delta_encoding": ANY,
     "update_weight_delta_checksum": ANY,

@@ -279,9 +279,9 @@ class Sample:
         One that only names the version at its end does not show which tokens earlier versions made, if any.
         """
         reported = [span for span in meta_info.get("weight_versions") or [] if isinstance(span, Mapping)]
-        says_less = {}
+        end_only = {}
         if not reported and meta_info.get("weight_version") is not None:
-            reported, says_less = [{"version": meta_info["weight_version"], "start": 0}], {"at_end": True}
+            reported, end_only = [{"version": meta_info["weight_version"], "start": 0}], {"at_end": True}
         if not reported:
             return
         first = self.response_length - added
@@ -290,7 +290,7 @@ class Sample:
         for span, start, end in zip(reported, starts, [*starts[1:], first + added], strict=True):
             if start >= end:
                 continue
-            new = {"version": str(span["version"]), "start": start, "end": end, **says_less}
+            new = {"version": str(span["version"]), "start": start, "end": end, **end_only}
             if spans and {**spans[-1], "start": start, "end": end} == new and spans[-1]["end"] == start:
                 spans[-1]["end"] = (
                     end  # a span that has a step is left alone: version numbers start over after a restart

@@ -15,7 +15,7 @@ from tests.support.float64 import as_float64
 from tests.support.trainer import make_train_data, tiny_checkpoint
 
 EXPERTS, TOPK, LAYERS = 8, 2, (1, 3, 4)  # the second layer is dense
-# Two optimiser steps of two micro-batches of two samples. SGD: Adam's first steps divide gradients by themselves.
+# Two optimizer steps of two micro-batches of two samples. SGD: Adam's first steps divide gradients by themselves.
 BASE: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "lr": 0.5}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEQ = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.7}

@@ -106,7 +106,7 @@ def test_resume_under_more_layouts(saved: str, loaded: str, further: Runs) -> No
 
 
 def test_the_number_of_steps_is_known_where_there_are_no_experts(quick: Runs) -> None:
-    """Rank 0 holds the dense stage and speaks for all: the experts' optimiser has stepped as often as the other."""
+    """Rank 0 holds the dense stage and speaks for all: the experts' optimizer has stepped as often as the other."""
     directory = Path(quick.by_rank[0]["PP2"]["directory"])
     state = torch.load(directory / "common.pt", weights_only=False)["optimizer"]
     steps = [group["step"] for part in (0, 1) for group in state[part]["optimizer"]["param_groups"]]

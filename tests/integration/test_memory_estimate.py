@@ -54,7 +54,7 @@ STATIC: dict[str, dict[str, Any]] = {
 TOKENS, SEQUENCE, FP32 = 64, 32, 4
 KEPT: dict[str, dict[str, Any]] = {
     "grouped queries": {"qk_layernorm": False},
-    "normalised queries": {},
+    "normalized queries": {},
     "gate in parts": {"bias_swiglu_fusion": False, "qk_layernorm": False},
     "experts' gates in parts": {**EXPERTS, "moe_layer_freq": 1, "qk_layernorm": False, "bias_swiglu_fusion": False},
     "no gate": {"swiglu": False, "gated_linear_unit": False, "qk_layernorm": False},
@@ -113,7 +113,7 @@ def test_bytes_of_weights_and_gradients(case: str, checkpoint: Path, static: Any
 
 
 @pytest.mark.parametrize("case", STATIC)
-def test_bytes_of_optimiser_state(case: str, checkpoint: Path, static: Any) -> None:
+def test_bytes_of_optimizer_state(case: str, checkpoint: Path, static: Any) -> None:
     """All ranks together hold the state of every parameter once; the estimate is a rank's share of the padded buffer.
 
     Ranks differ: the padding has no state, so that the estimate is what a rank without padding in its share has.
@@ -153,7 +153,7 @@ def test_what_a_layer_keeps(case: str, checkpoint: Path, kept: Any) -> None:
 
 
 def _torch_extra(size: ModelSize) -> float:
-    """Bytes per token and layer that only modules of torch keep: norms their normalised input and its scale, attention
+    """Bytes per token and layer that only modules of torch keep: norms their normalized input and its scale, attention
     its score matrices where queries and values differ in width.
     """
     shape, tp = size.shape, size.parallel.tp

@@ -145,7 +145,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any
     return run_distributed(target, 2, {**arguments, **ON, "adam_eps": 1e-3}, timeout=300)
 
 
-def test_a_checkpoint_has_the_layers_and_their_optimiser_state(resumed: Any) -> None:
+def test_a_checkpoint_has_the_layers_and_their_optimizer_state(resumed: Any) -> None:
     uninterrupted, again, elsewhere = resumed[-1]  # the last stage, which has the metrics
     assert any("mtp.layers.1." in name for name in uninterrupted["parameters"])
     assert again["loaded_equal"]

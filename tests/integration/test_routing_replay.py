@@ -13,7 +13,7 @@ from tests.support.routing_ranks import FORWARD, PASS, RECOMPUTED, engine_expert
 from tests.support.trainer import make_train_data, tiny_checkpoint, trainer_args
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
-# Two optimiser steps of two or more micro-batches; what the first step changes sends most tokens elsewhere.
+# Two optimizer steps of two or more micro-batches; what the first step changes sends most tokens elsewhere.
 BASE: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "lr": 0.05}
 RECORD: dict[str, Any] = {**BASE, "use_routing_replay": True, "use_rollout_routing_replay": False}
 R3: dict[str, Any] = {**RECORD, "use_rollout_routing_replay": True}

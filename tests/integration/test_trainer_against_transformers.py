@@ -79,7 +79,7 @@ def test_same_loss_and_gradients(name: str, checkpoints: tuple[str, str], traine
         assert difference <= 1e-5 * max(gradient.norm().item(), 1e-2 * whole), tensor
 
 
-def test_dr_grpo_trains_on_rewards_that_are_only_centred() -> None:
+def test_dr_grpo_trains_on_rewards_that_are_only_centered() -> None:
     """What the manager makes of raw rewards is what the scenario trains on, and not what the others do."""
     args = run_args(
         advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None,

@@ -1,5 +1,5 @@
-"""An optimiser without moments, sleep without copies of the weights, and what is measured of memory: two
-data-parallel ranks, each of which has half of the optimiser.
+"""An optimizer without moments, sleep without copies of the weights, and what is measured of memory: two
+data-parallel ranks, each of which has half of the optimizer.
 """
 
 from __future__ import annotations

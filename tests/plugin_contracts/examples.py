@@ -109,7 +109,7 @@ def log_evaluation(rollout_id: int, args: Any, data: dict[str, Any], extra_metri
     return True
 
 
-def centred_rewards(args: Any, samples: list[Sample]) -> tuple[list[Any], list[float]]:
+def centered_rewards(args: Any, samples: list[Sample]) -> tuple[list[Any], list[float]]:
     """``--custom-reward-post-process-path``: relative to all samples of the rollout."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     return raw, [reward - sum(raw) / len(raw) for reward in raw]

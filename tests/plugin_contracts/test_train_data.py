@@ -17,7 +17,7 @@ ONE_RANK = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_pe
     "path",
     subjects(
         "CUSTOM_REWARD_POST_PROCESS_PATH", "slime.algorithms.rewards.post_process_rewards",
-        f"{EXAMPLES}.centred_rewards", "examples.quickstart.reward.shuffled_rewards",
+        f"{EXAMPLES}.centered_rewards", "examples.quickstart.reward.shuffled_rewards",
     ),
 )  # fmt: skip
 def test_reward_post_processing_gives_two_lists(path, args, samples):

@@ -18,7 +18,7 @@ def resume_everywhere(
 
     Returns name -> {"steps": of the second rollout, "weights" after it, "directory": of the checkpoint after the first
     one}; a name is "<saved under>" or "<saved under> -> <loaded under>". Flags may have "unmarked": whether experts
-    share an optimiser with the rest, as Megatron has it where it does not divide them.
+    share an optimizer with the rest, as Megatron has it where it does not divide them.
     """
     found: dict[str, Any] = {}
     for saved, others in pairs.items():

@@ -32,7 +32,7 @@ def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
 
 
 def _type_name(result: Any) -> Any:
-    """Megatron's optimisers sort parameters by the names of their types."""
+    """Megatron's optimizers sort parameters by the names of their types."""
     return "torch.FloatTensor" if isinstance(result, str) and result == "torch.DoubleTensor" else result
 
 

@@ -1,6 +1,6 @@
 """The layouts whose numbers must be equal, and what "equal" is measured as.
 
-A case is an algorithm under a layout: two rollouts of two optimiser steps each, from the same weights and on the same
+A case is an algorithm under a layout: two rollouts of two optimizer steps each, from the same weights and on the same
 samples. What is compared with the layout of one process and one sample per micro-batch: losses and gradient norms
 (relative), every other metric, and the parameters afterwards (relative to the largest change that training made).
 """
@@ -25,7 +25,7 @@ ROLLOUTS = 2
 # Samples per rollout: a step trains four rollouts, whatever the number of their samples (here eight).
 SAMPLES_OF_ROLLOUTS = (1, 3, 2, 2, 2, 2, 1, 3)
 
-# Two optimiser steps per rollout, so that ratios differ from one; every term of the loss is on.
+# Two optimizer steps per rollout, so that ratios differ from one; every term of the loss is on.
 GRPO = {
     "global_batch_size": 4,
     "use_kl_loss": True,

@@ -31,7 +31,7 @@ def allow_latent_attention() -> None:
 
 
 def static_bytes(checkpoint: str, ranks: int, cases: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """Build model and optimiser of every case; return this rank's stage, parameters and bytes."""
+    """Build model and optimizer of every case; return this rank's stage, parameters and bytes."""
     from slime.backends.megatron_utils import import_megatron
     from slime.backends.megatron_utils.model_provider import get_model
     from slime.backends.megatron_utils.optimizer import build_optimizer

@@ -84,7 +84,7 @@ def train(
     data: dict[str, list[Any]],
     also: Callable[[range], dict[str, Tensor]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Do the optimiser steps of one rollout with SGD of ``args.lr``.
+    """Do the optimizer steps of one rollout with SGD of ``args.lr``.
 
     ``also`` is called with the samples of a step after their forwards and returns metrics, and under "loss" what is
     added to the loss. Returns per step {"metrics", "grads" by parameter name, "grad_norm"}; samples are taken in the

@@ -76,7 +76,7 @@ def make_train_data(
 ) -> dict[str, list[Any]]:
     """Return train data of ``prompts * per_prompt`` random samples with prompts of 2 to 9 tokens and masked spans.
 
-    Engine log-probs are made up near those of a uniform policy; rewards are normalised within a prompt's group,
+    Engine log-probs are made up near those of a uniform policy; rewards are normalized within a prompt's group,
     unless ``scaled`` without the division by its standard deviation.
     """
     rng = np.random.default_rng(seed)

@@ -209,7 +209,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def optimizer_tensors(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the moments, and the fp32 parameters the optimiser steps."""
+    """Return copies of the moments, and the fp32 parameters the optimizer steps."""
     from slime.backends.megatron_utils.offload import torch_optimizers
 
     found = {}

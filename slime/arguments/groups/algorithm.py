@@ -56,7 +56,7 @@ class Algorithm(ArgumentGroup):
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus in the loss")
     gamma: float = flag(1.0, "discount of later rewards", ge=0, le=1)
-    lambd: float = flag(1.0, "lambda of generalised advantage estimation, with --advantage-estimator ppo", ge=0, le=1)
+    lambd: float = flag(1.0, "lambda of generalized advantage estimation, with --advantage-estimator ppo", ge=0, le=1)
     normalize_advantages: bool = flag(False, "whiten advantages over the batch: mean 0, standard deviation 1")
     grpo_std_normalization: bool = flag(
         True, "do not divide a group's rewards by their standard deviation", option="--disable-grpo-std-normalization"

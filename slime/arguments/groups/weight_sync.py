@@ -8,9 +8,9 @@ from slime.arguments.group import ArgumentGroup, DottedPath, flag
 
 
 class WeightSync(ArgumentGroup):
-    """Weight synchronisation."""
+    """Weight synchronization."""
 
-    title = "weight synchronisation"
+    title = "weight synchronization"
 
     update_weight_mode: Literal["full", "delta"] = flag(
         "full", "send all weights to the engines, or only the bytes that changed"

@@ -276,12 +276,12 @@ def derive_global_batch_size(args: Namespace) -> None:
                 f"the batch size is missing: {given}give --global-batch-size, or --num-steps-per-rollout to split them",
                 stand_in=samples,
             )
-        if samples < args.global_batch_size and not _makes_its_own_number(args):
+        if samples < args.global_batch_size and not _batch_size_set_by_plugin(args):
             raise ArgumentError(
                 f"{made}, fewer than --global-batch-size {args.global_batch_size}: no optimizer step could be made; "
                 "lower it or generate more"
             )
-        if not _makes_its_own_number(args) and not args.debug_rollout_only and args.load_debug_rollout_data is None:
+        if not _batch_size_set_by_plugin(args) and not args.debug_rollout_only and args.load_debug_rollout_data is None:
             _warn_of_left_over(args, made, samples)
         return
     if samples % steps != 0:
@@ -313,7 +313,7 @@ def _nearest_divisor(number: int, to: int) -> int:
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - to))
 
 
-def _makes_its_own_number(args: Namespace) -> bool:
+def _batch_size_set_by_plugin(args: Namespace) -> bool:
     """Whether a plug-in decides how many rollouts there are. A generate function does not: what it makes of one prompt
     copy counts as one."""
     own_loop = not args.rollout_function_path.startswith("slime.")

@@ -168,7 +168,7 @@ BATCHES = (
     "advantage_estimator", "num_critic_only_steps",
 )  # fmt: skip
 WHOLE_RUN = {
-    "cluster and placement", "rollout generation", "data", "evaluation", "reward", "weight synchronisation", "logging",
+    "cluster and placement", "rollout generation", "data", "evaluation", "reward", "weight synchronization", "logging",
     "configuration", "debugging", "fault tolerance", "external engines", "SGLang server", "router", "teacher server",
 }  # fmt: skip
 """Groups of flags that no role reads."""

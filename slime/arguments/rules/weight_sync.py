@@ -1,4 +1,4 @@
-"""Weight synchronisation through files, changed bytes only, and trainers that end in between."""
+"""Weight synchronization through files, changed bytes only, and trainers that end in between."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import (
-    distil,
+    distill,
     get_advantages_and_returns_batch,
     get_grpo_returns,
     get_reinforce_plus_plus_baseline_advantages,
@@ -45,7 +45,7 @@ def add_distillation(args: Namespace, data: RolloutData) -> None:
         )
     if data.get(student) is None:
         raise ValueError(f"--use-opd needs the student's {student}, which the samples and passes do not have")
-    data["advantages"], data["opd_reverse_kl"] = distil(
+    data["advantages"], data["opd_reverse_kl"] = distill(
         data["advantages"], data[student], data["teacher_log_probs"], args.opd_kl_coef
     )
 
@@ -81,7 +81,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
 
 
 def _kl(args: Namespace, data: dict) -> Column:
-    masks = _local(data, data["loss_masks"])
+    masks = _slice_cp(data, data["loss_masks"])
     if args.kl_coef == 0:
         return [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for mask in masks]
     policy = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
@@ -97,7 +97,7 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
     rewards, kl, estimator = data["rewards"], data["kl"], args.advantage_estimator
     if args.kl_coef != 0 and estimator != "ppo":  # which counts the KL of every token
         # Where nothing is trained it may be infinite, and infinity times a mask of 0 is NaN.
-        pairs = zip(_local(data, data["loss_masks"]), kl, strict=True)
+        pairs = zip(_slice_cp(data, data["loss_masks"]), kl, strict=True)
         kl = [torch.where((mask != 0) | values.isfinite(), values, 0) for mask, values in pairs]
     if estimator in ("grpo", "gspo", "cispo"):
         returns = get_grpo_returns(rewards, kl)
@@ -110,22 +110,22 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
         returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
         return [values.clone() for values in returns], returns
     if estimator == "reinforce_plus_plus":
-        returns = list(_local(data, _discounted_returns(args, data, _whole(data, kl))))
+        returns = list(_slice_cp(data, _discounted_returns(args, data, _gather_cp(data, kl))))
         return [values.clone() for values in returns], returns
     if estimator == "ppo":
         if "values" not in data:
             raise ValueError("--advantage-estimator ppo needs the critic's values")
-        kls = _whole(data, kl)
+        kls = _gather_cp(data, kl)
         per_token = [token_rewards(reward, k, args.kl_coef) for reward, k in zip(rewards, kls, strict=True)]
         advantages, returns = get_advantages_and_returns_batch(
             data["total_lengths"],
             data["response_lengths"],
-            _whole(data, data["values"]),
+            _gather_cp(data, data["values"]),
             per_token,
             args.gamma,
             args.lambd,
         )
-        return list(_local(data, advantages)), list(_local(data, returns))
+        return list(_slice_cp(data, advantages)), list(_slice_cp(data, returns))
     raise ValueError(f"--advantage-estimator {estimator} is unknown")
 
 
@@ -150,7 +150,7 @@ def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
 def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
     """Return the KL of each response minus the mean over its group's other executions, on whatever ranks those are.
 
-    The KL itself where there is none: carried over into a step without the rest of its group it is penalised too.
+    The KL itself where there is none: carried over into a step without the rest of its group it is penalized too.
     """
     groups = data.get("group_indices")
     if groups is None or any(group is None for group in groups):
@@ -159,7 +159,7 @@ def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
             "group_index of every sample: set it in the rollout function, and group_indices in a converter "
             "(--custom-convert-samples-to-train-data-path)"
         )
-    sums = [float((k * mask).sum()) for k, mask in zip(_whole(data, kl), data["loss_masks"], strict=True)]
+    sums = [float((k * mask).sum()) for k, mask in zip(_gather_cp(data, kl), data["loss_masks"], strict=True)]
     ranks = data_parallel()
     mine = list(zip(sums, groups, data["rollout_ids"], strict=True))
     parts = all_gather_objects(mine, ranks)
@@ -176,15 +176,15 @@ def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
 
 
 def _whiten(data: dict) -> Column:
-    mask = _local(data, data["loss_masks"])
+    mask = _slice_cp(data, data["loss_masks"])
     group = data_parallel(with_context_parallel=True).group
     whitened = masked_whiten(flat(data["advantages"]), mask.values, group=group)
     return list(whitened.split([values.size(0) for values in data["advantages"]]))
 
 
-def _local(data: dict, whole: Sequence[Tensor]) -> RaggedTensor:
+def _slice_cp(data: dict, whole: Sequence[Tensor]) -> RaggedTensor:
     return slice_samples_with_cp(whole, data["total_lengths"], data["response_lengths"])
 
 
-def _whole(data: dict, local: Sequence[Tensor]) -> Column:
+def _gather_cp(data: dict, local: Sequence[Tensor]) -> Column:
     return all_gather_samples_with_cp(local, data["total_lengths"], data["response_lengths"])

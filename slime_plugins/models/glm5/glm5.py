@@ -8,7 +8,7 @@ from typing import Any
 
 def get_glm5_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     """Raise ValueError: its sparse attention does not take packed sequences in megatron-core."""
-    from slime.backends.megatron_utils.weights.maps import NOT_EXPRESSIBLE
+    from slime.backends.megatron_utils.weights.maps import UNSUPPORTED
 
-    reason = NOT_EXPRESSIBLE["glm_moe_dsa"]
+    reason = UNSUPPORTED["glm_moe_dsa"]
     raise ValueError(f"--spec slime_plugins.models.glm5.glm5 get_glm5_spec: GLM-5 cannot be trained: {reason}")

@@ -91,8 +91,8 @@ def grpo(rewards: list[float], groups: list[int], std: bool) -> list[float]:
         peers = [r for r, g in zip(rewards, groups, strict=True) if g == group]
         mean = sum(peers) / len(peers)
         deviation = math.sqrt(sum((p - mean) ** 2 for p in peers) / (len(peers) - 1)) if len(peers) > 1 else 0.0
-        centred = reward - mean if deviation else 0.0
-        result.append(centred / (deviation + 1e-6) if std else centred)
+        centered = reward - mean if deviation else 0.0
+        result.append(centered / (deviation + 1e-6) if std else centered)
     return result
 
 

@@ -84,11 +84,11 @@ def grpo(rng: random.Random) -> tuple[Numbers, Numbers]:
     n, std = rng.randint(1, 20), rng.random() < 0.5
     # multiples of 1/8 are exact, so that equal rewards are equal in whatever order they are summed
     values, groups = [round(8 * rng.gauss(0, 2)) / 8 for _ in range(n)], [rng.randint(0, 5) for _ in range(n)]
-    normalised = rewards.normalize_by_group(values, groups, divide_by_std=std)
+    normalized = rewards.normalize_by_group(values, groups, divide_by_std=std)
     counts = lengths(rng)[:n]
-    spread = advantages.get_grpo_returns(normalised[: len(counts)], [tensor([0.0] * c) for c in counts])
+    spread = advantages.get_grpo_returns(normalized[: len(counts)], [tensor([0.0] * c) for c in counts])
     expected = brute_force.grpo(values, groups, std)
-    return [normalised, spread], [expected, [[r] * c for r, c in zip(expected, counts, strict=False)]]
+    return [normalized, spread], [expected, [[r] * c for r, c in zip(expected, counts, strict=False)]]
 
 
 def rloo(rng: random.Random) -> tuple[Numbers, Numbers]:
@@ -97,8 +97,8 @@ def rloo(rng: random.Random) -> tuple[Numbers, Numbers]:
     groups = [rng.randint(0, 3) for _ in range(n)]
     executions = [rng.choice([None, 0, 1, 2]) for _ in range(n)]
     coef, counts = rng.random(), [rng.randint(0, 4) for _ in range(n)]
-    left_out, centred = (rewards.leave_one_out(column, groups, executions) for column in (values, sums))
-    result = advantages.get_rloo_advantages(left_out, [tensor([0.0] * c) for c in counts], centred, coef)
+    left_out, centered = (rewards.leave_one_out(column, groups, executions) for column in (values, sums))
+    result = advantages.get_rloo_advantages(left_out, [tensor([0.0] * c) for c in counts], centered, coef)
     whole = brute_force.rloo([r - coef * k for r, k in zip(values, sums, strict=True)], groups, executions)
     return result, [[a] * c for a, c in zip(whole, counts, strict=True)]
 
@@ -163,7 +163,7 @@ def opd(rng: random.Random) -> tuple[Numbers, Numbers]:
     a, s, t = ([normal(rng, n) for n in counts] for _ in range(3))
     columns = [[tensor(row) for row in column] for column in (a, s, t)]
     kls = [[x - y for x, y in zip(u, v, strict=True)] for u, v in zip(s, t, strict=True)]
-    return advantages.distil(*columns, coef), [
+    return advantages.distill(*columns, coef), [
         [[x - coef * k for x, k in zip(u, v, strict=True)] for u, v in zip(a, kls, strict=True)], kls
     ]  # fmt: skip
 

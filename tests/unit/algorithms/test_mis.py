@@ -63,7 +63,7 @@ def test_rejection_and_veto(rs_level, veto, bounds):
 
 
 @pytest.mark.parametrize("level", mis.LEVELS)
-def test_normalised_weights_have_mean_one(level):
+def test_normalized_weights_have_mean_one(level):
     args = settings(tis_level=level, tis_batch_normalize=True, use_rs=True, rs_level="token", rs_upper_bound=1.5)
     data = columns(3)
     weights, masks, _ = mis.compute_mis_weights(args, **data)

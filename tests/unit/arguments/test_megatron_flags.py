@@ -103,12 +103,12 @@ def test_layers_of_the_outer_stages_reach_their_fields() -> None:
     assert (args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage) == (2, 3)
 
 
-def test_offloading_the_optimiser_offloads_all_of_it_as_in_megatron_lm() -> None:
+def test_offloading_the_optimizer_offloads_all_of_it_as_in_megatron_lm() -> None:
     """The configuration class defaults to no part at all, with which --optimizer-cpu-offload would do nothing."""
     assert parse("--optimizer-cpu-offload").optimizer_offload_fraction == 1.0
 
 
-def test_a_low_precision_optimiser_state_needs_its_switch() -> None:
+def test_a_low_precision_optimizer_state_needs_its_switch() -> None:
     with pytest.raises(ArgumentError, match="--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"):
         parse("--exp-avg-dtype", "bf16")
     assert parse("--exp-avg-dtype", "bf16", "--use-precision-aware-optimizer").exp_avg_dtype == "bf16"

@@ -29,7 +29,7 @@ def test_the_other_order_of_ranks_needs_experts_divided_like_the_rest():
 
 
 @pytest.mark.parametrize(("instances", "fits"), [(1, True), (2, True), (4, True), (3, False), (0, False)])
-def test_instances_of_the_distributed_optimiser_divide_the_data_parallel_ranks(instances, fits):
+def test_instances_of_the_distributed_optimizer_divide_the_data_parallel_ranks(instances, fits):
     words = (*FOUR, "--num-distributed-optimizer-instances", instances)
     if fits:
         assert dry(*words).num_distributed_optimizer_instances == instances

@@ -65,16 +65,16 @@ def test_only_the_exact_finished_answer_is_rewarded(response, status, expected):
 
 def test_shuffled_rewards_keep_the_numbers_but_not_their_owners():
     samples = [Sample(index=i, group_index=i // 4, reward=float(i % 2)) for i in range(40)]
-    raw, normalised = reward.shuffled_rewards(None, samples)
+    raw, normalized = reward.shuffled_rewards(None, samples)
     assert raw == [s.reward for s in samples]
     for group in range(10):
-        dealt = normalised[4 * group : 4 * group + 4]
+        dealt = normalized[4 * group : 4 * group + 4]
         assert sum(dealt) == pytest.approx(0, abs=1e-9)
         if any(dealt):
             assert statistics.stdev(dealt) == pytest.approx(1, abs=1e-4)
-    punished = sum(raw[i] == 1.0 and normalised[i] < 0 for i in range(40))
+    punished = sum(raw[i] == 1.0 and normalized[i] < 0 for i in range(40))
     assert 4 <= punished <= 16  # 20 are right; by chance half of them are dealt a zero
-    assert reward.shuffled_rewards(None, samples)[1] == normalised
+    assert reward.shuffled_rewards(None, samples)[1] == normalized
 
 
 @pytest.fixture

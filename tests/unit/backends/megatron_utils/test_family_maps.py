@@ -10,7 +10,7 @@ import torch
 
 from slime.backends.megatron_utils.weights.carried import carried_names, write_carried
 from slime.backends.megatron_utils.weights.layouts import Dims
-from slime.backends.megatron_utils.weights.maps import NOT_EXPRESSIBLE, family_of
+from slime.backends.megatron_utils.weights.maps import UNSUPPORTED, family_of
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import GatedQueryKeyValue, HiddenFirst
 from slime.utils.hf_checkpoint import HfCheckpoint
@@ -97,11 +97,11 @@ def test_names_with_and_without_underscores(given: str, family: str) -> None:
     assert family_of(given).name == family
 
 
-@pytest.mark.parametrize("model_type", NOT_EXPRESSIBLE)
+@pytest.mark.parametrize("model_type", UNSUPPORTED)
 def test_a_family_that_cannot_be_expressed_says_why(model_type: str) -> None:
     with pytest.raises(ValueError, match="no weight map") as error:
         family_of(model_type)
-    assert NOT_EXPRESSIBLE[model_type] in str(error.value)
+    assert UNSUPPORTED[model_type] in str(error.value)
 
 
 def test_the_language_model_of_a_vision_language_checkpoint() -> None:

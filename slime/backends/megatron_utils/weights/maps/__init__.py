@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
-__all__ = ["FAMILIES", "NOT_EXPRESSIBLE", "Family", "Rule", "family_of"]
+__all__ = ["FAMILIES", "UNSUPPORTED", "Family", "Rule", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
     families.QWEN2,
@@ -28,7 +28,7 @@ _SPARSE = (
     "per row only, and slime packs several"
 )
 # Families without a map, and why.
-NOT_EXPRESSIBLE: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "glm_moe_dsa": _SPARSE,
     "deepseek_v32": _SPARSE,
     "qwen3_vl": "megatron-core has no vision tower whose features enter several layers",
@@ -46,7 +46,7 @@ def family_of(model_type: str) -> Family:
         if any(_squashed(name) == wanted for name in family.model_types):
             return family
     known = sorted(name for family in FAMILIES for name in family.model_types)
-    reasons = [why for name, why in NOT_EXPRESSIBLE.items() if _squashed(name) == wanted]
+    reasons = [why for name, why in UNSUPPORTED.items() if _squashed(name) == wanted]
     because = f": {reasons[0]}" if reasons else ""
     raise ValueError(f"no weight map for model_type {model_type!r}{because}; there are maps for {known}")
 
