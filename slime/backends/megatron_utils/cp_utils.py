@@ -70,13 +70,12 @@ def slice_log_prob_with_cp(
 
 
 def slice_samples_with_cp(
-    columns: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+    column: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> RaggedTensor:
     """``slice_log_prob_with_cp`` for several samples: a column as it is where no context-parallel group cuts it."""
-    whole = isinstance(columns, RaggedTensor) and columns.lengths == list(response_lengths)
-    if whole and context_parallel().size == 1:
-        return columns
-    rows = zip(columns, total_lengths, response_lengths, strict=True)
+    if isinstance(column, RaggedTensor) and context_parallel().size == 1 and column.lengths == list(response_lengths):
+        return column
+    rows = zip(column, total_lengths, response_lengths, strict=True)
     return RaggedTensor.of([slice_log_prob_with_cp(*row) for row in rows])
 
 
