@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -68,6 +69,8 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
     """
     del wandb_run_id  # of drivers of slime 0.1: metrics go through the driver, which has the run
     here = cluster.current()
+    if args.sglang_config is not None:  # the manager reads it too, perhaps in another working directory
+        args.sglang_config = os.path.abspath(args.sglang_config)
     manager: Any = (
         ray.remote(RolloutManager)
         .options(

@@ -20,6 +20,20 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def actor_and_judge(folder: Path) -> tuple[Path, Path, Path]:
+    """Two checkpoints of different size, and the file that serves them, a slot for each."""
+    judge = make_tiny_checkpoint(folder / "judge", seed=7, num_hidden_layers=1, hidden_size=64, intermediate_size=96)
+    file = f"""
+sglang:
+  - name: actor
+    server_groups: [{{num_gpus: 1}}]
+  - name: judge
+    model_path: {judge}
+    server_groups: [{{num_gpus: 1, overrides: {{max_total_tokens: 4096}}}}]
+"""
+    return make_tiny_checkpoint(folder / "actor"), judge, write(folder / "engines.yaml", file)
+
+
 def server_arguments(run: Finished, rank: int) -> str:
     """The line in which an engine says what it was started with."""
     log = (run.run_dir / "logs" / f"engine_{rank}.log").read_text()
@@ -30,19 +44,7 @@ def test_a_frozen_judge_takes_turns_with_the_trainer(tmp_path: Path):
     """Rewards are asked of a model of another size, on a slot of the trainer's: it is offloaded, and keeps its weights
     while those of the actor change.
     """
-    actor, judge = make_tiny_checkpoint(tmp_path / "actor"), tmp_path / "judge"
-    make_tiny_checkpoint(judge, seed=7, num_hidden_layers=1, hidden_size=64, intermediate_size=96)
-    engines = write(
-        tmp_path / "engines.yaml",
-        f"""
-sglang:
-  - name: actor
-    server_groups: [{{num_gpus: 1}}]
-  - name: judge
-    model_path: {judge}
-    server_groups: [{{num_gpus: 1, overrides: {{max_total_tokens: 4096}}}}]
-""",
-    )
+    actor, judge, engines = actor_and_judge(tmp_path)
     flags = rl_flags(actor, sums_file(tmp_path / "sums.jsonl"))
     extra = f"""--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --sglang-config {engines}
         --num-rollout 3 --check-weight-update-equal --use-fault-tolerance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,6 +270,12 @@ def test_engines_make_room_before_trainers_are_built(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placement_group, "RolloutHandle", Handle)
     _, _, manager = start_manager(monkeypatch, None, num_epoch=None, num_rollout=7, **flags)
     assert prepared == ([manager] if flags else [])
+
+
+@pytest.mark.usefixtures("waits")
+def test_the_manager_finds_the_file_of_models_wherever_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, _, _ = start_manager(monkeypatch, 5, num_epoch=None, num_rollout=1, sglang_config="engines.yaml")
+    assert args.sglang_config == os.path.abspath("engines.yaml")
 
 
 @pytest.mark.usefixtures("waits")
