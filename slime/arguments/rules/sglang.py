@@ -40,9 +40,8 @@ def derive_sizes(args: Namespace) -> None:
         found = next((name for name in names if hasattr(args, name)), None)
         if found is None:
             diagnostics.warn(args, f"the installed SGLang has no --sglang-{short.replace('_', '-')}-size")
-            continue
         for name in names:
-            setattr(args, name, getattr(args, found))
+            setattr(args, name, getattr(args, found) if found else 1)
     if args.sglang_config is not None and not args.debug_train_only:
         _check_groups(args)
     else:
