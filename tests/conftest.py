@@ -19,8 +19,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("slime", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("slime")
 pytest.register_assert_rewrite("tests.support")  # what they found is shown, as in a test
 
 # A shell starts background jobs (`make test &`, nohup, some CI runners) with Ctrl-C ignored, and children inherit that.
