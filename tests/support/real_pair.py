@@ -12,6 +12,7 @@ import pytest
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.ray.engines import fleet as engine_fleet
+from slime.ray.engines import served_model
 from slime.ray.engines.fleet import EngineFleet
 from slime.servers.types import EngineInfo
 from tests.support.engines import engine_values
@@ -52,7 +53,7 @@ def real_fleet(
     """Yield a started fleet of ``engines`` SGLang processes behind a router of its own; logs are in ``root``."""
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.5)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
-    monkeypatch.setattr(engine_fleet, "log_path", lambda args, name: root / f"{name}.log")
+    monkeypatch.setattr(served_model, "log_path", lambda args, name: root / f"{name}.log")
     # A real engine on a busy machine may take more than the second that stand-ins are given.
     changes = {"rollout_health_check_timeout": 30.0, **changes}
     args = fleet_args(engines, **{**changes, **engine_values(checkpoint)})

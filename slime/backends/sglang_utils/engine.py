@@ -216,6 +216,6 @@ class EngineProcess:
 
 
 _ADVICE = (
-    "Look for the first error in the log. Frequent causes: a wrong checkpoint path, too little memory "
+    "Look for the first error in the log. Frequent causes: a wrong --hf-checkpoint or model_path, too little memory "
     "(--sglang-mem-fraction-static, --sglang-max-total-tokens), an --sglang-* option that this device does not support."
 )
