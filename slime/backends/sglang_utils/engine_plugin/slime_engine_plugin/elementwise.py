@@ -10,8 +10,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from slime_engine_plugin.hook_points import require
 
-_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_cpu"
-_ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu"
+_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
+_ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
 
 _LAST: list[torch.Tensor] = []
 """The table of an embedding, the positions of the last layer that was computed, and its cosines and sines for them."""
@@ -25,9 +25,10 @@ def norm(
     post_residual_addition: torch.Tensor | None = None,
     quant_linear: Any = None,
 ) -> Any:
-    """Around ``RMSNorm.forward_cpu``: float32 with float32 weights, where no cast can make a difference."""
+    """Around ``RMSNorm.forward_native``: float32 with float32 weights, where no cast can make a difference."""
+    weight = layer.weight  # looking up a parameter takes as long as a small operation
     plain = (
-        x.dtype == layer.weight.dtype == torch.float32
+        x.dtype == weight.dtype == torch.float32
         and x.shape[-1] == layer.hidden_size
         and post_residual_addition is None
         and layer.variance_size_override is None
@@ -37,9 +38,9 @@ def norm(
     if not plain:
         return original(layer, x, residual, post_residual_addition, quant_linear)
     if residual is None:
-        return torch.rms_norm(x, (layer.hidden_size,), layer.weight, layer.variance_epsilon)
+        return torch.rms_norm(x, weight.shape, weight, layer.variance_epsilon)
     x = x + residual
-    return torch.rms_norm(x, (layer.hidden_size,), layer.weight, layer.variance_epsilon), x
+    return torch.rms_norm(x, weight.shape, weight, layer.variance_epsilon), x
 
 
 def rotate(
@@ -51,7 +52,7 @@ def rotate(
     offsets: torch.Tensor | None = None,
     fused_set_kv_buffer_arg: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around ``RotaryEmbedding.forward_cpu``: whole heads in halves (GPT-NeoX style), by cosines and signed sines."""
+    """Around ``RotaryEmbedding.forward_native``: whole heads in halves (GPT-NeoX style), by signed sines."""
     plain = (
         embedding.is_neox_style
         and embedding.rotary_dim == embedding.head_size

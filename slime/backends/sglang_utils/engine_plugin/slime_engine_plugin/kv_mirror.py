@@ -10,13 +10,13 @@ the same two buffers (:class:`GatheredRows`). Only torch is needed, so that both
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-ROWS_PER_CALL = 16
+ROWS_PER_CALL = 32
 """Rows of one attention call: enough to be worth a dispatch, few enough for the rows to have similar lengths."""
 MIN_CAPACITY = 64
 """Positions of the smallest row; capacity grows by doubling."""
@@ -60,6 +60,14 @@ class DecodeStep:
     lengths: list[int]
     filled: list[int]
     calls: list[Call]
+    places: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def place_of_new(self, kv_heads: int, capacity: int) -> torch.Tensor:
+        """Where the new positions are in buffers [rows * kv_heads * capacity, head_dim]; the same for most layers."""
+        if (kv_heads, capacity) not in self.places:
+            heads = torch.arange(len(self.lengths) * kv_heads).view(-1, kv_heads)
+            self.places[kv_heads, capacity] = (heads * capacity + self.positions[:, None]).view(-1)
+        return self.places[kv_heads, capacity]
 
 
 @dataclass
@@ -158,9 +166,9 @@ class KVMirror:
         for row in range(batch) if missed else step.filled:
             self._fill(buffers, row, step.tokens[row, : step.lengths[row]], pool)
         buffers.step = step.number
-        rows = torch.arange(batch)
-        buffers.keys[rows, :, step.positions] = key[step.order]
-        buffers.values[rows, :, step.positions] = value[step.order]
+        places = step.place_of_new(kv_heads, buffers.keys.shape[2])
+        for kept, new in ((buffers.keys, key), (buffers.values, value)):
+            kept.view(-1, head_dim).index_copy_(0, places, new[step.order].view(-1, head_dim))
         grouped = query[step.order].view(batch, kv_heads, -1, head_dim)  # the query heads of one key head side by side
         output = torch.empty_like(query)
         for call in step.calls:
