@@ -165,12 +165,30 @@ def test_filters_keep_their_masks_without_a_whole_sort(sampler, top_k, top_p, mi
         assert int(token[row]) in mask
         assert weight[row] == probs[row, token[row]]
     counts = torch.zeros(9000)
-    for _ in range(400):
+    for _ in range(200):
         drawn = sampler.sample_filtered(original, probs, *asked)
         assert drawn.dtype == torch.int32
         counts[drawn[1]] += 1
     kept = torch.zeros(9000).scatter(0, expected[2][1].long(), expected[1][1])
     assert abs(chi_squared(counts.double(), kept / kept.sum())) < 5
+
+
+def test_too_few_are_not_tried_in_every_step(sampler) -> None:
+    probs, top_k = torch.ones(1, 1024) / 1024, torch.tensor([2000])
+    peaked = torch.softmax(torch.arange(1024.0)[None], dim=-1)
+    widths = []
+
+    def step(probs: torch.Tensor) -> int:
+        def original(given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            widths.append(given.shape[-1])
+            return torch.zeros(1, dtype=torch.int32)
+
+        sampler.sample_filtered(original, probs, top_k, torch.tensor([0.9]), torch.zeros(1), False, None, None)
+        return widths[-1]
+
+    assert step(probs) == 1024
+    assert [step(peaked) for _ in range(sampler.RETRY_AFTER + 1)] == [1024] * sampler.RETRY_AFTER + [256]
+    assert step(peaked) == 256
 
 
 def test_seeded_requests_are_filtered_by_sglang(sampler) -> None:

@@ -7,6 +7,7 @@ Seeded sampling and greedy decoding stay with SGLang.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,11 @@ WORTH_BLOCKS = 1 << 16
 """Entries from which on blocks are faster."""
 LARGEST = (256, 2048)
 """How many of the largest probabilities of a row are tried, before all are sorted."""
+RETRY_AFTER = 16
+"""Steps without another try, when that many were too few: distributions change slowly."""
 
+_SKIP: Counter[int] = Counter()
+"""Steps left without a try, by count."""
 _WANTED: list[list[torch.Tensor]] = []
 """While the sampler runs and the log-prob of what it draws is wanted: where to leave the probabilities."""
 
@@ -90,6 +95,9 @@ def sample_filtered(
     for count in LARGEST:
         if sampling_seed is not None or probs.shape[-1] < 4 * count:
             break
+        if _SKIP[count]:
+            _SKIP[count] -= 1
+            continue
         if bool(((top_ks > count) & (top_ps >= 1)).any()):
             continue
         largest, ids = probs.topk(count, dim=-1)
@@ -100,6 +108,7 @@ def sample_filtered(
                 return ids.gather(1, of(largest).to(torch.int64)[:, None])[:, 0]
             drawn, weights, order, weight = of(largest)
             return ids.gather(1, drawn.to(torch.int64)[:, None])[:, 0], weights, ids.gather(1, order.long()), weight
+        _SKIP[count] = RETRY_AFTER
     return of(probs)
 
 
