@@ -32,7 +32,7 @@ IDLE_S = 5.0
 _BACKENDS: weakref.WeakSet[BatchedAttention] = weakref.WeakSet()
 
 
-class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+class BatchedAttention(TorchNativeAttnBackend):
     """Answers to the name ``torch_native``, so that SGLang's own checks of the backend hold."""
 
     def __init__(self, model_runner: Any) -> None:

@@ -64,7 +64,7 @@ def rotate(
         and _has_stock_rotation(type(embedding))
     )
     if not plain:
-        return original(embedding, positions, query, key, offsets, fused_set_kv_buffer_arg)  # type: ignore[no-any-return]
+        return original(embedding, positions, query, key, offsets, fused_set_kv_buffer_arg)
     half = embedding.head_size // 2
     cos, sin = _table(embedding.cos_sin_cache, positions)
     heads = [x.view(len(positions), -1, embedding.head_size) for x in (query, key)]

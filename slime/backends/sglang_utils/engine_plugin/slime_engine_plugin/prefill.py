@@ -70,12 +70,13 @@ class Prefill:
             output[self._last_tokens] = self._rows.attend(query[self._last_tokens], pool, scale, work)
         for group in self._groups:
             if group.places is None:
-                sides = [side[group.tokens].unflatten(0, (-1, group.length)) for side in (key, value)]
+                keys, values = (side[group.tokens].unflatten(0, (-1, group.length)) for side in (key, value))
             else:
-                sides = [side[group.places] for side in pool]
+                keys, values = (side[group.places] for side in pool)
             attended = scaled_dot_product_attention(
                 query[group.tokens].unflatten(0, (-1, group.length)).transpose(1, 2),
-                *(side.transpose(1, 2) for side in sides),
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
                 attn_mask=None if group.mask is None else group.mask.to(query.dtype),
                 is_causal=group.mask is None,
                 scale=scale,
