@@ -247,13 +247,13 @@ def check_overrides(document: Document) -> list[str]:
 
     Returns a warning for every key that SGLang does not have: engines of another version might.
     """
-    records = catalog.records(catalog.SGLANG)
-    known = {r["dest"]: flag_of_record(r, prefix="", source="sglang", group="") for r in records}
+    known = {record["dest"]: record for record in catalog.records(catalog.SGLANG)}
     warnings = []
     for at, overrides in _all_overrides(document):
         for name in list(overrides):
             place = (*at, name)
-            flag = known.get(str(name).replace("-", "_"))
+            record = known.get(str(name).replace("-", "_"))
+            flag = None if record is None else flag_of_record(record, prefix="", source="sglang", group="")
             if flag is None:
                 renamed = of_older_flag(document, place, prefix="sglang-")
                 if renamed is None:
