@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 import torch
@@ -162,6 +163,21 @@ def test_a_paused_engine_answers_after_it_continues(setup: Setup) -> None:
     setup.client.resume()
     threads[0].join(60)
     assert len(replies[0]["output_ids"]) == 4
+
+
+def test_a_paused_engine_leaves_the_cores_to_others(setup: Setup) -> None:
+    engine = psutil.Process(setup.engine.pid)
+    processes = [engine, *engine.children(recursive=True)]
+
+    def cpu_seconds() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    setup.client.pause("retract")
+    before = cpu_seconds()
+    time.sleep(3)
+    used = cpu_seconds() - before
+    setup.client.resume()
+    assert used < 0.3
 
 
 def test_aborting_pauses_return_what_there_is(setup: Setup) -> None:
