@@ -13,6 +13,7 @@ import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.utils import accelerator
+from slime.utils.distributed_utils import share_gloo_device
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def initialize_megatron(args: Namespace) -> None:
     if args.deterministic_mode:
         enable_deterministic_mode()
     minutes = args.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
+    share_gloo_device()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             backend=_backend(args), rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
