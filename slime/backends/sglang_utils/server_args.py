@@ -83,6 +83,9 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
     if lacking := [name for name in overrides if name not in by_dest]:
         logger.warning("SGLang has no argument %s: the engine does without it", ", ".join(lacking))
     fields.update({name: value for name, value in overrides.items() if name in by_dest})
+    if fields.get("enable_memory_saver"):
+        # SGLang's default on CUDA, breakable graphs, ends an engine at its start that can release its graphs.
+        fields.setdefault("cuda_graph_backend_prefill", "disabled")
     for name in secret_fields(args):
         fields.pop(name, None)
     unknown = sorted(set(fields) - set(by_dest))

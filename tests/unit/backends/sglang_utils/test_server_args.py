@@ -73,6 +73,27 @@ def test_the_memory_saver_follows_offloading_on_cuda_only() -> None:
     assert not saver(offload_rollout=True, device_type="cpu")
 
 
+def test_engines_that_release_their_graphs_have_none_that_cannot_be_released() -> None:
+    """SGLang's default for prefill on CUDA, ``breakable``, raises NotImplementedError beside the memory saver."""
+
+    def backend(spec_fields: dict[str, Any], **fields: Any) -> str | None:
+        got: str | None = parse(
+            build_server_args(engine_args(**fields), spec(**spec_fields))
+        ).cuda_graph_backend_prefill
+        return got
+
+    assert backend({}, offload_rollout=True) == "disabled"
+    assert backend({}, offload_rollout=False) is None  # SGLang's default stays where nothing is released
+    assert backend({}, offload_rollout=True, device_type="cpu") is None
+    assert backend({"offload": False}, offload_rollout=True) is None
+    assert backend({"offload": False, "overrides": {"enable_memory_saver": True}}) == "disabled"
+    # What was chosen holds.
+    assert backend({}, offload_rollout=True, sglang_cuda_graph_backend_prefill="full") == "full"
+    assert (
+        backend({"overrides": {"cuda_graph_backend_prefill": "tc_piecewise"}}, offload_rollout=True) == "tc_piecewise"
+    )
+
+
 def test_an_engine_over_two_nodes() -> None:
     got = parse(
         build_server_args(engine_args(), spec(num_gpus=16, nnodes=2, node_rank=1, dist_init_addr="10.0.0.4:15002"))
