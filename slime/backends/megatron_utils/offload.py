@@ -82,6 +82,7 @@ class Offloader:
         self._model = model
         self._optimizer = optimizer
         self._copy_rebuildable = copy_rebuildable
+        self._device = next((p.device.type for chunk in model for p in chunk.parameters()), None)
         self._kept: list[_Kept] = []
         self._emptied: list[_FreedStorage] = []
         self._rebuilt: list[_FreedStorage] = []
@@ -100,7 +101,7 @@ class Offloader:
         masters = _distinct(main_params(self._optimizer)) if rebuilt else {}
         # fp32 optimizers step the parameters themselves, and gradients may share a buffer with them: each storage once.
         weights = _without(_distinct(_weight_tensors(self._model)), rebuilt)
-        state = _without(_distinct(_optimizer_tensors(self._optimizer)), rebuilt, weights)
+        state = _without(_distinct(_optimizer_tensors(self._optimizer, self._device)), rebuilt, weights)
         gradients = _without(_distinct(_gradient_tensors(self._model, self._optimizer)), rebuilt, weights, state)
         self._kept = [_Kept(storage, _to_host(storage), is_weight=True) for storage in weights.values()]
         self._kept += [
@@ -203,12 +204,12 @@ def _weight_tensors(model: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
         yield from (buffer.param_data for buffer in _ddp_buffers(chunk) if buffer.param_data is not None)
 
 
-def _optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
+def _optimizer_tensors(optimizer: Any | None, device: str | None) -> Iterator[Tensor]:
+    """Yield parameters and state that are on the model's device: what is offloaded already needs no second copy."""
     for inner in torch_optimizers(optimizer):
-        for group in inner.param_groups:
-            yield from (parameter.data for parameter in group["params"])
-        for state in inner.state.values():
-            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim() > 0)
+        tensors = [parameter.data for group in inner.param_groups for parameter in group["params"]]
+        tensors += [v for state in inner.state.values() for v in state.values() if torch.is_tensor(v) and v.dim() > 0]
+        yield from (tensor for tensor in tensors if tensor.device.type == device)
 
 
 def torch_optimizers(optimizer: Any | None) -> list[torch.optim.Optimizer]:

@@ -82,6 +82,21 @@ def test_weights_can_be_read_while_asleep() -> None:
     assert all(p.untyped_storage().nbytes() > 0 for p in model.parameters())
 
 
+def test_state_on_another_device_is_left_alone() -> None:
+    """As ``--optimizer-cpu-offload`` keeps it in host memory: a copy would double it."""
+    model, optimizer = trained()
+    all_of_it = Offloader([model], optimizer).offload()
+    model, optimizer = trained()
+    elsewhere = [state["exp_avg"] for state in optimizer.optimizer.state.values()]
+    for state in optimizer.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to("meta")
+        state["master_param"] = torch.empty(100, device="meta")
+    offloader = Offloader([model], optimizer)
+    assert offloader.offload() == all_of_it - sum(moment.nbytes for moment in elsewhere)
+    assert all(state["master_param"].untyped_storage().nbytes() for state in optimizer.optimizer.state.values())
+    offloader.onload()
+
+
 def test_order_of_calls_is_checked() -> None:
     offloader = Offloader([torch.nn.Linear(1, 1)], None)
     with pytest.raises(RuntimeError, match="not offloaded"):
