@@ -135,8 +135,20 @@ def gradients(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict[str
         }
         trainer, _ = new_trainer(checkpoint, with_ref=scenario.get("with_ref", False), **overrides)
         report = train_once(trainer, 0, make_train_data(**scenario.get("data", {})))
+        assert not graphs_kept(trainer.model)
         results.append({**report, "gradients": hf_gradients(trainer.model, trainer.args)})
     return results
+
+
+def graphs_kept(model: Any) -> list[str]:
+    """Return the tensors that dispatchers of experts keep with their autograd graph, and with it their layer's input."""
+    return [
+        name
+        for chunk in model
+        for module in chunk.modules()
+        for name, value in vars(getattr(module, "token_dispatcher", object)).items()
+        if torch.is_tensor(value) and value.requires_grad
+    ]
 
 
 def killed_while_saving(checkpoint: str, save: str) -> None:

@@ -72,7 +72,34 @@ def run_schedule(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    forget_last_tokens(model)
     return reports
+
+
+_OF_LAST_TOKENS = (
+    "probs",
+    "local_probs",
+    "routing_map",
+    "token_probs",
+    "token_indices",
+    "dispatched_probs",
+    "dispatched_indices",
+    "dispatched_routing_map",
+)
+
+
+def forget_last_tokens(model: Sequence[torch.nn.Module]) -> None:
+    """Remove what the token dispatchers of experts keep of their last micro-batch.
+
+    Probabilities lead, through autograd's graph, to the recomputed input of their layer and to its gradient: those of
+    all layers would stay while the optimizer steps, and while the trainer is offloaded.
+    """
+    for module in (module for chunk in model for module in chunk.modules()):
+        dispatcher = getattr(module, "token_dispatcher", None)
+        for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):  # the second is DeepEP's
+            for name in _OF_LAST_TOKENS:
+                if torch.is_tensor(getattr(owner, name, None)):
+                    setattr(owner, name, None)
 
 
 def _needs_no_logits(chunk: torch.nn.Module) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from slime.backends.megatron_utils.passes import drop_precomputed_logprobs
+from slime.backends.megatron_utils.passes import drop_precomputed_logprobs, forget_last_tokens
 
 
 def test_log_probs_that_came_with_the_samples_are_not_the_old_policy(caplog: pytest.LogCaptureFixture) -> None:
@@ -17,3 +20,37 @@ def test_log_probs_that_came_with_the_samples_are_not_the_old_policy(caplog: pyt
     caplog.clear()
     drop_precomputed_logprobs(data)
     assert not caplog.records
+
+
+class Routed(torch.nn.Module):
+    """A layer whose dispatcher keeps the probabilities of its last tokens, as Megatron's and DeepEP's do."""
+
+    def __init__(self, *, deepep: bool) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(4, 2)
+        self.deepep = deepep
+        self.token_dispatcher = SimpleNamespace(sort_input_by_local_experts=torch.arange(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        probs = self.router(hidden).softmax(-1)
+        kept = {"routing_map": probs > 0.5, "tokens_per_expert": None}
+        if self.deepep:
+            self.token_dispatcher._comm_manager = SimpleNamespace(token_probs=probs, **kept)
+        else:
+            vars(self.token_dispatcher).update(probs=probs, **kept)
+        return hidden * probs.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("deepep", [False, True])
+def test_layers_with_experts_do_not_keep_their_input(deepep: bool) -> None:
+    layer = Routed(deepep=deepep)
+    hidden = torch.randn(3, 4)
+    leaf = hidden.detach().requires_grad_()  # as recomputation makes one of the layer's input
+    layer(leaf).sum().backward()
+    gone = weakref.ref(leaf)
+    del leaf
+    assert gone() is not None
+    forget_last_tokens([torch.nn.Sequential(torch.nn.Linear(1, 1), layer)])
+    assert gone() is None
+    assert torch.equal(layer.token_dispatcher.sort_input_by_local_experts, torch.arange(2))
+    layer(hidden)  # the next micro-batch finds all that it needs
