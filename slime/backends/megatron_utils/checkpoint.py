@@ -26,7 +26,13 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
-from slime.backends.megatron_utils.optimizer import check_optimizers, complete_steps, for_chain, with_length_of_run
+from slime.backends.megatron_utils.optimizer import (
+    check_optimizers,
+    choose_adam_kernel,
+    complete_steps,
+    for_chain,
+    with_length_of_run,
+)
 from slime.backends.megatron_utils.parallel import data_parallel, gather_from_world, pipeline_parallel, tensor_parallel
 
 
@@ -159,6 +165,7 @@ def load_checkpoint(
     if with_optimizer:
         rates = [dict(group) for group in _groups(state.optimizer)]
         state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
+        choose_adam_kernel(state.optimizer)
         if not args.use_checkpoint_opt_param_scheduler:
             _restore_limits(state.optimizer, rates)
     elif state.optimizer is not None:

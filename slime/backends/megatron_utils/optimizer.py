@@ -17,6 +17,7 @@ from slime.arguments.rules.optimizer import train_steps
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.stateless_adam import instead_of_adam
+from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
             use_gloo_process_groups=args.enable_gloo_process_groups,
         )
     allocate_adam_state(optimizer)
+    choose_adam_kernel(optimizer)
     return optimizer
 
 
@@ -81,6 +83,25 @@ def allocate_adam_state(optimizer: Any) -> None:
                         exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter),
                     )
+
+
+def choose_adam_kernel(optimizer: Any) -> None:
+    """Let ``torch.optim.Adam(W)`` step in one kernel on CUDA; call after every load of its state, too.
+
+    Its usual path there copies a moment of all parameters at once: 4 bytes per parameter on top of a full GPU. The
+    fused kernel copies nothing, and reads the number of steps from the device. A loaded state has the choice of the
+    run that saved it, which may have been on another device.
+    """
+    fused = True if accelerator.device_type() == "cuda" else None
+    for inner in torch_optimizers(optimizer):
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            group["fused"], group["foreach"] = fused, None
+            for parameter in group["params"]:
+                state = inner.state.get(parameter, {})
+                if "step" in state:
+                    state["step"] = state["step"].to(parameter.device if fused else "cpu")
 
 
 def reset_optimizer_states(optimizer: Any) -> None:

@@ -12,11 +12,16 @@ import torch
 from slime.backends.megatron_utils import reporting
 from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
-from slime.backends.megatron_utils.optimizer import reset_optimizer_states
+from slime.backends.megatron_utils.optimizer import (
+    allocate_adam_state,
+    choose_adam_kernel,
+    reset_optimizer_states,
+)
 from slime.backends.megatron_utils.passes import old_log_probs_equal_current
 from slime.backends.megatron_utils.reporting import train_step
 from slime.backends.megatron_utils.train_step import align_loss_scales
 from slime.backends.megatron_utils.trainer import MegatronTrainer
+from slime.utils import accelerator
 from tests.support.arguments import run_args
 
 
@@ -173,6 +178,60 @@ def test_moments_are_forgotten_and_weights_that_lie_beside_them_are_not() -> Non
     reset_optimizer_states(SimpleNamespace(optimizer=adam))
     assert torch.equal(weight, before)
     assert [float(state[name].sum()) for name in ("step", "exp_avg", "exp_avg_sq")] == [0.0] * 3
+
+
+def stepped_adam(device: str = "cpu", **options: Any) -> torch.optim.AdamW:
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 5, device=device) * (i + 1)) for i in range(2)]
+    adam = torch.optim.AdamW(parameters, lr=0.1, **options)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = parameter.detach().square() + 0.1
+        adam.step()
+    return adam
+
+
+def step_once_more(adam: torch.optim.AdamW) -> list[torch.Tensor]:
+    for parameter in adam.param_groups[0]["params"]:
+        parameter.grad = parameter.detach() - 0.3
+    adam.step()
+    return [parameter.detach().clone() for parameter in adam.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_adam_makes_no_copies_of_its_moments_on_cuda(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the run did that saved the state."""
+    monkeypatch.setattr(accelerator, "device_type", lambda: device_type)
+    expected = step_once_more(stepped_adam(foreach=False))
+    for saved in (stepped_adam(), stepped_adam(fused=True), stepped_adam(foreach=True)):
+        adam = stepped_adam()
+        adam.load_state_dict(saved.state_dict())
+        choose_adam_kernel(SimpleNamespace(optimizer=adam))
+        (group,) = adam.param_groups
+        assert (group["fused"], group["foreach"]) == (True if device_type == "cuda" else None, None)
+        torch.testing.assert_close(step_once_more(adam), expected)
+        assert {float(state["step"]) for state in adam.state.values()} == {3.0}
+
+
+def test_the_number_of_steps_is_where_the_kernel_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    adam = torch.optim.AdamW([parameter])
+    adam.state[parameter]["step"] = torch.zeros(())
+    monkeypatch.setattr(accelerator, "device_type", lambda: "cuda")
+    choose_adam_kernel(SimpleNamespace(optimizer=adam))
+    assert adam.state[parameter]["step"].device.type == "meta"
+
+
+@pytest.mark.gpu
+def test_a_step_of_adam_takes_no_memory_of_the_size_of_its_state() -> None:
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1024, 1024, device="cuda")) for _ in range(8)])
+    allocate_adam_state(SimpleNamespace(optimizer=adam))
+    choose_adam_kernel(SimpleNamespace(optimizer=adam))
+    for parameter in adam.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    adam.step()
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 
 class Scaler:
