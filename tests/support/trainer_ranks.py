@@ -141,7 +141,7 @@ def gradients(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict[str
 
 
 def graphs_kept(model: Any) -> list[str]:
-    """Return the tensors that dispatchers of experts keep with their autograd graph, and with it their layer's input."""
+    """Return the tensors that dispatchers of experts keep with their autograd graph."""
     return [
         name
         for chunk in model

@@ -1,10 +1,10 @@
 """Core attention that needs neither TransformerEngine nor apex, on any device. Import after ``import_megatron()``.
 
-Packed sequences (thd), grouped queries and context parallelism over torch's scaled_dot_product_attention, or over
-flash-attn's varlen kernel where it is installed and takes the tensors. Under context parallelism each sequence is laid
-out zig-zag: of its ``2 * cp`` equal chunks rank ``r`` holds chunk ``r`` and chunk ``2 * cp - 1 - r``; K and V are
-gathered over the ranks and each of the two local query chunks attends to its prefix. At the end: latent attention whose
-gradients are right under tensor parallelism.
+Packed sequences (thd), grouped queries and context parallelism over torch's scaled_dot_product_attention, or over a
+variable-length flash kernel (flash-attn's where it is installed, else torch's) where it takes the tensors. Under
+context parallelism each sequence is laid out zig-zag: of its ``2 * cp`` equal chunks rank ``r`` holds chunk ``r`` and
+chunk ``2 * cp - 1 - r``; K and V are gathered over the ranks and each of the two local query chunks attends to its
+prefix. At the end: latent attention whose gradients are right under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 from slime.utils import accelerator
 
@@ -54,7 +56,7 @@ def sdpa_segment(segment: Segment, *, causal: bool, scale: float, dropout_p: flo
     queries, keys = q.size(2), k.size(2)
     mask = None
     if causal and queries != keys:  # torch's is_causal is aligned to the upper left
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        mask = causal_lower_right(queries, keys)  # made to a tensor only where no fused kernel takes the inputs
         causal = False
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1), dropout_p=dropout_p
@@ -62,15 +64,19 @@ def sdpa_segment(segment: Segment, *, causal: bool, scale: float, dropout_p: flo
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def flash_takes(segments: Sequence[Segment]) -> bool:
-    """Return whether flash-attn is installed and has a kernel for these tensors."""
+def flash_takes(segments: Sequence[Segment], *, dropout_p: float = 0.0) -> bool:
+    """Return whether flash-attn, or torch's own copy of it, has a kernel for these tensors."""
     q, v = segments[0].q, segments[0].v
     return (
-        flash_attn_varlen_func is not None
-        and q.is_cuda
+        q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.size(-1) == v.size(-1) <= FLASH_MAX_HEAD_DIM
+        and (flash_attn_varlen_func is not None or _torch_varlen_takes(q, dropout_p))
     )
+
+
+def _torch_varlen_takes(q: torch.Tensor, dropout_p: float) -> bool:
+    return dropout_p == 0.0 and q.size(-1) % 8 == 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -79,16 +85,20 @@ def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
     """Return the outputs of all segments, one after the other: ``[sum(b * sq), n, dv]``."""
-    if not flash_takes(segments):
+    if not flash_takes(segments, dropout_p=dropout_p):
         return _joined([sdpa_segment(s, causal=causal, scale=scale, dropout_p=dropout_p) for s in segments])
     q_lengths, k_lengths = ([len(run) for s in segments for run in getattr(s, name)] for name in "qk")
-    device = segments[0].q.device
+    q, k, v = (_joined([getattr(s, name).flatten(0, 1) for s in segments]) for name in "qkv")
+    sizes = (_cumulative(q_lengths, q.device), _cumulative(k_lengths, q.device), max(q_lengths), max(k_lengths))
+    if flash_attn_varlen_func is None:
+        window = (-1, 0 if causal else -1)  # causal, aligned to the lower right
+        gqa = q.size(1) != k.size(1)
+        return varlen_attn(q, k, v, *sizes, scale=scale, window_size=window, enable_gqa=gqa)
     return flash_attn_varlen_func(
-        *(_joined([getattr(s, name).flatten(0, 1) for s in segments]) for name in "qkv"),
-        _cumulative(q_lengths, device),
-        _cumulative(k_lengths, device),
-        max(q_lengths),
-        max(k_lengths),
+        q,
+        k,
+        v,
+        *sizes,
         dropout_p=dropout_p,
         softmax_scale=scale,
         causal=causal,  # aligned to the lower right, as Segment wants it

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn as TORCH_VARLEN
 
 from slime.backends.megatron_utils import import_megatron
 
@@ -124,14 +127,19 @@ def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool) -> None:
     torch.testing.assert_close(seen.double(), dense_attention(q, k, v, lengths, causal=causal), atol=2e-6, rtol=1e-5)
 
 
-def test_flash_gets_lower_right_aligned_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is CUDA's: a float64 stand-in with its contract shows that we hand it the right lengths."""
+@pytest.mark.parametrize("kernel", ["flash_attn_varlen_func", "varlen_attn"])
+def test_flash_gets_lower_right_aligned_segments(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are CUDA's: a float64 stand-in with their contract shows that we hand them the right lengths."""
     q, k, v, _ = _tensors(10, 4, 2)
     segments = [Segment(q[None, 0:4], k[None, :4], v[None, :4]), Segment(q[None, 4:7], k[None, :7], v[None, :7])]
 
     def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> torch.Tensor:
         assert (max_q, max_k) == (4, 7)
-        assert options["causal"]
+        if kernel == "varlen_attn":
+            inspect.signature(TORCH_VARLEN).bind(q, k, v, cu_q, cu_k, max_q, max_k, **options)
+            assert options == {"scale": 8**-0.5, "window_size": (-1, 0), "enable_gqa": True}
+        else:
+            assert options["causal"]
         out = []
         for i in range(len(cu_q) - 1):
             n, keys = cu_q[i + 1] - cu_q[i], slice(cu_k[i], cu_k[i + 1])
@@ -141,9 +149,43 @@ def test_flash_gets_lower_right_aligned_segments(monkeypatch: pytest.MonkeyPatch
         return torch.cat(out)
 
     expected = attention.attend(segments, causal=True, scale=8**-0.5)
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", varlen)
-    monkeypatch.setattr(attention, "flash_takes", lambda segments: True)
+    monkeypatch.setattr(attention, kernel, varlen)
+    monkeypatch.setattr(attention, "flash_takes", lambda segments, dropout_p: True)
     torch.testing.assert_close(attention.attend(segments, causal=True, scale=8**-0.5).float(), expected)
+
+
+def test_fused_kernels_are_told_that_the_mask_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of queries x keys would rule out flash attention, and with grouped queries every fused kernel."""
+    q, k, v, _ = _tensors(7, 4, 2)
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(attention, "causal_lower_right", lambda *size: made.append(size) or causal_lower_right(*size))
+    seen = attention.sdpa_segment(Segment(q[None, 4:], k[None], v[None]), causal=True, scale=8**-0.5)
+    assert made == [(3, 7)]
+    torch.testing.assert_close(seen.double(), dense_attention(q, k, v, [7])[4:], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_dim", [64, 32])  # of equal size: torch's varlen kernel; narrower: SDPA
+def test_causal_prefixes_on_a_device(value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as on a CPU, gradients too, and no memory for queries x keys."""
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    heads, groups, keys, queries = (8, 2, 4096, 2048) if value_dim == 64 else (8, 8, 4096, 2048)
+    torch.manual_seed(0)
+    whole = [torch.randn(1, keys, n, d) for n, d in ((heads, 64), (groups, 64), (groups, value_dim))]
+    host = [x.clone().requires_grad_() for x in whole]
+    device = [x.cuda().bfloat16().requires_grad_() for x in whole]
+    outs = []
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for q, k, v in (host, device):
+        out = attention.attend([Segment(q[:, keys - queries :], k, v)], causal=True, scale=0.125)
+        out.float().square().sum().backward()
+        outs.append(out.detach().float().cpu())
+    assert torch.cuda.max_memory_allocated() - before < heads * queries * keys  # a byte per element of the mask
+    torch.testing.assert_close(outs[1], outs[0], atol=2e-2, rtol=2e-2)
+    for x, y in zip(host, device, strict=True):
+        scale = float(x.grad.abs().max())
+        torch.testing.assert_close(y.grad.float().cpu() / scale, x.grad / scale, atol=2e-2, rtol=2e-2)
 
 
 def test_flash_is_left_alone_for_cpu_and_fp32_tensors() -> None:
