@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.host_copy import HostCopy
 from slime.backends.megatron_utils.parallel import gather_from_world
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -91,7 +92,7 @@ class Offloader:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the copies of an offloaded trainer take, else 0."""
-        return sum(kept.host.numel() for kept in self._kept)
+        return sum(kept.host.nbytes for kept in self._kept)
 
     def offload(self) -> int:
         """Free the storages; return the number of bytes freed. Raises RuntimeError when they are already free."""
@@ -157,10 +158,10 @@ class Offloader:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A freed storage and its content in host memory (uint8): weights, what they come from, or neither."""
+    """A freed storage and its content in host memory: weights, what they come from, or neither."""
 
     storage: torch.UntypedStorage
-    host: Tensor
+    host: HostCopy
     is_weight: bool = False
     is_master: bool = False
 
@@ -169,8 +170,8 @@ class _Kept:
         return self.is_weight or self.is_master
 
     def restore(self) -> None:
-        self.storage.resize_(self.host.numel())
-        _as_bytes(self.storage).copy_(self.host, non_blocking=True)
+        self.storage.resize_(self.host.nbytes)
+        self.host.give(_as_bytes(self.storage))
 
 
 @dataclass(frozen=True)
@@ -245,10 +246,11 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _to_host(storage: torch.UntypedStorage) -> Tensor:
+def _to_host(storage: torch.UntypedStorage) -> HostCopy:
     source = _as_bytes(storage)
-    host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=source.is_cuda)
-    return host.copy_(source, non_blocking=True)
+    host = HostCopy(source)
+    host.take(source)
+    return host
 
 
 def _on_cuda(kept: Sequence[_Kept]) -> bool:

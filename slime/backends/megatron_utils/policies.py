@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.checkpoint import TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_megatron_checkpoint, iteration_dir
+from slime.backends.megatron_utils.host_copy import HostCopy
 
 
 def _named_tensors(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -33,7 +34,7 @@ class WeightBackup:
 
     def __init__(self, model: Sequence[torch.nn.Module], active: str) -> None:
         self._model = model
-        self._copies: dict[str, dict[str, Tensor]] = {}
+        self._copies: dict[str, dict[str, HostCopy]] = {}
         self.active = active
 
     @property
@@ -44,7 +45,7 @@ class WeightBackup:
     @property
     def host_bytes(self) -> int:
         """Bytes of all copies."""
-        return sum(tensor.nbytes for copies in self._copies.values() for tensor in copies.values())
+        return sum(copy.nbytes for copies in self._copies.values() for copy in copies.values())
 
     def forget_active(self) -> None:
         """Give back the copy of the weights that are in the model, if there is one. ``save`` makes it again."""
@@ -56,8 +57,8 @@ class WeightBackup:
         copies = self._copies.setdefault(tag, {})
         for name, tensor in _named_tensors(self._model):
             if name not in copies:
-                copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            copies[name].copy_(tensor, non_blocking=True)
+                copies[name] = HostCopy(tensor)
+            copies[name].take(tensor)
         _wait_for_copies(self._model)
 
     @torch.no_grad()
@@ -68,15 +69,15 @@ class WeightBackup:
         if tag not in self._copies:
             raise KeyError(f"no weights were kept under the tag {tag!r}; there are {sorted(self._copies)}")
         for name, tensor in _named_tensors(self._model):
-            tensor.copy_(self._copies[tag][name], non_blocking=True)
+            self._copies[tag][name].give(tensor)
         _wait_for_copies(self._model)
         self.active = tag
 
     @torch.no_grad()
     def copy(self, source: str, target: str) -> None:
         """Make the copy ``target`` equal to the copy ``source``."""
-        for name, tensor in self._copies[source].items():
-            self._copies[target][name].copy_(tensor)
+        for name, copy in self._copies[source].items():
+            self._copies[target][name].copy_(copy)
 
 
 def _wait_for_copies(model: Sequence[torch.nn.Module]) -> None:

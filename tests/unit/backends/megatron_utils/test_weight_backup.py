@@ -66,8 +66,9 @@ def test_copies_are_pinned_and_made_once_on_a_device() -> None:
     backup = WeightBackup([model], active="actor")
     backup.save("ref")
     copies = backup._copies["ref"]
-    assert all(tensor.is_pinned() and not tensor.is_cuda for tensor in copies.values())
-    places = {name: tensor.data_ptr() for name, tensor in copies.items()}
+    pieces = [piece for copy in copies.values() for piece in copy.pieces]
+    assert all(piece.is_pinned() and not piece.is_cuda for piece in pieces)
+    places = [piece.data_ptr() for piece in pieces]
     device_memory = torch.cuda.memory_allocated()
     for _ in range(3):
         with torch.no_grad():
@@ -81,5 +82,5 @@ def test_copies_are_pinned_and_made_once_on_a_device() -> None:
         assert all(torch.equal(t, now[name]) for name, t in model.state_dict().items())
         del now
     backup.copy("actor", "ref")
-    assert {name: tensor.data_ptr() for name, tensor in backup._copies["ref"].items()} == places
+    assert [piece.data_ptr() for copy in backup._copies["ref"].values() for piece in copy.pieces] == places
     assert torch.cuda.memory_allocated() == device_memory
