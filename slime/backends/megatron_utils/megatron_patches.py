@@ -141,6 +141,29 @@ def patch_latent_attention_class_names() -> bool:
     return True
 
 
+def patch_norm_of_gradients() -> bool:
+    """Compute the norm of all gradients on their device.
+
+    The stand-in for TransformerEngine's kernel reads the norm of each parameter's gradient on the host: the host waits
+    for the device once per parameter.
+    """
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    if clip_grads.l2_norm_impl is not getattr(utils, "local_multi_tensor_l2_norm", None):
+        return False
+    clip_grads.l2_norm_impl = l2_norm
+    return True
+
+
+def l2_norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """Return the norm of all tensors as one vector, fp32 [1]; the other arguments are those of the fused kernel."""
+    norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
+    return torch.linalg.vector_norm(torch.stack(norms)).float().reshape(1), None
+
+
 PATCHES: tuple[Callable[[], bool], ...] = (
     patch_router_gemm_name,
     patch_latent_attention_class_names,
@@ -148,6 +171,7 @@ PATCHES: tuple[Callable[[], bool], ...] = (
     patch_shared_adam_step,
     patch_state_of_no_parameters,
     patch_recompute_without_fp8,
+    patch_norm_of_gradients,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,22 @@ def test_recomputed_modules_have_the_gradients_of_kept_ones() -> None:
     assert hidden.untyped_storage().size() == 0
     result.sum().backward()
     torch.testing.assert_close(x.grad, expected)
+
+
+def test_the_norm_of_gradients_is_not_read_on_the_host() -> None:
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    def norm(implementation: Any, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return implementation(65536, torch.zeros(1, dtype=torch.int), [gradients], False)[0]
+
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n + 1, generator=generator) for n in range(30)]
+    expected, found = (norm(f, gradients) for f in (local_multi_tensor_l2_norm, clip_grads.l2_norm_impl))
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[0], torch.cat(gradients).double().norm().float())
+    without_numbers = [gradient.to("meta") for gradient in gradients]
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        norm(local_multi_tensor_l2_norm, without_numbers)
+    assert norm(clip_grads.l2_norm_impl, without_numbers).is_meta
