@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from slime.planner.memory import CAPACITIES, GIB, EnginesMemory, Memory, memory
-from slime.planner.memory_trainer import TrainerMemory, element_size, memory_by_part, state_bytes
+from slime.planner.memory_trainer import TrainerMemory, element_size, memory_by_part, overwrites_logits, state_bytes
 from slime.planner.model_size import ModelSize
 
 WIDTH = 98  # and two for the indent
@@ -52,6 +52,7 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
     if not trainer.optimizer:
         shared = "in the host's memory"
     width = {2: "fp16" if args.fp16 else "bf16", 4: "fp32"}[element_size(args)]
+    logits_in = width if overwrites_logits(args) else "fp32"
     recompute = args.recompute_granularity or "no"
     held = f", {trainer.in_flight:g} micro-batches" if trainer.in_flight > 1 else ""
     explained = {
@@ -59,7 +60,7 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
         "gradients": "fp32" if trainer.gradients > trainer.parameters or width == "fp32" else width,
         "optimizer": f"{state_bytes(args):g} bytes per parameter, {shared}",
         "activations": f"{trainer.tokens:,} tokens{held}, {recompute} recomputation",
-        "logits": f"{trainer.tokens:,} x {size.shape.vocab // parallel.tp:,} in fp32, with their gradient",
+        "logits": f"{trainer.tokens:,} x {size.shape.vocab // parallel.tp:,} in {logits_in}, with their gradient",
         "one layer's backward": "gradients of activations" + (", recomputed ones" if recompute == "full" else ""),
         "CUDA and NCCL": "a constant: context, kernels, communication buffers",
     }

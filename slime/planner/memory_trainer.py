@@ -254,22 +254,25 @@ def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, floa
 
 
 def _logits(args: Namespace, size: ModelSize, tokens: int, element: int) -> int:
-    """Return the bytes of the last stage's logits: in fp32, with their gradient, and a chunk of log-probs at a time.
+    """Return the bytes of the last stage's logits, with their gradient, and a chunk of log-probs at a time in fp32.
 
-    They are divided over the tensor-parallel ranks. Before they are fp32 they were of the parameters' size, which is no
-    more than what comes later: the gradient, in the logits' own memory if nothing else reads it, and what of it the
-    output layer gets. Every layer of multi-token prediction keeps logits of its own.
+    They are divided over the tensor-parallel ranks, and stay in the parameters' dtype with their gradient in the same
+    memory, unless something else reads them: then they are fp32, and the gradient too. Every layer of multi-token
+    prediction keeps logits of its own.
     """
     columns = size.shape.vocab // size.parallel.tp
     rows = int(args.log_probs_chunk_size or -1)
     chunk = min(tokens, rows if rows > 0 else tokens, max(1, LOG_PROB_CHUNK // columns))
-    gradient = (element if element < FP32 else 0) if _overwrites_logits(args) else FP32
-    fp32 = (1 + size.shape.mtp) * tokens + LOG_PROB_BUFFERS * chunk
-    return columns * (FP32 * fp32 + gradient * tokens)
+    per_logit = element if overwrites_logits(args) else 2 * FP32
+    own = element * size.shape.mtp * tokens
+    return columns * (per_logit * tokens + own + FP32 * LOG_PROB_BUFFERS * chunk)
 
 
-def _overwrites_logits(args: Namespace) -> bool:
-    """Return whether the gradient takes the place of the logits; a custom loss and top-p replay may need both."""
+def overwrites_logits(args: Namespace) -> bool:
+    """Return whether the gradient takes the place of the logits, both in the parameters' dtype.
+
+    A custom loss and top-p replay may need both, and get them in fp32.
+    """
     own_loss = args.loss_type != "custom_loss"
     return own_loss and args.rollout_top_p == 1.0
 

@@ -55,6 +55,8 @@ def run_schedule(
         if not forward_only and trains_mtp(args) and hasattr(unwrap(chunk), "mtp"):
             inputs["mtp_targets"] = batch.mtp_targets = mtp_targets(args, batch)
         batch.overwrite_logits = _needs_no_logits(chunk)
+        if may_round_logits(args, chunk):
+            inputs["fp32_output"] = False
         with ExitStack() as stack:
             for part in (routing, balancing):
                 if part is not None:
@@ -111,6 +113,18 @@ def _needs_no_logits(chunk: torch.nn.Module) -> bool:
     while isinstance(model, DistributedDataParallel | Float16Module):  # not a wrapper of the user's
         model = model.module
     return getattr(model, "logits_may_be_overwritten", False)
+
+
+def may_round_logits(args: Namespace, chunk: torch.nn.Module) -> bool:
+    """Return whether the logits may stay in the 16 bits in which the model computes them.
+
+    slime's losses make fp32 numbers of a chunk at a time. A user's loss, and top-p masks, get fp32 logits.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    model: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    return isinstance(model, Float16Module) and args.loss_type != "custom_loss" and args.rollout_top_p == 1.0
 
 
 _RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")

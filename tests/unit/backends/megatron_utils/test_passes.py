@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils.passes import drop_precomputed_logprobs, forget_last_tokens
+from slime.backends.megatron_utils.passes import drop_precomputed_logprobs, forget_last_tokens, may_round_logits
+from tests.support.arguments import run_args
 
 
 def test_log_probs_that_came_with_the_samples_are_not_the_old_policy(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,3 +57,28 @@ def test_layers_with_experts_do_not_keep_their_input(deepep: bool) -> None:
     assert gone() is None
     assert torch.equal(layer.token_dispatcher.sort_input_by_local_experts, torch.arange(2))
     layer(hidden)  # the next micro-batch finds all that it needs
+
+
+def test_logits_stay_in_16_bits_for_losses_that_take_chunks_of_them() -> None:
+    from slime.backends.megatron_utils import import_megatron
+
+    import_megatron()
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    def shell(kind: type, inside: torch.nn.Module) -> Any:
+        found = kind.__new__(kind)
+        torch.nn.Module.__init__(found)
+        found.module = inside
+        return found
+
+    assert "fp32_output" in inspect.signature(Float16Module.forward).parameters
+    exact = torch.nn.Linear(1, 1)
+    half = shell(Float16Module, exact)
+    for chunk in (half, shell(DistributedDataParallel, half)):
+        assert may_round_logits(run_args(), chunk)
+        assert may_round_logits(run_args(loss_type="sft_loss"), chunk)
+        assert not may_round_logits(run_args(loss_type="custom_loss"), chunk)
+        assert not may_round_logits(run_args(rollout_top_p=0.9), chunk)
+    for chunk in (exact, shell(DistributedDataParallel, exact), torch.nn.Sequential(half)):
+        assert not may_round_logits(run_args(), chunk)  # these do not know the argument
