@@ -5,9 +5,6 @@ QUICKSTART_FLAGS ?=
 PYTEST_FLAGS ?=
 BIN := .venv/bin
 
-# several processes share the cores: one thread each (more lose under load and gain nothing idle)
-export OMP_NUM_THREADS ?= 1
-
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test unit soak lint format docs clean
 

@@ -306,6 +306,7 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     refuse_impossible_loop(args, overlap=overlap)
     _look_first(args)
     run_dir.prepare(args)
+    args.generates_while_training = overlap
     logger.info("run directory: %s", args.run_dir)
     for what, words in model_defaults.summary(args):
         logger.info("model, %s: %s", what, words)

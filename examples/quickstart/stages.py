@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
 import sys
 import time
@@ -58,8 +57,7 @@ def run_stage(
     print(f"\n{show_command(command)}\n", flush=True)
     log.unlink(missing_ok=True)
     begin = time.monotonic()
-    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    process = spawn([sys.executable, "-u", *command[1:]], env, log.absolute(), name, cwd=str(ROOT))
+    process = spawn([sys.executable, "-u", *command[1:]], None, log.absolute(), name, cwd=str(ROOT))
     rows = _follow(metrics) if metrics else itertools.repeat([])
     try:
         while (code := process.poll()) is None:

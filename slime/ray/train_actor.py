@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from argparse import Namespace
@@ -17,10 +18,13 @@ from slime.ray import worker
 from slime.ray.cluster import own_gpu_index
 from slime.ray.remote import reports_errors
 from slime.servers.types import EngineInfo
+from slime.utils.cores import usable_cores
 from slime.utils.network import get_current_node_ip, get_free_port
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.trainer import MegatronTrainer
+
+logger = logging.getLogger(__name__)
 
 FIRST_MASTER_PORT = 20000
 
@@ -31,9 +35,10 @@ class TrainRayActor:
     Heavy packages are imported when the rank is set up, not before: the actor's process responds immediately.
     """
 
-    def __init__(self, args: Namespace, role: str, rank: int, world_size: int) -> None:
+    def __init__(self, args: Namespace, role: str, rank: int, world_size: int, share_all_cores: bool = False) -> None:
         self.log_path = worker.begin(args, f"{role}_rank{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
+        self._share_all_cores = share_all_cores
         self._updater: Any = None
 
     def master(self, loopback: bool) -> tuple[str, int]:
@@ -59,6 +64,8 @@ class TrainRayActor:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         self.trainer = trainer_class(self.role)(self.args, role=self.role, with_ref=with_ref)
         start = self.trainer.initialize()
+        if self._share_all_cores:
+            set_threads_to_share(ray.get_runtime_context().get_node_id())
         return start, dict(self.trainer.parallel_config)
 
     @reports_errors
@@ -169,6 +176,17 @@ class TrainRayActor:
     def drain_records(self) -> list[Any]:
         """Return the metrics logged here since the last call."""
         return tracking.drain()
+
+
+def set_threads_to_share(node: str) -> None:
+    """Give this rank as many threads as its share of the cores of ``node`` among the trainer's ranks (collective)."""
+    import torch
+
+    from slime.backends.megatron_utils.parallel import gather_from_world
+
+    ranks = gather_from_world(node).count(node)
+    torch.set_num_threads(max(1, usable_cores() // ranks))
+    logger.info("%d threads: %d cores for %d ranks", torch.get_num_threads(), usable_cores(), ranks)
 
 
 def trainer_class(role: str) -> type[MegatronTrainer]:

@@ -82,6 +82,7 @@ class RayTrainGroup:
         pg, bundles, _ = self._pg
         if len(bundles) < self.world_size:
             raise ValueError(f"{self.role}: {self.world_size} ranks do not fit on {len(bundles)} slots")
+        share_all_cores = here.device_type == "cpu" and self._has_cores_to_itself()
         self._actors = [
             ray.remote(TrainRayActor)
             .options(
@@ -89,7 +90,7 @@ class RayTrainGroup:
                 runtime_env=here.environment(self._environment()),
                 **here.share_of_slot(self._share),
             )
-            .remote(resume_args(self.args, self._saved), self.role, rank, self.world_size)
+            .remote(resume_args(self.args, self._saved), self.role, rank, self.world_size, share_all_cores)
             for rank in range(self.world_size)
         ]
 
@@ -379,6 +380,14 @@ class RayTrainGroup:
     def measured(self, name: str) -> float | None:
         """Return the last value of a metric that the ranks have logged, None before the first."""
         return self._measured.get(name)
+
+    def _has_cores_to_itself(self) -> bool:
+        """Return whether no engine generates while these ranks train, and no number of threads was given."""
+        args = self.args
+        takes_turns = args.colocate or args.offload_rollout or args.debug_train_only
+        if not takes_turns and getattr(args, "generates_while_training", True):  # set by the built-in loops
+            return False
+        return "OMP_NUM_THREADS" not in {**os.environ, **(args.train_env_vars or {})}
 
     def _environment(self) -> dict[str, str]:
         env = {

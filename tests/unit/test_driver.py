@@ -510,5 +510,7 @@ def test_the_loop_learns_how_it_runs(monkeypatch):
         World(monkeypatch)
         monkeypatch.setattr(driver, "create_rollout_manager", lambda args, pg: ("manager", 7))
         monkeypatch.setattr(driver.Loop, "run", lambda self, _: seen.append((self.overlap, self.rollouts_per_epoch)))
-        driver.train(train_args(), overlap=overlap)
+        args = train_args()
+        driver.train(args, overlap=overlap)
+        assert args.generates_while_training == overlap  # before the trainers start, which have threads accordingly
     assert seen == [(False, 7), (True, 7)]

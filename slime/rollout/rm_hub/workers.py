@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from slime.rollout.rm_hub.failure import RewardFailure
+from slime.utils.cores import usable_cores
 
 START_LIMIT_S = 120.0
 STOP_GRACE_S = 5.0
@@ -190,7 +191,7 @@ class Worker:
 
 def default_worker_count() -> int:
     """Return how many workers to run: 1 up to 4 cores, then one per four cores, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+    return max(1, min(8, usable_cores() // 4))
 
 
 @dataclass

@@ -437,6 +437,30 @@ def test_trainers_get_the_users_variables(monkeypatch: pytest.MonkeyPatch) -> No
     assert group._environment()["ENABLE_ROUTING_REPLAY"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("flags", "threads", "expected"),
+    [
+        ({"generates_while_training": False}, None, True),  # train.py
+        ({"generates_while_training": True}, None, False),  # train_async.py
+        ({}, None, False),  # a driver of the user's own, which may overlap
+        ({"colocate": True}, None, True),
+        ({"offload_rollout": True}, None, True),
+        ({"debug_train_only": True}, None, True),
+        ({"debug_train_only": True}, "4", False),
+        ({"debug_train_only": True, "train_env_vars": {"OMP_NUM_THREADS": 1}}, None, False),
+    ],
+)
+def test_ranks_take_the_cores_that_engines_leave_them(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], threads: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    group = RayTrainGroup(handle_args(), 1, 1, (None, [0], [0]))
+    vars(group.args).update(flags)
+    assert group._has_cores_to_itself() == expected
+
+
 def test_a_rank_that_is_gone_when_it_is_released_is_named(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(train_group, "end_actors", lambda actors, where: ended.append((actors, where)))

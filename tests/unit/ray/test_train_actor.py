@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from slime.backends.megatron_utils import parallel
 from slime.ray import train_actor
 from slime.ray.train_actor import TrainRayActor
 
@@ -50,3 +52,18 @@ def test_an_offloaded_trainer_is_onloaded_for_its_work_alone(monkeypatch: pytest
         ["onload", expected[0], "offload", "onload", expected[1], "offload"] if offloaded else expected
     )
     assert trainer.offloaded == offloaded
+
+
+@pytest.mark.parametrize(
+    ("cores", "nodes", "expected"),
+    [(8, ["here"], 8), (8, ["here", "here", "there"], 4), (2, ["here"] * 3, 1), (7, ["there", "here", "here"], 3)],
+)
+def test_ranks_share_the_cores_of_their_node(
+    monkeypatch: pytest.MonkeyPatch, cores: int, nodes: list[str], expected: int
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(train_actor, "usable_cores", lambda: cores)
+    monkeypatch.setattr(parallel, "gather_from_world", lambda value: nodes)
+    train_actor.set_threads_to_share("here")
+    assert threads == [expected]
