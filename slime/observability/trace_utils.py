@@ -20,8 +20,8 @@ import functools
 import inspect
 import logging
 import os
+import random
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -229,7 +229,7 @@ def _bind(sample: Any) -> TraceHandle:
     if not _is_carrier(carrier):
         carrier = {
             "version": VERSION,
-            "trace_id": uuid.uuid4().hex,
+            "trace_id": f"{_ids.getrandbits(128):032x}",
             "sample_id": getattr(sample, "index", None),
             "group_id": getattr(sample, "group_index", None),
             "attempt": 0,
@@ -239,8 +239,13 @@ def _bind(sample: Any) -> TraceHandle:
     return TraceHandle(carrier)
 
 
+_ids = random.Random()  # not the process's own generator, which users seed
+os.register_at_fork(after_in_child=_ids.seed)
+
+
 def _new_span_id() -> str:
-    return os.urandom(8).hex()
+    """Return 16 random digits. The system's generator would release the interpreter lock, and wait to get it back."""
+    return f"{_ids.getrandbits(64):016x}"
 
 
 def _handles(target: Any) -> list[TraceHandle]:

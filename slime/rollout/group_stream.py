@@ -37,6 +37,7 @@ from slime.rollout.groups import (
 )
 from slime.rollout.hooks.hook import make_hook
 from slime.rollout.requests.engines import abort_all_until_idle
+from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.staleness import (
     StalenessBound,
     oldest_step,
@@ -362,6 +363,7 @@ class RolloutStream(GroupStream):
         super().__init__(args, generate, dynamic_filter)
         self.rollout_id, self.state, self.get_samples = rollout_id, state, get_samples
         self.step = self.clock.step
+        self._slots = state.semaphore if isinstance(state.semaphore, RequestSlots) else None  # None: a plug-in's own
         self.handed_back: list[Group] = []
         self.unfinished: list[Group] = []
         self._began, self._tokens = time.monotonic(), 0
@@ -378,6 +380,16 @@ class RolloutStream(GroupStream):
         self.in_flight.clear()
         for group in self.unfinished:
             self._stamp(group, self.step)
+
+    def _start(self) -> None:
+        if self._slots is not None:
+            self._slots.changed = self._room.set
+        super()._start()
+
+    def _stop_filling(self) -> None:
+        if self._slots is not None:
+            self._slots.changed = lambda: None
+        super()._stop_filling()
 
     def unused(self) -> list[Group]:
         """Return all that was drawn and not dropped, for a rollout that fails."""
@@ -424,6 +436,9 @@ class RolloutStream(GroupStream):
         return draw_groups(self.args, self.get_samples, self.args.over_sampling_batch_size)
 
     def _may_begin(self) -> bool:
+        # A group in flight takes much more memory than one that waits to begin: enough of them wait for slots.
+        if self._slots is not None and self._slots.waiting >= max(1, self.args.n_samples_per_prompt):
+            return False
         # Groups that the filter drops or the generate function gives up are replaced by new ones.
         return bool(self.waiting) or self.ahead < self.args.rollout_batch_size
 

@@ -82,6 +82,8 @@ def copy_sample(sample: Sample) -> Sample:
             continue
         if isinstance(value, list):
             new.__dict__[name] = value.copy()
+        elif name == "trace" and isinstance(value, dict) and isinstance(value.get("events"), list):
+            new.__dict__[name] = {**value, "events": value["events"].copy()}  # events do not change once they are there
         elif isinstance(value, dict):
             new.__dict__[name] = value.copy() if name in _SHARED else _copy_dict(value)
         elif isinstance(value, (Sample.SpecInfo, Sample.PrefixCacheInfo)):

@@ -9,6 +9,7 @@ from typing import Any
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError, StreamLostError
 from slime.utils.network import (
     _wrap_ipv6,
+    connection_limit,
     find_available_port,
     get_host_info,
     is_port_available,
@@ -58,7 +59,8 @@ def init_http_client(args: Any) -> None:
     if not engines:
         return
     key = args.sglang_api_key or args.sglang_admin_api_key
-    _http_client = HttpClient(args.sglang_server_concurrency * engines, args.rollout_request_timeout, key)
+    concurrency = connection_limit(args.sglang_server_concurrency * engines)
+    _http_client = HttpClient(concurrency, args.rollout_request_timeout, key)
     routers = list((getattr(args, "sglang_model_routers", None) or {}).values())
     if args.sglang_router_ip:
         routers.append((args.sglang_router_ip, args.sglang_router_port))

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
+import resource
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+RESERVED_FILES = 1024
+"""Open files that are left to what is no connection to the router."""
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_told: set[int] = set()
 
 
 def prefer_ipv6() -> bool:
@@ -60,6 +70,32 @@ def _wrap_ipv6(host: str) -> str:
     except ValueError:
         return host
     return f"[{host.strip('[]')}]"
+
+
+def connection_limit(wanted: int) -> int:
+    """Return how many of ``wanted`` connections this process can open to one address, with a warning if not all.
+
+    The soft limit of open files is raised to the hard one if that helps.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted + RESERVED_FILES > soft != resource.RLIM_INFINITY and soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    files = wanted if soft == resource.RLIM_INFINITY else soft - min(RESERVED_FILES, soft // 2)
+    try:
+        low, high = map(int, PORT_RANGE.read_text().split())
+        ports = (high - low + 1) * 9 // 10  # connections that were closed keep theirs for a while
+    except (OSError, ValueError):
+        ports = wanted
+    limit = max(1, min(wanted, files, ports))
+    if limit < wanted and wanted not in _told:
+        _told.add(wanted)
+        logger.warning(
+            "at most %d requests are in flight, not %d: this process may open %d files (ulimit -Hn), and there are %d "
+            "local ports for connections to one router (net.ipv4.ip_local_port_range)", limit, wanted, soft, ports,
+        )  # fmt: skip
+    return limit
 
 
 def is_port_available(port: int) -> bool:

@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextmanager
-def standin_process(*words: object) -> Iterator[str]:
+def standin_process(*words: object, module: str = "scripts.bench.standin") -> Iterator[str]:
     """Yield the URL of a stand-in that is served with these command-line words until the block ends."""
-    command = [sys.executable, "-m", "scripts.bench.standin", *map(str, words)]
+    command = [sys.executable, "-m", module, *map(str, words)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

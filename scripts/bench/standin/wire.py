@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
 
 
 class Listener:
-    """A port of the loopback interface that ``handler`` answers; ``url`` is its address."""
+    """A port of the loopback interface that ``handler`` answers; ``url`` is its address on 127.0.0.1."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -140,11 +140,11 @@ class Listener:
         self.server: asyncio.Server | None = None
         self.url = ""
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> str:
         """Listen, on any free port by default; return the URL."""
         loop = asyncio.get_running_loop()
         self.server = await loop.create_server(
-            lambda: Connection(self.handler, self.connections), "127.0.0.1", port, backlog=4096
+            lambda: Connection(self.handler, self.connections), host, port, backlog=4096
         )
         self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self.url

@@ -30,7 +30,10 @@ _TAGS = {
 _KEYS = (str, int, float, bool, type(None))
 _ARRAYS = "biufcSUmM"
 """Kinds of dtypes whose name says all about them."""
-_INTS = ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8")
+_INTS = tuple(
+    (dtype, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    for dtype in map(np.dtype, ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8"))
+)
 
 
 _CLASS = "__class__"
@@ -205,11 +208,10 @@ def _narrowest(array: np.ndarray) -> np.ndarray:
     if not array.size:
         return array
     low, high = int(array.min()), int(array.max())
-    for name in _INTS:
-        dtype = np.dtype(name)
+    for dtype, least, most in _INTS:
         if dtype.itemsize >= array.dtype.itemsize:
             break
-        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+        if least <= low and high <= most:
             return array.astype(dtype)
     return array
 

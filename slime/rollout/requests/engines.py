@@ -22,6 +22,10 @@ REPEAT_ABORT_S = 3.0
 PROBE_DEADLINE_S = 3.0
 LOAD_DEADLINE_S = 3.0
 """The load of an engine that does not report it within this time is left out."""
+ASKED_AT_ONCE = 64
+"""Engines whose load is asked for at the same time."""
+DESCRIBED = 8
+"""Engines that a message tells of."""
 SHORTEST_QUEUE = 8
 
 
@@ -90,7 +94,9 @@ async def describe_engines(router_url: str) -> str:
         urls = await client.list_workers(router_url)
     except HttpRequestError as e:
         return f"{router_url} does not say which engines it has: {e}"
-    return "; ".join(await asyncio.gather(*(_describe_engine(url) for url in urls))) or f"{router_url} has no engine"
+    described = await asyncio.gather(*(_describe_engine(url) for url in urls[:DESCRIBED]))
+    more = [f"and {len(urls) - DESCRIBED} more engines"] if len(urls) > DESCRIBED else []
+    return "; ".join([*described, *more]) or f"{router_url} has no engine"
 
 
 async def _describe_engine(url: str) -> str:
@@ -135,7 +141,14 @@ class EngineLoads:
         urls = await get_http_client().list_workers(self.router_url())
         listed = max(self.listed, len(urls))
         self.listed = min(self.planned, listed) if self.planned else listed
-        loads = await asyncio.gather(*map(self._load_of, urls))
+        loads: list[EngineLoad | None] = [None] * len(urls)
+        left = iter(range(len(urls)))
+
+        async def read_next() -> None:
+            for number in left:
+                loads[number] = await self._load_of(urls[number])
+
+        await asyncio.gather(*(read_next() for _ in urls[:ASKED_AT_ONCE]))
         return [load for load in loads if load is not None]
 
     async def _load_of(self, url: str) -> EngineLoad | None:

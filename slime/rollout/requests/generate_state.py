@@ -14,6 +14,7 @@ from slime.rollout.requests.engines import num_engines_asked
 from slime.rollout.requests.top_p_mask import replays_top_p, top_k
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import LateFailures
+from slime.utils.network import connection_limit
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,9 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
 
 
 def request_limit(args: Any) -> int:
-    """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine."""
-    return max(1, int(args.sglang_server_concurrency) * max(1, num_engines_asked(args)))
+    """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine, as far as this process
+    can open connections."""
+    return connection_limit(max(1, int(args.sglang_server_concurrency) * max(1, num_engines_asked(args))))
 
 
 class PromptTokens:

@@ -21,6 +21,8 @@ from slime.utils.http_utils import get_http_client
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
+LOOK_INTERVAL_PER_ENGINE_S = 0.01
+"""Engines are asked one by one: with more than a hundred, less often than every ``LOOK_INTERVAL_S``."""
 
 
 def next_limit(limit: int, most: int, in_flight: int, loads: Sequence[EngineLoad], *, refused: int, short: bool) -> int:
@@ -148,7 +150,8 @@ class RequestSlots(asyncio.Semaphore):
     def _look_later(self) -> None:
         """Look once in a while as long as requests are in flight."""
         if self._engines is not None and self._timer is None and self._look is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._begin_to_look)
+            delay = max(LOOK_INTERVAL_S, LOOK_INTERVAL_PER_ENGINE_S * self._engines.listed)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._begin_to_look)
 
     def _begin_to_look(self) -> None:
         self._timer = None

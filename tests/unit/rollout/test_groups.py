@@ -7,6 +7,7 @@ import threading
 
 import torch
 
+from slime.observability.trace_utils import trace_span
 from slime.rollout.groups import copy_group, copy_prompt, copy_sample
 from slime.utils.types import Sample
 
@@ -39,6 +40,17 @@ def test_a_copy_equals_a_deep_copy_and_shares_nothing_that_changes() -> None:
     for found in (ours[0][0], ours[1]):
         assert found == expected
         assert found.__dict__ == expected.__dict__
+
+
+def test_a_copy_has_a_trace_of_its_own() -> None:
+    sample = full_sample()
+    with trace_span(sample, "generate", {"max_new_tokens": 4}):
+        found = copy_sample(sample)
+        before = copy.deepcopy(found.trace)
+    assert found.trace == before
+    assert len(sample.trace["events"]) == 2  # type: ignore[index]
+    sample.trace["attempt"] += 1  # type: ignore[index]
+    assert found.trace["attempt"] == 0  # type: ignore[index]
 
 
 def test_large_things_are_shared() -> None:

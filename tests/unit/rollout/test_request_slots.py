@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.rollout.requests import request_slots
-from slime.rollout.requests.engines import SHORTEST_QUEUE, EngineLoad, EngineLoads
+from slime.rollout.requests.engines import ASKED_AT_ONCE, SHORTEST_QUEUE, EngineLoad, EngineLoads
 from slime.rollout.requests.request_slots import RequestSlots, next_limit
 from slime.utils import http_utils
 from slime.utils.http_client import HttpClient
@@ -208,6 +208,38 @@ async def test_loads_are_those_the_engines_report(client):
             post.cancel()
         await asyncio.wait(posts)
         await client.drain_aborts()
+
+
+async def test_many_engines_are_asked_a_few_at_a_time(client, monkeypatch):
+    asked, most = 0, 0
+
+    async def load_of(self, url):
+        nonlocal asked, most
+        asked, most = asked + 1, max(most, asked + 1)
+        await asyncio.sleep(0.001)
+        asked -= 1
+        return EngineLoad(int(url), 0)
+
+    async def list_workers(url):
+        return [str(number) for number in range(200)]
+
+    monkeypatch.setattr(EngineLoads, "_load_of", load_of)
+    monkeypatch.setattr(client, "list_workers", list_workers)
+    loads = await EngineLoads(lambda: "").read()
+    assert [load.running for load in loads] == list(range(200))
+    assert most == ASKED_AT_ONCE
+
+
+@pytest.mark.parametrize(("engines", "looks"), [(1, 59), (100, 59), (2000, 2)])
+def test_the_more_engines_there_are_the_less_often_they_are_asked(no_client, engines, looks):
+    async def hold_a_slot() -> int:
+        loads = Loads(EngineLoad(1, 8), listed=engines)
+        slots = RequestSlots(1, loads)
+        async with slots:
+            await asyncio.sleep(59.5)
+        return loads.reads
+
+    assert run_virtually(hold_a_slot()) == looks
 
 
 async def test_an_engine_that_was_replaced_is_not_missed(client):

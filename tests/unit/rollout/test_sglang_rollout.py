@@ -88,6 +88,30 @@ def test_top_p_asks_for_the_top_p_mask_and_deterministic_mode_for_seeds(cluster,
     assert {r["sampling_params"]["top_k"] for r in cluster.requests} == {2048}
 
 
+def test_groups_begin_only_as_slots_become_free(cluster, make_args, monkeypatch):
+    """What waits to begin costs next to nothing; tasks of 100,000 groups would take gigabytes."""
+    args = make_args(sglang_server_concurrency=1, rollout_batch_size=40, over_sampling_batch_size=50)
+    slots, most, begun = GenerateState(args).semaphore, 0, 0
+    generate_job = sglang_rollout.generate_job
+
+    async def counting(args, job):
+        nonlocal most, begun
+        begun, most = begun + 1, max(most, begun + 1)
+        try:
+            return await generate_job(args, job)
+        finally:
+            begun -= 1
+
+    monkeypatch.setattr(sglang_rollout, "generate_job", counting)
+    source = RolloutDataSourceWithBuffer(args)
+    output = generate_rollout(args, 0, source)
+    assert [sample.index for sample in iter_samples(output.samples)] == list(range(80))
+    assert slots.most == 2
+    assert 2 <= most <= 8
+    assert source.get_buffer_length() == 10
+    assert [group[0].group_index for group in source.buffer] == list(range(40, 50))
+
+
 def test_two_runs_give_the_same_samples(cluster, make_args):
     args = make_args(rollout_shuffle=True)
 
