@@ -8,6 +8,7 @@ optimizer step, one per evaluation.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -82,7 +83,8 @@ def accuracy(trainer: Any, tokenizer: Any, rows: list[dict[str, Any]], samples: 
     """Return the share of right answers to held-out prompts, sampled as in training."""
     import torch
 
-    model, ends = trainer.model, trainer.eos_token_ids
+    model, ends, sampling = trainer.model, trainer.eos_token_ids, copy.deepcopy(trainer.generation_config)
+    sampling.num_return_sequences = samples
     model.eval()
     found = []
     for start in range(0, len(rows), 128):
@@ -92,7 +94,7 @@ def accuracy(trainer: Any, tokenizer: Any, rows: list[dict[str, Any]], samples: 
             prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
-            made = model.generate(**inputs, generation_config=trainer.generation_config, num_return_sequences=samples)
+            made = model.generate(**inputs, generation_config=sampling)
         for i, whole in enumerate(made[:, inputs["input_ids"].shape[1] :].tolist()):
             end = next((k + 1 for k, token in enumerate(whole) if token in ends), len(whole))
             text = tokenizer.decode(whole[:end], skip_special_tokens=True)
@@ -151,7 +153,7 @@ def run(config: dict[str, Any]) -> None:
             value = accuracy(trainer, tokenizer, held_out, config["samples_per_held_out"])
             self.evaluating += time.time() - begin
             rows.write(event="evaluation", step=step, accuracy=value, seconds=seconds)
-            control.should_training_stop = value >= config["target"]
+            control.should_training_stop |= value >= config["target"]
 
     def read(path: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in Path(path).read_text().splitlines()]
