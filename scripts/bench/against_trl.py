@@ -38,9 +38,8 @@ TRL = "trl==1.16.*"
 GROUP, WARM_UP, LR = 8, 2, 1e-4
 MODEL = {**recipe.MODEL, "num-hidden-layers": 4}
 """The quickstart's model, twice as deep: 1.0 M parameters."""
-TARGET, EVALUATE_EVERY, SAMPLES_PER_HELD_OUT, TASK_ROLLOUTS = 0.80, 5, 4, recipe.GRPO_ROLLOUTS
-TASK_ANSWERS, TASK_LENGTH, TASK_LR, TASK_KL, TASK_WARM_UP = 512, 6, 1.5e-4, 0.15, 10
-"""Those of the quickstart's GRPO."""
+TARGET, EVALUATE_EVERY = 0.80, 5
+"""The accuracy that --task waits for, and rollouts between two looks at it."""
 OURS = "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 1"
 """The quickstart's layout: one trainer, two engines."""
 GEMM = """
@@ -277,7 +276,7 @@ def arithmetic(machine: Machine, flags: list[str], shape: Shape, step_s: float, 
     for name, speed in zip(("large", f"of {shape.answers} rows"), machine.gemm_speeds(shape.answers), strict=True):
         seconds = flops / speed
         found.append(f"{seconds:.2f} s at {speed / 1e9:.0f} GFLOP/s ({name}), {seconds / step_s:.0%} of the step")
-    return f"arithmetic: {flops / 1e9:.1f} GFLOP per step, {'; '.join(found)}"
+    return f"arithmetic: {flops / 1e9:.1f} GFLOP per step (a quarter of it generation), {'; '.join(found)}"
 
 
 # Seconds to an accuracy
@@ -309,13 +308,37 @@ def our_curve(rows: list[dict[str, Any]], dataset: str) -> list[tuple[float, flo
     return points
 
 
-def task_ours(machine: Machine, paths: recipe.Paths, seed: int, folder: Path) -> list[tuple[float, float]]:
-    """Run the quickstart's GRPO until the target is reached; return its curve, and print how long the start took."""
-    flags = recipe.grpo(paths, seed, rollouts=TASK_ROLLOUTS, shuffled=False)
+def task_flags(paths: recipe.Paths, seed: int) -> list[str]:
+    """Return the arguments of the quickstart's GRPO, with evaluations in shorter turns, and no run directory."""
+    flags = recipe.grpo(paths, seed, rollouts=recipe.GRPO_ROLLOUTS, shuffled=False)
     flags[flags.index("--eval-interval") + 1] = str(EVALUATE_EVERY)
     at = flags.index("--run-dir")
+    return flags[:at] + flags[at + 2 :]
+
+
+def trl_task(paths: recipe.Paths, seed: int) -> dict[str, Any]:
+    """Return what ``trl_side`` reads for the same task: the numbers of ``task_flags``."""
+    flags = task_flags(paths, seed)
+
+    def value(flag: str) -> float:
+        return float(flags[flags.index(flag) + 1])
+
+    steps, group = int(value("--num-steps-per-rollout")), int(value("--n-samples-per-prompt"))
+    return {
+        "model": str(paths.sft_model), "prompts": str(paths.data / "train.jsonl"), "task": True,
+        "seed": int(value("--seed")), "held_out": str(paths.data / "held_out.jsonl"), "target": TARGET,
+        "samples_per_held_out": int(value("--n-samples-per-eval-prompt")), "evaluate_every": EVALUATE_EVERY * steps,
+        "answers": int(value("--rollout-batch-size")) * group, "group": group,
+        "length": int(value("--rollout-max-response-len")), "steps": int(value("--num-rollout")) * steps,
+        "steps_per_generation": steps, "lr": value("--lr"), "lr_scheduler": "linear",
+        "warmup_steps": int(value("--lr-warmup-iters")), "kl": value("--kl-loss-coef"),
+    }  # fmt: skip
+
+
+def task_ours(machine: Machine, paths: recipe.Paths, seed: int, folder: Path) -> list[tuple[float, float]]:
+    """Run the quickstart's GRPO until the target is reached; return its curve, and print how long the start took."""
     begin = time.time()
-    process, metrics = machine.start_ours(flags[:at] + flags[at + 2 :], folder, f"AGAINST_TRL_RUN={uuid.uuid4().hex}")
+    process, metrics = machine.start_ours(task_flags(paths, seed), folder, f"AGAINST_TRL_RUN={uuid.uuid4().hex}")
 
     def curve() -> list[tuple[float, float]]:
         return our_curve(read_rows(metrics), recipe.DATASET)
@@ -328,16 +351,8 @@ def task_ours(machine: Machine, paths: recipe.Paths, seed: int, folder: Path) ->
 
 def task_trl(machine: Machine, paths: recipe.Paths, seed: int, folder: Path) -> list[tuple[float, float]]:
     """The same with TRL."""
-    steps = recipe.STEPS_PER_ROLLOUT
-    config = {
-        "model": str(paths.sft_model), "prompts": str(paths.data / "train.jsonl"), "task": True, "seed": 1234 + seed,
-        "held_out": str(paths.data / "held_out.jsonl"), "samples_per_held_out": SAMPLES_PER_HELD_OUT, "target": TARGET,
-        "evaluate_every": EVALUATE_EVERY * steps, "answers": TASK_ANSWERS, "length": TASK_LENGTH, "group": GROUP,
-        "steps": TASK_ROLLOUTS * steps, "steps_per_generation": steps, "lr": TASK_LR, "lr_scheduler": "linear",
-        "warmup_steps": TASK_WARM_UP, "kl": TASK_KL,
-    }  # fmt: skip
     begin = time.time()
-    process, path = machine.start_trl(config, folder, f"AGAINST_TRL_RUN={uuid.uuid4().hex}")
+    process, path = machine.start_trl(trl_task(paths, seed), folder, f"AGAINST_TRL_RUN={uuid.uuid4().hex}")
     machine.watch(process)
     rows = read_rows(path)
     ready = next(row["time"] for row in rows if row["event"] == "begin") - begin

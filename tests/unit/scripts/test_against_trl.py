@@ -204,6 +204,16 @@ class TestSides:
         assert found["generation_kwargs"] == {"min_new_tokens": 64}
         assert trl_side.settings({**config, "task": True})["generation_kwargs"] is None
 
+    def test_the_task_has_the_quickstarts_numbers(self, tmp_path: Path) -> None:
+        config = against_trl.trl_task(Paths(tmp_path), seed=1)
+        assert (config["answers"], config["group"], config["length"], config["steps"]) == (512, 8, 6, 200)
+        assert (config["lr"], config["kl"], config["warmup_steps"], config["seed"]) == (1.5e-4, 0.15, 10, 1235)
+        found = trl_side.settings({**config, "output_dir": ""})
+        assert (found["per_device_train_batch_size"], found["steps_per_generation"]) == (256, 2)
+        flags = against_trl.task_flags(Paths(tmp_path), seed=1)
+        assert "--run-dir" not in flags
+        assert flags[flags.index("--eval-interval") + 1] == "5"
+
     def test_rewards(self) -> None:
         assert trl_side.digit_share("a1b2", 4) == 0.5
         assert trl_side.digit_share("", 0) == 0.0
