@@ -19,7 +19,6 @@ ANY = "any value"
 NOT_YET: dict[str, str | tuple[Any, ...]] = {
     # cluster
     "use_distributed_post": ANY,
-    "rollout_external_engine_addrs": ANY,
     # training process
     "qwen_gdn_backend": ANY,
     "freeze_indexer": ANY,

@@ -57,7 +57,7 @@ class EnginePlan:
 
     ``group``: the number of its group among all groups of all models. ``update_weights``: whether its model gets the
     trainer's weights. ``offload``: whether it releases its memory while the trainer has the devices. ``overrides``: the
-    SGLang server arguments of its group, which beat all others.
+    SGLang server arguments of its group, which beat all others. ``url``: where an engine runs that others started.
     """
 
     rank: int
@@ -71,9 +71,11 @@ class EnginePlan:
     update_weights: bool = True
     offload: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    url: str | None = None
 
     def __str__(self) -> str:
-        return f"engine {self.rank}" + ("" if self.model == "default" else f" of model {self.model}")
+        kind = "engine" if self.url is None else "external engine"
+        return f"{kind} {self.rank}" + ("" if self.model == "default" else f" of model {self.model}")
 
     def parts(self) -> list[range]:
         """The slots, among the rollout's, of the engine's process on each of its nodes."""

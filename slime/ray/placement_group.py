@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of
 from slime.arguments.rules.roles import ACTOR, CRITIC, role_args
+from slime.backends.sglang_utils.external import apply_external_engine_info_to_args, discover_external_engines
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.cluster import node_sort_key, own_gpu_index
@@ -47,8 +48,11 @@ def create_placement_groups(args: Namespace) -> dict[str, Slots]:
     """Reserve the slots of the run; return those of ``actor``, ``critic`` and ``rollout``.
 
     Connects to Ray first unless that has been done. Slots are ordered by node address and GPU, so that consecutive
-    ranks share nodes. Raises PlacementError, naming requested and available slots, after ``--placement-timeout``.
+    ranks share nodes. Raises PlacementError, naming requested and available slots, after ``--placement-timeout``, and
+    ArgumentError for engines of ``--rollout-external-engine-addrs`` that do not answer or that the run cannot use.
     """
+    if args.rollout_external and not args.debug_train_only:
+        apply_external_engine_info_to_args(args, discover_external_engines(args))
     layout = layout_of(args)
     cluster.connect(args, layout.slots)
     if layout.slots == 0:

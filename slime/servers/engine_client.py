@@ -46,13 +46,18 @@ class EngineClient:
         """Return when the engine has generated a token (``/health_generate``; takes about a second)."""
         self._http.get("/health_generate", timeout=timeout)
 
-    def model_info(self) -> dict[str, Any]:
+    def model_info(self, timeout: float = _SHORT_S) -> dict[str, Any]:
         """Return ``/model_info``: model path, weight version, architectures."""
-        return dict(self._http.get("/model_info", timeout=_SHORT_S).json())
+        return dict(self._http.get("/model_info", timeout=timeout).json())
 
     def server_info(self) -> dict[str, Any]:
-        """Return ``/server_info``: the resolved server arguments and internal state."""
-        return dict(self._http.get("/server_info", timeout=_SHORT_S).json())
+        """Return ``/server_info`` (older: ``/get_server_info``): the resolved server arguments and internal state."""
+        try:
+            return dict(self._http.get("/server_info", timeout=_SHORT_S).json())
+        except EngineError as e:
+            if e.status != 404:
+                raise
+        return dict(self._http.get("/get_server_info", timeout=_SHORT_S).json())
 
     def weight_version(self) -> str:
         """Return the version given with the last weight update; ``default`` before the first."""

@@ -16,6 +16,8 @@ class EngineInfo:
         worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
         rank: number of the engine among all engines of the run.
         api_key: bearer token the server asks for; None on loopback. Left out of ``repr``, so it reaches no log.
+        life: of an engine that others started, which time that it was attached: after a restart it is another server
+            at the same address.
     """
 
     url: str
@@ -24,3 +26,9 @@ class EngineInfo:
     worker_type: str = "regular"
     rank: int = 0
     api_key: str | None = field(default=None, repr=False)
+    life: int = 0
+
+
+def weight_group(stage: int) -> str:
+    """Return the name of the process group that carries the weights of a pipeline stage of the trainer."""
+    return f"slime-pp_{stage}"

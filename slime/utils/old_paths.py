@@ -156,7 +156,6 @@ LACKING: dict[str, str] = {
     "slime.backends.sglang_utils.arguments": (
         "a parser of SGLang's flags of its own: slime.arguments.parse_args reads them from the installed package"
     ),
-    "slime.backends.sglang_utils.external": "engines that slime did not start (--rollout-external-engine-addrs)",
     **{
         f"{_MEGATRON}.hf_to_megatron.{name}": f"loaders of single families: {_WEIGHTS}.load_hf loads all"
         for name in _CONVERTERS

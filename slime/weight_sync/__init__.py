@@ -36,7 +36,8 @@ def resolve_pause_mode(args: Namespace, synchronous_loop: bool) -> str:
 
     ``auto`` aborts in the synchronous loops, where a request in flight is a leftover, and retracts in the overlapped
     ones, where requests in flight must survive: retracted requests keep their tokens, lose their key-value cache, and
-    continue under the new weights.
+    continue under the new weights. Engines that others started abort there too, and the requests are sent again with
+    the tokens that they had: such engines may lack slime's plug-in, without which they cannot flush what waits.
 
     Raises:
         WeightSyncError: for ``in_place`` with a prefix cache, which cannot be flushed while requests hold it: prompts
@@ -44,7 +45,7 @@ def resolve_pause_mode(args: Namespace, synchronous_loop: bool) -> str:
     """
     mode = args.weight_sync_pause_mode
     if mode == "auto":
-        return "abort" if synchronous_loop else "retract"
+        return "abort" if synchronous_loop or args.rollout_external else "retract"
     if mode == "in_place" and not args.sglang_disable_radix_cache:
         raise WeightSyncError(
             "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights: add "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.servers.engine_client import EngineClient
-from slime.servers.types import EngineInfo
+from slime.servers.types import EngineInfo, weight_group
 from slime.weight_sync.buckets import iter_buckets
 from slime.weight_sync.fanout import agree, attempt
 from slime.weight_sync.process_group import EngineGroup
@@ -34,7 +34,7 @@ class DistributedTransport:
             self._group = EngineGroup(
                 engines,
                 clients,
-                name=f"slime-pp_{stage}",
+                name=weight_group(stage),
                 backend=self.args.distributed_backend,
                 timeout_s=self.args.weight_sync_timeout,
             )

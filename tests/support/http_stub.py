@@ -35,8 +35,8 @@ class HttpStub:
 
 
 @contextmanager
-def http_stub(answer: Answer) -> Iterator[HttpStub]:
-    """Serve on a free loopback port until the block ends."""
+def http_stub(answer: Answer, port: int = 0) -> Iterator[HttpStub]:
+    """Serve on ``port`` of loopback, or a free one, until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         def handle_any(self) -> None:
@@ -56,7 +56,7 @@ def http_stub(answer: Answer) -> Iterator[HttpStub]:
         def log_message(self, *args: Any) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     stub = HttpStub(f"http://127.0.0.1:{server.server_address[1]}", answer)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

@@ -197,6 +197,11 @@ def _check_external(args: Namespace) -> None:
             "--rollout-external-engine-addrs names engines on slots of their own, which --colocate cannot share; "
             "leave one of them out"
         )
+    if args.offload_rollout and not args.debug_rollout_only and not args.debug_train_only:
+        raise ArgumentError(
+            "--offload-rollout frees the memory of the run's own engines, and those of --rollout-external-engine-addrs "
+            "are others'; leave one of them out"
+        )
     if args.dry_run and not args.debug_train_only and args.rollout_external_engine_infos is None:
         diagnostics.unavailable(
             args,

@@ -68,12 +68,14 @@ class Router:
 class RunningRouter(Router):
     """A router that slime did not start (``--sglang-router-ip``, ``--sglang-router-port``) and will end.
 
-    It has the verbs of :class:`RouterProcess`; engines that were added are taken off it again by :meth:`stop`.
+    It has the verbs of :class:`RouterProcess`; engines that were added are taken off it again by :meth:`stop`, except
+    engines that others started and had put there before.
     """
 
     def __init__(self, args: Namespace) -> None:
         super().__init__(args, args.sglang_router_ip, args.sglang_router_port)
         self._added: list[EngineInfo] = []
+        self._found: set[str] = set()
 
     def start(self) -> None:
         """It runs already."""
@@ -92,7 +94,12 @@ class RunningRouter(Router):
         self, engine: EngineInfo, *, bootstrap_port: int | None = None, deadline_s: float = WORKER_DEADLINE_S
     ) -> None:
         """See :meth:`Router.add_engine`."""
-        self._added.append(engine)
+        if engine.life and router_client.find_worker(self.url, engine.url, api_key=self._api_key) is not None:
+            self._found.add(engine.url)
+            router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
+            return
+        if engine.url not in self._found:
+            self._added.append(engine)
         super().add_engine(engine, bootstrap_port=bootstrap_port, deadline_s=deadline_s)
 
     def poll(self) -> str | None:

@@ -16,6 +16,7 @@ from slime.arguments.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.ray.engines import offload
 from slime.ray.engines.engine import RayEngine
+from slime.ray.engines.external import ExternalEngine, external_plans
 from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
 from slime.ray.engines.members import LIVING, Engine, Member, Members, State
 from slime.ray.engines.restarts import EngineRestarts
@@ -50,6 +51,7 @@ class EngineFleet:
     An engine that ends, or stops responding under ``--use-fault-tolerance``, gets no more requests; those it had are
     retried on the others of its model. With the flag it is restarted in the background, and gets requests again once it
     has the trainer's weights: ``recover``, push, ``admit``. One of a frozen model needs none, and gets them at once.
+    Engines that others started are attached instead, again when they come back, and outlive the fleet.
     """
 
     def __init__(
@@ -61,15 +63,17 @@ class EngineFleet:
         new_engine: Callable[[EnginePlan], Engine] | None = None,
     ) -> None:
         self.args, self._slots, self._wiring, self._events = args, slots, wiring, events
-        self.plans = engines_of(args)
+        self.plans = external_plans(args) if args.rollout_external else engines_of(args)
         self.members = Members()
         self.models = served_models(args, self.plans, self.members)
         self._model_of = {plan.rank: model for model in self.models for plan in model.plans}
-        self._new_engine = new_engine or self._ray_engine
+        self._new_engine = new_engine or self._make_engine
         self._offered: list[Member] = []
         self._released: set[str] = set()
         """What of their memory the engines have released that share devices with the trainer."""
         self._loopback = True
+        self._given_key: str | None = None
+        """The key of engines that run already: they do not know one that is generated."""
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._restarts: EngineRestarts | None = None
@@ -87,10 +91,11 @@ class EngineFleet:
         ``sglang_model_routers`` (name -> address) and ``sglang_model_engines`` (name -> how many).
         Raises RemoteFailure with the log's last lines when an engine is not ready within ``--engine-ready-timeout``.
         """
-        validate_slots(self.args, self.plans, self._slots)
+        validate_slots(self.args, [plan for plan in self.plans if plan.url is None], self._slots)
         elsewhere = self.args.sglang_router_ip is not None and not is_loopback(self.args.sglang_router_ip)
         self._loopback = spans_one_host() and not elsewhere
         host = "127.0.0.1" if self._loopback else get_current_node_ip()
+        self._given_key = self.args.sglang_api_key
         # Before anything copies args: router, engines and clients all take the key from there.
         ensure_api_key(self.args, host)
         for model in self.models:
@@ -287,7 +292,9 @@ class EngineFleet:
 
     # Inside
 
-    def _ray_engine(self, plan: EnginePlan) -> RayEngine:
+    def _make_engine(self, plan: EnginePlan) -> Engine:
+        if plan.url is not None:
+            return ExternalEngine(self.args, plan, self._given_key)
         return RayEngine(self.args, plan, self._slots, self._wiring, loopback=self._loopback)
 
     def _router(self, model: ServedModel, host: str) -> RouterProcess | RunningRouter:
@@ -320,7 +327,8 @@ class EngineFleet:
             self.mark_dead(member, member.describe_failure(f"it cannot join the router. {e}"))
 
     def _restarted(self, member: Member) -> None:
-        logger.warning("%s was restarted, at %s", member, member.known_info.url)
+        how = "was restarted" if member.engine.plan.url is None else "answers again"
+        logger.warning("%s %s, at %s", member, how, member.known_info.url)
         if self.args.debug_rollout_only or not member.engine.plan.update_weights:  # it gets no weights
             self._register(member)
         self._notify_if_weights_needed()

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.arguments.placement import EnginePlan
+from slime.backends.sglang_utils.external import NoAnswerError
 from slime.ray.engines import offload
-from slime.ray.engines.members import Engine, Member, Members, State
+from slime.ray.engines.members import LIVING, Engine, Member, Members, State
 from slime.ray.remote import one_line_kind
 from slime.servers.engine_client import EngineClient
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 3
 RETRY_DELAY_S = 5.0
 STOP_TIMEOUT_S = 5.0
+WAIT_POLL_S = 0.2
 
 
 class EngineRestarts:
@@ -29,7 +31,9 @@ class EngineRestarts:
     started only in ``wait_for_all``, and then holds memory for weights alone, as the others do before a push. One of a
     frozen model is started at once, or, while ``trainer_has_devices()``, in ``start_frozen``.
     ``on_restart(member)`` is called when an engine generates again, ``on_failure(lost, reason, is_last=...)`` when it
-    does not after all attempts; ``is_last`` when no other restart of its model is in progress either.
+    does not after all attempts; ``is_last`` when no other restart of its model is in progress either. An engine that
+    others started is attached again whenever it answers; ``on_failure`` when for as long as an engine may take to start
+    none of its model has.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class EngineRestarts:
         self._on_restart, self._on_failure = on_restart, on_failure
         self._trainer_has_devices = trainer_has_devices
         self._threads: dict[int, tuple[EnginePlan, threading.Thread]] = {}
-        self._restarting: dict[int, EnginePlan] = {}
+        self._restarting: dict[int, tuple[EnginePlan, float]] = {}
+        """Engine -> its plan, and when it was lost."""
         self._waiting: list[Member] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -55,8 +60,10 @@ class EngineRestarts:
         """End ``lost`` and start its successor."""
         plan = lost.engine.plan
         with self._lock:
-            self._restarting[lost.rank] = plan
-            if plan.offload and (plan.update_weights or self._trainer_has_devices()):
+            self._restarting[lost.rank] = plan, time.monotonic()
+            if plan.url is not None:
+                self._begin(lost, lambda: self._attach_again(lost))
+            elif plan.offload and (plan.update_weights or self._trainer_has_devices()):
                 self._waiting.append(lost)
                 self._begin(lost, lambda: _end(lost))
             else:
@@ -70,11 +77,16 @@ class EngineRestarts:
     def wait_for_all(self, deadline_s: float) -> None:
         """Before a push: return when no restart of an engine that gets weights is in progress.
 
-        Restarts that take longer continue in the background.
+        Restarts that take longer continue in the background. Of engines that others started, which may stay away for
+        long, one is enough.
         """
-        self._join(deadline_s, lambda plan: plan.update_weights)
+        self._join(deadline_s, lambda plan: plan.update_weights and plan.url is None)
         self._start_waiting(lambda plan: plan.update_weights)
-        self._join(deadline_s, lambda plan: plan.update_weights)
+        self._join(deadline_s, lambda plan: plan.update_weights and plan.url is None)
+        deadline = time.monotonic() + deadline_s
+        while self._waits_for_others() and time.monotonic() < deadline:
+            if self._stopping.wait(WAIT_POLL_S):
+                return
 
     def start_frozen(self) -> None:
         """The devices are the engines' again: start the lost engines of frozen models that waited for them."""
@@ -143,6 +155,43 @@ class EngineRestarts:
         message = f"{lost} could not be restarted in {ATTEMPTS} attempts. The last error: {reason}"
         self._on_failure(lost, message, is_last=is_last)
 
+    def _attach_again(self, lost: Member) -> None:
+        """Wait until the engine that others started answers, and fits, again."""
+        _end(lost)
+        plan, said = lost.engine.plan, ""
+        while not self._stopping.wait(RETRY_DELAY_S):
+            member = Member(self._new_engine(plan))
+            try:
+                info = member.engine.start()
+            except Exception as e:  # noqa: BLE001  (logged, and retried)
+                reason = one_line_kind(e)
+                if not isinstance(e, NoAnswerError) and reason != said:
+                    logger.error("%s cannot be attached again: %s", member, reason)
+                    said = reason
+                if self._all_have_been_away(plan.model):
+                    message = f"{lost} has not been back for {self._timeout:g} s (--engine-ready-timeout): {reason}"
+                    self._on_failure(lost, message, is_last=True)
+                continue
+            self._members.put(member)
+            self._members.started(member, info, State.NEW)
+            self._finish_restart(member)
+            self._on_restart(member)
+            return
+
+    def _all_have_been_away(self, model: str) -> bool:
+        """Whether no engine of ``model`` lives, and none has for longer than one may take to start."""
+        if self._members.of(*LIVING, model=model):
+            return False
+        with self._lock:
+            last = max((at for plan, at in self._restarting.values() if plan.model == model), default=0.0)
+        return time.monotonic() - last > self._timeout
+
+    def _waits_for_others(self) -> bool:
+        """Whether none of the engines that get weights lives, and others have to bring one back."""
+        with self._lock:
+            away = any(plan.update_weights and plan.url is not None for plan, _ in self._restarting.values())
+        return away and not any(m.engine.plan.update_weights for m in self._members.of(*LIVING))
+
     def _is_others_turn(self, lost: Member) -> bool:
         """Whether an engine of a frozen model has to wait after all: the trainer has been given its devices."""
         plan = lost.engine.plan
@@ -158,7 +207,7 @@ class EngineRestarts:
             # Unless it died again already, and another thread restarts it.
             if self._threads[member.rank][1] is threading.current_thread():
                 self._restarting.pop(member.rank, None)
-            return all(plan.model != member.engine.plan.model for plan in self._restarting.values())
+            return all(plan.model != member.engine.plan.model for plan, _ in self._restarting.values())
 
 
 def _end(member: Member) -> None:

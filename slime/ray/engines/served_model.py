@@ -60,13 +60,16 @@ class ServedModel:
         remaining = (
             f"{serving} of {len(self.plans)} engines{of_model} continue; requests of the lost one are sent to them."
         )
+        external = any(plan.url is not None for plan in self.plans)
+        again = "attached again when it answers" if external else "restarted"
         if restarts:
             when = "from the next weight sync on" if self.update_weights else "as soon as it generates"
             lost = remaining if serving else f"It was the last one{of_model} that served."
-            return f"{lost} It is restarted, and serves {when}."
+            return f"{lost} It is {again}, and serves {when}."
         if serving:
-            return f"{remaining} With --use-fault-tolerance it would be restarted."
-        return f"No engine{of_model} is left. With --use-fault-tolerance engines are restarted."
+            return f"{remaining} With --use-fault-tolerance it would be {again}."
+        is_again = "an engine is attached again when it answers" if external else "engines are restarted"
+        return f"No engine{of_model} is left. With --use-fault-tolerance {is_again}."
 
 
 def served_models(args: Namespace, plans: Sequence[EnginePlan], members: Members) -> list[ServedModel]:
