@@ -18,6 +18,8 @@ class ExternalServer:
         self.version, self.paused, self.groups = "default", False, ["slime-pp_0"]
         self.calls: list[str] = []
         self.unauthorized = 0
+        self.blind = False
+        """It does not see the directories of weights."""
         self.port = 0
         self._stack = contextlib.ExitStack()
 
@@ -65,6 +67,8 @@ class ExternalServer:
         elif path == "/continue_generation":
             self.paused = False
         elif path == "/update_weights_from_disk":
+            if self.blind:
+                return 400, {"success": False, "message": "no such model"}
             self.version = seen.body["weight_version"]
             self.calls[-1] += f" {seen.body['model_path']}"
         return 200, {"success": True}

@@ -234,8 +234,9 @@ def load_weights_from_disk(
             )
             paths = dict(zip(clients, copies, strict=True))
         steps.pause_and_flush(control, resolve_pause_mode(args, synchronous_loop), timeout)
+        hint = " (a path that their hosts must share with the trainers)" if args.rollout_external else ""
         control.call(
-            f"load {directory}",
+            f"load {directory}{hint}",
             lambda c: c.update_weights_from_disk(paths[c], flush_cache=False, weight_version=str(version)),
             timeout,
         )

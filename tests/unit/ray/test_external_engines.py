@@ -28,7 +28,7 @@ from slime.ray.engines.control import load_weights_from_disk
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.members import State
 from slime.servers.types import EngineInfo
-from slime.weight_sync import resolve_pause_mode
+from slime.weight_sync import WeightSyncError, resolve_pause_mode
 from tests.support.arguments import CONFIG
 from tests.support.external_engine import ExternalServer
 from tests.support.fake_fleet import PATIENCE_S, Router, World, infos, push
@@ -214,6 +214,11 @@ def test_weights_through_files(attached: Any, servers: Any) -> None:
     load = "update_weights_from_disk /shared/weight_v000004"
     assert one.calls == ["pause_generation", "flush_cache", load, "continue_generation"]
     assert resolve_pause_mode(run.fleet.args, synchronous_loop=False) == "abort"
+    two.blind = True
+    with pytest.raises(
+        WeightSyncError, match=rf"(?s)hosts must share with the trainers\) on 1 of 2 engines.*{two.url}"
+    ):
+        load_weights_from_disk(run.fleet.args, run.fleet.offered, "/shared/weight_v000005", 5, synchronous_loop=False)
 
 
 def test_without_the_flag_a_lost_engine_stays_away(attached: Any, servers: Any, caplog: Any) -> None:
