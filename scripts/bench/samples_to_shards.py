@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from slime.batching.columns import RolloutBatch
+from slime.batching.columns import RolloutColumns
 from slime.batching.schedule import DpSchedule
 from slime.batching.train_data import build_train_data
 from slime.utils.types import Sample
@@ -94,7 +94,7 @@ class Outcome:
 
 def by_columns(data: dict[str, Any], schedule: DpSchedule, store: Any) -> Outcome:
     outcome = Outcome()
-    for shard in RolloutBatch.from_train_data(data).shards(schedule):
+    for shard in RolloutColumns.from_train_data(data).shards(schedule):
         received, size = store.through(shard)
         outcome.ranks.append(received.to_rollout_data())
         outcome.stored += size

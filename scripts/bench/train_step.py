@@ -86,12 +86,12 @@ class Trainer:
 
     def prepare(self, batch: Batch) -> None:
         """Make the shard that the rollout manager hands over."""
-        from slime.batching.columns import RolloutBatch
+        from slime.batching.columns import RolloutColumns
         from slime.batching.schedule import build_dp_schedule
 
         responses = [len(tokens) - PROMPT for tokens in batch.sequences]
         count = len(responses)
-        columns = RolloutBatch.from_train_data(
+        columns = RolloutColumns.from_train_data(
             {
                 "tokens": batch.sequences,
                 "response_lengths": responses,

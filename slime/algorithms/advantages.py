@@ -75,7 +75,7 @@ def get_rloo_advantages(
 ) -> list[Tensor]:
     """Return ``A_t = R - kl_coef * K`` at every token (RLOO, arXiv:2402.14740): the response is one action.
 
-    rewards: n, minus the mean of the group's other executions (``rewards.leave_one_out``). centered_kl: n, the summed
+    rewards: n, minus the mean of the group's other trajectories (``rewards.leave_one_out``). centered_kl: n, the summed
     KL of each response to the reference, minus the same baseline (it is linear: rewards and KL are centered apart). kl:
     n tensors that give shape, dtype and device.
     """

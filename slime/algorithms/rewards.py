@@ -29,7 +29,7 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
 
     With ``args.rewards_normalization`` and an estimator of the GRPO family (grpo, gspo, cispo,
     reinforce_plus_plus_baseline, rloo) rewards are centered per group: on the group's mean, for rloo on the mean of the
-    group's other executions. For the first three they are divided by the group's standard deviation unless
+    group's other trajectories. For the first three they are divided by the group's standard deviation unless
     ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a ``group_index``,
     however many samples that are; without any index, consecutive runs of ``n_samples_per_prompt`` when the count is
     that of a full rollout.
@@ -70,24 +70,24 @@ def normalize_by_group(
 def leave_one_out(
     values: Sequence[float], group_indices: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
 ) -> list[float]:
-    """Return ``R_i - mean(R of the group's other executions)`` (RLOO, arXiv:2402.14740): ``n / (n-1) (R_i - mean(R))``.
+    """Return ``R_i - mean(R of the other trajectories)`` (RLOO, arXiv:2402.14740): ``n / (n-1) (R_i - mean(R))``.
 
-    The baseline must not depend on what it is the baseline of: samples of one execution (the same id in
-    ``rollout_ids``; None is an execution of its own) are left out together, and an execution counts once in the
-    baseline of others, with the mean of its samples. Without another execution there is nothing to compare with: 0.
+    The baseline must not depend on what it is the baseline of: samples of one trajectory (the same id in
+    ``rollout_ids``; None is a trajectory of its own) are left out together, and a trajectory counts once in the
+    baseline of others, with the mean of its samples. Without another trajectory there is nothing to compare with: 0.
     """
     ids = [None] * len(values) if rollout_ids is None else rollout_ids
     groups: dict[Hashable, dict[Hashable, list[int]]] = {}
     for position, (group, rollout_id) in enumerate(zip(group_indices, ids, strict=True)):
-        execution = ("alone", position) if rollout_id is None else ("shared", rollout_id)
-        groups.setdefault(group, {}).setdefault(execution, []).append(position)
+        trajectory = ("alone", position) if rollout_id is None else ("shared", rollout_id)
+        groups.setdefault(group, {}).setdefault(trajectory, []).append(position)
     result = [0.0] * len(values)
-    for executions in groups.values():
-        means = [math.fsum(values[i] for i in positions) / len(positions) for positions in executions.values()]
+    for trajectories in groups.values():
+        means = [math.fsum(values[i] for i in positions) / len(positions) for positions in trajectories.values()]
         total = math.fsum(means)
         if len(means) == 1:
             continue
-        for own, positions in zip(means, executions.values(), strict=True):
+        for own, positions in zip(means, trajectories.values(), strict=True):
             for i in positions:
                 result[i] = values[i] - (total - own) / (len(means) - 1)
     return result

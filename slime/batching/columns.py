@@ -51,7 +51,7 @@ _TENSOR_DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
-class RolloutBatch:
+class RolloutColumns:
     """All samples of one rollout (n of them), in columns.
 
     ragged: per-token fields of RAGGED_FIELDS. numbers: arrays [n] of NUMBER_FIELDS. objects: any other per-sample
@@ -73,17 +73,17 @@ class RolloutBatch:
 
     @property
     def rollout_ids(self) -> list[int]:
-        """Rollout id of every sample, ready for ``build_dp_schedule(rollout_indices=...)``."""
+        """The trajectory of every sample (``Sample.rollout_id``), for ``build_dp_schedule(rollout_indices=...)``."""
         return [int(rollout_id) for rollout_id in self.numbers["rollout_ids"]]
 
     @classmethod
-    def from_train_data(cls, data: Mapping[str, Any]) -> RolloutBatch:
+    def from_train_data(cls, data: Mapping[str, Any]) -> RolloutColumns:
         """Pack a dict of per-sample lists: the built-in converter's or a custom one's.
 
         Required: ``tokens``, ``response_lengths``, ``rewards``, ``loss_masks``. ``rollout_ids`` may be absent or hold
-        None (every such sample is a rollout of its own). Without ``rollout_mask_sums`` every sample weighs by its own
-        mask, also among samples that share a rollout id. Keys this package does not know are carried along when they
-        hold one entry per sample, and left out with a warning when they do not.
+        None (every such sample is a trajectory of its own). Without ``rollout_mask_sums`` every sample weighs by its
+        own mask, also among samples that share a rollout id. Keys this package does not know are carried along when
+        they hold one entry per sample, and left out with a warning when they do not.
 
         Raises TrainDataError, naming the sample, for lengths that disagree, values that are not finite and ids that do
         not fit.
@@ -115,11 +115,11 @@ class RolloutBatch:
         validate.columns(batch.ragged, batch.numbers, name_of)
         return batch
 
-    def take(self, positions: Sequence[int] | np.ndarray) -> RolloutBatch:
+    def take(self, positions: Sequence[int] | np.ndarray) -> RolloutColumns:
         """Return the samples at ``positions``, in that order, in new contiguous columns (raw_reward likewise)."""
         index = np.asarray(positions, dtype=np.int64)
         raw = self.raw_reward
-        return RolloutBatch(
+        return RolloutColumns(
             ragged={key: column.take(index) for key, column in self.ragged.items()},
             numbers={key: column[index] for key, column in self.numbers.items()},
             objects={key: [column[i] for i in index.tolist()] for key, column in self.objects.items()},
@@ -153,7 +153,7 @@ class RolloutShard:
     all ranks.
     """
 
-    batch: RolloutBatch
+    batch: RolloutColumns
     dp_rank: int
     partition: list[int]
     micro_batch_indices: list[list[int]]

@@ -1,7 +1,7 @@
 """Which data-parallel rank trains which sample in which micro-batch of which optimizer step.
 
-A step trains ``global_batch_size`` *rollouts* (executions; all samples of a rollout stay in one step). Its samples are
-divided into micro-batches, whose number every rank must share equally, and these over the ranks.
+A step trains ``global_batch_size`` trajectories; all samples of a trajectory (one rollout id) stay in one step. Its
+samples are divided into micro-batches, whose number every rank must share equally, and these over the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class DpSchedule(NamedTuple):
     """partitions[rank]: positions of samples, in training order. micro_batch_indices[rank][k]: positions *within that
     partition* of micro-batch k, counted over all steps. num_microbatches[step]: per rank. global_batch_sizes[step]:
-    rollouts."""
+    trajectories."""
 
     partitions: list[list[int]]
     micro_batch_indices: list[list[list[int]]]
@@ -45,11 +45,12 @@ def build_dp_schedule(
     args: ``use_dynamic_batch_size`` with ``max_tokens_per_gpu`` (first-fit by tokens, or with ``balance_by_flops``
     partitions of equal FLOPs), else ``micro_batch_size`` samples per micro-batch; ``balance_data`` evens out the FLOPs
     of ranks. train_parallel_config: ``dp_size``, ``cp_size``, ``vpp_size``, ``microbatch_group_size_per_vp_stage``.
-    total_lengths: tokens per sample [n]. rollout_indices: rollout id per sample [n]; rollouts form steps in first-seen
-    order. Rollouts past the last whole step are in no partition (see ``leftover_positions``). Micro-batches packed by
-    tokens exceed their limit when a step has too few samples for as many micro-batches as ranks share equally.
+    total_lengths: tokens per sample [n]. rollout_indices: rollout id per sample [n]; trajectories form steps in
+    first-seen order. Trajectories past the last whole step are in no partition (see ``leftover_positions``).
+    Micro-batches packed by tokens exceed their limit when a step has too few samples for as many micro-batches as ranks
+    share equally.
 
-    Raises ScheduleError for less than one step of rollouts, a step with fewer samples than ranks, and micro-batches
+    Raises ScheduleError for less than one step of trajectories, a step with fewer samples than ranks, and micro-batches
     that the ranks (and virtual pipeline groups) cannot share equally.
     """
     lengths = [int(length) for length in total_lengths]
@@ -66,7 +67,7 @@ def build_dp_schedule(
         if len(members) < dp_size:
             raise ScheduleError(
                 f"step {step} has {len(members)} samples for {dp_size} data-parallel ranks; raise --global-batch-size "
-                f"(now {global_batch_size} rollouts) or use fewer ranks"
+                f"(now {global_batch_size} trajectories) or use fewer ranks"
             )
         micro_batches = _micro_batches(args, train_parallel_config, members, lengths, weights)
         num_microbatches.append(len(micro_batches) // dp_size)
@@ -79,13 +80,13 @@ def build_dp_schedule(
 
 
 def leftover_positions(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[int]:
-    """Return the positions of samples whose rollouts do not fill a whole step, in order; nothing trains them.
+    """Return the positions of samples whose trajectories do not fill a whole step, in order; nothing trains them.
 
     The caller carries these samples over to the next rollout instead of dropping them.
     """
-    by_rollout = _group(rollout_indices)
-    whole = len(by_rollout) // global_batch_size * global_batch_size
-    return sorted(position for members in list(by_rollout.values())[whole:] for position in members)
+    by_trajectory = _group(rollout_indices)
+    whole = len(by_trajectory) // global_batch_size * global_batch_size
+    return sorted(position for members in list(by_trajectory.values())[whole:] for position in members)
 
 
 def _group(rollout_indices: Sequence[Hashable]) -> dict[Hashable, list[int]]:
@@ -99,15 +100,15 @@ def _group(rollout_indices: Sequence[Hashable]) -> dict[Hashable, list[int]]:
 def _steps(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[list[int]]:
     if global_batch_size < 1:
         raise ScheduleError(f"--global-batch-size must be at least 1, got {global_batch_size}")
-    rollouts = list(_group(rollout_indices).values())
-    num_steps = len(rollouts) // global_batch_size
+    trajectories = list(_group(rollout_indices).values())
+    num_steps = len(trajectories) // global_batch_size
     if num_steps < 1:
         raise ScheduleError(
-            f"{len(rollouts)} rollouts are less than one step of --global-batch-size {global_batch_size}; generate "
-            "more (--rollout-batch-size x --n-samples-per-prompt) or lower it"
+            f"{len(trajectories)} trajectories are less than one step of --global-batch-size {global_batch_size}; "
+            "generate more (--rollout-batch-size x --n-samples-per-prompt) or lower it"
         )
     return [
-        [position for members in rollouts[step * global_batch_size :][:global_batch_size] for position in members]
+        [position for members in trajectories[step * global_batch_size :][:global_batch_size] for position in members]
         for step in range(num_steps)
     ]
 

@@ -20,7 +20,7 @@ def build_train_data(
     """Convert samples (n, flat) into lists of n entries under the keys every converter uses.
 
     Always: tokens, response_lengths, rewards, raw_reward, truncated (0/1), sample_indices, loss_masks, rollout_ids
-    (some may be None), rollout_mask_sums (trained tokens of the sample's whole rollout). When any sample has them:
+    (some may be None), rollout_mask_sums (trained tokens of the sample's whole trajectory). When any sample has them:
     rollout_log_probs, teacher_log_probs, rollout_routed_experts, multimodal_train_inputs, metadata
     (``train_metadata``), round_number, source_names; with ``args.rollout_top_p`` below 1 also rollout_top_p_token_ids
     and _offsets, and for RLOO with a KL penalty group_indices.
@@ -29,7 +29,7 @@ def build_train_data(
     zeroes it. ``metadata["raw_reward"]`` overrides raw rewards, for all samples as soon as one has it.
 
     Raises TrainDataError (a ValueError and an AssertionError) naming the sample for a reward that is no number and for
-    what is missing. Lengths and values are checked in columns, where it takes no loop (``RolloutBatch``).
+    what is missing. Lengths and values are checked in columns, where it takes no loop (``RolloutColumns``).
     """
     if not samples:
         raise TrainDataError("the rollout produced no sample to train on")
@@ -100,11 +100,11 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 def _rollout_mask_sums(samples: Sequence[Sample], masks: Sequence[list[int]]) -> list[float]:
     own = [float(sum(mask)) for mask in masks]
-    of_rollout: dict[Hashable, float] = defaultdict(float)
+    of_trajectory: dict[Hashable, float] = defaultdict(float)
     for sample, trained in zip(samples, own, strict=True):
-        of_rollout[sample.rollout_id] += trained
+        of_trajectory[sample.rollout_id] += trained
     pairs = zip(samples, own, strict=True)
-    return [trained if s.rollout_id is None else of_rollout[s.rollout_id] for s, trained in pairs]
+    return [trained if s.rollout_id is None else of_trajectory[s.rollout_id] for s, trained in pairs]
 
 
 def _per_response_token(sample: Sample, field: str) -> Any:

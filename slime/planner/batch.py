@@ -17,8 +17,8 @@ class BatchPlan:
     trained. micro_batch_size: samples per micro-batch, None where micro-batches are packed up to max_tokens_per_gpu x
     context_parallel_size tokens. num_rollout: end of the run, None where it depends on the data (num_epoch passes);
     start_rollout_id: None where it depends on the checkpoint. wave: prompts submitted together;
-    filtered: groups may be dropped; fans_out: an execution of the generator may return several samples; own_function: a
-    rollout function of the user's; from_dumps: rollouts are read, not generated.
+    filtered: groups may be dropped; fans_out: a trajectory may be several samples; own_function: a rollout function
+    of the user's; from_dumps: rollouts are read, not generated.
     """
 
     prompts: int
@@ -159,8 +159,8 @@ def _counting(batch: BatchPlan) -> str:
     if batch.own_function:
         return "your rollout function decides how many samples it returns; counted here is what the flags ask it for"
     return (
-        "a sample here is one execution of the generator: if it returns several samples, they count as one and stay in "
-        "one step"
+        "a sample here is one trajectory: if the generate function returns several samples of it, they count as one "
+        "and stay in one step"
     )
 
 

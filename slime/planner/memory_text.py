@@ -76,8 +76,8 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
 def _host_copies(args: Namespace, trainer: TrainerMemory) -> str:
     """Say what of this GPU is kept in the host's memory."""
     what = []
-    if trainer.sleeps:
-        what.append("the sleeping trainer")
+    if trainer.offloaded:
+        what.append("the offloaded trainer")
     if (args.kl_coef or 0) != 0 or args.use_kl_loss:
         what.append("actor and reference")
     if args.optimizer_cpu_offload:
@@ -104,10 +104,10 @@ def _engine_lines(group: EnginesMemory) -> list[str]:
 
 def _colocated_line(found: Memory) -> str:
     offloaded = {"trainer": found.offload_train, "engine": found.offload_rollout}
-    awake = [name for name, sleeps in offloaded.items() if not sleeps]
-    if awake:
-        return f"colocated  both on every GPU; what is not offloaded stays there: {', '.join(awake)}"
-    return "colocated  they take turns; the one that sleeps keeps its CUDA and NCCL buffers"
+    resident = [name for name, is_offloaded in offloaded.items() if not is_offloaded]
+    if resident:
+        return f"colocated  both on every GPU; what is not offloaded stays there: {', '.join(resident)}"
+    return "colocated  they take turns; the offloaded one keeps its CUDA and NCCL buffers"
 
 
 def _verdict_lines(found: Memory) -> list[str]:

@@ -11,7 +11,7 @@ from slime.utils.model_shape import Experts, Latent, LayerKind, LinearAttention,
 
 GIB = 2**30
 CONTEXT = 2 * GIB
-"""CUDA context, loaded kernels, cuBLAS workspaces and NCCL's channels of one process; it stays while it sleeps."""
+"""CUDA context, loaded kernels, cuBLAS workspaces and NCCL's channels of one process; an offloaded one keeps it."""
 
 LOG_PROB_CHUNK = 2**26  # elements, the most that slime.algorithms.log_probs takes at a time on a GPU
 LOG_PROB_BUFFERS = 3  # of a chunk at a time: the scaled logits, the selected rows, their probabilities
@@ -23,9 +23,9 @@ class TrainerMemory:
     """Bytes on a GPU of pipeline stage ``stage``, for micro-batches of ``tokens`` tokens per GPU.
 
     ``activations`` are kept from forward to backward; ``recomputed`` and ``logits`` come on top of them, one after
-    the other; ``transfer`` are the buckets of a weight update, between the steps, when a trainer that sleeps
-    (``sleeps``) has only its parameters. ``host`` is in the host's memory: copies of weights, of a sleeping trainer,
-    and an offloaded optimizer.
+    the other; ``transfer`` are the buckets of a weight update, between the steps, when an ``offloaded`` trainer
+    has only its parameters. ``host`` is in the host's memory: copies of weights, an offloaded trainer, and an offloaded
+    optimizer.
     """
 
     stage: int
@@ -39,7 +39,7 @@ class TrainerMemory:
     recomputed: int
     transfer: int
     host: int
-    sleeps: bool = False
+    offloaded: bool = False
     context: int = CONTEXT
 
     @property
@@ -55,7 +55,7 @@ class TrainerMemory:
     @property
     def sending(self) -> int:
         """What is in use while weights are sent to the engines."""
-        return (self.parameters + self.context if self.sleeps else self.static) + self.transfer
+        return (self.parameters + self.context if self.offloaded else self.static) + self.transfer
 
     @property
     def total(self) -> int:
@@ -110,11 +110,10 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     old = (2 if args.update_weights_interval == 1 else 1) * bool(args.keep_old_actor)
     others = with_reference + with_teacher + old
     copies = others + bool(others)  # the actor's own, while another plays
-    sleeps = bool(args.offload_train)
     # 16-bit parameters are written anew from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
     rebuilt = element < 4 and not args.use_precision_aware_optimizer
     offloaded_state = optimizer + (0 if rebuilt else parameters)
-    offloaded = int(_shard(args, rank, parallel) * _state_size(args) * _offloaded(args))
+    optimizer_on_host = int(_shard(args, rank, parallel) * _state_size(args) * _offloaded(args))
     return TrainerMemory(
         stage=rank.stage,
         tokens=tokens,
@@ -126,8 +125,8 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
         logits=_logits(args, size, tokens, element) if any(chunk.output for chunk in rank.chunks) else 0,
         recomputed=recomputed,
         transfer=_transfer(args, size, element),
-        host=element * rank.total * copies + offloaded + (offloaded_state if sleeps else 0),
-        sleeps=sleeps,
+        host=element * rank.total * copies + optimizer_on_host + (offloaded_state if args.offload_train else 0),
+        offloaded=bool(args.offload_train),
     )
 
 

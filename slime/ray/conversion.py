@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.algorithms.rewards import post_process_rewards
-from slime.batching.columns import RolloutBatch, RolloutShard, fill_rollout_ids
+from slime.batching.columns import RolloutColumns, RolloutShard, fill_rollout_ids
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import Rows, build_train_data, finite_reward, join_rows, take_rows, unused_ids
 from slime.rollout.debug_data import load_rollout, save_rollout
@@ -78,7 +78,7 @@ class Converter:
         )
         return batch.shards(schedule)
 
-    def _batch(self, fresh: list[Sample]) -> RolloutBatch:
+    def _batch(self, fresh: list[Sample]) -> RolloutColumns:
         if self._convert is not None:
             return self._converted(self._convert, fresh)
         old = self.carried
@@ -89,7 +89,7 @@ class Converter:
         fresh_raw, fresh_rewards = self._rewards(fresh)
         samples, raw, rewards = old.samples + fresh, old.raw_rewards + list(fresh_raw), old.rewards + [*fresh_rewards]
         with self.annotate_with_hooks():
-            batch = RolloutBatch.from_train_data(build_train_data(self.args, samples, raw, rewards))
+            batch = RolloutColumns.from_train_data(build_train_data(self.args, samples, raw, rewards))
         positions = self._leftover(batch)
         self.carried = CarriedOver(
             [copy_sample(samples[p]) for p in positions], [raw[p] for p in positions], [rewards[p] for p in positions]
@@ -98,17 +98,17 @@ class Converter:
             sample.rollout_id = batch.rollout_ids[position]
         return batch
 
-    def _converted(self, convert: Hook, fresh: list[Sample]) -> RolloutBatch:
+    def _converted(self, convert: Hook, fresh: list[Sample]) -> RolloutColumns:
         data = convert(self.args, fresh)
         if not isinstance(data, Mapping):
             raise convert.returned(data, "a dict of lists with one entry per sample")
         with convert.naming():
             data = join_rows(self.carried.rows, data)
-            batch = RolloutBatch.from_train_data(data)
+            batch = RolloutColumns.from_train_data(data)
         self.carried = CarriedOver(rows=take_rows(data, self._leftover(batch), batch.rollout_ids))
         return batch
 
-    def _leftover(self, batch: RolloutBatch) -> list[int]:
+    def _leftover(self, batch: RolloutColumns) -> list[int]:
         positions = leftover_positions(batch.rollout_ids, self.args.global_batch_size)
         if 0 < len(positions) < len(batch):
             logger.info("%d samples do not fill a training step and wait for the next rollout", len(positions))

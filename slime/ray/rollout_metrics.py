@@ -31,7 +31,7 @@ def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) 
 def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return ``passrate/*`` (``--log-passrate``) and ``multi_turn/*`` (``--log-multi-turn``) of flat samples (n >= 1).
 
-    A pass is a raw reward of exactly 1, of one sample at least where an execution made several; groups go by
+    A pass is a raw reward of exactly 1, of one sample at least where a trajectory made several; groups go by
     ``group_index``.
     """
     found: dict[str, float] = {}
@@ -141,16 +141,16 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
 def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing.
 
-    Groups of one execution, and those with non-numeric rewards (dicts, or None, for a custom post-processing),
+    Groups of one trajectory, and those with non-numeric rewards (dicts, or None, for a custom post-processing),
     are not counted.
     """
     if args.advantage_estimator == "ppo":
         return {}
     groups = _groups(samples, [s.get_reward_value(args) for s in samples])
     flat = []
-    for executions in groups:
-        rewards = [reward for execution in executions for reward in execution]
-        if all(isinstance(reward, numbers.Real) for reward in rewards) and len(executions) > 1:
+    for trajectories in groups:
+        rewards = [reward for trajectory in trajectories for reward in trajectory]
+        if all(isinstance(reward, numbers.Real) for reward in rewards) and len(trajectories) > 1:
             flat += rewards[:1] if len(set(rewards)) == 1 else []
     counts = Counter(round(float(reward), 1) for reward in flat)
     return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
@@ -229,23 +229,23 @@ def is_repetitive(text: str) -> bool:
 
 
 def _groups(samples: Sequence[Sample], values: Sequence[Any]) -> list[list[list[Any]]]:
-    """Return the values by group (``group_index``) and within it by execution (``rollout_id``).
+    """Return the values by group (``group_index``) and within it by trajectory (``rollout_id``).
 
-    A sample without the one is a group of its own, a sample without the other an execution of its own.
+    A sample without the one is a group of its own, a sample without the other a trajectory of its own.
     """
     groups: dict[Any, dict[Any, list[Any]]] = {}
     for number, (sample, value) in enumerate(zip(samples, values, strict=True)):
         group = ("alone", number) if sample.group_index is None else sample.group_index
-        execution = ("alone", number) if sample.rollout_id is None else sample.rollout_id
-        groups.setdefault(group, {}).setdefault(execution, []).append(value)
-    return [list(executions.values()) for executions in groups.values()]
+        trajectory = ("alone", number) if sample.rollout_id is None else sample.rollout_id
+        groups.setdefault(group, {}).setdefault(trajectory, []).append(value)
+    return [list(trajectories.values()) for trajectories in groups.values()]
 
 
 def _passes(samples: Sequence[Sample], rewards: Sequence[Any]) -> list[list[float]]:
-    """Return per group 1.0 for every execution with a reward of 1 and 0.0 for every other."""
+    """Return per group 1.0 for every trajectory with a reward of 1 and 0.0 for every other."""
     return [
-        [float(any(reward == 1 for reward in execution)) for execution in executions]
-        for executions in _groups(samples, rewards)
+        [float(any(reward == 1 for reward in trajectory)) for trajectory in trajectories]
+        for trajectories in _groups(samples, rewards)
     ]
 
 

@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Groups of samples to train on (prompt x execution, or prompt x execution x siblings), and metrics to log."""
+    """Groups of samples to train on (prompt x trajectory, or prompt x trajectory x siblings), and metrics to log."""
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ def _check_results(fn: Callable[..., Any], data: Any) -> None:
 
 
 def check_sibling_rollout_ids(nested: Any, depth: int = 0) -> None:
-    """Assert that siblings of one execution share a rollout id.
+    """Assert that siblings of one trajectory share a rollout id.
 
     A list of samples nested two or more levels deep, with more than one sample, must have equal ``rollout_id``s that
     are not None. Raises AssertionError naming the samples.
@@ -98,6 +98,6 @@ def check_sibling_rollout_ids(nested: Any, depth: int = 0) -> None:
         ids = [sample.rollout_id for sample in nested]
         shared = ids[0] is not None and len(set(ids)) == 1
         assert shared, (
-            f"{len(nested)} samples of one execution (indices {[s.index for s in nested]}) must share one rollout_id, "
+            f"{len(nested)} samples of one trajectory (indices {[s.index for s in nested]}) must share one rollout_id, "
             f"got {ids}. Set sample.rollout_id in the generate function that returns a list of samples."
         )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from slime.utils.misc import decode_int32_meta_array, first_present, to_int32_tensor
 
 RolloutBatch = dict[str, Any]
-"""Training data of one rollout: column name -> list (one entry per sample) or whole-batch value."""
+"""Training data of one rollout, as hooks have it: column name -> list (one entry per sample) or whole-batch value."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Sample:
 
     group_index: int | None = None
     index: int | None = None
-    rollout_id: int | None = None
+    rollout_id: int | None = None  # the trajectory, shared by its samples; not the number of the iteration
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None

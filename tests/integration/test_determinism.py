@@ -1,6 +1,6 @@
 """Two trainings on the same rollouts, by ``train.py`` with ``--deterministic-mode``, are equal to the bit.
 
-The executions of these rollouts have one to three samples, and do not fill whole steps.
+The trajectories of these rollouts have one to three samples, and do not fill whole steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.replay import differences, executions, train_twice, write_dumps
+from tests.support.replay import differences, train_twice, trajectories, write_dumps
 from tests.support.run_train import rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -32,13 +32,13 @@ def test_parameters_and_metrics_are_equal_to_the_byte(tmp_path: Path) -> None:
     runs = train_twice(flags, tmp_path, ROLLOUTS - 1)
     assert differences(runs) == {}
     steps = [line for line in runs[0]["metrics"] if line.startswith("train/grad_norm ")]
-    assert len(steps) == 5  # 16 executions are two steps of 6; with the 4 left over the next 16 are three
+    assert len(steps) == 5  # 16 trajectories are two steps of 6; with the 4 left over the next 16 are three
     assert any(line.startswith("rollout/entropy 1 ") for line in runs[0]["metrics"])
     assert any(line.startswith("model-00001-of-00001.safetensors ") for line in runs[0]["files"])
 
     trained: dict[int, list[int]] = {}
     for line in map(json.loads, runs[0]["trained"]):
         trained.setdefault(line["rollout"], []).extend(line["samples"])
-    order = executions(dumps, ROLLOUTS)
-    assert sorted(trained[0]) == sorted(index for execution in order[: 2 * BATCH] for index in execution)
-    assert sorted(trained[1]) == sorted(index for execution in order[2 * BATCH : 5 * BATCH] for index in execution)
+    order = trajectories(dumps, ROLLOUTS)
+    assert sorted(trained[0]) == sorted(index for trajectory in order[: 2 * BATCH] for index in trajectory)
+    assert sorted(trained[1]) == sorted(index for trajectory in order[2 * BATCH : 5 * BATCH] for index in trajectory)

@@ -36,7 +36,7 @@ async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any], 
 
 
 async def fan_out(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Any]:
-    """``--custom-generate-function-path``: samples of one execution, nested, that share its rollout id."""
+    """``--custom-generate-function-path``: samples of one trajectory, nested, that share its rollout id."""
     sample.rollout_id = sample.index
     other = Sample(**sample.__dict__)
     other.tokens, other.metadata = list(sample.tokens), dict(sample.metadata)

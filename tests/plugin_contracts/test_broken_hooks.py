@@ -190,7 +190,7 @@ def test_a_broken_hook_is_told_what_is_expected(name, contract, needs, message, 
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_siblings_without_a_common_rollout_id_break_the_contract(evaluation, args, source):
-    with pytest.raises(AssertionError, match="samples of one execution to share a rollout_id that is set"):
+    with pytest.raises(AssertionError, match="samples of one trajectory to share a rollout_id that is set"):
         test_generate.test_a_generate_function_fills_the_sample(f"{HERE}.strangers", evaluation, args, source)
 
 

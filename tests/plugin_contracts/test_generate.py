@@ -43,7 +43,7 @@ def test_a_generate_function_fills_the_sample(path, evaluation, args, source):
         try:
             check_sibling_rollout_ids([[leaves]])
         except AssertionError as e:
-            must(False, hook, "samples of one execution to share a rollout_id that is set", str(e))
+            must(False, hook, "samples of one trajectory to share a rollout_id that is set", str(e))
         with_log_probs = {leaf.rollout_log_probs is not None for leaf in leaves if leaf.effective_response_length}
         must(len(with_log_probs) < 2, hook, "rollout_log_probs for all samples that are trained on, or for none")
 

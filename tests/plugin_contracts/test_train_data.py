@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.batching.columns import RolloutBatch
+from slime.batching.columns import RolloutColumns
 from slime.batching.validate import REQUIRED_KEYS
 from slime.ray.conversion import Converter
 from tests.plugin_contracts.contract import EXAMPLES, hook_at, must, must_be_finite, subjects
@@ -44,7 +44,7 @@ def test_a_converter_gives_what_training_needs(path, args, samples):
             f"{key!r} to have one entry per sample ({len(data['tokens'])})", values,
         )  # fmt: skip
     try:
-        RolloutBatch.from_train_data(data)
+        RolloutColumns.from_train_data(data)
     except ValueError as e:
         must(False, hook, "data that can be trained on", str(e))
     args.custom_convert_samples_to_train_data_path = path

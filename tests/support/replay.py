@@ -19,14 +19,14 @@ DIFFERS = ("perf/", "rollout/requests/", "rollout/reward/latency/", "eval/reward
 def write_dumps(folder: Path, rollouts: int, *, prompts: int = 4, per_prompt: int = 4, vocab_size: int = 256) -> str:
     """Write ``rollouts`` dumps of random samples with masked tokens; return the template of their paths.
 
-    Each has ``prompts * per_prompt`` executions, of one, two and three samples in turn. ``index`` is unique.
+    Each has ``prompts * per_prompt`` trajectories, of one, two and three samples in turn. ``index`` is unique.
     """
     rng = random.Random(0)
     for rollout_id in range(rollouts):
         samples = [
-            _made_up(rng, vocab_size, group_index=execution // per_prompt, rollout_id=execution)
-            for execution in range(prompts * per_prompt)
-            for _ in range(1 + execution % 3)
+            _made_up(rng, vocab_size, group_index=trajectory // per_prompt, rollout_id=trajectory)
+            for trajectory in range(prompts * per_prompt)
+            for _ in range(1 + trajectory % 3)
         ]
         for i, sample in enumerate(samples):
             sample.index = 1000 * rollout_id + i
@@ -49,8 +49,8 @@ def _made_up(rng: random.Random, vocab_size: int, **fields: Any) -> Sample:
     )
 
 
-def executions(template: str, rollouts: int) -> list[list[int]]:
-    """Return the indices of the samples of every execution, in the order of the dumps."""
+def trajectories(template: str, rollouts: int) -> list[list[int]]:
+    """Return the indices of the samples of every trajectory, in the order of the dumps."""
     found: dict[tuple[int, Any], list[int]] = {}
     for rollout_id in range(rollouts):
         for sample in load_rollout(template.format(rollout_id=rollout_id)):

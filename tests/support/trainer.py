@@ -108,10 +108,10 @@ def make_train_data(
 
 def make_shards(args: argparse.Namespace, data: dict[str, list[Any]], parallel_config: dict[str, int]) -> list[Any]:
     """Return the shards that the rollout manager would make of ``data`` for trainers with ``parallel_config``."""
-    from slime.batching.columns import RolloutBatch
+    from slime.batching.columns import RolloutColumns
     from slime.batching.schedule import build_dp_schedule
 
-    batch = RolloutBatch.from_train_data(data)
+    batch = RolloutColumns.from_train_data(data)
     schedule = build_dp_schedule(
         args,
         parallel_config,

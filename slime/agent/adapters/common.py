@@ -121,7 +121,7 @@ class BaseAdapter(ProviderFormat):
         """Let the turns of ``sid`` in. Raises ValueError when it is open already."""
         with self._lock:
             if sid in self.store:
-                raise ValueError(f"session {sid!r} is open already; every execution needs an id of its own")
+                raise ValueError(f"session {sid!r} is open already; every session needs an id of its own")
             self.closed.pop(sid, None)
             self.store[sid] = Session(dict(sampling_defaults or {}), max_context_tokens)
 

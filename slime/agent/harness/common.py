@@ -28,7 +28,7 @@ HOME_OF_AGENT = f"/home/{AGENT_USER}"
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """One execution: where the agent works, its session, the gateway's address, the model's name in requests."""
+    """One run of an agent: where it works, its session, the gateway's address, the model's name in requests."""
 
     workdir: str
     session_id: str
@@ -37,7 +37,7 @@ class HarnessContext:
 
 
 class _HarnessMeta(SingletonMeta, abc.ABCMeta):
-    """Harnesses hold no state: one of each serves all executions."""
+    """Harnesses hold no state: one of each serves all runs."""
 
 
 class BaseHarness(metaclass=_HarnessMeta):

@@ -30,9 +30,7 @@ class Cluster(ArgumentGroup):
         "(--no-offload-train, --no-offload-rollout: not)",
     )
     offload: bool = flag(False, "both --offload-train and --offload-rollout")
-    offload_train: bool | None = flag(
-        None, "put the trainer to sleep while engines generate; default: only with --colocate"
-    )
+    offload_train: bool | None = flag(None, "offload the trainer while engines generate; default: only with --colocate")
     offload_rollout: bool | None = flag(None, "release engine memory while training; default: only with --colocate")
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend; gloo is chosen by itself on machines without GPUs"

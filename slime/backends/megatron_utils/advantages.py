@@ -148,7 +148,7 @@ def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
 
 
 def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
-    """Return the KL of each response minus the mean over its group's other executions, on whatever ranks those are.
+    """Return the KL of each response minus the mean over its group's other trajectories, on whatever ranks those are.
 
     The KL itself where there is none: carried over into a step without the rest of its group it is penalized too.
     """
@@ -164,11 +164,11 @@ def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
     mine = list(zip(sums, groups, data["rollout_ids"], strict=True))
     parts = all_gather_objects(mine, ranks)
     rows = [row for part in parts for row in part]
-    executions: dict[int, set[int]] = {}
+    trajectories: dict[int, set[int]] = {}
     for _, group, rollout_id in rows:
-        executions.setdefault(group, set()).add(rollout_id)
+        trajectories.setdefault(group, set()).add(rollout_id)
     centered = [
-        value if len(executions[group]) > 1 else penalty
+        value if len(trajectories[group]) > 1 else penalty
         for value, (penalty, group, _) in zip(leave_one_out(*zip(*rows, strict=True)), rows, strict=True)
     ]
     start = sum(len(part) for part in parts[: ranks.rank])

@@ -139,7 +139,7 @@ def get_sum_of_sample_mean(
     """Return the reducer of a micro-batch: local per-token values [R_local] -> scalar.
 
     Default: the sum over samples of ``sum(x * mask) / max(denominator, 1)``, where the denominator is
-    ``sample_denoms[i]`` (the trainer passes all trained tokens of the sample's rollout execution) or, without it, the
+    ``sample_denoms[i]`` (the trainer passes all trained tokens of the sample's trajectory) or, without it, the
     sample's own mask sum. With ``calculate_per_token_loss``: the sum over tokens of ``x * mask``, without denominators.
     Sum the results over micro-batches and CP ranks to have the value of the batch. ``loss_masks`` are whole
     [response_length]. ``qkv_format`` and ``max_seq_lens`` as in ``get_logits_and_tokens_offset_with_cp``.

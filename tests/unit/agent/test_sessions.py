@@ -85,7 +85,7 @@ async def test_a_patched_engine_is_used(gateway, client, monkeypatch):
 async def test_a_session_is_opened_once_and_closed_for_good(gateway, client):
     g = gateway()
     g.adapter.open_session("s")
-    with pytest.raises(ValueError, match="session 's' is open already; every execution needs an id of its own"):
+    with pytest.raises(ValueError, match="session 's' is open already; every session needs an id of its own"):
         g.adapter.open_session("s")
     assert (await ask(client, g.url))[0] == 200
     assert len(await g.adapter.finish_session("s", base_sample=BASE)) == 1

@@ -96,15 +96,15 @@ def grpo(rewards: list[float], groups: list[int], std: bool) -> list[float]:
     return result
 
 
-def rloo(rewards: list[float], groups: list[int], executions: list[int | None]) -> list[float]:
-    """Rewards minus the mean over the group's other executions of the mean reward of each."""
+def rloo(rewards: list[float], groups: list[int], trajectories: list[int | None]) -> list[float]:
+    """Rewards minus the mean over the group's other trajectories of the mean reward of each."""
     result = []
-    for i, (reward, group, execution) in enumerate(zip(rewards, groups, executions, strict=True)):
+    for i, (reward, group, trajectory) in enumerate(zip(rewards, groups, trajectories, strict=True)):
         others: dict[Any, list[float]] = {}
         for j, other in enumerate(rewards):
-            same = j == i or (execution is not None and executions[j] == execution)
+            same = j == i or (trajectory is not None and trajectories[j] == trajectory)
             if groups[j] == group and not same:
-                others.setdefault(("alone", j) if executions[j] is None else executions[j], []).append(other)
+                others.setdefault(("alone", j) if trajectories[j] is None else trajectories[j], []).append(other)
         means = [sum(values) / len(values) for values in others.values()]
         result.append(reward - sum(means) / len(means) if means else 0.0)
     return result

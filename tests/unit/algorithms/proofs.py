@@ -95,11 +95,11 @@ def rloo(rng: random.Random) -> tuple[Numbers, Numbers]:
     n = rng.randint(1, 12)
     values, sums = normal(rng, n), normal(rng, n)
     groups = [rng.randint(0, 3) for _ in range(n)]
-    executions = [rng.choice([None, 0, 1, 2]) for _ in range(n)]
+    trajectories = [rng.choice([None, 0, 1, 2]) for _ in range(n)]
     coef, counts = rng.random(), [rng.randint(0, 4) for _ in range(n)]
-    left_out, centered = (rewards.leave_one_out(column, groups, executions) for column in (values, sums))
+    left_out, centered = (rewards.leave_one_out(column, groups, trajectories) for column in (values, sums))
     result = advantages.get_rloo_advantages(left_out, [tensor([0.0] * c) for c in counts], centered, coef)
-    whole = brute_force.rloo([r - coef * k for r, k in zip(values, sums, strict=True)], groups, executions)
+    whole = brute_force.rloo([r - coef * k for r, k in zip(values, sums, strict=True)], groups, trajectories)
     return result, [[a] * c for a, c in zip(whole, counts, strict=True)]
 
 
@@ -262,10 +262,10 @@ def reducer_of(kind: str) -> Proof:
     def proof(rng: random.Random) -> tuple[Numbers, Numbers]:
         counts = lengths(rng)
         values, masks = [normal(rng, n) for n in counts], [bits(rng, n) for n in counts]
-        executions = [rng.randint(0, 2) for _ in counts]
+        trajectories = [rng.randint(0, 2) for _ in counts]
         sums = [
-            float(sum(sum(mask) for mask, other in zip(masks, executions, strict=True) if other == own))
-            for own in executions
+            float(sum(sum(mask) for mask, other in zip(masks, trajectories, strict=True) if other == own))
+            for own in trajectories
         ]
         length = rng.uniform(1, 50)
         total = torch.zeros((), dtype=torch.float64)

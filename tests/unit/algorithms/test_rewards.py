@@ -75,7 +75,7 @@ def left_out(rewards: list[float], groups: list[int], ids: list[int | None]) -> 
         min_size=1, max_size=20,
     )
 )  # fmt: skip
-def test_leave_one_out_leaves_out_the_whole_execution(rows) -> None:
+def test_leave_one_out_leaves_out_the_whole_trajectory(rows) -> None:
     rewards, groups, ids = map(list, zip(*rows, strict=True))
     assert leave_one_out(rewards, groups, ids) == pytest.approx(left_out(rewards, groups, ids), abs=1e-10)
 

@@ -160,13 +160,13 @@ def _check_schedules(args: argparse.Namespace, rng: random.Random) -> None:
         "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage
         or args.pipeline_model_parallel_size,
     }
-    executions = args.rollout_batch_size * args.n_samples_per_prompt
+    trajectories = args.rollout_batch_size * args.n_samples_per_prompt
     fans_out = args.custom_generate_function_path is not None
     carried: list[Any] = []
     for rollout in range(3):
         ids = list(carried)
-        for execution in range(executions):
-            ids += [(rollout, execution)] * (rng.randint(1, 3) if fans_out else 1)
+        for trajectory in range(trajectories):
+            ids += [(rollout, trajectory)] * (rng.randint(1, 3) if fans_out else 1)
         longest = rng.choice([1, 30, 300])
         lengths = [rng.choice([longest, rng.randint(1, longest)]) for _ in ids]
         schedule = build_dp_schedule(
@@ -177,7 +177,7 @@ def _check_schedules(args: argparse.Namespace, rng: random.Random) -> None:
         for count in schedule.num_microbatches:
             _check_pipeline(args, config, count)
     if args.num_steps_per_rollout is not None:
-        assert executions == args.global_batch_size * args.num_steps_per_rollout
+        assert trajectories == args.global_batch_size * args.num_steps_per_rollout
         assert not carried
 
 

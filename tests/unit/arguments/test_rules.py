@@ -147,7 +147,7 @@ def test_some_plug_ins_make_more_rollouts_than_prompts_times_n(flag):
 
 
 def test_a_generate_function_does_not():
-    """A step takes executions: the samples that one execution returns count as one."""
+    """A step takes trajectories: the samples that one trajectory returns count as one."""
     with pytest.raises(ArgumentError, match="4 samples per rollout, fewer than --global-batch-size 64"):
         parse("--global-batch-size", 64, "--custom-generate-function-path", "my.generate")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scripts.bench.samples_to_shards import ARGS as BENCH_ARGS
 from scripts.bench.samples_to_shards import PickleStore, make_samples
-from slime.batching.columns import RolloutBatch, RolloutShard, fill_rollout_ids
+from slime.batching.columns import RolloutColumns, RolloutShard, fill_rollout_ids
 from slime.batching.errors import TrainDataError
 from slime.batching.ragged import Ragged, RaggedTensor, as_lists, flat, ragged_from_rows
 from slime.batching.schedule import DpSchedule
@@ -54,7 +54,7 @@ def through_shared_memory(shard: RolloutShard) -> tuple[RolloutShard, int, int]:
 def check_round_trip(shapes: list[tuple[int, int]], dp_size: int, seed: int) -> None:
     data = make_data(shapes, seed)
     schedule = round_robin(len(shapes), dp_size)
-    shards = RolloutBatch.from_train_data(data).shards(schedule)
+    shards = RolloutColumns.from_train_data(data).shards(schedule)
     assert len(shards) == dp_size
     for rank, (shard, partition) in enumerate(zip(shards, schedule.partitions, strict=True)):
         received, _, _ = through_shared_memory(shard)
@@ -100,7 +100,7 @@ def test_shards_return_what_was_packed_full(shapes, dp_size: int, seed: int) -> 
 
 def test_shard_arrays_travel_out_of_band_and_arrive_read_only_without_a_copy() -> None:
     shapes = [(2000, 1500)] * 8
-    shard = RolloutBatch.from_train_data(make_data(shapes)).shards(round_robin(8, 2))[0]
+    shard = RolloutColumns.from_train_data(make_data(shapes)).shards(round_robin(8, 2))[0]
     received, in_band, out_of_band = through_shared_memory(shard)
     assert out_of_band >= 4 * 2000 * 4 + 4 * 1500 * (1 + 4)  # tokens, masks, log-probs of 4 samples
     assert in_band < 4096
@@ -117,7 +117,7 @@ def test_stored_bytes_are_4_per_token_and_5_per_response_token_and_little_per_sa
     for prompt, response in ((20, 100), (200, 1000)):
         samples = make_samples(count, prompt, response)
         rewards = [float(s.reward) for s in samples]  # type: ignore[arg-type]
-        batch = RolloutBatch.from_train_data(build_train_data(BENCH_ARGS, samples, rewards, rewards))
+        batch = RolloutColumns.from_train_data(build_train_data(BENCH_ARGS, samples, rewards, rewards))
         stored = sum(PickleStore().through(shard)[1] for shard in batch.shards(round_robin(count, ranks)))
         tokens, answers = sum(len(s.tokens) for s in samples), sum(s.response_length for s in samples)
         assert answers < tokens - 10 * count  # else 9 bytes per token would pass for less
@@ -130,7 +130,7 @@ def test_stored_bytes_are_4_per_token_and_5_per_response_token_and_little_per_sa
 
 def test_tensors_are_writable_though_the_shard_is_not(recwarn: pytest.WarningsRecorder) -> None:
     shard, _, _ = through_shared_memory(
-        RolloutBatch.from_train_data(make_data([(4, 2), (5, 3)])).shards(round_robin(2, 1))[0]
+        RolloutColumns.from_train_data(make_data([(4, 2), (5, 3)])).shards(round_robin(2, 1))[0]
     )
     before = shard.batch.ragged["rollout_log_probs"].values.copy()
     shard.to_rollout_data()["rollout_log_probs"][0].fill_(7.0)
@@ -140,7 +140,7 @@ def test_tensors_are_writable_though_the_shard_is_not(recwarn: pytest.WarningsRe
 
 def test_accepts_arrays_tensors_and_lists_alike() -> None:
     data = make_data([(4, 2), (5, 3), (6, 3)])
-    expected = RolloutBatch.from_train_data(data)
+    expected = RolloutColumns.from_train_data(data)
     mixed = {
         **data,
         "tokens": [torch.tensor(data["tokens"][0]), np.array(data["tokens"][1]), tuple(data["tokens"][2])],
@@ -149,7 +149,7 @@ def test_accepts_arrays_tensors_and_lists_alike() -> None:
         "rewards": torch.tensor(data["rewards"], dtype=torch.float64),
         "rollout_ids": np.array(data["rollout_ids"]),
     }
-    actual = RolloutBatch.from_train_data(mixed)
+    actual = RolloutColumns.from_train_data(mixed)
     for key, column in expected.ragged.items():
         assert np.array_equal(actual.ragged[key].values, column.values), key
         assert actual.ragged[key].values.dtype == column.values.dtype
@@ -160,14 +160,14 @@ def test_accepts_arrays_tensors_and_lists_alike() -> None:
 def test_bfloat16_log_probs_are_widened() -> None:
     data = make_data([(4, 2)])
     data["rollout_log_probs"] = [torch.tensor([-0.5, -0.25], dtype=torch.bfloat16)]
-    assert RolloutBatch.from_train_data(data).ragged["rollout_log_probs"].values.tolist() == [-0.5, -0.25]
+    assert RolloutColumns.from_train_data(data).ragged["rollout_log_probs"].values.tolist() == [-0.5, -0.25]
 
 
 def test_custom_converter_with_only_the_documented_keys() -> None:
     data = make_data([(4, 2), (5, 3)])
     minimal = {key: data[key] for key in ("tokens", "response_lengths", "rewards", "loss_masks")}
     minimal["loss_masks"] = [[1, 0], [1, 1, 1]]
-    batch = RolloutBatch.from_train_data(minimal)
+    batch = RolloutColumns.from_train_data(minimal)
     assert batch.rollout_ids == [0, 1]
     result = batch.shards(round_robin(2, 1))[0].to_rollout_data()
     assert result["rollout_mask_sums"].tolist() == [1.0, 3.0]  # every sample by itself
@@ -178,7 +178,7 @@ def test_mask_sums_default_to_the_sample_even_when_rollout_ids_are_shared() -> N
     data = make_data([(4, 2), (5, 3)])
     del data["rollout_mask_sums"]
     data["rollout_ids"], data["loss_masks"] = [7, 7], [[1, 0], [1, 1, 1]]
-    assert RolloutBatch.from_train_data(data).numbers["rollout_mask_sums"].tolist() == [1.0, 3.0]
+    assert RolloutColumns.from_train_data(data).numbers["rollout_mask_sums"].tolist() == [1.0, 3.0]
 
 
 def test_unknown_fields_travel_and_routed_experts_keep_shape_and_dtype() -> None:
@@ -188,7 +188,7 @@ def test_unknown_fields_travel_and_routed_experts_keep_shape_and_dtype() -> None
     data["rollout_routed_experts"] = [
         torch.arange(3 * 2 * 2, dtype=torch.uint8).reshape(3, 2, 2), torch.ones(4, 2, 2, dtype=torch.uint8)
     ]  # fmt: skip
-    shard = RolloutBatch.from_train_data(data).shards(DpSchedule([[1], [0]], [[[0]], [[0]]], [1], [1]))[1]
+    shard = RolloutColumns.from_train_data(data).shards(DpSchedule([[1], [0]], [[[0]], [[0]]], [1], [1]))[1]
     result = through_shared_memory(shard)[0].to_rollout_data()
     assert result["my_weights"] == [0.5]
     assert result["sample_indices"] == [3]
@@ -201,7 +201,7 @@ def test_fields_of_the_users_own_that_are_not_per_sample_are_left_out(
     value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a dictionary from a converter of slime <= 0.3.1 may have them."""
-    batch = RolloutBatch.from_train_data({**make_data([(4, 2), (5, 3)]), "mine": value})
+    batch = RolloutColumns.from_train_data({**make_data([(4, 2), (5, 3)]), "mine": value})
     assert "mine" not in batch.objects
     assert "'mine' is left out" in caplog.text
 
@@ -246,7 +246,7 @@ def test_errors_name_the_sample_and_the_field(apply, match: str) -> None:
     data = make_data([(4, 2), (5, 3)])
     apply(data)
     with pytest.raises(TrainDataError, match=match):
-        RolloutBatch.from_train_data(data)
+        RolloutColumns.from_train_data(data)
 
 
 def test_errors_are_what_old_callers_catch() -> None:
@@ -256,7 +256,7 @@ def test_errors_are_what_old_callers_catch() -> None:
 
 def test_take_reorders() -> None:
     data = make_data([(4, 2), (5, 3), (6, 1)])
-    batch = RolloutBatch.from_train_data(data).take([2, 0])
+    batch = RolloutColumns.from_train_data(data).take([2, 0])
     assert len(batch) == 2
     assert batch.ragged["tokens"][0].tolist() == data["tokens"][2]
     assert batch.raw_reward == [data["raw_reward"][2], data["raw_reward"][0]]
@@ -334,7 +334,7 @@ def test_tensors_of_multimodal_inputs_go_to_the_device() -> None:
     data = make_data([(5, 2), (4, 1)])
     data["multimodal_train_inputs"] = [{"pixel_values": torch.ones(2, 3), "note": "a cat"}, None]
     data["a scalar"] = np.array(3.0)  # no entry per sample: left out
-    (shard,) = RolloutBatch.from_train_data(data).shards(round_robin(2, 1))
+    (shard,) = RolloutColumns.from_train_data(data).shards(round_robin(2, 1))
     moved = shard.to_rollout_data("meta")
     assert moved["multimodal_train_inputs"][0]["pixel_values"].device.type == "meta"
     assert moved["multimodal_train_inputs"][0]["note"] == "a cat"

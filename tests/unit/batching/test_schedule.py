@@ -226,7 +226,7 @@ def test_balance_by_flops_divides_work_rather_than_tokens() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "config", "count", "gbs", "match"),
     [
-        ({}, make_config(), 3, 4, "3 rollouts are less than one step of --global-batch-size 4"),
+        ({}, make_config(), 3, 4, "3 trajectories are less than one step of --global-batch-size 4"),
         ({}, make_config(dp=4), 3, 3, "step 0 has 3 samples for 4 data-parallel ranks"),
         ({"micro_batch_size": 2}, make_config(dp=2), 6, 6, "make 3 micro-batches, expected a multiple of 2"),
         ({}, make_config(dp=1, vpp=2, group=4), 6, 6, "expected a multiple of 4"),

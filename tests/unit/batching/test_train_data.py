@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.batching.columns import RolloutBatch
+from slime.batching.columns import RolloutColumns
 from slime.batching.errors import TrainDataError
 from slime.batching.train_data import build_train_data
 from slime.utils.types import Sample
@@ -52,7 +52,7 @@ def test_the_keys_every_converter_has() -> None:
     assert data["rollout_ids"] == [9, 9, None]
     assert data["rollout_mask_sums"] == [2.0, 2.0, 1.0]  # of the whole rollout
     assert "rollout_log_probs" not in data
-    assert RolloutBatch.from_train_data(data).rollout_ids == [9, 9, 0]
+    assert RolloutColumns.from_train_data(data).rollout_ids == [9, 9, 0]
 
 
 def test_groups_are_told_to_rloo_for_its_kl_penalty() -> None:
@@ -107,10 +107,10 @@ def test_top_p_masks_are_checked() -> None:
         build([good, make_sample(1)], args)
     good.rollout_top_p_token_offsets = [0, 1, 2]
     with pytest.raises(TrainDataError, match=r"index=0 .* must rise from 0 to 3, .*; they go from 0 to 2"):
-        RolloutBatch.from_train_data(build([good], args))
+        RolloutColumns.from_train_data(build([good], args))
     good.rollout_top_p_token_offsets = [0, 3]
     with pytest.raises(TrainDataError, match=r"index=0 .*offsets has 2 entries, expected 3"):
-        RolloutBatch.from_train_data(build([good], args))
+        RolloutColumns.from_train_data(build([good], args))
 
 
 def r3_args(**flags: Any) -> SimpleNamespace:
@@ -166,7 +166,7 @@ def test_errors_name_the_sample(fields: dict[str, Any], reward: Any, match: str)
     first = make_sample(0, rollout_log_probs=[-1.0] * 3)
     second = make_sample(1, **{"rollout_log_probs": [-1.0] * 3, **fields})
     with pytest.raises(TrainDataError, match=match) as caught:
-        RolloutBatch.from_train_data(build([first, second], rewards=[0.0, reward]))
+        RolloutColumns.from_train_data(build([first, second], rewards=[0.0, reward]))
     assert isinstance(caught.value, AssertionError)
 
 
@@ -174,7 +174,7 @@ def test_response_without_prompt_is_refused() -> None:
     sample = make_sample(8)
     sample.response_length = len(sample.tokens)
     with pytest.raises(TrainDataError, match=r"index=8 .* response length 5 with 5 tokens"):
-        RolloutBatch.from_train_data(build([sample]))
+        RolloutColumns.from_train_data(build([sample]))
 
 
 def test_counts_must_agree_and_not_be_zero() -> None:
@@ -198,4 +198,4 @@ def test_raw_rewards_of_numpy_and_torch_become_plain_numbers(reward: Any) -> Non
 def test_a_rollout_id_that_is_no_number_is_named() -> None:
     samples = [make_sample(0), make_sample(1, rollout_id="a conversation")]
     with pytest.raises(TrainDataError, match="sample at position 1: rollout_id 'a conversation' is no whole number"):
-        RolloutBatch.from_train_data(build(samples))
+        RolloutColumns.from_train_data(build(samples))

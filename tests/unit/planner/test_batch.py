@@ -146,9 +146,9 @@ def test_the_length_of_the_run(changes: dict[str, Any], sentence: str) -> None:
     assert rows(replace(GRPO, **changes))["the run"].startswith(sentence)
 
 
-def test_generators_that_fan_out_count_executions() -> None:
+def test_generators_that_fan_out_count_trajectories() -> None:
     assert "counting" not in rows(GRPO)
-    assert "one execution of the generator" in rows(replace(GRPO, fans_out=True))["counting"]
+    assert "a sample here is one trajectory" in rows(replace(GRPO, fans_out=True))["counting"]
 
 
 def flags(**overrides: Any) -> SimpleNamespace:

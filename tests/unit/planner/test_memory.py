@@ -187,9 +187,9 @@ def test_copies_in_host_memory() -> None:
     total = model_size(args).total
     assert of_trainer(args).host == 0
     assert of_trainer(bare_args(actor_num_gpus_per_node=1, use_kl_loss=True)).host == 2 * 2 * total
-    asleep = of_trainer(bare_args(actor_num_gpus_per_node=1, offload_train=True))
-    assert asleep.host == asleep.optimizer  # the parameters are made of it again
-    assert asleep.sending == asleep.parameters + asleep.context + asleep.transfer
+    offloaded = of_trainer(bare_args(actor_num_gpus_per_node=1, offload_train=True))
+    assert offloaded.host == offloaded.optimizer  # the parameters are made of it again
+    assert offloaded.sending == offloaded.parameters + offloaded.context + offloaded.transfer
     away = of_trainer(bare_args(actor_num_gpus_per_node=1, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0))
     assert (away.optimizer, away.host) == (0, of_trainer(args).optimizer)
 
@@ -385,7 +385,7 @@ def test_what_takes_turns_and_what_does_not() -> None:
     both = memory(published_args("Qwen3-4B", *flags, "--colocate", "--no-offload-rollout"))
     capacity = CAPACITIES[80]
     assert apart.trainer is not None
-    assert turns.training(capacity) == apart.training(capacity) + 2 * GIB  # what a sleeping engine keeps
+    assert turns.training(capacity) == apart.training(capacity) + 2 * GIB  # what an offloaded engine keeps
     assert both.training(capacity) == apart.training(capacity) + capacity / 2 + 2 * GIB
 
 

@@ -350,10 +350,10 @@ def test_rewards_are_relative_to_the_prompt_whatever_became_of_its_siblings(data
 
 @st.composite
 def runs(draw):
-    """Rollouts one after the other, each a list of executions, each a number of sibling samples."""
+    """Rollouts one after the other, each a list of trajectories, each a number of sibling samples."""
     step = draw(st.integers(2, 4))
-    executions = st.lists(st.integers(1, 3), min_size=step, max_size=3 * step)
-    return step, draw(st.lists(executions, min_size=1, max_size=5)), draw(st.integers(0, 4)), draw(st.booleans())
+    trajectories = st.lists(st.integers(1, 3), min_size=step, max_size=3 * step)
+    return step, draw(st.lists(trajectories, min_size=1, max_size=5)), draw(st.integers(0, 4)), draw(st.booleans())
 
 
 @settings(max_examples=60, deadline=None)
@@ -363,14 +363,14 @@ def test_whatever_is_left_over_is_trained_later_once_and_in_order(run, dp_size):
     changes = {"global_batch_size": step, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 8}
     c = converter(dp_size=dp_size, **changes)
     expected_rewards: dict[int, float] = {}
-    made: list[list[int]] = []  # executions in the order in which they were generated, by the indices of their samples
-    trained_order: list[int] = []  # the numbers of executions
+    made: list[list[int]] = []  # trajectories in the order of generation, by the indices of their samples
+    trained_order: list[int] = []  # the numbers of trajectories
     index = 0
-    for number, executions in enumerate(rollouts):
+    for number, trajectories in enumerate(rollouts):
         samples: list[Sample] = []
-        for execution, siblings in enumerate(executions):
+        for trajectory, siblings in enumerate(trajectories):
             # Rollout ids start anew in every rollout; a lone sample may have none.
-            rollout_id = execution if siblings > 1 or name_singles else None
+            rollout_id = trajectory if siblings > 1 or name_singles else None
             made.append(list(range(index, index + siblings)))
             for _ in range(siblings):
                 samples.append(
@@ -398,7 +398,7 @@ def test_whatever_is_left_over_is_trained_later_once_and_in_order(run, dp_size):
                 by_id.setdefault(rollout_id, set()).add(i)
                 assert reward == pytest.approx(expected_rewards[i], abs=1e-12)
                 assert tokens.tolist() == [7, i]
-        # Siblings share an id, and nobody else has it: each id is exactly one execution.
+        # Siblings share an id, and nobody else has it: each id is exactly one trajectory.
         executions_trained = sorted(made.index(sorted(members)) for members in by_id.values())
         assert executions_trained == list(range(len(trained_order), len(trained_order) + len(by_id)))
         assert len(by_id) % step == 0
@@ -406,7 +406,7 @@ def test_whatever_is_left_over_is_trained_later_once_and_in_order(run, dp_size):
         trained_order += executions_trained
 
         waiting = [s.index for s in c.carried.samples]
-        assert waiting == [i for execution in made[len(trained_order) :] for i in execution]
+        assert waiting == [i for trajectory in made[len(trained_order) :] for i in trajectory]
         assert len(made) - len(trained_order) < step
         if number == restart_after:
             state = c.state()
@@ -471,7 +471,7 @@ def test_a_converter_sees_each_sample_once_and_its_rows_stay_what_they_are(tmp_p
         data = shard.to_rollout_data()
         assert data["sample_indices"] == [1, 0, 15, 14, 13, 12, 11, 10]
         assert data["rewards"] == [-1.5, -2.5, 2.5, 1.5, 0.5, -0.5, -1.5, -2.5]
-        assert [data["rollout_ids"].count(i) for i in data["rollout_ids"]] == [2] * 8  # four executions of two
+        assert [data["rollout_ids"].count(i) for i in data["rollout_ids"]] == [2] * 8  # four trajectories of two
         assert data["global_batch_sizes"] == [2, 2]
         for position, index in enumerate(data["sample_indices"]):
             assert data["my_column"][position] == {"anything": index}

@@ -134,9 +134,9 @@ def test_repetition():
 
 
 def hand_made():
-    """Two prompts, in shuffled order: 0 with three executions, of which one made two samples; 1 with two.
+    """Two prompts, in shuffled order: 0 with three trajectories, of which one made two samples; 1 with two.
 
-    index  group  execution  reward  response  trained  elsewhere  status     category
+    index  group  trajectory  reward  response  trained  elsewhere  status     category
     0      0      own        1       10        10       2.0        truncated  ok
     1      0      7          0       4         4        0.0        completed  format
     2      0      7          1       10        3        4.0        completed  ok
@@ -154,11 +154,11 @@ def hand_made():
     ]
     samples = [
         Sample(
-            index=index, group_index=group, rollout_id=execution, reward={"score": reward, "kind": kind},
+            index=index, group_index=group, rollout_id=trajectory, reward={"score": reward, "kind": kind},
             response_length=length, loss_mask=mask, non_generation_time=elsewhere, status=Sample.Status(status),
             metadata={"round_number": index + 1}, response="x" * length, weight_versions=[str(index)],
         )
-        for index, group, execution, reward, length, mask, elsewhere, status, kind in rows
+        for index, group, trajectory, reward, length, mask, elsewhere, status, kind in rows
     ]  # fmt: skip
     for number, s in enumerate(samples):
         s.spec_info.spec_draft_token_num, s.spec_info.spec_accept_token_num = 4, number % 2
@@ -188,7 +188,7 @@ BY_HAND = {
     "perf/longest_effective_sample_tokens_per_sec_without_non_generation": 10 / 19,
 }  # fmt: skip
 ASKED_FOR_BY_HAND = {
-    # executions: group 0 passes 3 of 3, group 1 passes 0 of 2
+    # trajectories: group 0 passes 3 of 3, group 1 passes 0 of 2
     "passrate/pass@1": 0.5, "passrate/pass@2": 0.5,
     "multi_turn/raw_response_length/response_length_mean": 40 / 6,
     "multi_turn/raw_response_length/response_length_max": 10, "multi_turn/raw_response_length/response_length_min": 0,
@@ -237,29 +237,29 @@ def test_every_name_and_value_of_one_evaluation_by_hand():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_group_statistics_do_not_depend_on_order_nesting_or_equal_counts(data):
-    """Prompts with any number of executions, each of any number of samples; brute force over (prompt, execution)."""
+    """Prompts with any number of trajectories, each of any number of samples; brute force over (prompt, trajectory)."""
     outcome = st.sampled_from([0.0, 1.0])
     prompts = data.draw(
         st.lists(st.lists(st.lists(outcome, min_size=1, max_size=3), min_size=1, max_size=5), min_size=1)
     )
-    samples, execution_id = [], 0
-    for group, executions in enumerate(prompts):
-        for rewards in executions:
-            shared = execution_id if len(rewards) > 1 else None
+    samples, trajectory_id = [], 0
+    for group, trajectories in enumerate(prompts):
+        for rewards in trajectories:
+            shared = trajectory_id if len(rewards) > 1 else None
             samples += [Sample(group_index=group, rollout_id=shared, reward=r, response_length=1) for r in rewards]
-            execution_id += 1
+            trajectory_id += 1
     samples = data.draw(st.permutations(samples))
     found = asked_for_metrics(args(log_passrate=True, log_multi_turn=False), samples)
     k = 1
     while k <= min(map(len, prompts)):
         shares = []
-        for executions in prompts:
-            subsets = list(itertools.combinations([max(rewards) for rewards in executions], k))
+        for trajectories in prompts:
+            subsets = list(itertools.combinations([max(rewards) for rewards in trajectories], k))
             shares.append(sum(max(subset) for subset in subsets) / len(subsets))
         assert found.pop(f"passrate/pass@{k}") == pytest.approx(sum(shares) / len(shares))
         k *= 2
     assert found == {}
-    flat = [{r for e in executions for r in e} for executions in prompts if len(executions) > 1]
+    flat = [{r for e in trajectories for r in e} for trajectories in prompts if len(trajectories) > 1]
     expected = {f"rollout/zero_std/count_{r}": sum(kinds == {r} for kinds in flat) for r in (0.0, 1.0)}
     counts = {n: v for n, v in rollout_metrics(args(), samples, 1.0).items() if "zero_std" in n}
     assert counts == {name: count for name, count in expected.items() if count}

@@ -20,7 +20,7 @@ HERE = __name__
 
 
 def nested() -> list[Any]:
-    """A group of three executions, two of which made several samples."""
+    """A group of three trajectories, two of which made several samples."""
     return [[Sample(index=0), Sample(index=1)], Sample(index=2), [[Sample(index=3)], [Sample(index=4)]]]
 
 
@@ -48,7 +48,7 @@ async def as_nested(args: Any, samples: Any, **kwargs: Any) -> Any:
     return [[0.0, 1.0], 2.0, [[3.0], (4.0,)]]
 
 
-async def per_execution(args: Any, samples: Any, **kwargs: Any) -> Any:
+async def per_trajectory(args: Any, samples: Any, **kwargs: Any) -> Any:
     return np.array([10.0, 20.0, 30.0])
 
 
@@ -81,7 +81,7 @@ async def test_a_custom_function_is_given_the_group_as_it_is() -> None:
     [
         ("per_sample", [0.0, 1.0, 2.0, 3.0, 4.0]),
         ("as_nested", [0.0, 1.0, 2.0, 3.0, 4.0]),
-        ("per_execution", [10.0, 10.0, 20.0, 30.0, 30.0]),
+        ("per_trajectory", [10.0, 10.0, 20.0, 30.0, 30.0]),
         ("set_by_itself", [{"score": float(n)} for n in range(5)]),
         ("set_by_itself_in_a_thread", [0.0, 1.0, 2.0, 3.0, 4.0]),
     ],
@@ -139,7 +139,7 @@ async def test_a_function_that_forgets_a_sample_stops_the_run() -> None:
 
 
 async def test_the_group_of_a_rollout_arrives_as_generate_functions_made_it(monkeypatch: Any) -> None:
-    """Every second sample becomes two of one execution."""
+    """Every second sample becomes two of one trajectory."""
     given.clear()
     SingletonMeta.clear_instances()
     monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: CharTokenizer())

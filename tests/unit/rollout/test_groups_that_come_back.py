@@ -88,7 +88,7 @@ def test_a_fan_out_that_was_aborted_in_part_is_generated_again(cluster, make_arg
     assert set(indices(generate_rollout(args, 0, source).samples)) == {2, 3}
     assert isinstance(source.buffer[0][0], Sample)
     output = generate_rollout(args, 1, source)
-    assert [[s.response for s in execution] for execution in output.samples[0]] == [["one", "two"]] * 2
+    assert [[s.response for s in trajectory] for trajectory in output.samples[0]] == [["one", "two"]] * 2
     assert set(indices(output.samples)) == {0, 1}
     assert calls(0) == ["", ""]
     assert source.buffer == []
@@ -164,7 +164,7 @@ def test_finished_fan_outs_keep_their_siblings_when_another_sample_is_cancelled(
     assert (waiting.index, waiting.response, waiting.status) == (3, "", Status.PENDING)
     args.rollout_batch_size = args.over_sampling_batch_size = 1
     output = generate_rollout(args, 1, source)
-    assert [[s.response for s in execution] for execution in output.samples[0]] == [["one", "two"]] * 2
+    assert [[s.response for s in trajectory] for trajectory in output.samples[0]] == [["one", "two"]] * 2
     assert (calls(2), calls(3)) == ([""], ["", ""])
 
 

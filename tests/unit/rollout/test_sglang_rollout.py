@@ -433,7 +433,7 @@ def test_fan_out_lists_are_scored_in_one_batch_and_kept_nested(cluster, make_arg
     args = make_args(custom_generate_function_path=f"{HERE}.two_siblings", custom_rm_path=f"{HERE}.rm_batch")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert [len(group) for group in output.samples] == [2, 2, 2, 2]
-    assert all(len(execution) == 2 for group in output.samples for execution in group)
+    assert all(len(trajectory) == 2 for group in output.samples for trajectory in group)
     assert {s.reward for s in iter_samples(output.samples)} == {2.0}
 
 

@@ -178,7 +178,7 @@ def test_distillation_says_what_is_missing() -> None:
         compute_advantages_and_returns(args, make_data(teacher_log_probs=[torch.zeros(r) for r in RESPONSES]))
 
 
-def test_rloo_penalises_an_execution_that_is_alone_too() -> None:
+def test_rloo_penalises_a_trajectory_that_is_alone_too() -> None:
     """The rest of its group was trained a step before."""
     data = with_kl()
     data.update(group_indices=[7, 8], **OWN)

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.data import check_shard
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.backends.megatron_utils.parallel import Ranks
 from slime.backends.megatron_utils.response_logits import _local_top_p_mask
-from slime.batching.columns import RolloutBatch
+from slime.batching.columns import RolloutColumns
 from tests.support.arguments import run_args
 
 TOTALS, RESPONSES = [9, 4, 12], [5, 1, 11]
@@ -79,13 +79,13 @@ def test_the_door_names_the_sample() -> None:
         "tokens": [[1, 2, 3]], "response_lengths": [2], "rewards": [0.0], "loss_masks": [[1, 1]], "sample_indices": [5],
     }  # fmt: skip
     args = run_args(rollout_top_p=0.9, vocab_size=7)
-    without = SimpleNamespace(batch=RolloutBatch.from_train_data(data))
+    without = SimpleNamespace(batch=RolloutColumns.from_train_data(data))
     with pytest.raises(ValueError, match=r"--rollout-top-p 0\.9: the samples have no top-p masks"):
         check_shard(args, without)  # type: ignore[arg-type]
     check_shard(run_args(rollout_top_p=1.0), without)  # type: ignore[arg-type]
     for ids, message in (([2, 7], "holds token id 7, but --vocab-size is 7"), ([2, 3], None)):
         mask_columns = {"rollout_top_p_token_ids": [ids], "rollout_top_p_token_offsets": [[0, 1, 2]]}
-        shard: Any = SimpleNamespace(batch=RolloutBatch.from_train_data({**data, **mask_columns}))
+        shard: Any = SimpleNamespace(batch=RolloutColumns.from_train_data({**data, **mask_columns}))
         if message is None:
             check_shard(args, shard)
         else:
