@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.atomic_file import write_atomically
+from slime.utils.types import iter_samples
 
 LIMIT = 24
 """Samples kept per rollout (and per evaluation data set)."""
@@ -36,7 +37,7 @@ def write(
         return None
     rows = []
     for dataset, group in _datasets(samples):
-        flat = list(flatten(group))
+        flat = list(iter_samples(group))
         step = max(1, len(flat) / limit)
         for i in range(min(limit, len(flat))):
             rows.append(to_row(flat[int(i * step)], dataset))
@@ -52,15 +53,6 @@ def _datasets(samples: Any) -> Iterator[tuple[str | None, Any]]:
         return
     for name, value in samples.items():
         yield str(name), value.get("samples") or [] if isinstance(value, Mapping) else value
-
-
-def flatten(samples: Any) -> Iterator[Any]:
-    """Yield the samples of an arbitrarily nested list, in order."""
-    if isinstance(samples, (list, tuple)):
-        for item in samples:
-            yield from flatten(item)
-    else:
-        yield samples
 
 
 def to_row(sample: Any, dataset: str | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from slime.ray.engines.control import EngineControl
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.remote import EngineDied, reports_errors
 from slime.ray.rollout_metrics import ConstantRewards, asked_for_metrics, eval_metrics, eval_summary, rollout_metrics
-from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
+from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
 from slime.rollout.durable.recovery import may_be_saved
@@ -34,7 +34,7 @@ from slime.rollout.staleness import weight_clock
 from slime.utils.http_utils import init_http_client
 from slime.utils.memory_utils import gc_freeze
 from slime.utils.misc import Box, load_function
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slime.rollout.base_types import iter_samples
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.groups import iter_samples
 from slime.rollout.hooks.hook import describe
 from slime.rollout.hooks.sync_or_async import finish
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 __all__ = [
     "RolloutFnEvalOutput",

@@ -18,14 +18,14 @@ from slime.rollout.durable.journal_file import to_json
 from slime.rollout.durable.journal_writer import samples_to_json
 from slime.rollout.durable.recovery import Recovery, Unconsumed, may_be_saved, still_open
 from slime.rollout.durable.state_codec import decode_group, decode_value, encode_group, encode_value
-from slime.rollout.groups import copy_prompt, iter_samples
+from slime.rollout.groups import copy_prompt
 from slime.rollout.hooks.hook import Hook, describe, make_hook
 from slime.rollout.requests.generate_request import longest_prompt
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from slime.observability.progress import progress_bar
 from slime.rollout.cancelling import cancel_all
-from slime.rollout.groups import copy_prompt, describe_waits, iter_samples
+from slime.rollout.groups import copy_prompt, describe_waits
 from slime.rollout.requests.generate_request import longest_prompt
 from slime.utils.data import Dataset
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import draw_groups, hand_back
 from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
 from slime.rollout.group_stream import GroupStream, run_rollout_hooks
-from slime.rollout.groups import Group, GroupJob, first_group_index, is_complete, iter_samples, reset_items
+from slime.rollout.groups import Group, GroupJob, first_group_index, is_complete, reset_items
 from slime.rollout.hooks.hook import find_hook, with_notes
 from slime.rollout.requests.generate_state import request_limit
 from slime.rollout.requests.request_slots import RequestSlots
@@ -32,6 +32,7 @@ from slime.rollout.staleness import (
 )
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.moved import also_named
+from slime.utils.types import iter_samples
 
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async", "get_global_worker", "stop_global_worker"]
 

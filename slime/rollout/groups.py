@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 Group = list[Any]
 
@@ -33,15 +33,6 @@ _OF_A_PROMPT = (
     "generate_function_path",
     "custom_rm_path",
 )
-
-
-def iter_samples(nested: Any) -> Iterator[Sample]:
-    """Yield the samples of an arbitrarily nested list, in order."""
-    if isinstance(nested, (list, tuple)):
-        for item in nested:
-            yield from iter_samples(item)
-    else:
-        yield nested
 
 
 def first_index(group: Any) -> int:

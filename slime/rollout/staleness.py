@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.groups import copy_group, iter_samples
-from slime.utils.types import Sample
+from slime.rollout.groups import copy_group
+from slime.utils.types import Sample, iter_samples
 
 UNKNOWN_WEIGHTS = -1
 """The step of weights that were never pushed: older than all."""

@@ -5,7 +5,7 @@ Importable without torch; tensors are accepted wherever a sequence of numbers is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -379,6 +379,15 @@ _STATUS_OF_FINISH = {
     "abort": Sample.Status.ABORTED,
     "stop": Sample.Status.COMPLETED,
 }
+
+
+def iter_samples(nested: Any) -> Iterator[Sample]:
+    """Yield the samples of an arbitrarily nested list, in order."""
+    if isinstance(nested, (list, tuple)):
+        for item in nested:
+            yield from iter_samples(item)
+    else:
+        yield nested
 
 
 @dataclass(frozen=True)

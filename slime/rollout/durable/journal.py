@@ -27,8 +27,8 @@ from typing import Any
 from slime.rollout.durable.journal_file import read_records
 from slime.rollout.durable.journal_writer import JournalWriter
 from slime.rollout.durable.state_codec import decode_group
-from slime.rollout.groups import copy_group, iter_samples
-from slime.utils.types import Sample
+from slime.rollout.groups import copy_group
+from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout.durable.journal import GroupJournal, group_index, remove_journals
-from slime.rollout.groups import iter_samples
 from slime.utils.misc import should_run_periodic_action
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
 

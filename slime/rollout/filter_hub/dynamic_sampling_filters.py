@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.groups import iter_samples
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 __all__ = ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.cancelling import end_if_cancelled
-from slime.rollout.groups import copy_sample, has_aborted, iter_samples
+from slime.rollout.groups import copy_sample, has_aborted
 from slime.rollout.hooks.hook import Hook, make_hook
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 _NAME = "custom_generate_function_path"
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from slime.rollout.cancelling import gather_or_cancel
-from slime.rollout.groups import iter_samples
 from slime.rollout.hooks.hook import Hook, make_hook
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
@@ -20,7 +19,7 @@ from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_v
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.misc import load_function
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 
 __all__ = [
     "async_rm",

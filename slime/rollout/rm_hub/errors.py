@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from slime.rollout.cancelling import caller_is_cancelled, end_if_cancelled, gather_or_cancel
-from slime.rollout.groups import iter_samples
 from slime.rollout.hooks.hook import make_hook, with_notes
 from slime.rollout.hooks.sync_or_async import innermost
 from slime.rollout.rm_hub import reward_hook, reward_kind, rewards_of, rules, scored_together
@@ -22,7 +21,7 @@ from slime.rollout.rm_hub.failure import BadReward, LateFailures, RewardFailure,
 from slime.rollout.rm_hub.slow_rewards import SlowRewards
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.http_client import HttpRequestError
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 from slime.utils.user_code import users_frames
 
 logger = logging.getLogger(__name__)
