@@ -1,6 +1,8 @@
-"""Importance sampling and rejection where engine and trainer disagree: levels, modes, rejection and veto.
+"""Importance sampling and rejection where engine and trainer disagree.
 
-With d_t = log p_train(t) - log p_rollout(t) over the trained tokens of a sample, the ratio of its token t is
+``truncated_importance_weights`` and ``icepop_weights`` are per token, with two bounds (``--use-tis``).
+``compute_mis_weights`` has levels, modes, rejection and a veto, the keys below. With
+d_t = log p_train(t) - log p_rollout(t) over the trained tokens of a sample, the ratio of its token t is
 
     token      exp(d_t)
     sequence   exp(sum d)    the ratio of the whole response: unbiased, of the largest variance
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +34,34 @@ from slime.algorithms.mismatch import LARGEST_LOG_RATIO
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")
+
+
+class ImportanceWeights(NamedTuple):
+    """Per-token tensors without gradient. weights: factors for the policy loss. ratio: ``p_train / p_rollout``.
+    clipped: 1 where the weight differs from the ratio. deviation: ``|ratio - 1|``."""
+
+    weights: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    deviation: Tensor
+
+
+def truncated_importance_weights(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, low: float, high: float
+) -> ImportanceWeights:
+    """Truncated importance sampling (Yao et al. 2025): ``clamp(exp(log p_train - log p_rollout), low, high)``."""
+    ratio = torch.exp(train_log_probs.detach() - rollout_log_probs.detach())
+    return _compared(ratio.clamp(low, high), ratio)
+
+
+def icepop_weights(train_log_probs: Tensor, rollout_log_probs: Tensor, low: float, high: float) -> ImportanceWeights:
+    """IcePop (Ling team 2025): the ratio itself within [low, high], 0 outside: such tokens train nothing."""
+    ratio = torch.exp(train_log_probs.detach() - rollout_log_probs.detach())
+    return _compared(torch.where((ratio >= low) & (ratio <= high), ratio, 0), ratio)
+
+
+def _compared(weights: Tensor, ratio: Tensor) -> ImportanceWeights:
+    return ImportanceWeights(weights, ratio, (weights != ratio).to(ratio.dtype), (ratio - 1).abs())
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.algorithms.importance import ImportanceWeights, icepop_weights, truncated_importance_weights
-from slime.algorithms.mis import compute_mis_weights
+from slime.algorithms.mis import ImportanceWeights, compute_mis_weights, icepop_weights, truncated_importance_weights
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_samples_with_cp
 from slime.batching.ragged import flat
 

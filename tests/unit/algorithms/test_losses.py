@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.importance import icepop_weights, truncated_importance_weights
 from slime.algorithms.losses import (
     compute_cispo_loss,
     compute_gspo_kl,
@@ -19,6 +18,7 @@ from slime.algorithms.losses import (
     compute_value_loss,
     sequence_kl,
 )
+from slime.algorithms.mis import icepop_weights, truncated_importance_weights
 from slime.algorithms.reducers import constant_length, make_reducer, num_trained_tokens, rollout_mean, token_sum
 from tests.unit.algorithms import brute_force
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from slime.algorithms.advantages import get_advantages_and_returns_batch
-from slime.algorithms.importance import icepop_weights, truncated_importance_weights
 from slime.algorithms.kl import KL_TYPES, compute_approx_kl
 from slime.algorithms.log_probs import log_probs_and_entropy
 from slime.algorithms.losses import (
@@ -16,6 +15,7 @@ from slime.algorithms.losses import (
     compute_policy_loss,
     compute_value_loss,
 )
+from slime.algorithms.mis import icepop_weights, truncated_importance_weights
 from slime.algorithms.reducers import constant_length, rollout_mean, token_sum
 from tests.unit.algorithms.proofs import LIMIT, PROOFS, largest_error
 
