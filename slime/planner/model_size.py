@@ -343,11 +343,6 @@ class ModelSize:
     active: int
     ranks: tuple[RankSize, ...]
 
-    @property
-    def largest_rank(self) -> RankSize:
-        """The rank with the most parameters."""
-        return max(self.ranks, key=lambda rank: rank.total)
-
 
 def model_size(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelSize:
     """Count the parameters of the model that ``args`` describe; for ``hf_config`` see ``shape_of``.

@@ -207,8 +207,3 @@ def guard_self() -> None:
     os.environ[GUARD_TAG] = value
     os.environ.update(KEEP_ENVIRON)
     _self_guard, _self_guard_pid = start_janitor(f"{GUARD_TAG}={value}"), os.getpid()
-
-
-def processes_of_run(run_id: str) -> list[int]:
-    """Return the processes of this host that belong to the run ``run_id``."""
-    return process_supervisor.tagged(f"{RUN_TAG}={run_id}")

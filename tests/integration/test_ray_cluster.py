@@ -15,8 +15,18 @@ from pathlib import Path
 import pytest
 
 from slime.backends.sglang_utils.ports import reserve_ports
-from slime.utils.process_guard import processes_of_run, spawn
-from tests.support.run_train import ROOT, Run, read_metric, rl_flags, run_train, sft_file, sft_flags, sums_file
+from slime.utils.process_guard import spawn
+from tests.support.run_train import (
+    ROOT,
+    Run,
+    processes_of_run,
+    read_metric,
+    rl_flags,
+    run_train,
+    sft_file,
+    sft_flags,
+    sums_file,
+)
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration

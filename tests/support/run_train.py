@@ -16,11 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.utils import process_supervisor
-from slime.utils.process_guard import processes_of_run
+from slime.utils.process_guard import RUN_TAG
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_TAG = "SLIME_TEST_RUN"
 LEFTOVER_DEADLINE_S = 30.0
+
+
+def processes_of_run(run_id: str) -> list[int]:
+    """Return the processes of this host that belong to the run ``run_id``."""
+    return process_supervisor.tagged(f"{RUN_TAG}={run_id}")
 
 
 def sums_file(path: Path, count: int = 32) -> Path:

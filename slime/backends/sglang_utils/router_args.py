@@ -14,7 +14,6 @@ RouterPackage = Literal["sglang_router", "smg"]
 SMG_ONLY_POLICIES = frozenset({"prefix_hash", "least_load"})
 """sglang-router 0.3.2 does not know ``least_load``, and with ``prefix_hash`` it answers every request 503."""
 LARGEST_WAIT_S = 14400
-LOCAL_FIELDS = frozenset({"host", "port"})
 
 
 def choose_package(args: Namespace) -> RouterPackage:

@@ -16,11 +16,6 @@ from typing import Any
 _HEAD = re.compile(rb'\{"crc":"([0-9a-f]{8})","len":(\d+),"record":')
 
 
-def encode_record(record: Any) -> bytes:
-    """Return the line of ``record``, any JSON value."""
-    return b"".join(encode_parts([to_json(record)]))
-
-
 def to_json(value: Any) -> bytes:
     """Return ``value`` as JSON on one line."""
     return json.dumps(value, separators=(",", ":")).encode()
@@ -35,7 +30,7 @@ def encode_parts(body: Sequence[bytes]) -> list[bytes]:
 
 
 def decode_record(line: bytes) -> Any:
-    """Inverse of ``encode_record``. Raises ValueError for anything else than one whole line."""
+    """Return the record of a line of ``encode_parts``. Raises ValueError for anything else than one whole line."""
     head = _HEAD.match(line)
     if head is None or not line.endswith(b"}\n"):
         raise ValueError("no record")

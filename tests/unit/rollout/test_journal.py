@@ -16,7 +16,7 @@ import pytest
 
 from slime.rollout.durable import journal_writer
 from slime.rollout.durable.journal import GroupJournal
-from slime.rollout.durable.journal_file import decode_record, encode_record, read_records
+from slime.rollout.durable.journal_file import decode_record, encode_parts, read_records, to_json
 from slime.utils.types import Sample
 from tests.support.journal_model import (
     ABORTED,
@@ -27,6 +27,10 @@ from tests.support.journal_model import (
     make_group,
     reopened,
 )
+
+
+def encode_record(record: Any) -> bytes:
+    return b"".join(encode_parts([to_json(record)]))
 
 
 @pytest.fixture(autouse=True)
