@@ -184,7 +184,16 @@ def refused_values(flag: Flag) -> tuple[Any, ...]:
 
 def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:
     """One sentence for every given value (attribute -> value) whose feature does not exist yet."""
-    messages = _unavailable_variables(values.get("train_env_vars")) + _unavailable_spec(values.get("spec"))
+    messages = []
+    variables, spec = values.get("train_env_vars"), values.get("spec")
+    if isinstance(variables, dict):  # otherwise the flag's own check refuses it
+        messages += [
+            f"--train-env-vars {name} is not available yet in this version; leave it out"
+            for name, value in variables.items()
+            if value != "0" and any(fnmatchcase(str(name), pattern) for pattern in NOT_YET_VARIABLES)
+        ]
+    if isinstance(spec, list) and spec and spec[0] in NOT_YET_SPECS:
+        messages.append(f"--spec {' '.join(spec)} is not available yet in this version: {NOT_YET_SPECS[spec[0]]}")
     for flag in _changed(values, flags):
         value = values[flag.dest]
         if flag.dest in INERT:
@@ -196,22 +205,6 @@ def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[
             way_out = f"use {' or '.join(map(str, others))}" if others else "leave it out"
             messages.append(f"{flag.option} {value} is not available yet in this version; {way_out}")
     return messages
-
-
-def _unavailable_variables(variables: Any) -> list[str]:
-    if not isinstance(variables, dict):  # no object was given; the flag's own check says so
-        return []
-    return [
-        f"--train-env-vars {name} is not available yet in this version; leave it out"
-        for name, value in variables.items()
-        if value != "0" and any(fnmatchcase(str(name), pattern) for pattern in NOT_YET_VARIABLES)
-    ]
-
-
-def _unavailable_spec(spec: Any) -> list[str]:
-    if not isinstance(spec, list) or not spec or spec[0] not in NOT_YET_SPECS:
-        return []
-    return [f"--spec {' '.join(spec)} is not available yet in this version: {NOT_YET_SPECS[spec[0]]}"]
 
 
 def inert_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:

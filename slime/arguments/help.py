@@ -338,12 +338,13 @@ def _matching(flags: Sequence[Flag], patterns: list[str]) -> Found | None:
     groups = tuple(title for title in dict.fromkeys(f.group for f in flags) if matches(_normal(title, " ")))
     rest = [flag for flag in flags if flag.group not in groups]
     named = tuple(flag for flag in rest if matches(" ".join(map(_normal, (*flag.options, flag.dest)))))
-    mentioning = tuple(flag for flag in rest if flag not in named and matches(_searched(flag)))
+    mentioning = tuple(
+        flag
+        for flag in rest
+        if flag not in named
+        and matches(_normal(" ".join((*flag.options, flag.dest, flag.help, flag.group, flag.source)), " "))
+    )
     return Found(groups=groups, named=named, mentioning=mentioning) if groups or named or mentioning else None
-
-
-def _searched(flag: Flag) -> str:
-    return _normal(" ".join((*flag.options, flag.dest, flag.help, flag.group, flag.source)), " ")
 
 
 def _normal(text: str, joint: str = "-") -> str:

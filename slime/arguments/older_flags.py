@@ -108,7 +108,10 @@ def translate(words: Sequence[str], parser: ArgumentParser) -> Translation:
             continue
         done.notes.append(row.sentence())
         if row.now.startswith(CRITIC):
-            critic |= _value_of(row, values, parser)
+            try:
+                critic |= vars(parser.parse_known_args([str(row.target), *values])[0])
+            except ArgumentError as error:
+                raise ArgumentError(f"{row.option}: {error}") from error
         elif row.is_renamed:
             done.words += [f"{row.now}={joined}"] if equals else [row.now, *values]
         elif row.now != NOTHING:
@@ -137,13 +140,6 @@ def translate_value(name: str, value: Any, parser: ArgumentParser) -> tuple[dict
     if rest:
         raise ArgumentError(f"{option}: unexpected value {rest[0]!r}")
     return vars(namespace), "; ".join(done.notes)
-
-
-def _value_of(row: OlderFlag, values: Sequence[str], parser: ArgumentParser) -> dict[str, Any]:
-    try:
-        return vars(parser.parse_known_args([str(row.target), *values])[0])
-    except ArgumentError as error:
-        raise ArgumentError(f"{row.option}: {error}") from error
 
 
 def _rows(option: str, parser: ArgumentParser) -> tuple[OlderFlag, ...]:

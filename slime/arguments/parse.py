@@ -20,6 +20,7 @@ from slime.arguments.command_line import AddCustomArguments, all_flags, build_pa
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files import custom_config
 from slime.arguments.flag import Flag
+from slime.arguments.group import flags_of, validation_reason
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.passthrough import megatron
 
@@ -55,7 +56,10 @@ def parse_args(
     except ArgumentError as error:
         if argv is not None:
             raise
-        _exit(error)
+        for line in str(error).splitlines():
+            print(f"{_program()}: error: {line}", file=sys.stderr)
+        print("`--help WORD` lists the flags that mention WORD.", file=sys.stderr)
+        sys.exit(2)
     for warning in args.warnings:
         print(f"{_program()}: warning: {warning}", file=sys.stderr)
     diagnostics.end(args)
@@ -82,7 +86,10 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     for name, value in changed.items():
         setattr(args, name, value)
     diagnostics.begin(args)
-    _check_required(args, changed, flags)
+    stand_ins = {"hf_checkpoint": "HF_CHECKPOINT", "rollout_batch_size": changed.get("global_batch_size") or 1}
+    for flag in flags:
+        if flag.required and flag.dest not in changed:
+            diagnostics.missing_flag(args, flag.dest, f"missing: {flag.option} ({flag.help})", stand_ins[flag.dest])
     for dest, option in parser.custom_required.items():  # type: ignore[attr-defined]
         if dest not in given:
             diagnostics.missing_flag(args, dest, f"missing: {option} (added by add_custom_arguments)")
@@ -135,13 +142,6 @@ def _answer_dry_run(args: argparse.Namespace, look: Callable[..., Any] | None) -
     sys.exit(0)
 
 
-def _check_required(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[Flag]) -> None:
-    stand_ins = {"hf_checkpoint": "HF_CHECKPOINT", "rollout_batch_size": given.get("global_batch_size") or 1}
-    for flag in flags:
-        if flag.required and flag.dest not in given:
-            diagnostics.missing_flag(args, flag.dest, f"missing: {flag.option} ({flag.help})", stand_ins[flag.dest])
-
-
 def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Let every group's model check and convert what was given; all mistakes are reported at once."""
     messages: list[str] = []
@@ -150,20 +150,15 @@ def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:
         try:
             model = group.model_validate({name: given[name] for name in names if name in given})
         except ValidationError as error:
-            messages.extend(_validation_message(group, detail) for detail in error.errors())
+            options = {flag.dest: flag.option for flag in flags_of(group)}
+            for detail in error.errors():
+                name = str(detail["loc"][0])
+                messages.append(f"{options.get(name, name)}: {validation_reason(detail)}")
             continue
         for name in model.model_fields_set:
             setattr(args, name, getattr(model, name))
     if messages:
         raise ArgumentError("\n".join(messages))
-
-
-def _validation_message(group: Any, detail: Any) -> str:
-    from slime.arguments.group import flags_of, validation_reason
-
-    name = str(detail["loc"][0])
-    option = next((f.option for f in flags_of(group) if f.dest == name), name)
-    return f"{option}: {validation_reason(detail)}"
 
 
 def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser) -> None:
@@ -190,10 +185,3 @@ def _print(text: str) -> None:
 def _program() -> str:
     name = Path(sys.argv[0]).name
     return "slime.arguments" if name in ("__main__.py", "-c", "") else name
-
-
-def _exit(error: ArgumentError) -> NoReturn:
-    for line in str(error).splitlines():
-        print(f"{_program()}: error: {line}", file=sys.stderr)
-    print("`--help WORD` lists the flags that mention WORD.", file=sys.stderr)
-    sys.exit(2)

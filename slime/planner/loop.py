@@ -50,7 +50,10 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
         sentence = "supervised fine-tuning on conversations; engines only evaluate"
     rows = [("loop", sentence)]
     if kind == "fully asynchronous" or args.max_staleness is not None:
-        rows.append(("staleness", _staleness(args)))
+        limit = "tokens may be made by weights of any earlier step (--max-staleness)"
+        if args.max_staleness is not None:
+            limit = f"no token is trained on that lags more than {count(args.max_staleness, 'step')} (--max-staleness)"
+        rows.append(("staleness", limit))
     if not args.debug_rollout_only:
         rows.append(("trains", _trains(args, kind)))
     if not args.debug_rollout_only and not args.debug_train_only:
@@ -79,12 +82,6 @@ def _kind(args: Namespace, overlap: bool) -> Kind:
     if overlap and generates_always(args):
         return "fully asynchronous"
     return "asynchronous" if overlap else "synchronous"
-
-
-def _staleness(args: Namespace) -> str:
-    if args.max_staleness is None:
-        return "tokens may be made by weights of any earlier step (--max-staleness)"
-    return f"no token is trained on that lags more than {count(args.max_staleness, 'step')} (--max-staleness)"
 
 
 def _trains(args: Namespace, kind: Kind) -> str:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from slime.arguments.placement import EnginePlan, EngineSizes
 from slime.planner.format import bullets, count, span, table, wrapped
-from slime.planner.placement import DENSE, NAMES, Axis, Kind, Placement, TrainerRanks
+from slime.planner.placement import DENSE, NAMES, Kind, Placement, TrainerRanks
 
 FEW_RANKS, FEW_ENGINES = 16, 8
 """So many are listed one by one."""
@@ -209,16 +209,11 @@ def _rank_lines(placement: Placement, ranks: TrainerRanks) -> list[str]:
 
 def _rank_table(placement: Placement, ranks: TrainerRanks) -> list[str]:
     axes = ranks.axes()
-    head = ["rank", "node", "slot", *(NAMES[axis] for axis in axes)]
-    rows = [
-        [rank, placement.nodes_with(range(rank, rank + 1)).start, rank, *_coordinates(ranks, rank, axes)]
-        for rank in range(ranks.world_size)
-    ]
-    return table(head, rows)
-
-
-def _coordinates(ranks: TrainerRanks, rank: int, axes: list[Axis]) -> list[int]:
-    return [ranks.coordinate(rank, axis) for axis in axes]
+    rows = []
+    for rank in range(ranks.world_size):
+        node = placement.nodes_with(range(rank, rank + 1)).start
+        rows.append([rank, node, rank, *(ranks.coordinate(rank, axis) for axis in axes)])
+    return table(["rank", "node", "slot", *(NAMES[axis] for axis in axes)], rows)
 
 
 def _stage_table(placement: Placement, ranks: TrainerRanks) -> list[str]:

@@ -123,14 +123,11 @@ def describe(config: Config) -> Description:
     specs = [] if family is None or "spec" not in family else [family["spec"], *family.get("also_specs", ())]
     if specs:
         flags.append(ModelFlag("spec", "--spec", specs[0], checked=False))
-    flags = [flag for flag in flags if flag.value is not None or _says_none(flag, text)]
+    # No value is a statement too: the config's `null` rank, or what the family goes without.
+    stated = {"q_lora_rank"}.intersection(text)
+    flags = [flag for flag in flags if flag.value is not None or not flag.key or flag.key in stated]
     flags.sort(key=lambda flag: GROUPS.index(flag.group))
     return Description(tuple(flags), tuple(_notes(text, family)), tuple(specs))
-
-
-def _says_none(flag: ModelFlag, config: Config) -> bool:
-    """Whether a flag without a value is a statement: the config's `null` rank, or what the family goes without."""
-    return not flag.key or (flag.key == "q_lora_rank" and "q_lora_rank" in config)
 
 
 def _size_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:

@@ -255,12 +255,12 @@ def refused() -> frozenset[str]:
 
 @cache
 def _table() -> list[tuple[Flag, str]]:
-    lines = SCRIPT_TABLE.read_text().splitlines()
-    return [_row(*line.split("\t")) for line in lines if not line.startswith("#")]
-
-
-def _row(option: str, dest: str, form: str, default: str, meaning: str, why: str) -> tuple[Flag, str]:
-    _, is_choice, choices = form.partition("one of ")
-    more: dict[str, Any] = {"choices": tuple(choices.split("|"))} if is_choice else _FORMS[form]
-    flag = Flag(dest, (option,), json.loads(default), help=meaning, group=SCRIPT, source="megatron", **more)
-    return flag, why
+    rows = []
+    for line in SCRIPT_TABLE.read_text().splitlines():
+        if not line.startswith("#"):
+            option, dest, form, default, meaning, why = line.split("\t")
+            _, is_choice, choices = form.partition("one of ")
+            more: dict[str, Any] = {"choices": tuple(choices.split("|"))} if is_choice else _FORMS[form]
+            flag = Flag(dest, (option,), json.loads(default), help=meaning, group=SCRIPT, source="megatron", **more)
+            rows.append((flag, why))
+    return rows

@@ -101,7 +101,10 @@ def check_templates(args: Namespace) -> None:
         if template is None:
             continue
         given = f"--{attribute.replace('_', '-')} {template}"
-        found = _template_names(template, given, example)
+        try:
+            found = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise ArgumentError(f"{given}: {error}; write for example {example}") from error
         unknown = [name for name in found if name not in known]
         if unknown:
             raise ArgumentError(
@@ -120,13 +123,6 @@ def check_templates(args: Namespace) -> None:
                 f"{given} has no {{{absent[0]}}} in it, so every {every} would overwrite the last one; "
                 f"write for example {example}"
             )
-
-
-def _template_names(template: str, given: str, example: str) -> list[str]:
-    try:
-        return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ArgumentError(f"{given}: {error}; write for example {example}") from error
 
 
 def check_profiling(args: Namespace) -> None:

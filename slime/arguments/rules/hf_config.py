@@ -211,20 +211,16 @@ def check_served_model(args: Namespace) -> None:
 
 
 def _check_engines_of(args: Namespace, *, asked_by_rollouts: bool) -> None:
-    config = _served_config(args)
-    if config is None:
-        return
+    try:
+        config = read_config(args.hf_checkpoint)
+    except ArgumentError:  # reported where the checkpoint itself is checked
+        known = known_model(args.hf_checkpoint)
+        if known is None:
+            return
+        config = hf_fields.text_part(known.config)
     _check_heads(args, config)
     if asked_by_rollouts:
         _warn_of_long_sequences(args, config)
-
-
-def _served_config(args: Namespace) -> dict[str, Any] | None:
-    try:
-        return read_config(args.hf_checkpoint)
-    except ArgumentError:  # said where the checkpoint itself is checked
-        known = known_model(args.hf_checkpoint)
-        return None if known is None else hf_fields.text_part(known.config)
 
 
 def _check_heads(args: Namespace, config: dict[str, Any]) -> None:

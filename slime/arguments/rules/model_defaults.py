@@ -29,7 +29,10 @@ def take_from_checkpoint(args: Namespace) -> None:
     if found is None:
         return
     config, name = found
-    values = fill(args, config, _given(args, config))
+    # Given is what somebody has chosen, on the command line, in a file or as a default of their own.
+    flags = [flags_by_option()[flag.option] for flag in describe(config).flags if flag.option in flags_by_option()]
+    chosen = {flag.dest for flag in flags if getattr(args, flag.dest) != flag.default}
+    values = fill(args, config, {*args.explicit_flags, *chosen})
     if refused := unavailable_messages(values, flags_by_option().values()):
         message = f"{name} describes a model that this version cannot train: {refused[0]}"
         if not args.dry_run:
@@ -92,12 +95,6 @@ def warn_of_dropout(args: Namespace) -> None:
             f"{' '.join(chosen)}: only training drops values, neither the engines nor the passes that take log-probs "
             "do, so that probability ratios differ from 1 before anything is learned; leave it out for no dropout",
         )
-
-
-def _given(args: Namespace, config: dict[str, Any]) -> set[str]:
-    """The attributes that somebody has chosen, on the command line, in a file or as a default of their own."""
-    flags = [flags_by_option()[flag.option] for flag in describe(config).flags if flag.option in flags_by_option()]
-    return {*args.explicit_flags, *(flag.dest for flag in flags if getattr(args, flag.dest) != flag.default)}
 
 
 def _decides(wanted: ModelFlag, own: bool) -> bool:

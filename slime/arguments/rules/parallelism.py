@@ -98,11 +98,13 @@ def check_batches(args: Namespace) -> None:
     unit = ranks * group * args.micro_batch_size
     if args.use_dynamic_batch_size or unit == 1:
         return
-    if plugin := _multiplier(args):
+    plugins = ("custom_convert_samples_to_train_data_path", "custom_generate_function_path")
+    if plugin := next((name for name in plugins if getattr(args, name)), None):
         diagnostics.warn(
             args,
-            f"{plugin} may return several samples for one, and a step whose samples are no multiple of "
-            f"--micro-batch-size {args.micro_batch_size} x {how} ends the run; use --use-dynamic-batch-size",
+            f"--{plugin.replace('_', '-')} {getattr(args, plugin)} may return several samples for one, and a "
+            f"step whose samples are no multiple of --micro-batch-size {args.micro_batch_size} x {how} ends the run; "
+            "use --use-dynamic-batch-size",
         )
     if size % unit == 0 or args.custom_convert_samples_to_train_data_path:
         return
@@ -110,14 +112,6 @@ def check_batches(args: Namespace) -> None:
         f"--global-batch-size {size} is no multiple of --micro-batch-size {args.micro_batch_size} x {how}; "
         "change one of them or use --use-dynamic-batch-size"
     )
-
-
-def _multiplier(args: Namespace) -> str | None:
-    """The plug-in, as it is typed, after which the number of a step's samples is not known here."""
-    for name in ("custom_convert_samples_to_train_data_path", "custom_generate_function_path"):
-        if getattr(args, name):
-            return f"--{name.replace('_', '-')} {getattr(args, name)}"
-    return None
 
 
 _ENDS = {
@@ -301,16 +295,13 @@ def _warn_of_left_over(args: Namespace, made: str, samples: int) -> None:
         return
     at_the_end = (rollouts - (args.start_rollout_id or 0)) * samples % size if rollouts else None
     lost = f", and the last {at_the_end} of the run train no step" if at_the_end else ""
+    nearest = min((d for d in range(1, samples + 1) if samples % d == 0), key=lambda divisor: abs(divisor - size))
     diagnostics.warn(
         args,
         f"{made}, no multiple of --global-batch-size {size}: {left} of the first rollout wait and are trained on after "
         f"the next one, when the weights are no longer those that made them{lost}; a rollout is divided evenly by "
-        f"--global-batch-size {_nearest_divisor(samples, size)}, or by --num-steps-per-rollout",
+        f"--global-batch-size {nearest}, or by --num-steps-per-rollout",
     )
-
-
-def _nearest_divisor(number: int, to: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - to))
 
 
 def _batch_size_set_by_plugin(args: Namespace) -> bool:
