@@ -189,22 +189,19 @@ class RolloutShard:
             "total_lengths": self.batch.total_lengths.tolist(),
         }
         for key, column in self.batch.ragged.items():
-            data[key] = _on_device(column, key, "cpu" if key == "rollout_routed_experts" else device)
-        for key, values in self.batch.numbers.items():
-            data[key] = values.tolist()
+            values = torch.from_numpy(column.values.copy())  # it may be read-only shared memory
+            values = values.to("cpu" if key == "rollout_routed_experts" else device)
+            data[key] = RaggedTensor(values.to(_TENSOR_DTYPES.get(key, values.dtype)), column.lengths.tolist())
+        for key, numbers in self.batch.numbers.items():
+            data[key] = numbers.tolist()
         data["rollout_mask_sums"] = torch.from_numpy(self.batch.numbers["rollout_mask_sums"].copy()).to(device)
-        data.update({key: list(values) for key, values in self.batch.objects.items()})
+        data.update({key: list(objects) for key, objects in self.batch.objects.items()})
         if "multimodal_train_inputs" in data:
             data["multimodal_train_inputs"] = [_moved(inputs, device) for inputs in data["multimodal_train_inputs"]]
         if self.batch_raw_reward is not None:
             data["raw_reward"] = _plain(self.batch_raw_reward)
             data["local_raw_reward"] = _plain(self.batch.raw_reward)
         return data
-
-
-def _on_device(column: Ragged, key: str, device: torch.device | str) -> RaggedTensor:
-    whole = torch.from_numpy(column.values.copy()).to(device)  # it may be read-only shared memory
-    return RaggedTensor(whole.to(_TENSOR_DTYPES.get(key, whole.dtype)), column.lengths.tolist())
 
 
 def _moved(inputs: Any, device: torch.device | str) -> Any:

@@ -52,7 +52,9 @@ def build_train_data(
         if any(getattr(sample, field) is not None for sample in samples):
             data[field] = [_per_response_token(sample, field) for sample in samples]
     if args.rollout_top_p != 1.0:
-        data.update(_top_p(samples))
+        top_p_masks = [_top_p_mask(sample) for sample in samples]
+        data[IDS] = [ids for ids, _ in top_p_masks]
+        data[OFFSETS] = [offsets for _, offsets in top_p_masks]
     if any(sample.rollout_routed_experts is not None for sample in samples):
         if args.use_rollout_routing_replay:
             validate_routed_experts(args, samples)
@@ -153,11 +155,6 @@ def _raw_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any
 def _plain_number(value: Any) -> Any:
     """Return NumPy's and torch's numbers as Python's; anything else as it is."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
-
-
-def _top_p(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    masks = [_top_p_mask(sample) for sample in samples]
-    return {IDS: [ids for ids, _ in masks], OFFSETS: [offsets for _, offsets in masks]}
 
 
 def _top_p_mask(sample: Sample) -> tuple[Any, Any]:

@@ -217,10 +217,19 @@ def _with_ref(args: Namespace) -> bool:
 
 def _reserve(args: Namespace, layout: Layout) -> Slots:
     here = cluster.current()
-    if here.own:
-        _refuse_what_cannot_fit(here, layout)
-    if "GPU" not in here.slot:
-        _warn_of_few_cores(layout, int(ray.cluster_resources().get("CPU", 0)))
+    totals = ray.cluster_resources()
+    if here.own:  # it does not grow: waiting for more than it has would be waiting for the deadline
+        short = {k: v * layout.slots for k, v in here.slot.items() if v * layout.slots > totals.get(k, 0) + 1e-6}
+        if short:
+            raise PlacementError(_what_is_missing(here, layout, f"more than this machine has ({', '.join(short)})"))
+    cores = int(totals.get("CPU", 0))
+    # Without GPUs nothing keeps a command line for eight of them from starting as many processes on a laptop.
+    if "GPU" not in here.slot and cores and layout.slots > PROCESSES_PER_CORE * cores:
+        logger.warning(
+            "there is no GPU: %d slots (%d train, %d generate) are as many processes, which share %d CPU cores; lower "
+            "--actor-num-gpus-per-node and --rollout-num-gpus, unless it may take long",
+            layout.slots, layout.trainer_slots, layout.rollout_slots, cores,
+        )  # fmt: skip
     pg = placement_group([dict(here.slot)] * layout.slots, strategy="PACK")
     started = time.monotonic()
     next_sign = HEARTBEAT_LOG_S
@@ -253,24 +262,6 @@ def check_engines_fit_nodes(engines: Sequence[EnginePlan], nodes: Sequence[str],
             "--rollout-num-gpus-per-engine or --num-gpus-per-node so that nodes hold whole engines; "
             "`--dry-run` shows the plan."
         )
-
-
-def _refuse_what_cannot_fit(here: cluster.Cluster, layout: Layout) -> None:
-    """A cluster of our own does not grow: waiting for more than it has would be waiting for the deadline."""
-    totals = ray.cluster_resources()
-    short = {k: v * layout.slots for k, v in here.slot.items() if v * layout.slots > totals.get(k, 0) + 1e-6}
-    if short:
-        raise PlacementError(_what_is_missing(here, layout, f"more than this machine has ({', '.join(short)})"))
-
-
-def _warn_of_few_cores(layout: Layout, cores: int) -> None:
-    """Without GPUs nothing keeps a command line for eight of them from starting as many processes on a laptop."""
-    if cores and layout.slots > PROCESSES_PER_CORE * cores:
-        logger.warning(
-            "there is no GPU: %d slots (%d train, %d generate) are as many processes, which share %d CPU cores; lower "
-            "--actor-num-gpus-per-node and --rollout-num-gpus, unless it may take long",
-            layout.slots, layout.trainer_slots, layout.rollout_slots, cores,
-        )  # fmt: skip
 
 
 def _what_is_missing(here: cluster.Cluster, layout: Layout, state: str) -> str:

@@ -47,7 +47,12 @@ def read(path: str, flags: Sequence[Flag], own: Mapping[str, Action] | None = No
     """
     own = own or {}
     document = yaml_source.read(path, OPTION)
-    _refuse_resolved(document)
+    # What a run directory holds and ``--dry-run`` prints looks alike, but hides what was given.
+    if "explicit_flags" in document.data or "explicit_flags" in (document.value(("derived",)) or {}):
+        raise ArgumentError(
+            f"{OPTION} {document.path}: this is a resolved configuration, in which given and derived values are mixed; "
+            "start from a file that --dump-config has written (the command.txt of a run directory has the command line)"
+        )
     names = FlagNames.of(flag for flag in flags if flag.dest not in OWN_FLAGS)
     if not any(section in document.data for section in SECTIONS):
         given = _values(document, (), names, own)
@@ -66,15 +71,6 @@ def read(path: str, flags: Sequence[Flag], own: Mapping[str, Action] | None = No
     same = {flag.dest for flag in flags if flag.dest in defaults and defaults[flag.dest] == flag.default}
     changed = {name: value for name, value in defaults.items() if name not in same}
     return RunConfig(given, changed, document.data.get("derived") or {}, tuple(document.warnings))
-
-
-def _refuse_resolved(document: Document) -> None:
-    """What a run directory holds and ``--dry-run`` prints looks alike, but hides what was given."""
-    if "explicit_flags" in document.data or "explicit_flags" in (document.value(("derived",)) or {}):
-        raise ArgumentError(
-            f"{OPTION} {document.path}: this is a resolved configuration, in which given and derived values are mixed; "
-            "start from a file that --dump-config has written (the command.txt of a run directory has the command line)"
-        )
 
 
 def _values(document: Document, at: KeyPath, names: FlagNames, own: Mapping[str, Action]) -> dict[str, Any]:

@@ -252,20 +252,17 @@ class MegatronTrainer:
         save_train_dump(self.args, rollout_id, data)
         if self._old_actor is not None:
             self._old_actor.trained()
-        self._refresh_reference(rollout_id)
+        interval = self.args.ref_update_interval
+        if self._with_ref and interval and (rollout_id + 1) % interval == 0:
+            with timer("ref_model_update"):
+                self._backup.save(REFERENCE)
+            logger.info("rollout %d: the actor's weights are the reference from now on", rollout_id)
 
     def _report(
         self, data: RolloutData, steps: list[dict[str, float]], rollout_metrics: dict[str, float]
     ) -> dict[str, Any]:
         del data  # for roles that return some of it
         return {"steps": steps, "rollout": rollout_metrics}
-
-    def _refresh_reference(self, rollout_id: int) -> None:
-        interval = self.args.ref_update_interval
-        if self._with_ref and interval and (rollout_id + 1) % interval == 0:
-            with timer("ref_model_update"):
-                self._backup.save(REFERENCE)
-            logger.info("rollout %d: the actor's weights are the reference from now on", rollout_id)
 
     def _record_wait(self) -> None:
         if self._waiting_since is not None:

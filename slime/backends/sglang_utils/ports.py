@@ -26,7 +26,10 @@ def reserve_ports(count: int, *, consecutive: bool = False, cursor_file: Path | 
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        start = _parse(os.read(fd, 16))
+        raw = os.read(fd, 16)
+        start = int(raw) if raw.strip().isdigit() else FIRST
+        if not FIRST <= start <= LAST:
+            start = FIRST
         ports = _take(start, count, consecutive)
         os.lseek(fd, 0, os.SEEK_SET)
         os.ftruncate(fd, 0)
@@ -34,11 +37,6 @@ def reserve_ports(count: int, *, consecutive: bool = False, cursor_file: Path | 
     finally:
         os.close(fd)
     return ports
-
-
-def _parse(raw: bytes) -> int:
-    port = int(raw) if raw.strip().isdigit() else FIRST
-    return port if FIRST <= port <= LAST else FIRST
 
 
 def _take(start: int, count: int, consecutive: bool) -> list[int]:

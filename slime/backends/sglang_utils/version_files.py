@@ -73,17 +73,12 @@ def pull(source: str | Path, local_root: str | Path) -> Path:
     local_root.mkdir(parents=True, exist_ok=True)
     target = local_root / source.name
     with _only_one(local_root / ".lock"):
-        if not _holds(target, listed):
+        copied = target / CHECKSUMS  # written last
+        if not copied.is_file() or copied.read_text() != listed:
             _copy(source, target, json.loads(listed))
-            (target / CHECKSUMS).write_text(listed)
+            copied.write_text(listed)
         clear(local_root, but=target)
     return target
-
-
-def _holds(target: Path, listed: str) -> bool:
-    """Whether ``target`` was copied from a version with these checksums: they are written last."""
-    path = target / CHECKSUMS
-    return path.is_file() and path.read_text() == listed
 
 
 def _copy(source: Path, target: Path, digests: dict[str, str]) -> None:

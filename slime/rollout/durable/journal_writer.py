@@ -77,7 +77,9 @@ class JournalWriter:
             if path in self._failed:
                 return
             if samples is not None and len(self._waiting) >= MAX_WAITING:
-                self._leave_out(path)
+                self._left_out += 1
+                if self._left_out == 1:
+                    logger.warning("the disk of %s is too slow for the journal: some groups are left out", path.parent)
                 return
             self._waiting.append(_Entry(path, record, samples))
             if self._thread is None:
@@ -108,11 +110,6 @@ class JournalWriter:
             self._hurry -= 1
 
     # Inside
-
-    def _leave_out(self, path: Path) -> None:
-        self._left_out += 1
-        if self._left_out == 1:
-            logger.warning("the disk of %s is too slow for the journal: some groups are left out", path.parent)
 
     def _run(self) -> None:
         """The writing thread, from the first record to a pause."""

@@ -49,19 +49,16 @@ class TorchDistCheckpoint:
         self._reader = FileSystemReader(self.path)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.weights = tuple(weight for key, stored in self._tensors() for weight in _weights_of(key, stored))
+        self.weights = tuple(
+            weight
+            for key, stored in self._metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and not _NO_WEIGHT.search(key)
+            for weight in _weights_of(key, stored)
+        )
         if not self.weights:
             raise ValueError(
                 f"{self.path} holds no weights: its keys are {sorted(self._metadata.state_dict_metadata)[:8]}"
             )
-
-    def _tensors(self) -> list[tuple[str, TensorStorageMetadata]]:
-        entries = self._metadata.state_dict_metadata.items()
-        return [
-            (key, stored)
-            for key, stored in entries
-            if isinstance(stored, TensorStorageMetadata) and not _NO_WEIGHT.search(key)
-        ]
 
     def read(self, weight: StoredWeight) -> torch.Tensor:
         """Return the whole tensor, contiguous, on the CPU. Raises ValueError when the checkpoint lacks a part of it."""
