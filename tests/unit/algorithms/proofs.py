@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms import advantages, importance, kl, log_probs, losses, mis, mismatch, reducers, rewards
+from slime.algorithms import advantages, kl, log_probs, losses, mis, mismatch, reducers, rewards
 from slime.algorithms.advantages import discounted_suffix_sums
 from slime.algorithms.losses import compute_value_loss
 from slime.algorithms.whitening import masked_whiten
@@ -224,7 +224,7 @@ def value_loss(rng: random.Random) -> tuple[Numbers, Numbers]:
 
 
 def weights_of(masks: bool) -> Proof:
-    weigh = importance.icepop_weights if masks else importance.truncated_importance_weights
+    weigh = mis.icepop_weights if masks else mis.truncated_importance_weights
 
     def proof(rng: random.Random) -> tuple[Numbers, Numbers]:
         n, low, high = rng.randint(0, 20), rng.random(), 1 + rng.random()
