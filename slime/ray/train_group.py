@@ -82,7 +82,7 @@ class RayTrainGroup:
         pg, bundles, _ = self._pg
         if len(bundles) < self.world_size:
             raise ValueError(f"{self.role}: {self.world_size} ranks do not fit on {len(bundles)} slots")
-        share_all_cores = here.device_type == "cpu" and self._has_cores_to_itself()
+        share_all_cores = self._has_cores_to_itself() and here.device_type == "cpu"
         self._actors = [
             ray.remote(TrainRayActor)
             .options(
