@@ -47,8 +47,8 @@ def build_dp_schedule(
     of ranks. train_parallel_config: ``dp_size``, ``cp_size``, ``vpp_size``, ``microbatch_group_size_per_vp_stage``.
     total_lengths: tokens per sample [n]. rollout_indices: rollout id per sample [n]; trajectories form steps in
     first-seen order. Trajectories past the last whole step are in no partition (see ``leftover_positions``).
-    Micro-batches packed by tokens exceed their limit when a step has too few samples for as many micro-batches as ranks
-    share equally.
+    Micro-batches packed by tokens hold their samples by length, so that attention takes those of one length together,
+    and exceed their limit when a step has too few samples for as many micro-batches as ranks share equally.
 
     Raises ScheduleError for less than one step of trajectories, a step with fewer samples than ranks, and micro-batches
     that the ranks (and virtual pipeline groups) cannot share equally.
@@ -148,6 +148,7 @@ def _micro_batches(
         if multiple <= len(members) < target:
             return _fewer_than_fit(members, sizes, len(members) // multiple * multiple, capacity)
         bins = expand_bins_by_splitting(bins, sizes, target)
+        bins = [sorted(micro_batch, key=sizes.__getitem__) for micro_batch in bins]
     return [[members[i] for i in micro_batch] for micro_batch in bins]
 
 

@@ -70,7 +70,7 @@ def _slow_micro_batches(
         in_order = [[q for q in largest if q in half] for half in halves]
         bins[bins.index(largest)] = in_order[0]
         bins.append(in_order[1])
-    return bins
+    return [sorted(b, key=lambda p: lengths[p]) for b in bins]  # stable: in order of position where equal
 
 
 def by_step(schedule: Any) -> list[list[list[list[int]]]]:
