@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,14 +19,23 @@ def mismatch_sums(train_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask:
     is bounded to +-20. Masked tokens count for nothing, whatever their log-probs. float64, without gradient; an empty
     response gives zeros, NaN stays NaN.
     """
+    return mismatch_sums_by_sample(train_log_probs, rollout_log_probs, loss_mask, [train_log_probs.numel()])[0]
+
+
+def mismatch_sums_by_sample(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """Return ``mismatch_sums`` [samples, 5] of samples of ``lengths``, one after the other in the arguments."""
     trained = loss_mask > 0
     # selected by where, not by indexing, for which a GPU would have to tell how many there are
     d = torch.where(trained, train_log_probs.detach().double() - rollout_log_probs.detach().double(), 0.0)
     bounded = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    largest = d.abs().amax() if d.numel() else d.new_zeros(())
-    return torch.stack(
-        [d.abs().sum(), -d.sum(), (torch.expm1(bounded) - bounded).sum(), trained.sum().double(), largest]
-    )
+    distance = d.abs()
+    terms = torch.stack([distance, -d, torch.expm1(bounded) - bounded, trained.double()], dim=1)
+    by_sample = {"lengths": torch.tensor(lengths, device=d.device), "unsafe": True}  # unchecked: a GPU need not wait
+    sums = torch.segment_reduce(terms, "sum", initial=0, **by_sample)
+    largest = torch.segment_reduce(distance, "max", initial=0, **by_sample)
+    return torch.cat([sums, largest.unsqueeze(1)], dim=1)
 
 
 def combine(sums: Tensor) -> Tensor:

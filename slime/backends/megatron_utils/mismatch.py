@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.mismatch import combine, mismatch_sums
+from slime.algorithms.mismatch import combine, mismatch_sums_by_sample
 from slime.backends.megatron_utils.cp_utils import slice_samples_with_cp
 from slime.backends.megatron_utils.data import LossBatch, RolloutData, sample_name
 from slime.backends.megatron_utils.parallel import (
@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.parallel import (
     is_last_stage,
     is_main_rank,
 )
+from slime.batching.ragged import flat
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def note_mismatch(batch: dict[str, Any]) -> torch.Tensor | None:
     if trainer is None or rollout is None:
         return None
     masks = slice_samples_with_cp(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
-    return torch.stack([mismatch_sums(*columns) for columns in zip(trainer, rollout, masks, strict=True)])
+    return mismatch_sums_by_sample(flat(trainer), flat(rollout), masks.values, masks.lengths)
 
 
 class MismatchMeter:

@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.cp_utils import response_rows_and_targets
 from slime.backends.megatron_utils.data import LossBatch
 from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
 from slime.batching import context_parallel as layout
+from slime.batching.ragged import flat
 from slime.batching.validate import IDS, OFFSETS
 
 TOP_P_COLUMNS = {IDS: "top_p_token_ids", OFFSETS: "top_p_token_offsets"}
@@ -160,5 +161,6 @@ def note_finite_samples(batch: dict[str, Any], *columns: Sequence[Tensor]) -> No
     """
     if not isinstance(batch, LossBatch):
         return
-    flags = [torch.stack([torch.isfinite(values).all() for values in column]) for column in columns]
-    batch.finite_samples = torch.stack(flags).all(dim=0).detach()
+    finite = torch.stack([torch.isfinite(flat(column).detach()) for column in columns]).all(dim=0)
+    lengths = torch.tensor([values.size(0) for values in columns[0]], device=finite.device)
+    batch.finite_samples = torch.segment_reduce(finite.float(), "min", lengths=lengths, unsafe=True, initial=1).bool()
