@@ -32,7 +32,7 @@ from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metr
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
 from slime.utils.http_utils import init_http_client
-from slime.utils.memory_utils import gc_freeze
+from slime.utils.memory_utils import collect_between_rollouts, gc_freeze
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample, iter_samples
 
@@ -84,6 +84,7 @@ class RolloutManager(EngineControl):
         """
         with self._generating:
             set_current_rollout_id(rollout_id)
+            collect_between_rollouts()
             started = time.monotonic()
             samples, metrics = self._samples(rollout_id)
             if not samples:

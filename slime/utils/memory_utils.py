@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 _GB = 2**30
 ALLOCATIONS = 20_000
 """More objects than before, after which the youngest are collected (Python: 700)."""
+NEVER = 2**30
 
 
 def clear_memory(clear_host_memory: bool = False) -> None:
@@ -44,9 +45,15 @@ def gc_freeze() -> None:
     """Exclude all objects of now from garbage collection (``gc.freeze``), and collect less often from now on.
 
     For a process that has loaded its modules and data: to traverse them, which finds nothing, blocks its event loop
-    for tenths of a second as often as once per rollout. Reference counting frees nearly everything else.
+    for tenths of a second as often as once per rollout. To traverse the tokens of a large rollout takes seconds: old
+    objects are collected by ``collect_between_rollouts`` only. Reference counting frees nearly everything else.
     """
     gc.collect()
     gc.freeze()
-    _, middle, oldest = gc.get_threshold()
-    gc.set_threshold(ALLOCATIONS, middle, oldest)
+    gc.set_threshold(ALLOCATIONS, gc.get_threshold()[1], NEVER)
+
+
+def collect_between_rollouts() -> None:
+    """Collect all garbage, in a process that called ``gc_freeze``."""
+    if gc.get_threshold()[2] == NEVER:
+        gc.collect()

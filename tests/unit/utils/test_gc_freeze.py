@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from slime.utils.memory_utils import ALLOCATIONS, gc_freeze
+from slime.utils.memory_utils import ALLOCATIONS, NEVER, collect_between_rollouts, gc_freeze
 
 
 class Node:
@@ -38,10 +38,29 @@ def test_only_what_comes_later_is_collected(collector):
     gc_freeze()
     assert garbage_seen() is None
     assert gc.get_threshold()[0] == ALLOCATIONS
+    assert gc.get_threshold()[2] == NEVER
     later, later_seen = pair()
     traversed = len(gc.get_objects())
     assert traversed < gc.get_freeze_count() / 10
     del loaded, later
-    gc.collect()
+    collect_between_rollouts()
     assert later_seen() is None
     assert loaded_seen() is not None
+
+
+def test_what_lives_long_is_not_traversed_again_and_again(collector):
+    """The collector would traverse every list of a large rollout: seconds in which nothing else runs."""
+    gc_freeze()
+    seen: list[int] = []
+    gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
+    try:
+        held = [[number] for number in range(30 * ALLOCATIONS)]
+    finally:
+        gc.callbacks.pop()
+    assert len(held) == 30 * ALLOCATIONS
+    assert set(seen) == {0, 1}
+
+
+def test_other_processes_collect_as_ever(monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("collected"))
+    collect_between_rollouts()
