@@ -262,8 +262,8 @@ def trl_table(before: dict[str, Any], timed: list[dict[str, Any]]) -> str:
     wall, cpu = ((timed[-1][name] - before[name]) / count for name in ("time", "cpu"))
     generation, rewards = (sum(row[name] for row in timed) / count for name in ("generation", "rewards"))
     rows = {"generation": generation, "rewards": rewards, "training, rest": wall - generation - rewards, "step": wall}
-    text = "\n".join(f"{name:36}{seconds:8.3f}" for name, seconds in rows.items())
-    return f"{'seconds per step (TRL)':36}{'wall':>8}{'CPU':>11}\n{text}{cpu:11.3f}"
+    text = "\n".join(f"{name:34}{seconds:8.3f}" for name, seconds in rows.items())
+    return f"{'seconds per step (TRL)':34}{'wall':>8}{'CPU':>10}\n{text}{cpu:10.3f}"
 
 
 def arithmetic(machine: Machine, flags: list[str], shape: Shape, step_s: float, tokens: float) -> str:

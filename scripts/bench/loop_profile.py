@@ -22,7 +22,7 @@ ORDER = (
     "eval",
 )  # fmt: skip
 """The stages of the synchronous loop, in their order; one that is not known comes last."""
-KINDS = ("engines", "manager", "trainers", "others")
+KINDS = ("engines", "router", "manager", "trainers", "others")
 TRAINER_PARTS = {
     "columns to tensors": "perf/data_preprocess_time",
     "log-probs": "perf/log_probs_time",
@@ -81,6 +81,8 @@ def read_steps(rows: Iterable[Mapping[str, Any]]) -> list[Step]:
 
 def kind_of(command: str) -> str:
     """Return which part of a run a process belongs to, by its command line."""
+    if "sglang::router" in command:
+        return "router"
     if "sglang::" in command or "sglang.launch_server" in command:
         return "engines"
     if "RolloutManager" in command:
@@ -95,7 +97,7 @@ class CpuSampler(threading.Thread):
         super().__init__(daemon=True)
         self._tag, self._interval_s = tag.encode(), interval_s
         self._strangers: dict[int, int] = {}
-        self._commands: dict[int, str] = {}
+        self.kinds: dict[int, str] = {}
         self._seconds: dict[int, float] = {}
         self._done = threading.Event()
         self.times: list[float] = []
@@ -116,7 +118,8 @@ class CpuSampler(threading.Thread):
         for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
             try:
                 if self._has_tag(pid):
-                    self._commands[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+                    if self.kinds.setdefault(pid, "others") == "others":  # Ray's workers get their title later
+                        self.kinds[pid] = kind_of(Path(f"/proc/{pid}/cmdline").read_text(errors="replace"))
                     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                     self._seconds[pid] = (int(fields[11]) + int(fields[12])) / TICKS
             except OSError:
@@ -128,7 +131,7 @@ class CpuSampler(threading.Thread):
 
     def _has_tag(self, pid: int) -> bool:
         """A process may get its environment only some time after it was seen first."""
-        if pid in self._commands:
+        if pid in self.kinds:
             return True
         looks = self._strangers.get(pid, 0)
         if looks > 8:
@@ -139,9 +142,9 @@ class CpuSampler(threading.Thread):
     def between(self, began: float, ended: float) -> dict[str, float]:
         """Return CPU seconds by kind of process, and of all ``strangers`` on the machine, between two times."""
         found = dict.fromkeys(KINDS, 0.0)
-        for pid, command in self._commands.items():
+        for pid, kind in self.kinds.items():
             series = [sample.get(pid, 0.0) for sample in self.samples]
-            found[kind_of(command)] += value_at(self.times, series, ended) - value_at(self.times, series, began)
+            found[kind] += value_at(self.times, series, ended) - value_at(self.times, series, began)
         busy = value_at(self.times, self.busy, ended) - value_at(self.times, self.busy, began)
         return {**found, "strangers": max(0.0, busy - sum(found.values()))}
 
@@ -202,11 +205,11 @@ def _training_parts(steps: list[Step]) -> dict[str, float]:
 def format_table(rows: list[Row], cores: int) -> str:
     """Return the table as text; ``idle`` is what is left of the cores."""
     kinds = [*KINDS, "strangers"]
-    lines = [f"{'seconds per step':36}{'wall':>8}" + "".join(f"{kind:>11}" for kind in (*kinds, "idle"))]
+    lines = [f"{'seconds per step':34}{'wall':>8}" + "".join(f"{kind:>10}" for kind in (*kinds, "idle"))]
     for name, wall, cpu in rows:
-        line = f"{name:36}{wall:8.3f}"
+        line = f"{name:34}{wall:8.3f}"
         if cpu is not None:
             idle = max(0.0, cores * wall - sum(cpu.values()))
-            line += "".join(f"{cpu.get(kind, 0.0):11.3f}" for kind in kinds) + f"{idle:11.3f}"
+            line += "".join(f"{cpu.get(kind, 0.0):10.3f}" for kind in kinds) + f"{idle:10.3f}"
         lines.append(line)
     return "\n".join(lines)
