@@ -22,13 +22,21 @@ from slime.ray.conversion import Converter, carried_over_path, load_dump, save_d
 from slime.ray.engines.control import EngineControl
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.remote import EngineDied, reports_errors
-from slime.ray.rollout_metrics import ConstantRewards, asked_for_metrics, eval_metrics, eval_summary, rollout_metrics
+from slime.ray.rollout_metrics import (
+    ConstantRewards,
+    asked_for_metrics,
+    eval_metrics,
+    eval_summary,
+    request_metrics,
+    rollout_metrics,
+    staleness_metrics,
+    top_p_metrics,
+)
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
 from slime.rollout.durable.recovery import may_be_saved
 from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook
-from slime.rollout.metrics import request_metrics, staleness_metrics, top_p_metrics
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
 from slime.utils.http_utils import init_http_client

@@ -24,7 +24,7 @@ from slime.arguments.parse import resolve
 from slime.arguments.passthrough import catalog
 from slime.arguments.passthrough.sglang import flag_of_record
 from slime.arguments.placement import EnginePlan, engines_of, layout_of
-from slime.backends.sglang_utils.router_args import router_fields
+from slime.backends.sglang_utils.router import router_fields
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.ray.engines.fleet import validate_server_group_gpu_indices
 from tests.support.arguments import known

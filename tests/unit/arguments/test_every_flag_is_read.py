@@ -15,7 +15,7 @@ import slime
 from slime.arguments.availability import is_available, refused_values
 from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog
-from slime.backends.sglang_utils.router_args import router_fields
+from slime.backends.sglang_utils.router import router_fields
 from slime.backends.sglang_utils.server_args import EngineSpec, _owned_fields, forwarded_fields
 from tests.support.arguments import run_args
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import fully_async_rollout, group_stream, metrics, sglang_rollout
+from slime.ray import rollout_metrics
+from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
@@ -67,7 +68,7 @@ def measure() -> dict[str, int]:
 @pytest.mark.parametrize("groups", [1000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_nothing_is_lost_and_nothing_grows(tokenizer, tmp_path, monkeypatch, groups):
     clock = WeightClock()
-    for module in (group_stream, metrics):
+    for module in (group_stream, rollout_metrics):
         monkeypatch.setattr(module, "weight_clock", lambda: clock)
     SingletonMeta.clear_instances()
     for module, name, value in (

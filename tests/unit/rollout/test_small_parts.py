@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slime.ray.rollout_metrics import request_metrics, top_p_metrics
 from slime.rollout.base_types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
@@ -21,7 +22,6 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
-from slime.rollout.metrics import request_metrics, top_p_metrics
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 from tools.check_docs import undocumented

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import metrics, staleness
-from slime.rollout.metrics import staleness_metrics
+from slime.ray import rollout_metrics
+from slime.ray.rollout_metrics import staleness_metrics
+from slime.rollout import staleness
 from slime.rollout.staleness import (
     UNKNOWN_WEIGHTS,
     StalenessBound,
@@ -205,7 +206,7 @@ def test_metrics_are_those_of_a_list_of_lags(monkeypatch, seed):
     clock = WeightClock()
     for version in range(1, 31):
         clock.publish(version, version - 1)
-    monkeypatch.setattr(metrics, "weight_clock", lambda: clock)
+    monkeypatch.setattr(rollout_metrics, "weight_clock", lambda: clock)
     lags, samples = [], []
     for _ in range(rng.randint(1, 20)):
         sample = Sample()
@@ -219,13 +220,13 @@ def test_metrics_are_those_of_a_list_of_lags(monkeypatch, seed):
     assert found["rollout/staleness/mean"] == pytest.approx(sum(lags) / len(lags))
     assert found["rollout/staleness/max"] == max(lags)
     assert found["rollout/staleness/p99"] == sorted(lags)[math.ceil(0.99 * len(lags)) - 1]
-    shares = Counter(min(lag, metrics.MAX_LAG_SHOWN) for lag in lags)
-    for lag in range(metrics.MAX_LAG_SHOWN + 1):
+    shares = Counter(min(lag, rollout_metrics.MAX_LAG_SHOWN) for lag in lags)
+    for lag in range(rollout_metrics.MAX_LAG_SHOWN + 1):
         assert found.get(f"rollout/staleness/lag_{lag}", 0.0) == pytest.approx(shares[lag] / len(lags))
 
 
 def test_no_metrics_where_no_version_is_known(monkeypatch):
-    monkeypatch.setattr(metrics, "weight_clock", WeightClock)
+    monkeypatch.setattr(rollout_metrics, "weight_clock", WeightClock)
     sample = Sample()
     reply(sample, ("1", 2))
     assert staleness_metrics([sample], 3) == {}

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from slime.batching.train_data import build_train_data
-from slime.rollout import fully_async_rollout, group_stream, metrics
+from slime.ray import rollout_metrics
+from slime.ray.rollout_metrics import staleness_metrics
+from slime.rollout import fully_async_rollout, group_stream
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.metrics import staleness_metrics
 from slime.rollout.requests import generate_request
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
@@ -34,7 +35,7 @@ ROLLOUTS = 6
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> WeightClock:
     fresh = WeightClock()
-    for module in (group_stream, metrics):
+    for module in (group_stream, rollout_metrics):
         monkeypatch.setattr(module, "weight_clock", lambda: fresh)
     return fresh
 

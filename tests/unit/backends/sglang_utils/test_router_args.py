@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.backends.sglang_utils.router_args import choose_package, router_fields
+from slime.backends.sglang_utils.router import choose_package, router_fields
 from slime.backends.sglang_utils.router_main import router_options
 from tests.support.arguments import run_args
 
