@@ -399,11 +399,11 @@ def test_whatever_is_left_over_is_trained_later_once_and_in_order(run, dp_size):
                 assert reward == pytest.approx(expected_rewards[i], abs=1e-12)
                 assert tokens.tolist() == [7, i]
         # Siblings share an id, and nobody else has it: each id is exactly one trajectory.
-        executions_trained = sorted(made.index(sorted(members)) for members in by_id.values())
-        assert executions_trained == list(range(len(trained_order), len(trained_order) + len(by_id)))
+        trajectories_trained = sorted(made.index(sorted(members)) for members in by_id.values())
+        assert trajectories_trained == list(range(len(trained_order), len(trained_order) + len(by_id)))
         assert len(by_id) % step == 0
         assert shards[0]["global_batch_sizes"] == [step] * (len(by_id) // step)
-        trained_order += executions_trained
+        trained_order += trajectories_trained
 
         waiting = [s.index for s in c.carried.samples]
         assert waiting == [i for trajectory in made[len(trained_order) :] for i in trajectory]
