@@ -396,4 +396,10 @@ class RayTrainGroup:
         }
         if self.args.use_routing_replay:
             env["ENABLE_ROUTING_REPLAY"] = "1"
+        sizes = [
+            getattr(self.args, name, None) or 1 for name in ("tensor_model_parallel_size", "context_parallel_size")
+        ]
+        if self.args.device_type == "cuda" and max(sizes) > 1:
+            # One hardware queue: kernels start in the order of the calls, a collective before the product it overlaps.
+            env["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         return env | {key: str(value) for key, value in (self.args.train_env_vars or {}).items()}

@@ -58,7 +58,9 @@ def handle_args(**changes: Any) -> Any:
         "start_rollout_id": None,
         "data_source_path": "slime.rollout.data_source.RolloutDataSource",
     }
-    return run_args(**{**base, **changes})
+    args = run_args(**{**base, **changes})
+    args.device_type = "cpu"
+    return args
 
 
 RECORD = {"step_key": "rollout/step", "step": 0, "name": "rollout/x", "value": 1.0, "time": 0.0}
@@ -160,6 +162,22 @@ def make_group(ranks: list[Remote], manager: Remote | None = None, **flags: Any)
 @pytest.fixture
 def one_node(clock: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_group, "ray", SimpleNamespace(nodes=lambda: [{"NodeID": "a", "Alive": True}]))
+
+
+def test_collectives_of_trainers_start_before_what_they_overlap_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+    def environment(device_type: str = "cuda", **flags: Any) -> str | None:
+        group = make_group([], **flags)
+        group.args.device_type = device_type
+        return group._environment().get(name)
+
+    monkeypatch.delenv(name, raising=False)
+    assert environment(tensor_model_parallel_size=2) == environment(context_parallel_size=2) == "1"
+    assert environment() is environment("cpu", tensor_model_parallel_size=2) is None
+    assert environment(tensor_model_parallel_size=2, train_env_vars={name: "8"}) == "8"
+    monkeypatch.setenv(name, "32")
+    assert environment(tensor_model_parallel_size=2) == "32"
 
 
 @pytest.mark.usefixtures("one_node")
