@@ -247,6 +247,7 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
     slots, nodes = _in_order(here, pg, layout)
     if "GPU" in here.slot:  # without GPUs, slots are processes, which share a machine in any number
         check_engines_fit_nodes(engines_of(args), nodes, layout.rollout_offset)
+        check_gpus_follow_each_other(engines_of(args), slots[2], layout.rollout_offset)
     return slots
 
 
@@ -262,6 +263,22 @@ def check_engines_fit_nodes(engines: Sequence[EnginePlan], nodes: Sequence[str],
             "--rollout-num-gpus-per-engine or --num-gpus-per-node so that nodes hold whole engines; "
             "`--dry-run` shows the plan."
         )
+
+
+def check_gpus_follow_each_other(engines: Sequence[EnginePlan], gpus: Sequence[int], rollout_offset: int) -> None:
+    """Raise PlacementError when an engine process would get GPUs with others between them; ``gpus``: of every slot.
+
+    SGLang is told the first one, and counts from there.
+    """
+    for engine in engines:
+        for part in engine.parts():
+            given = [gpus[rollout_offset + slot] for slot in part]
+            if given != list(range(given[0], given[0] + len(given))):
+                raise PlacementError(
+                    f"engine {engine.rank} would get GPUs {', '.join(map(str, given))} of a node, but those of an "
+                    "engine process must follow each other: others on the Ray cluster have those between. Wait for "
+                    "them, run on nodes of your own, or lower --rollout-num-gpus-per-engine"
+                )
 
 
 def _what_is_missing(here: cluster.Cluster, layout: Layout, state: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.arguments.placement import plan_engines
-from slime.ray.placement_group import PlacementError, check_engines_fit_nodes
+from slime.ray.placement_group import PlacementError, check_engines_fit_nodes, check_gpus_follow_each_other
 
 NODES = ["10.0.0.1"] * 8 + ["10.0.0.2"] * 8
 
@@ -27,3 +27,18 @@ def test_slots_of_a_node_of_another_size_are_no_node_of_an_engine() -> None:
     engines = plan_engines(rollout_slots=16, slots_per_engine=16, slots_per_node=8)
     with pytest.raises(PlacementError, match=r"engine 0 .* \(8\) must be on one node\. Change"):
         check_engines_fit_nodes(engines, [f"10.0.0.{slot // 4}" for slot in range(16)], 0)
+
+
+def test_engines_on_gpus_that_follow_each_other_are_accepted() -> None:
+    on_two_nodes = [0, 1, 2, 3, 0, 1, 2, 3]
+    check_gpus_follow_each_other(plan_engines(rollout_slots=4, slots_per_engine=2, slots_per_node=8), on_two_nodes, 2)
+    check_gpus_follow_each_other(plan_engines(rollout_slots=8, slots_per_engine=8, slots_per_node=4), on_two_nodes, 0)
+    singles = plan_engines(rollout_slots=3, slots_per_engine=1, slots_per_node=8)
+    check_gpus_follow_each_other(singles, [0, 2, 5], 0)
+    check_gpus_follow_each_other(plan_engines(rollout_slots=2, slots_per_engine=2, slots_per_node=8), [0, 2, 3], 1)
+
+
+def test_an_engine_around_the_gpu_of_another_program_is_named() -> None:
+    engines = plan_engines(rollout_slots=4, slots_per_engine=2, slots_per_node=8)
+    with pytest.raises(PlacementError, match=r"engine 1 would get GPUs 3, 5 of a node.*--rollout-num-gpus-per-engine"):
+        check_gpus_follow_each_other(engines, [0, 1, 2, 3, 5], 1)
