@@ -86,6 +86,10 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
     if fields.get("enable_memory_saver"):
         # SGLang's default on CUDA, breakable graphs, ends an engine at its start that can release its graphs.
         fields.setdefault("cuda_graph_backend_prefill", "disabled")
+        if fields.get(
+            "speculative_algorithm"
+        ):  # pushes may leave the draft model out, and nobody else sends its weights
+            fields["enable_draft_weights_cpu_backup"] = True
     for name in secret_fields(args):
         fields.pop(name, None)
     unknown = sorted(set(fields) - set(by_dest))

@@ -186,6 +186,17 @@ def test_memory_of_groups_that_take_turns_with_the_trainer() -> None:
         assert (got.enable_memory_saver, got.enable_weights_cpu_backup) == (saver, backup), fields
 
 
+def test_a_draft_model_that_releases_its_memory_keeps_a_copy_of_its_weights() -> None:
+    def backup(of_group: dict[str, Any] | None = None, **fields: Any) -> bool:
+        args = engine_args(sglang_speculative_algorithm="EAGLE", **fields)
+        return bool(parse(build_server_args(args, spec(overrides=of_group))).enable_draft_weights_cpu_backup)
+
+    assert backup(offload_rollout=True)
+    assert not backup(offload_rollout=False)
+    assert not backup({"speculative_algorithm": None}, offload_rollout=True)
+    assert not backup(offload_rollout=True, device_type="cpu")
+
+
 def test_only_the_trained_model_reports_its_experts() -> None:
     args = engine_args(use_rollout_routing_replay=True)
     assert parse(build_server_args(args, spec())).enable_return_routed_experts
