@@ -147,7 +147,8 @@ class EngineProcess:
         while True:
             ended = self.poll()
             if ended is not None:
-                if self._chooses_ports and attempts < PORT_ATTEMPTS and looks_like_port_conflict(self.last_lines(300)):
+                alone = self._chooses_ports and self._spec.nnodes == 1  # other nodes would wait for what has ended
+                if alone and attempts < PORT_ATTEMPTS and looks_like_port_conflict(self.last_lines(300)):
                     logger.warning("%s: another process took port %d; starting again", self.name, self._spec.port)
                     attempts += 1
                     self.stop()

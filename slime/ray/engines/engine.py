@@ -11,11 +11,11 @@ import ray
 
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils import version_files
-from slime.backends.sglang_utils.engine import EngineProcess
-from slime.backends.sglang_utils.ports import reserve_ports
+from slime.backends.sglang_utils.engine import PORT_ATTEMPTS, EngineProcess
+from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
 from slime.ray import worker
 from slime.ray.cluster import on_slot
-from slime.ray.remote import Peer, one_line_kind, reports_errors, wait_all
+from slime.ray.remote import Peer, RemoteFailure, one_line_kind, reports_errors, wait_all
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 POLL_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 30.0
 RENDEZVOUS_DEADLINE_S = 60.0
+RENDEZVOUS_PORTS = 14
+"""Of SGLang: its rendezvous, the six sockets after it, and the one 13 above that tells the other nodes its ports."""
 
 
 class RayEngine:
@@ -54,6 +56,20 @@ class RayEngine:
         if self._ended:
             self.end()
             raise RuntimeError(f"{self} was ended while it was being started")
+        attempt = 1
+        while True:
+            try:
+                return self._start_once(deadline)
+            except RemoteFailure as e:  # an engine on one node tries again by itself
+                taken = self.plan.nodes > 1 and looks_like_port_conflict(str(e).splitlines())
+                if not taken or attempt == PORT_ATTEMPTS or self._ended:
+                    raise
+                logger.warning("%s: another process took one of its ports; starting all of it again", self)
+                stops = [actor.stop.remote() for actor in self._actors]
+                ray.wait(stops, num_returns=len(stops), timeout=STOP_DEADLINE_S)
+                attempt += 1
+
+    def _start_once(self, deadline: float) -> EngineInfo:
         meeting = None
         if self.plan.nodes > 1:
             meeting = ray.get(self._actors[0].rendezvous.remote(self._loopback), timeout=RENDEZVOUS_DEADLINE_S)
@@ -160,8 +176,11 @@ class EngineActor:
         self._process: EngineProcess | None = None
 
     def rendezvous(self, loopback: bool) -> str:
-        """Return an address on this node where the processes of one engine can meet."""
-        return f"{self._host(loopback)}:{reserve_ports(1)[0]}"
+        """Return an address on this node where the processes of one engine can meet.
+
+        SGLang takes further ports from it for attention with data parallelism: those that follow are free, too.
+        """
+        return f"{self._host(loopback)}:{reserve_ports(RENDEZVOUS_PORTS, consecutive=True)[0]}"
 
     @reports_errors
     def start(self, loopback: bool, **placement: Any) -> None:

@@ -97,6 +97,45 @@ def test_the_node_that_does_not_start_is_named(cluster: Cluster) -> None:
         engine_of(first, second).start()
 
 
+class TakenOnce(Actor):
+    """Its first rendezvous is on a port that another process takes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wait_ready":
+            first = not any(call == "stop" for call, _, _ in self.calls)
+            answer = Ref(RemoteFailure("EngineStartError: exited\n | OSError: [Errno 98] Address already in use"))
+            self.answers[name] = answer if first else Ref(INFO)
+        return super().__getattr__(name)
+
+
+def test_an_engine_of_two_nodes_that_lost_a_port_is_started_again_as_a_whole(cluster: Cluster, caplog: Any) -> None:
+    actors = TakenOnce(rendezvous=Ref("10.0.0.1:15000")), Actor(wait_ready=Ref(INFO))
+    assert engine_of(*actors).start() == INFO
+    for actor in actors:
+        assert [name for name, _, _ in actor.calls if name in ("start", "stop")] == ["start", "stop", "start"]
+    assert "engine 3: another process took one of its ports; starting all of it again" in caplog.text
+
+
+def test_other_failures_of_an_engine_of_two_nodes_are_final(cluster: Cluster) -> None:
+    first = Actor(rendezvous=Ref("10.0.0.1:15000"), wait_ready=Ref(RemoteFailure("EngineStartError: no memory")))
+    with pytest.raises(RemoteFailure, match="no memory"):
+        engine_of(first, Actor(wait_ready=Ref(INFO))).start()
+    assert [name for name, _, _ in first.calls if name == "start"] == ["start"]
+
+
+def test_what_follows_the_port_of_a_rendezvous_is_free_for_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def reserve(count: int, *, consecutive: bool = False) -> list[int]:
+        asked.append((count, consecutive))
+        return list(range(15000, 15000 + count))
+
+    monkeypatch.setattr(ray_engine, "reserve_ports", reserve)
+    actor = ray_engine.EngineActor.__new__(ray_engine.EngineActor)
+    assert actor.rendezvous(True) == "127.0.0.1:15000"
+    assert asked == [(14, True)]  # up to SGLang's DP_ATTENTION_HANDSHAKE_PORT_DELTA
+
+
 def started(*actors: Actor) -> RayEngine:
     engine = engine_of(*actors)
     engine._actors = list(actors)
