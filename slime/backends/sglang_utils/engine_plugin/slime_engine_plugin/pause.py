@@ -8,6 +8,9 @@ an empty waiting queue too: the prefix tree would keep values of the old weights
 engine holds no cache, so flushing is safe; after ``/continue_generation`` it is prefilled again under the new
 weights.
 
+It can be asked again to release or to resume what is released or resumed already, as after a reply that was lost: a
+stock scheduler ends with a KeyError then, or reads weights that are gone.
+
 With ``--sleep-on-idle`` it sleeps until something is received, as an idle engine does: a stock scheduler polls without
 a break while it is paused, and takes a core from the trainer that sends the weights.
 """
@@ -57,8 +60,33 @@ def sleep_while_paused(result: None, scheduler: Any) -> None:
         scheduler.maybe_sleep_on_idle()  # until something is received, or for a second
 
 
+def release_once(release: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.release_memory_occupation``: release what is not released already."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    request.tags = [tag for tag in _tags(request) if tag not in updater.offload_tags]
+    return release(updater, request) if request.tags else ReleaseMemoryOccupationReqOutput()
+
+
+def resume_once(resume: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.resume_memory_occupation``: resume what is released."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    request.tags = [tag for tag in _tags(request) if tag in updater.offload_tags]
+    return resume(updater, request) if request.tags else ResumeMemoryOccupationReqOutput()
+
+
+def _tags(request: Any) -> list[str]:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return list(request.tags or GPU_MEMORY_ALL_TYPES)
+
+
 def register(on_cpu: bool) -> None:
     """Register the hooks."""
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register(f"{updater}.release_memory_occupation", release_once, HookType.AROUND)
+    HookRegistry.register(f"{updater}.resume_memory_occupation", resume_once, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache", flush_with_waiting_requests, HookType.AROUND
     )

@@ -1,0 +1,113 @@
+"""Engines can be asked twice to release or to resume their memory, as after a reply that was lost."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from slime.ray.engines.offload import TAGS
+
+
+class Registry:
+    """SGLang's registry of hooks, which only notes them."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Any] = {}
+
+    def register(self, target: str, hook: Any, kind: str) -> None:
+        self.hooks[target] = hook
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The plug-in's hooks by target, with stand-ins for what they import of SGLang."""
+    registry = Registry()
+    contents = {
+        "plugins.hook_registry": {
+            "HookRegistry": registry,
+            "HookType": SimpleNamespace(AROUND="around", AFTER="after"),
+        },
+        "disaggregation.utils": {"DisaggregationMode": SimpleNamespace(NULL="null")},
+        "constants": {"GPU_MEMORY_ALL_TYPES": list(TAGS)},
+        "managers.io_struct": {
+            "ReleaseMemoryOccupationReqOutput": lambda: "released",
+            "ResumeMemoryOccupationReqOutput": lambda: "resumed",
+        },
+    }
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.disaggregation", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, attributes in contents.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
+    ours = ("slime_engine_plugin", "slime_engine_plugin.pause")
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    from slime_engine_plugin import pause
+
+    pause.register(on_cpu=False)
+    yield registry.hooks
+    for name in ours:
+        sys.modules.pop(name, None)
+
+
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+class Engine:
+    """What a scheduler does with its tags; ``done`` are the parts it has worked on."""
+
+    def __init__(self, hooks: dict[str, Any]) -> None:
+        self.offload_tags: set[str] = set()
+        self.done: list[str] = []
+        self._hooks = hooks
+
+    def ask(self, what: str, tags: list[str] | None = None) -> str:
+        stock = self._release if what == "release" else self._resume
+        hook = self._hooks[f"{UPDATER}.{what}_memory_occupation"]
+        return str(hook(lambda updater, request: stock(request.tags), self, SimpleNamespace(tags=tags)))
+
+    def _release(self, tags: list[str]) -> str:
+        assert not self.offload_tags.intersection(tags), "its weights are read before they are released"
+        self.offload_tags.update(tags)
+        self.done += tags
+        return "released"
+
+    def _resume(self, tags: list[str]) -> str:
+        for tag in tags:
+            self.offload_tags.remove(tag)  # KeyError, and the end of the scheduler
+        self.done += tags
+        return "resumed"
+
+
+def test_the_second_request_does_what_is_left(hooks: dict[str, Any]) -> None:
+    engine = Engine(hooks)
+    assert engine.ask("release", ["kv_cache"]) == engine.ask("release") == engine.ask("release") == "released"
+    assert sorted(engine.done) == sorted(TAGS)
+    engine.done.clear()
+    assert engine.ask("resume", ["weights"]) == engine.ask("resume") == engine.ask("resume", ["weights"]) == "resumed"
+    assert sorted(engine.done) == sorted(TAGS)
+    assert engine.offload_tags == set()
+
+
+def test_the_installed_sglang_has_what_is_hooked() -> None:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    source = Path(found.origin).parent / "srt" / "managers" / "scheduler_components" / "weight_updater.py"
+    (manager,) = (
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == UPDATER.rpartition(".")[2]
+    )
+    methods = {node.name: ast.unparse(node) for node in manager.body if isinstance(node, ast.FunctionDef)}
+    assert "self.offload_tags.add(tag)" in methods["release_memory_occupation"]
+    assert "self.offload_tags.remove(tag)" in methods["resume_memory_occupation"], "it can be repeated: remove the hook"
