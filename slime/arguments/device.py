@@ -6,7 +6,6 @@ from argparse import Namespace
 from typing import Any, Literal
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.placement import engine_sizes, engines_of
 
 # Attribute -> (value without a GPU, option that asks for the opposite, or None where both values are fine).
 CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
@@ -69,25 +68,10 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
         _finalize_for_cpu(args, given)
     else:  # which fused kernels exist is found out on the training nodes: this may be a head node without them
         args.bf16 = not (args.fp16 or args.fp32)
-        _check_engine_stages(args)
     args.bias_activation_fusion = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
     args.nccl_ub = args.use_nccl_ub
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not args.grad_reduce_in_bf16
     args.grad_reduce_in_fp32 = args.accumulate_allreduce_grads_in_fp32
-
-
-def _check_engine_stages(args: Namespace) -> None:
-    """Pipeline stages of an engine cannot be told apart where it gets weights from another process."""
-    if args.debug_train_only or args.debug_rollout_only or args.update_weight_transport == "disk":
-        return
-    for plan in engines_of(args):
-        stages = engine_sizes(args, plan).pp
-        if plan.update_weights and stages > 1:
-            raise ArgumentError(
-                f"--sglang-pp-size {stages}: SGLang counts the ranks that take weights from a trainer within a stage, "
-                "and cannot tell stages apart; add --update-weight-transport disk and --update-weight-disk-dir, or "
-                "leave --sglang-pp-size out"
-            )
 
 
 def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:

@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of
 from slime.arguments.rules.roles import ACTOR, CRITIC, role_args
+from slime.arguments.rules.weight_sync import check_engine_stages
 from slime.backends.sglang_utils.external import apply_external_engine_info_to_args, discover_external_engines
 from slime.observability import tracking
 from slime.ray import cluster
@@ -222,6 +223,8 @@ def _reserve(args: Namespace, layout: Layout) -> Slots:
         short = {k: v * layout.slots for k, v in here.slot.items() if v * layout.slots > totals.get(k, 0) + 1e-6}
         if short:
             raise PlacementError(_what_is_missing(here, layout, f"more than this machine has ({', '.join(short)})"))
+    if "GPU" in here.slot:
+        check_engine_stages(args)
     cores = int(totals.get("CPU", 0))
     # Without GPUs nothing keeps a command line for eight of them from starting as many processes on a laptop.
     if "GPU" not in here.slot and cores and layout.slots > PROCESSES_PER_CORE * cores:

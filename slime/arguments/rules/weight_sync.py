@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
+from slime.arguments.placement import engine_sizes, engines_of
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint, needs_reference
 
 
@@ -34,6 +35,20 @@ def check(args: Namespace) -> None:
             "--weight-sync-pause-mode in_place leaves the engines' prefix cache with values of the old weights; add "
             "--sglang-disable-radix-cache, or use retract"
         )
+
+
+def check_engine_stages(args: Namespace) -> None:
+    """Pipeline stages of an engine cannot be told apart where it gets weights from another process."""
+    if args.debug_train_only or args.debug_rollout_only or args.update_weight_transport == "disk":
+        return
+    for plan in engines_of(args):
+        stages = engine_sizes(args, plan).pp
+        if plan.update_weights and stages > 1:
+            raise ArgumentError(
+                f"--sglang-pp-size {stages}: SGLang counts the ranks that take weights from a trainer within a stage, "
+                "and cannot tell stages apart; add --update-weight-transport disk and --update-weight-disk-dir, or "
+                "leave --sglang-pp-size out"
+            )
 
 
 def _check_directories(args: Namespace) -> None:

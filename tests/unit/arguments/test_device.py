@@ -76,16 +76,5 @@ def test_precision_on_cuda(flags, bf16, fp16, reduce_in_fp32):
     assert args.sglang_device is None
 
 
-def test_engines_with_pipeline_stages_take_weights_from_files_only(tmp_path):
-    """SGLang's rank in the group of a weight update, and among the handles of shared memory, is that within a stage."""
-    stages = ("--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 4, "--sglang-pp-size", 2)
-    for place in ((), ("--colocate", "--actor-num-gpus-per-node", 4)):
-        with pytest.raises(ArgumentError, match=r"--sglang-pp-size 2: .*--update-weight-transport disk"):
-            finalized("cuda", *stages, *place)
-    by_files = ("--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path)
-    assert finalized("cuda", *stages, *by_files).sglang_pp_size == 2
-    assert finalized("cuda", *stages, "--debug-rollout-only").sglang_pp_size == 2  # no weights are sent
-
-
 def test_variable_lengths_on_cuda():
     assert finalized("cuda").variable_seq_lengths is True

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from slime.arguments import ArgumentError
 from slime.arguments.placement import plan_engines
+from slime.arguments.rules.weight_sync import check_engine_stages
 from slime.ray.placement_group import PlacementError, check_engines_fit_nodes, check_gpus_follow_each_other
+from tests.support.arguments import dry
 
 NODES = ["10.0.0.1"] * 8 + ["10.0.0.2"] * 8
 
@@ -42,3 +47,14 @@ def test_an_engine_around_the_gpu_of_another_program_is_named() -> None:
     engines = plan_engines(rollout_slots=4, slots_per_engine=2, slots_per_node=8)
     with pytest.raises(PlacementError, match=r"engine 1 would get GPUs 3, 5 of a node.*--rollout-num-gpus-per-engine"):
         check_gpus_follow_each_other(engines, [0, 1, 2, 3, 5], 1)
+
+
+def test_engines_with_pipeline_stages_take_weights_from_files_only(tmp_path: Path) -> None:
+    """SGLang's rank in the group of a weight update, and among the handles of shared memory, is that within a stage."""
+    stages = ("--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 4, "--sglang-pp-size", 2)
+    for place in ((), ("--colocate", "--actor-num-gpus-per-node", 4)):
+        with pytest.raises(ArgumentError, match=r"--sglang-pp-size 2: .*--update-weight-transport disk"):
+            check_engine_stages(dry(*stages, *place))
+    check_engine_stages(dry(*stages, "--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path))
+    check_engine_stages(dry(*stages, "--debug-rollout-only"))  # no weights are sent
+    check_engine_stages(dry(*stages[:4]))

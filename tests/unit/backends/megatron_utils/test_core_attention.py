@@ -158,7 +158,12 @@ def test_fused_kernels_are_told_that_the_mask_is_causal(monkeypatch: pytest.Monk
     """A mask of queries x keys would rule out flash attention, and with grouped queries every fused kernel."""
     q, k, v, _ = _tensors(7, 4, 2)
     made: list[tuple[int, ...]] = []
-    monkeypatch.setattr(attention, "causal_lower_right", lambda *size: made.append(size) or causal_lower_right(*size))
+
+    def noted(*size: int) -> Any:
+        made.append(size)
+        return causal_lower_right(*size)
+
+    monkeypatch.setattr(attention, "causal_lower_right", noted)
     seen = attention.sdpa_segment(Segment(q[None, 4:], k[None], v[None]), causal=True, scale=8**-0.5)
     assert made == [(3, 7)]
     torch.testing.assert_close(seen.double(), dense_attention(q, k, v, [7])[4:], atol=2e-6, rtol=1e-5)
