@@ -27,6 +27,7 @@ from slime.ray.placement_group import create_placement_groups, create_rollout_ma
 from slime.ray.program import handle_sigterm, run_as_program
 from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.rollout_metrics import headline
+from slime.ray.serving import serve
 from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger(__name__)
@@ -301,8 +302,10 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     """Start everything, run the loop, and end everything. For ``overlap`` see ``Loop``.
 
     Raises ArgumentError, before anything is started, for flags that the schedule cannot follow, and for prompts and
-    hooks that would end the run.
+    hooks that would end the run. With ``--debug-rollout-only`` and nothing to generate the engines serve instead.
     """
+    if args.serve_only:
+        serve(args)
     refuse_impossible_loop(args, overlap=overlap)
     _look_first(args)
     run_dir.prepare(args)

@@ -71,7 +71,7 @@ def check_fence(fence: Fence) -> Iterator[tuple[int, str]]:
 
 
 def check_command(words: list[str]) -> Iterator[str]:
-    """Yield what is wrong with one command: ``train.py``, ``python -m`` and ``make`` are known, others are not read."""
+    """Yield what is wrong with one command: ``train.py``, ``slime``, ``python -m`` and ``make`` are known."""
     while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):
         words = words[1:]
     if not words:
@@ -79,6 +79,8 @@ def check_command(words: list[str]) -> Iterator[str]:
     program = next((w for w in words if Path(w).name in PROGRAMS), None)
     if program is not None:
         yield from _check_train(words[words.index(program) + 1 :])
+    elif words[0] == "slime":
+        yield from _check_module("slime", words[1:])
     elif words[0] == "make":
         yield from (f"the Makefile has no target {w}" for w in words[1:] if "=" not in w and w not in make_targets())
     elif "-m" in words and Path(words[0]).name.startswith("python"):
@@ -120,8 +122,8 @@ def flag_mistake(word: str) -> str:
 def _check_module(module: str, words: list[str]) -> Iterator[str]:
     if module.split(".")[0] not in OWN:
         return
-    if module == "slime.arguments":
-        yield from _check_train(words)
+    if module in ("slime", "slime.arguments"):
+        yield from _check_train(words[1:] if module == "slime" else words)
         return
     path = ROOT.joinpath(*module.split("."))
     if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():

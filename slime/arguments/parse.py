@@ -34,12 +34,14 @@ def parse_args(
     add_custom_arguments: AddCustomArguments | None = None,
     *,
     look: Callable[..., Any] | None = None,
+    serve: bool = False,
 ) -> argparse.Namespace:
     """Parse, check and derive. ``argv`` None reads ``sys.argv``.
 
     ``add_custom_arguments(parser)`` may add a user's own flags. On a wrong command line: a message on stderr and exit
     status 2 when ``sys.argv`` is read, an ``ArgumentError`` when ``argv`` is given. ``--help [WORD]`` and
     ``--dry-run`` print and exit with status 0.
+    ``serve``: the command line is that of ``slime serve``.
     ``look(args, dry_run=True)`` returns what a dry run finds beyond the flags (``slime.first_look.Findings``).
     ``args.explicit_flags`` (a frozenset of attributes) says what was given on the command line.
     """
@@ -50,23 +52,22 @@ def parse_args(
         flags = all_flags()
         parser = build_parser(flags, custom_arguments.found(words, add_custom_arguments))
         _answer_help(words, flags, parser)
-        args = resolve(words, flags, parser)
+        args = resolve(words, flags, parser, serve=serve)
         if args.dry_run:
             _answer_dry_run(args, look)
     except ArgumentError as error:
         if argv is not None:
             raise
-        for line in str(error).splitlines():
-            print(f"{_program()}: error: {line}", file=sys.stderr)
-        print("`--help WORD` lists the flags that mention WORD.", file=sys.stderr)
-        sys.exit(2)
+        exit_with(error)
     for warning in args.warnings:
         print(f"{_program()}: warning: {warning}", file=sys.stderr)
     diagnostics.end(args)
     return args
 
 
-def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser) -> argparse.Namespace:
+def resolve(
+    words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser, *, serve: bool = False
+) -> argparse.Namespace:
     """Read ``words`` with ``parser``, fill defaults, apply every rule. Raises ``ArgumentError``.
 
     What is found on the way is on the namespace, in the lists of ``diagnostics``.
@@ -85,6 +86,7 @@ def resolve(words: Sequence[str], flags: Sequence[Flag], parser: argparse.Argume
     args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
     for name, value in changed.items():
         setattr(args, name, value)
+    args.serve_only = serve
     diagnostics.begin(args)
     stand_ins = {"hf_checkpoint": "HF_CHECKPOINT", "rollout_batch_size": changed.get("global_batch_size") or 1}
     for flag in flags:
@@ -185,3 +187,11 @@ def _print(text: str) -> None:
 def _program() -> str:
     name = Path(sys.argv[0]).name
     return "slime.arguments" if name in ("__main__.py", "-c", "") else name
+
+
+def exit_with(error: ArgumentError) -> NoReturn:
+    """Print what is wrong with the command line, and exit with status 2."""
+    for line in str(error).splitlines():
+        print(f"{_program()}: error: {line}", file=sys.stderr)
+    print("`--help WORD` lists the flags that mention WORD.", file=sys.stderr)
+    sys.exit(2)

@@ -15,6 +15,7 @@ Kind = Literal[
     "asynchronous",
     "fully asynchronous",
     "rollout only",
+    "serving",
     "train only",
     "SFT",
     "replay",
@@ -27,6 +28,7 @@ SENTENCES: dict[Kind, str] = {
     "fully asynchronous": "train_async.py: generation never stops; each rollout takes groups that are ready, made with "
     "weights of several steps",
     "rollout only": "--debug-rollout-only: engines generate, nothing is trained",
+    "serving": "no rollouts: engines and routers serve until a signal ends them (slime serve)",
     "train only": "--debug-train-only: no engines; the rollout function makes samples without them",
     "SFT": "supervised fine-tuning on conversations; nothing is generated, no engines",
     "replay": "--load-debug-rollout-data: training on dumps of earlier rollouts, no engines",
@@ -49,6 +51,8 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
     if kind == "SFT" and not args.debug_train_only:
         sentence = "supervised fine-tuning on conversations; engines only evaluate"
     rows = [("loop", sentence)]
+    if kind == "serving":
+        return LoopPlan(kind, tuple(rows))
     if kind == "fully asynchronous" or args.max_staleness is not None:
         limit = "tokens may be made by weights of any earlier step (--max-staleness)"
         if args.max_staleness is not None:
@@ -69,6 +73,8 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
 
 
 def _kind(args: Namespace, overlap: bool) -> Kind:
+    if args.serve_only:
+        return "serving"
     if args.debug_rollout_only:
         return "rollout only"
     if args.load_debug_rollout_data is not None:

@@ -120,8 +120,13 @@ def _engines_here(engines: list[EnginePlan]) -> str:
 
 
 def _process_table(placement: Placement, args: Namespace) -> list[str]:
-    rows: list[tuple[str, str, str, str, str]] = [("driver", "1", "where it is started", "-", "the loop")]
-    rows.append(("rollout manager", "1", "chosen by Ray", "-", "prompts, rewards, batches"))
+    driver, manager = ("driver", "1", "where it is started", "-"), ("1", "chosen by Ray", "-")
+    rows: list[tuple[str, str, str, str, str]] = [
+        (*driver, "shows the engines" if args.serve_only else "the loop"),
+        ("serving manager", *manager, "engines, routers")
+        if args.serve_only
+        else ("rollout manager", *manager, "prompts, rewards, batches"),
+    ]
     for router in placement.routers:
         name = "router" if router.model == "default" else f"router of {router.model}"
         if router.address is not None:

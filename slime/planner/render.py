@@ -51,7 +51,7 @@ def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
         ("Model", labelled(model_defaults.summary(args))),
         ("Derived", derived_lines(args)),
         ("Loop", labelled(planned.loop.rows)),
-        ("Batches", labelled(batch_rows(planned.batch))),
+        ("Batches", [] if args.serve_only else labelled(batch_rows(planned.batch))),
         ("Placement", placement_lines(planned.placement, args)),
         ("Memory", memory_text(args).splitlines()),
         ("Warnings", bullets(planned.warnings)),

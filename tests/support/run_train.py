@@ -105,7 +105,8 @@ def read_metric(run_dir: Path, name: str) -> dict[int, float]:
 class Run:
     """``train.py`` (or another script) in progress; use as a context manager: nothing of it survives the block.
 
-    The first look costs a start several seconds; it is taken only with ``first_look``.
+    ``module``: a module and its command, to run instead of the script. The first look costs a start several seconds; it
+    is taken only with ``first_look``.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Run:
         run_dir: Path,
         *,
         script: str = "train.py",
+        module: Sequence[str] = (),
         env: dict[str, str] | None = None,
         first_look: bool = False,
     ) -> None:
@@ -125,7 +127,7 @@ class Run:
         environ.pop("SLIME_RUN_ID", None)
         words = [*map(str, flags), "--run-dir", str(run_dir), *([] if first_look else ["--skip-first-look"])]
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / script), *words],
+            [sys.executable, *(["-m", *module] if module else [str(ROOT / script)]), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -94,7 +94,7 @@ class ModelConfig(FileModel):
         self.model_path = self._one_path(args)
         if self.update_weights is None:
             self.update_weights = _is_same(self.model_path, args.hf_checkpoint)
-            if not self.update_weights:
+            if not self.update_weights and not args.debug_rollout_only:
                 diagnostics.warn(
                     args,
                     f"model {self.name} is {self.model_path}, not --hf-checkpoint {args.hf_checkpoint}: its weights "

@@ -27,6 +27,7 @@ from slime.arguments.rules import (
     placement,
     roles,
     rollout,
+    serving,
     sglang,
     teacher_server,
     weight_sync,
@@ -35,6 +36,7 @@ from slime.arguments.rules import (
 RULES = (
     sglang.set_lacking,
     teacher_server.read_environment,
+    serving.choose,
     debug.expand_dumps,
     debug.check_templates,
     debug.choose_loop,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 TAKING_WEIGHTS = "taking weights"
 WATCH_INTERVAL_S = 2.0
 CONTROL_TIMEOUT_S = 600.0
+DRAIN_INTERVAL_S = 0.5
 
 
 class Events(Protocol):
@@ -276,13 +278,26 @@ class EngineFleet:
             counts |= _counts(f"{model.name}/", model.of(State.SERVING), lost, restarted)
         return counts
 
+    def drain(self, deadline_s: float) -> int:
+        """Take every engine off its router, and wait until they have answered what they hold.
+
+        Returns how many requests are left, which are some only after ``deadline_s``. No engine is restarted any more.
+        """
+        self._stop_restarting()
+        serving = self.members.of(State.SERVING)
+        _in_parallel(lambda member: self._model_of[member.rank].deregister(member), serving)
+        deadline = time.monotonic() + deadline_s
+        was_idle = False
+        while (left := sum(_in_parallel(_requests_of, serving))) or not was_idle:
+            if time.monotonic() >= deadline:
+                break
+            was_idle = not left  # the reply of the last request may still be under way
+            time.sleep(DRAIN_INTERVAL_S)
+        return left
+
     def stop(self) -> None:
         """End every engine and the routers."""
-        self._stopping.set()
-        if self._monitor is not None:
-            self._monitor.stop()
-        if self._restarts is not None:
-            self._restarts.stop()
+        self._stop_restarting()
         _in_parallel(lambda member: member.engine.end(), self.members.all())
         if self._restarts is not None:
             self._restarts.wait_stopped()
@@ -291,6 +306,14 @@ class EngineFleet:
                 model.router.stop()
 
     # Inside
+
+    def _stop_restarting(self) -> None:
+        """Whatever ends from now on is meant to end."""
+        self._stopping.set()
+        if self._monitor is not None:
+            self._monitor.stop()
+        if self._restarts is not None:
+            self._restarts.stop()
 
     def _make_engine(self, plan: EnginePlan) -> Engine:
         if plan.url is not None:
@@ -329,6 +352,8 @@ class EngineFleet:
     def _restarted(self, member: Member) -> None:
         how = "was restarted" if member.engine.plan.url is None else "answers again"
         logger.warning("%s %s, at %s", member, how, member.known_info.url)
+        if self._stopping.is_set():
+            return
         if self.args.debug_rollout_only or not member.engine.plan.update_weights:  # it gets no weights
             self._register(member)
         self._notify_if_weights_needed()
@@ -358,6 +383,14 @@ def _counts(prefix: str, serving: Sequence[Member], lost: int, restarted: int) -
 def _client(member: Member) -> EngineClient:
     info = member.known_info
     return EngineClient(info.url, api_key=info.api_key, timeout=CONTROL_TIMEOUT_S)
+
+
+def _requests_of(member: Member) -> int:
+    """How many requests it holds; none where it has ended."""
+    try:
+        return _client(member).num_requests()
+    except ServerError:
+        return 0
 
 
 def _in_parallel(action: Callable[[Member], Any], members: Sequence[Member]) -> list[Any]:

@@ -76,9 +76,10 @@ def served_models(args: Namespace, plans: Sequence[EnginePlan], members: Members
     """Return the models of a run, the first of which rollouts ask; their routers are not started."""
     models = models_of(args)
     updated = {"default": True} if models is None else {model.name: bool(model.update_weights) for model in models}
+    trains = not args.debug_rollout_only
     return [
-        ServedModel(name, [plan for plan in plans if plan.model == name], members, update_weights=update_weights)
-        for name, update_weights in updated.items()
+        ServedModel(name, [plan for plan in plans if plan.model == name], members, update_weights=updates and trains)
+        for name, updates in updated.items()
     ]
 
 
