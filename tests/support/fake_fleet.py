@@ -86,12 +86,16 @@ class Client:
 
     silent: set[str]
     calls: list[tuple[str, str]]
+    info: dict[str, Any]
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 0.0) -> None:
         self.url = url
 
     def num_requests(self) -> int:
         return 0
+
+    def server_info(self) -> dict[str, Any]:
+        return self.info
 
     def __getattr__(self, name: str) -> Callable[..., str]:
         def call(*args: Any, **kwargs: Any) -> str:
@@ -140,7 +144,7 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     """Yield what makes a started fleet on ``slots``; keyword arguments replace those of the run."""
     Engine.started, Engine.broken_starts, Engine.gate = [], [], threading.Event()
     Engine.gate.set()
-    Client.silent, Client.calls = set(), []
+    Client.silent, Client.calls, Client.info = set(), [], {}
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
     monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.001)
     for module in (engine_fleet, engine_restarts, engine_health):  # all that make a client

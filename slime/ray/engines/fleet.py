@@ -28,6 +28,7 @@ from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.http import RouterError, ServerError
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
+from slime.weight_sync.renewable import transport_of, what_a_push_misses
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class EngineFleet:
 
         Sets in this process ``args.sglang_router_ip`` and ``sglang_router_port`` (the first model's),
         ``sglang_model_routers`` (name -> address) and ``sglang_model_engines`` (name -> how many).
-        Raises RemoteFailure with the log's last lines when an engine is not ready within ``--engine-ready-timeout``.
+        Raises RemoteFailure with the log's last lines when an engine is not ready within ``--engine-ready-timeout``,
+        ValueError when pushes of weights would not renew all that an engine generates with.
         """
         validate_slots(self.args, [plan for plan in self.plans if plan.url is None], self._slots)
         elsewhere = self.args.sglang_router_ip is not None and not is_loopback(self.args.sglang_router_ip)
@@ -106,6 +108,8 @@ class EngineFleet:
         for plan in self.plans:
             self.members.put(Member(self._new_engine(plan)))
         start_all(self.members, self.models)
+        if not self.args.debug_rollout_only:
+            check_renewable(self.args, self._updatable(State.SERVING))
         self.args.sglang_router_ip, self.args.sglang_router_port = self.models[0].address
         self.args.sglang_model_routers = {model.name: model.address for model in self.models}
         self.args.sglang_model_engines = {model.name: len(model.plans) for model in self.models}
@@ -425,6 +429,24 @@ def start_all(members: Members, models: Sequence[ServedModel]) -> None:
         for member in model.of(*State):
             model.running_router.add_engine(infos[member.rank])
             members.started(member, infos[member.rank], State.SERVING)
+
+
+def check_renewable(args: Namespace, members: Sequence[Member]) -> None:
+    """Raise ValueError where a push would miss something of an engine; one of every group is asked."""
+    transport, wrong = transport_of(args), []
+    for _, group in groupby(members, key=lambda member: member.engine.plan.group):
+        member = next(group)
+        try:
+            info = _client(member).server_info()
+        except ServerError as e:
+            logger.warning("%s does not say what it is made of, which is not checked: %s", member, e)
+            continue
+        refused, warned = what_a_push_misses(info, transport)
+        wrong += [f"{member}: {sentence}" for sentence in refused]
+        for sentence in warned:
+            logger.warning("%s: %s", member, sentence)
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def validate_slots(args: Namespace, plans: Sequence[EnginePlan], slots: Any) -> None:

@@ -28,6 +28,38 @@ def test_engines_that_start_get_requests_and_end_with_the_fleet(world: Any) -> N
     assert run.router.stopped
 
 
+def test_engines_whose_weights_a_push_would_not_renew_end_the_start(world: Any, monkeypatch: Any, caplog: Any) -> None:
+    """One engine of each group is asked what it has decided; without a trainer there are no pushes."""
+    asked: list[str] = []
+
+    def server_info(client: Client) -> dict[str, Any]:
+        asked.append(client.url)
+        return {
+            "moe_runner_backend": "flashinfer_trtllm",
+            "kv_cache_dtype": "fp8_e4m3",
+            "quantization_param_path": "/s",
+        }
+
+    monkeypatch.setattr(Client, "server_info", server_info)
+    with pytest.raises(ValueError, match="engine 0: --sglang-moe-runner-backend flashinfer_trtllm "):
+        world()
+    assert asked == ["http://e0:1"]
+    assert "engine 0: --sglang-quantization-param-path /s: the scales" in caplog.text
+    world(debug_rollout_only=True)
+    assert len(asked) == 1
+
+
+def test_an_engine_that_does_not_say_what_it_is_made_of_is_not_checked(
+    world: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    def server_info(client: Client) -> dict[str, Any]:
+        raise EngineError("GET", client.url, status=404, body="no such page")
+
+    monkeypatch.setattr(Client, "server_info", server_info)
+    assert len(infos(world())) == 2
+    assert "engine 0 does not say what it is made of, which is not checked" in caplog.text
+
+
 def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(world: Any, caplog: Any) -> None:
     run = world()
     Engine.started[1].ended_by = "engine 1 (pid 7) was ended by signal 9.\nLast lines of engine_1.log:\n  | boom"

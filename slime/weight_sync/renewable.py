@@ -1,0 +1,86 @@
+"""Settings of an engine under which a push of weights would not renew all that it generates with.
+
+SGLang decides many settings by itself, from the model and the device, so what counts is what the engine reports
+(``/server_info``), not the flags. From the source of SGLang 0.5.20.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Transport = Literal["broadcast", "tensor", "disk"]
+
+REARRANGED = {
+    "flashinfer_trtllm": "--sglang-moe-runner-backend flashinfer_trtllm_routed",
+    "aiter": "--sglang-moe-runner-backend triton",
+}
+"""MoE kernels for unquantized weights that rearrange them after loading, which only a load from disk repeats -> what
+takes pushed weights as well."""
+
+
+def transport_of(args: Namespace) -> Transport:
+    """Return how the weights reach the engines."""
+    if args.update_weight_transport == "disk":
+        return "disk"
+    return "tensor" if args.colocate else "broadcast"
+
+
+def what_a_push_misses(info: Mapping[str, Any], transport: Transport) -> tuple[list[str], list[str]]:
+    """Return why an engine that reports ``info`` must not be pushed to, and what to warn of; a sentence each.
+
+    A setting that the engine does not report is taken to be off.
+    """
+    refused, warned = _of_weights(info, transport)
+    draft, model = info.get("speculative_draft_model_path"), info.get("model_path")
+    if info.get("speculative_algorithm") and draft not in (None, model):
+        drafts = f"--sglang-speculative-draft-model-path {draft}: the draft model has a checkpoint of its own"
+        if transport == "broadcast":
+            warned.append(f"{drafts} and keeps its weights, so that fewer of its tokens are accepted as training goes")
+        else:
+            refused.append(
+                f"{drafts}, and SGLang would load the trainer's weights into it, too; send them by broadcast "
+                "(without --colocate and --update-weight-transport disk), or leave the draft model out"
+            )
+    return refused, warned
+
+
+def _of_weights(info: Mapping[str, Any], transport: Transport) -> tuple[list[str], list[str]]:
+    refused, warned = [], []
+    quantization, runner = info.get("quantization"), info.get("moe_runner_backend")
+    if quantization not in (None, "unquant"):
+        refused.append(
+            f"--sglang-quantization {quantization}: the engine holds quantized weights, and the trainer sends them as "
+            "they are trained; leave it out"
+        )
+    elif transport != "disk" and runner in REARRANGED:
+        refused.append(
+            f"--sglang-moe-runner-backend {runner} (given, or chosen by SGLang) rearranges the experts' weights once, "
+            f"when they are loaded, and pushed ones would stay as they come; give {REARRANGED[runner]}, or "
+            "--update-weight-transport disk"
+        )
+    if transport != "disk" and info.get("attention_backend") == "intel_amx":
+        refused.append(
+            "--sglang-attention-backend intel_amx: the engine packs its weights once, when they are loaded, and pushed "
+            "ones would stay as they come; give --sglang-attention-backend torch_native or --update-weight-transport "
+            "disk"
+        )
+    if info.get("cpu_offload_gb"):
+        refused.append(
+            f"--sglang-cpu-offload-gb {info['cpu_offload_gb']}: part of the weights is on the host, where a push does "
+            "not reach; leave it out"
+        )
+    if info.get("enable_lora") or info.get("lora_paths"):
+        refused.append("--sglang-enable-lora: a push renews the base model and no adapter; leave it out")
+    if info.get("weight_cache_mode") not in (None, "off"):
+        refused.append(
+            f"--sglang-weight-cache-mode {info['weight_cache_mode']}: SGLang refuses pushes to weights that engines "
+            "share; leave it out"
+        )
+    if str(info.get("kv_cache_dtype")).startswith("fp8") and info.get("quantization_param_path"):
+        warned.append(
+            f"--sglang-quantization-param-path {info['quantization_param_path']}: the scales of the key-value cache "
+            "were measured with the first weights and stay"
+        )
+    return refused, warned

@@ -1,0 +1,81 @@
+"""What a push of weights does not renew, by what engines report of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.arguments.passthrough import catalog
+from slime.weight_sync.renewable import REARRANGED, Transport, transport_of, what_a_push_misses
+from tests.support.arguments import run_args
+
+PLAIN: dict[str, Any] = {
+    "model_path": "/m", "quantization": None, "moe_runner_backend": "auto", "attention_backend": "fa3",
+    "speculative_algorithm": None, "speculative_draft_model_path": None, "cpu_offload_gb": 0, "enable_lora": None,
+    "lora_paths": None, "weight_cache_mode": "off", "kv_cache_dtype": "auto", "quantization_param_path": None,
+}  # fmt: skip
+ALL: tuple[Transport, ...] = ("broadcast", "tensor", "disk")
+DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/draft"}
+
+
+def refused(transport: Transport, **changes: Any) -> str:
+    return "\n".join(what_a_push_misses({**PLAIN, **changes}, transport)[0])
+
+
+@pytest.mark.parametrize("transport", ALL)
+def test_an_engine_without_such_settings_is_renewed(transport: Transport) -> None:
+    assert what_a_push_misses(PLAIN, transport) == ([], [])
+    assert what_a_push_misses({}, transport) == ([], [])
+    assert what_a_push_misses({**PLAIN, "quantization": "unquant"}, transport) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "transports", "said"),
+    [
+        ({"quantization": "fp8"}, ALL, "--sglang-quantization fp8: the engine holds quantized weights"),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, ALL[:2], "chosen by SGLang"),
+        ({"moe_runner_backend": "aiter"}, ALL[:2], "give --sglang-moe-runner-backend triton"),
+        ({"attention_backend": "intel_amx"}, ALL[:2], "packs its weights once"),
+        ({"cpu_offload_gb": 4}, ALL, "--sglang-cpu-offload-gb 4"),
+        ({"enable_lora": True}, ALL, "--sglang-enable-lora"),
+        ({"lora_paths": ["a"]}, ALL, "--sglang-enable-lora"),
+        ({"weight_cache_mode": "client"}, ALL, "--sglang-weight-cache-mode client"),
+        (DRAFT, ("tensor", "disk"), "--sglang-speculative-draft-model-path /draft"),
+    ],
+)
+def test_settings_that_are_refused(changes: dict[str, Any], transports: tuple[Transport, ...], said: str) -> None:
+    for transport in ALL:
+        assert (said in refused(transport, **changes)) == (transport in transports)
+
+
+def test_settings_that_are_warned_of() -> None:
+    scales = {"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": "/scales.json"}
+    for changes, said in ((scales, "measured with the first weights"), (DRAFT, "keeps its weights")):
+        wrong, warned = what_a_push_misses({**PLAIN, **changes}, "broadcast")
+        assert wrong == []
+        assert said in warned[0]
+    assert what_a_push_misses({**PLAIN, "quantization_param_path": "/scales.json"}, "disk") == ([], [])
+
+
+def test_draft_layers_of_the_model_itself_are_renewed() -> None:
+    own = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/m"}
+    for transport in ALL:
+        assert what_a_push_misses({**PLAIN, **own}, transport) == ([], [])
+        assert what_a_push_misses({**PLAIN, **own, "speculative_draft_model_path": None}, transport) == ([], [])
+
+
+def test_quantized_experts_are_refused_for_being_quantized() -> None:
+    assert "moe-runner-backend" not in refused("tensor", quantization="fp8", moe_runner_backend="flashinfer_trtllm")
+
+
+def test_the_names_are_those_of_the_pinned_sglang() -> None:
+    records = {record["dest"]: record for record in catalog.records(catalog.SGLANG)}
+    assert set(PLAIN) <= set(records)
+    assert set(REARRANGED) | {"flashinfer_trtllm_routed", "triton"} <= set(records["moe_runner_backend"]["choices"])
+
+
+def test_the_transport_of_a_run() -> None:
+    assert transport_of(run_args()) == "broadcast"
+    assert transport_of(run_args(colocate=True)) == "tensor"
+    assert transport_of(run_args(colocate=True, update_weight_transport="disk")) == "disk"
