@@ -32,9 +32,10 @@ def mismatch_sums_by_sample(
     bounded = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     distance = d.abs()
     terms = torch.stack([distance, -d, torch.expm1(bounded) - bounded, trained.double()], dim=1)
-    by_sample = {"lengths": torch.tensor(lengths, device=d.device), "unsafe": True}  # unchecked: a GPU need not wait
-    sums = torch.segment_reduce(terms, "sum", initial=0, **by_sample)
-    largest = torch.segment_reduce(distance, "max", initial=0, **by_sample)
+    sizes = torch.tensor(lengths, device=d.device)
+    # unsafe: the lengths are not checked, for which a GPU would have to wait
+    sums = torch.segment_reduce(terms, "sum", lengths=sizes, initial=0, unsafe=True)
+    largest = torch.segment_reduce(distance, "max", lengths=sizes, initial=0, unsafe=True)
     return torch.cat([sums, largest.unsqueeze(1)], dim=1)
 
 
