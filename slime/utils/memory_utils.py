@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 _GB = 2**30
 ALLOCATIONS = 20_000
 """More objects than before, after which the youngest are collected (Python: 700)."""
+YOUNG = 2
+"""Collections of the youngest objects after which those that are a little older are collected (Python: 10)."""
 NEVER = 2**30
 
 
@@ -50,7 +52,7 @@ def gc_freeze() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(ALLOCATIONS, gc.get_threshold()[1], NEVER)
+    gc.set_threshold(ALLOCATIONS, YOUNG, NEVER)
 
 
 def collect_between_rollouts() -> None:

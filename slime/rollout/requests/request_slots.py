@@ -21,8 +21,8 @@ from slime.utils.http_utils import get_http_client
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
-LOOK_INTERVAL_PER_ENGINE_S = 0.01
-"""Engines are asked one by one: with more than a hundred, less often than every ``LOOK_INTERVAL_S``."""
+LOOK_INTERVAL_PER_ENGINE_S = 0.02
+"""Engines are asked one by one: with more than fifty, less often than every ``LOOK_INTERVAL_S``."""
 
 
 def next_limit(limit: int, most: int, in_flight: int, loads: Sequence[EngineLoad], *, refused: int, short: bool) -> int:
