@@ -61,7 +61,7 @@ def _check_directories(args: Namespace) -> None:
             f"--update-weight-local-checkpoint-dir and --update-weight-disk-dir are both {shared}; the local one is a "
             "directory of each engine host itself, give it another name"
         )
-    if local is not None and args.rollout_external:
+    if local is not None and args.rollout_external and args.update_weight_mode != "delta":
         raise ArgumentError(
             "--update-weight-local-checkpoint-dir is filled by processes of the run on the engines' hosts, and the run "
             "has none beside the engines of --rollout-external-engine-addrs; leave it out, and they read "

@@ -434,7 +434,7 @@ def test_restored_samples_are_whole():
 
 def test_a_rollout_that_fills_no_step_is_refused_and_kept():
     c = converter()
-    with pytest.raises(ScheduleError, match=r"3 rollouts .* --global-batch-size 4"):
+    with pytest.raises(ScheduleError, match=r"3 trajectories .* --global-batch-size 4"):
         c.shards(rollout(0, [1, 0, 1], group_size=3))
     assert [s.index for s in c.carried.samples] == [0, 1, 2]
 

@@ -159,7 +159,7 @@ def test_the_share_of_a_slot_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(train_group, "ray", SimpleNamespace(remote=lambda cls: made))
     for more in ({}, {"num_gpus_per_actor": 1.0}):
         RayTrainGroup(
-            args=run_args(run_dir="r"), num_nodes=1, num_gpus_per_node=1, pg=(None, [0], [0]), **more
+            args=run_args(run_dir="r", device_type="cpu"), num_nodes=1, num_gpus_per_node=1, pg=(None, [0], [0]), **more
         ).launch()
     assert asked == [0.4, 1.0]
     assert train_actor.TrainRayActor is train_group.TrainRayActor

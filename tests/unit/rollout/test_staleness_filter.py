@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def fresh(rollout_id: int, clock: WeightClock, **changes: Any) -> RolloutStream:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_stream, "weight_clock", lambda: clock)
         never: Any = None
-        return RolloutStream(rollout_args(**changes), rollout_id, None, never, never, None)
+        state: Any = SimpleNamespace(semaphore=None)
+        return RolloutStream(rollout_args(**changes), rollout_id, state, never, never, None)
 
 
 def reset_stale(stream: RolloutStream, groups: list[Any]) -> None:
