@@ -68,6 +68,11 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
         _finalize_for_cpu(args, given)
     else:  # which fused kernels exist is found out on the training nodes: this may be a head node without them
         args.bf16 = not (args.fp16 or args.fp32)
+        if args.use_nccl_ub and args.offload_train:
+            raise ArgumentError(
+                "--use-nccl-ub registers the memory of weights and gradients with NCCL, and --offload-train (part of "
+                "--colocate) frees it; leave one of them out"
+            )
     args.bias_activation_fusion = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
     args.nccl_ub = args.use_nccl_ub
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not args.grad_reduce_in_bf16

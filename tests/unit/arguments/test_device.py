@@ -76,5 +76,11 @@ def test_precision_on_cuda(flags, bf16, fp16, reduce_in_fp32):
     assert args.sglang_device is None
 
 
+def test_memory_that_nccl_knows_is_not_freed():
+    with pytest.raises(ArgumentError, match=r"--use-nccl-ub .*--offload-train"):
+        finalized("cuda", "--use-nccl-ub", "--colocate")
+    assert finalized("cuda", "--use-nccl-ub", "--colocate", "--no-offload-train").nccl_ub
+
+
 def test_variable_lengths_on_cuda():
     assert finalized("cuda").variable_seq_lengths is True
