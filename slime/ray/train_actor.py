@@ -57,7 +57,7 @@ class TrainRayActor:
             WORLD_SIZE=str(self.world_size),
             LOCAL_RANK=str(own_gpu_index()),
         )
-        if self.args.device_type == "cpu" and master[0] == "127.0.0.1":
+        if master[0] == "127.0.0.1":
             # Otherwise gloo resolves the host's name, which may lead to an interface that is down, or nowhere.
             names = [name for _, name in socket.if_nameindex()]
             loopback = next((name for name in names if name in ("lo", "lo0")), names[0])
