@@ -166,16 +166,13 @@ def _wrong_model(args: Namespace, server: Mapping[str, Any], model: Mapping[str,
     own = read_config(str(args.hf_checkpoint))
     if not model.get("is_generation", True):
         return f"it serves {path}, which does not generate"
-    kinds = model.get("model_type"), own.get("model_type")
-    if None not in kinds and kinds[0] != kinds[1]:
-        return f"{serves}: model_type is {kinds[0]}, not {kinds[1]}"
     try:
         config = read_config(path)
-    except ArgumentError:
-        return None  # the path is one of the engine's host
+    except ArgumentError:  # the path is one of the engine's host: the engine says its family
+        config = {key: model[key] for key in ("model_type",) if model.get(key) is not None}
     different = [
         f"{key} is {config[key]}, not {own[key]}"
-        for key in SHAPE_KEYS
+        for key in ("model_type", *SHAPE_KEYS)
         if key in config and key in own and config[key] != own[key]
     ]
     return f"{serves}: {'; '.join(different)}" if different else None
