@@ -147,7 +147,7 @@ def table(deployment: Mapping[str, Mapping[str, Any]]) -> str:
         router = (name, model["router"])
         for engine in model["engines"]:
             values = (engine[key] for key in ("rank", "url", "worker_type", "slots", "state"))
-            rows.append((*router, *("-" if value is None else str(value) for value in values)))  # type: ignore[arg-type]
+            rows.append((*router, *("-" if value is None else str(value) for value in values)))
             router = ("", "")
         if not model["engines"]:
             rows.append((*router, "none", "", "", "", ""))

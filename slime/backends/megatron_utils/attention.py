@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -93,7 +93,8 @@ def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p
     if flash_attn_varlen_func is None:
         window = (-1, 0 if causal else -1)  # causal, aligned to the lower right
         gqa = q.size(1) != k.size(1)
-        return varlen_attn(q, k, v, *sizes, scale=scale, window_size=window, enable_gqa=gqa)
+        output = varlen_attn(q, k, v, *sizes, scale=scale, window_size=window, enable_gqa=gqa)
+        return cast("torch.Tensor", output)  # a tuple only with return_aux
     return flash_attn_varlen_func(
         q,
         k,
