@@ -33,7 +33,7 @@ def arguments(**values):
         **{
             "hf_checkpoint": "/models/actor", "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 1,
             "sglang_config": None, "prefill_num_servers": None, "rollout_external_engine_addrs": None,
-            "debug_train_only": False, "warnings": [], **values,
+            "debug_train_only": False, "debug_rollout_only": False, "warnings": [], **values,
         }
     )  # fmt: skip
 
