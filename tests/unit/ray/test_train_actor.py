@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import parallel
-from slime.ray import train_actor
+from slime.ray import train_actor, train_group
 from slime.ray.train_actor import TrainRayActor
+from slime.ray.train_group import RayTrainGroup
+from tests.support.arguments import run_args
 
 
 class NotingTrainer:
@@ -67,3 +70,34 @@ def test_ranks_share_the_cores_of_their_node(
     monkeypatch.setattr(parallel, "gather_from_world", lambda value: nodes)
     train_actor.set_threads_to_share("here")
     assert threads == [expected]
+
+
+@pytest.mark.parametrize("share_all_cores", [False, True])
+def test_a_rank_sets_its_threads_once_it_knows_the_others(
+    monkeypatch: pytest.MonkeyPatch, share_all_cores: bool
+) -> None:
+    calls: list[str] = []
+    trainer = SimpleNamespace(initialize=lambda: calls.append("initialize") or 4, parallel_config={"dp_rank": 0})
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(train_actor, "own_gpu_index", lambda: 0)
+    monkeypatch.setattr(train_actor, "trainer_class", lambda role: lambda *_, **__: trainer)
+    monkeypatch.setattr(train_actor, "set_threads_to_share", lambda node: calls.append(f"share {node}"))
+    node = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(train_actor, "ray", SimpleNamespace(get_runtime_context=lambda: node))
+    monkeypatch.setattr(train_actor.worker, "begin", lambda args, name: None)
+    actor = TrainRayActor(SimpleNamespace(device_type="cuda"), "actor", 0, 1, share_all_cores)  # type: ignore[arg-type]
+    assert actor.setup(("h", 1), False) == (4, {"dp_rank": 0})
+    assert calls == ["initialize", *(["share here"] if share_all_cores else [])]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_ranks_on_cpus_are_told_to_share_cores(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    started: list[tuple[Any, ...]] = []
+    here = SimpleNamespace(environment=lambda extra: {}, share_of_slot=lambda part: {}, device_type=device)
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: started.append(a)))
+    monkeypatch.setattr(train_group.cluster, "current", lambda: here)
+    monkeypatch.setattr(train_group.cluster, "on_slot", lambda pg, bundle: None)
+    monkeypatch.setattr(train_group, "ray", SimpleNamespace(remote=lambda cls: made))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    RayTrainGroup(run_args(run_dir="r", debug_train_only=True), 1, 2, (None, [0, 1], [0, 1])).launch()
+    assert [inputs[1:] for inputs in started] == [("actor", rank, 2, device == "cpu") for rank in range(2)]
