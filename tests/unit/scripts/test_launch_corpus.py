@@ -20,7 +20,7 @@ DATA = ROOT / "tests" / "data" / "arguments"
 REFUSED = {
     "run-delta-weight-sync.sh": {
         "--use-distributed-post", "--update-weight-mode", "--update-weight-delta-encoding",
-        "--update-weight-delta-checksum", "--rollout-external-engine-addrs",
+        "--update-weight-delta-checksum",
     },
     "run-geo3k-vlm.sh": {"--spec", "--multimodal-keys"},
     "run-glm5-744B-A40B.sh": {
