@@ -23,7 +23,12 @@ from slime.observability.timer import get_timers, timer
 from slime.observability.tracking import rollout_step
 from slime.ray import cluster
 from slime.ray.critic import CriticGroup, CriticStep
-from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+from slime.ray.placement_group import (
+    create_placement_groups,
+    create_rollout_manager,
+    create_training_models,
+    launch_training_models,
+)
 from slime.ray.program import handle_sigterm, run_as_program
 from slime.ray.rollout_handle import RolloutHandle
 from slime.ray.rollout_metrics import headline
@@ -324,11 +329,13 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         handle_sigterm()  # Ray has put its own handler there
         init_tracking(args, primary=True)
         start.waits_for("the rollout manager, which loads prompts and hooks; engines start meanwhile")
+        # With --num-epoch alone the trainers' schedules wait for the manager, which counts the prompts.
+        launched = None if args.num_rollout is None else launch_training_models(args, groups)
         manager, per_epoch = create_rollout_manager(args, groups["rollout"])
         rollout = RolloutHandle(args, manager)
         if not args.debug_rollout_only:
             start.waits_for("the trainers, which load the first weights")
-        trainer, critic = create_training_models(args, groups, manager)
+        trainer, critic = create_training_models(args, groups, manager, launched=launched)
         if trainer is not None and critic is not None:
             rollout.liveness = [trainer.liveness(), critic.liveness()]
         if not args.debug_train_only:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from slime.batching import validate
 from slime.batching.errors import TrainDataError
-from slime.batching.ragged import Ragged, RaggedTensor, as_lists, ragged_from_rows
+from slime.batching.ragged import Ragged, ragged_from_rows
 from slime.batching.schedule import DpSchedule
+
+if TYPE_CHECKING:
+    import torch
 
 RAGGED_FIELDS: dict[str, str | None] = {
     "tokens": "int32",
@@ -47,7 +49,6 @@ WHOLE_FIELDS = ("raw_reward", "total_lengths")
 """Fields every rank gets for the whole batch."""
 
 logger = logging.getLogger(__name__)
-_TENSOR_DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +168,8 @@ class RolloutShard:
 
     def to_rollout_data(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Return ``to_tensors`` with lists of tensors, one per sample, for columns: the form that hooks know."""
+        from slime.batching.ragged_tensor import as_lists
+
         data = self.to_tensors(device)
         as_lists(data)
         return data
@@ -181,6 +184,12 @@ class RolloutShard:
         raw_reward is that of the whole batch, local_raw_reward that of this shard (absent without raw rewards). The
         schedule is under partition, micro_batch_indices, num_microbatches and global_batch_sizes.
         """
+        # Only trainers make tensors; the manager, which makes shards, starts without torch.
+        import torch
+
+        from slime.batching.ragged_tensor import RaggedTensor
+
+        dtypes = {"tokens": torch.int64, "loss_masks": torch.int32}
         data: dict[str, Any] = {
             "partition": self.partition,
             "micro_batch_indices": self.micro_batch_indices,
@@ -191,7 +200,7 @@ class RolloutShard:
         for key, column in self.batch.ragged.items():
             values = torch.from_numpy(column.values.copy())  # it may be read-only shared memory
             values = values.to("cpu" if key == "rollout_routed_experts" else device)
-            data[key] = RaggedTensor(values.to(_TENSOR_DTYPES.get(key, values.dtype)), column.lengths.tolist())
+            data[key] = RaggedTensor(values.to(dtypes.get(key, values.dtype)), column.lengths.tolist())
         for key, numbers in self.batch.numbers.items():
             data[key] = numbers.tolist()
         data["rollout_mask_sums"] = torch.from_numpy(self.batch.numbers["rollout_mask_sums"].copy()).to(device)
@@ -205,6 +214,8 @@ class RolloutShard:
 
 
 def _moved(inputs: Any, device: torch.device | str) -> Any:
+    import torch
+
     if not isinstance(inputs, Mapping):
         return inputs
     return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}

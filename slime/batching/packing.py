@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.batching.context_parallel import slice_with_cp, zigzag_chunks, zigzag_local_length
-from slime.batching.ragged import flat
+from slime.batching.ragged_tensor import flat
 
 
 @dataclass(frozen=True)

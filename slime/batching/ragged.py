@@ -1,17 +1,14 @@
-"""Rows of different lengths as one contiguous array plus offsets, or as one tensor."""
+"""Rows of different lengths as one contiguous array plus offsets: NumPy alone, the manager starts without torch."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from slime.batching.errors import TrainDataError
 
@@ -54,57 +51,6 @@ class Ragged:
         np.cumsum(self.values, dtype=wide, out=running[1:])
         sums: np.ndarray = running[self.offsets[1:]] - running[self.offsets[:-1]]
         return sums
-
-
-@dataclass(frozen=True, eq=False)
-class RaggedTensor(Sequence[Tensor]):
-    """Rows with ``lengths`` one after the other in ``values`` [total, ...], and the sequence of these rows (views)."""
-
-    values: Tensor
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, rows: Sequence[Tensor]) -> RaggedTensor:
-        """Join ``rows``, at least one."""
-        return cls(torch.cat(list(rows)), [row.size(0) for row in rows])
-
-    @functools.cached_property
-    def _rows(self) -> tuple[Tensor, ...]:
-        return self.values.split(self.lengths)
-
-    @functools.cached_property
-    def _starts(self) -> list[int]:
-        return list(itertools.accumulate(self.lengths, initial=0))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._rows)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self._rows[i]
-
-    def take(self, positions: Sequence[int]) -> RaggedTensor:
-        """Return the rows at ``positions``, in that order: a view where each follows the last, as in a micro-batch."""
-        lengths = [self.lengths[i] for i in positions]
-        first = positions[0] if positions else 0
-        if list(positions) == list(range(first, first + len(positions))):
-            start = self._starts[first]
-            return RaggedTensor(self.values[start : start + sum(lengths)], lengths)
-        return RaggedTensor(torch.cat([self._rows[i] for i in positions]), lengths)
-
-
-def flat(column: Sequence[Tensor]) -> Tensor:
-    """Return all rows of a column, one after the other: without a copy unless it is a plain list of tensors."""
-    return column.values if isinstance(column, RaggedTensor) else torch.cat(list(column))
-
-
-def as_lists(data: dict[str, Any]) -> None:
-    """Give the columns of ``data``, in place, the form in which hooks know them: lists with one tensor per sample."""
-    for name, column in data.items():
-        if isinstance(column, RaggedTensor):
-            data[name] = list(column)
 
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ from typing import Any
 
 from slime.batching.columns import OBJECT_FIELDS, WHOLE_FIELDS, fill_rollout_ids
 from slime.batching.errors import TrainDataError
-from slime.batching.routed_experts import compact_experts, validate_routed_experts
 from slime.batching.validate import IDS, OFFSETS, has_entries
 from slime.utils.types import Sample
 
@@ -56,6 +55,8 @@ def build_train_data(
         data[IDS] = [ids for ids, _ in top_p_masks]
         data[OFFSETS] = [offsets for _, offsets in top_p_masks]
     if any(sample.rollout_routed_experts is not None for sample in samples):
+        from slime.batching.routed_experts import compact_experts, validate_routed_experts  # it needs torch
+
         if args.use_rollout_routing_replay:
             validate_routed_experts(args, samples)
         experts = [_present(sample, "rollout_routed_experts") for sample in samples]

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 Slots: TypeAlias = "tuple[PlacementGroup | None, list[int], list[int]]"
 """A placement group, the bundle index of every slot in order, and the GPU of every slot on its node."""
 
+TrainGroups: TypeAlias = "tuple[RayTrainGroup | None, RayTrainGroup | None]"
+"""The groups of actor and critic: none of the actor without training, none of the critic but for PPO."""
+
 HEARTBEAT_LOG_S = 30.0
 MANAGER_THREADS = 16
 MANAGER_START_DEADLINE_S = 600.0
@@ -108,29 +111,48 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
     return ManagerAndEpoch((manager, per_epoch))
 
 
+def launch_training_models(args: Namespace, pgs: dict[str, Slots]) -> TrainGroups:
+    """Start the trainers' processes, without waiting: they import their packages while the rest of the run starts."""
+    if args.debug_rollout_only:
+        return None, None
+    nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
+    of_actor = role_args(args, ACTOR)
+    critic: RayTrainGroup | None = None
+    if args.use_critic and args.num_rollout != 0:
+        of_critic = role_args(args, CRITIC)
+        agree_on_resume_step(of_actor, of_critic)
+        critic = RayTrainGroup(of_critic, nodes, gpus, pgs["critic"], role="critic")
+        critic.launch()
+    actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
+    actor.launch()
+    return actor, critic
+
+
 def create_training_models(
-    args: Namespace, pgs: dict[str, Slots], rollout_manager: Any, wandb_run_id: str | None = None
-) -> tuple[RayTrainGroup | None, RayTrainGroup | None]:
+    args: Namespace,
+    pgs: dict[str, Slots],
+    rollout_manager: Any,
+    wandb_run_id: str | None = None,
+    *,
+    launched: TrainGroups | None = None,
+) -> TrainGroups:
     """Start the trainers, load their weights, and return the actor's group (None without training) and the critic's.
 
     The critic's is None but with ``--advantage-estimator ppo``. With ``--offload-train``, which a critic implies, they
     are offloaded when this returns; ``async_train`` and ``save_model`` onload them while they run. Sets
     ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was then.
+    ``launched``: what ``launch_training_models`` has started already.
     """
     del wandb_run_id  # as in create_rollout_manager
     rollout_manager = handle_of(rollout_manager)
-    actor: RayTrainGroup | None = None
-    critic: RayTrainGroup | None = None
+    actor, critic = launched or launch_training_models(args, pgs)
     start = 0
     state: list[str] = []
-    if not args.debug_rollout_only and args.use_critic and args.num_rollout != 0:
-        actor, critic, start = _create_actor_and_critic(args, pgs, rollout_manager)
+    if actor is not None and critic is not None:
+        start = _create_actor_and_critic(args, actor, critic, rollout_manager)
         if args.continues_own_checkpoints:
             state = [args.save]  # while only the critic is trained, --load has become where the actor's weights are
-    elif not args.debug_rollout_only:
-        nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
-        of_actor = role_args(args, ACTOR)
-        actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
+    elif actor is not None:
         start = actor.create(rollout_manager)
     for group in (actor, critic):
         if group is not None:
@@ -149,23 +171,15 @@ def create_training_models(
     return actor, critic
 
 
-def _create_actor_and_critic(
-    args: Namespace, pgs: dict[str, Slots], rollout_manager: Any
-) -> tuple[RayTrainGroup, RayTrainGroup, int]:
-    """Return actor, critic (offloaded) and the first rollout: the one after which both were saved, plus one."""
-    of_actor, of_critic = role_args(args, ACTOR), role_args(args, CRITIC)
-    agree_on_resume_step(of_actor, of_critic)
-    nodes, gpus = args.actor_num_nodes, args.actor_num_gpus_per_node
-    critic = RayTrainGroup(of_critic, nodes, gpus, pgs["critic"], role="critic")
-    actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
-    actor.launch()  # its processes start while the critic is loaded
+def _create_actor_and_critic(args: Namespace, actor: RayTrainGroup, critic: RayTrainGroup, rollout_manager: Any) -> int:
+    """Create both; return the first rollout: the one after which both were saved, plus one. The critic is offloaded."""
     critic_start = critic.create(rollout_manager)
     critic.offload()
     actor.others = [critic.liveness()]
     start = first_rollout(args, actor.create(rollout_manager), critic_start)
     critic.others = [actor.liveness()]
     actor.connect(critic)
-    return actor, critic, start
+    return start
 
 
 def _last_records_of(group: RayTrainGroup) -> list[tracking.Record]:

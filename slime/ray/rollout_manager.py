@@ -63,9 +63,12 @@ class RolloutManager(EngineControl):
 
     @reports_errors
     def setup(self, pg: Any, wiring: dict[str, Any]) -> None:
-        """Load prompts and hooks; start the engines on the slots ``pg`` in the background."""
+        """Start the engines on the slots ``pg`` in the background; load prompts and hooks."""
         args = self.args
         check_hooks(args)
+        if not args.debug_train_only:
+            self.fleet = EngineFleet(args, pg, wiring, self)
+            threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
         self.data_source = make_hook(args.data_source_path, "data_source_path")(args)
         self._make_rollout = _rollout_function(args, "rollout_function_path")
         self.generate_rollout = load_function(args.rollout_function_path)
@@ -77,9 +80,6 @@ class RolloutManager(EngineControl):
         self.converter = Converter(args)
         if args.dump_details:
             save_tokenizer(args)
-        if not args.debug_train_only:
-            self.fleet = EngineFleet(args, pg, wiring, self)
-            threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
         gc_freeze()
 
     # What the driver calls

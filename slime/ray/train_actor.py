@@ -32,7 +32,7 @@ FIRST_MASTER_PORT = 20000
 class TrainRayActor:
     """One rank. Methods are collective: the group calls them on every rank at once, in the same order.
 
-    Heavy packages are imported when the rank is set up, not before: the actor's process responds immediately.
+    Heavy packages are imported by methods, not by the module: the driver, which names the class, starts without them.
     """
 
     def __init__(self, args: Namespace, role: str, rank: int, world_size: int, share_all_cores: bool = False) -> None:
@@ -40,6 +40,10 @@ class TrainRayActor:
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self._share_all_cores = share_all_cores
         self._updater: Any = None
+
+    def import_packages(self) -> None:
+        """Import what ``setup`` needs: torch and Megatron, for several seconds."""
+        trainer_class(self.role)
 
     def master(self, loopback: bool) -> tuple[str, int]:
         """Return the address and a free port of this host, on which the ranks of the group meet."""

@@ -77,7 +77,7 @@ class RayTrainGroup:
     # Life of the ranks
 
     def launch(self) -> None:
-        """Start the rank processes without waiting for them."""
+        """Start the rank processes without waiting for them; they import their packages."""
         here = cluster.current()
         pg, bundles, _ = self._pg
         if len(bundles) < self.world_size:
@@ -93,6 +93,8 @@ class RayTrainGroup:
             .remote(resume_args(self.args, self._saved), self.role, rank, self.world_size, share_all_cores)
             for rank in range(self.world_size)
         ]
+        for actor in self._actors:
+            actor.import_packages.remote()  # what fails here fails in setup again
 
     def create(self, rollout_manager: Any = None) -> int:
         """Build and load the trainers (see ``launch``); return the first rollout id, on which all ranks must agree."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -419,6 +421,7 @@ class World:
         monkeypatch.setattr(driver, "create_placement_groups", self.step("slots", {"rollout": "slots"}))
         monkeypatch.setattr(driver, "handle_sigterm", self.step("handle SIGTERM"))
         monkeypatch.setattr(driver, "init_tracking", self.step("open trackers"))
+        monkeypatch.setattr(driver, "launch_training_models", self.step("trainers' processes", (None, None)))
         monkeypatch.setattr(driver, "create_rollout_manager", self.step("manager", ("manager", None)))
         monkeypatch.setattr(driver, "create_training_models", self.step("trainers", (None, None)))
         monkeypatch.setattr(driver, "RolloutHandle", lambda args, manager: self)
@@ -445,13 +448,29 @@ def train_args(**changes):
     return run_args(**{**base, **changes})
 
 
-START = ["run directory", "slots", "handle SIGTERM", "open trackers", "manager", "trainers", "wait_ready", "loop"]
+START = [
+    *("run directory", "slots", "handle SIGTERM", "open trackers"),
+    *("trainers' processes", "manager", "trainers", "wait_ready", "loop"),
+]
 
 
 def test_a_run_from_start_to_end(monkeypatch):
     world = World(monkeypatch)
     driver.train(train_args())
     assert world.calls == [*START, "dispose", "close trackers", "shut down"]
+
+
+def test_trainers_wait_for_the_number_of_rollouts(monkeypatch):
+    world = World(monkeypatch)
+    driver.train(train_args(num_rollout=None, num_epoch=1))
+    assert "trainers' processes" not in world.calls
+
+
+def test_the_driver_and_the_manager_start_without_torch():
+    heavy = "[name for name in ('torch', 'transformers') if name in sys.modules]"
+    code = f"import sys, slime.driver, slime.ray.rollout_manager; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad"), KeyboardInterrupt(), Terminated()])

@@ -24,7 +24,7 @@ from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, s
 from slime.backends.megatron_utils.data import RolloutData
 from slime.backends.megatron_utils.hooks import check_token_columns, optional_function
 from slime.backends.megatron_utils.parallel import all_gather_objects, data_parallel, is_last_stage
-from slime.batching.ragged import RaggedTensor, as_lists, flat
+from slime.batching.ragged_tensor import RaggedTensor, as_lists, flat
 
 
 def add_distillation(args: Namespace, data: RolloutData) -> None:

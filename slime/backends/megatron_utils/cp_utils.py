@@ -17,7 +17,7 @@ from slime.algorithms.reducers import Reducer, make_reducer
 from slime.backends.megatron_utils.parallel import context_parallel
 from slime.batching import context_parallel as layout
 from slime.batching.context_parallel import Range
-from slime.batching.ragged import RaggedTensor
+from slime.batching.ragged_tensor import RaggedTensor
 
 Values = TypeVar("Values", list[float], Tensor)
 

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.parallel import context_parallel, tensor_para
 from slime.batching import validate
 from slime.batching.columns import RolloutShard
 from slime.batching.packing import pack
-from slime.batching.ragged import RaggedTensor, as_lists
+from slime.batching.ragged_tensor import RaggedTensor, as_lists
 from slime.batching.routed_experts import rows_of_samples
 from slime.batching.validate import IDS, OFFSETS, sample_namer
 

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.cp_utils import Reducer
 from slime.backends.megatron_utils.data import sample_name
 from slime.backends.megatron_utils.parallel import context_parallel
 from slime.batching.context_parallel import response_ranges
-from slime.batching.ragged import as_lists
+from slime.batching.ragged_tensor import as_lists
 from slime.rollout.hooks.contracts import Contract
 from slime.rollout.hooks.hook import Hook, checked_hook
 

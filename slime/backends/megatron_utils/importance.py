@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime.algorithms.mis import ImportanceWeights, compute_mis_weights, icepop_weights, truncated_importance_weights
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_samples_with_cp
-from slime.batching.ragged import flat
+from slime.batching.ragged_tensor import flat
 
 Corrected = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 

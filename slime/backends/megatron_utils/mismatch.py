@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.parallel import (
     is_last_stage,
     is_main_rank,
 )
-from slime.batching.ragged import flat
+from slime.batching.ragged_tensor import flat
 
 logger = logging.getLogger(__name__)
 

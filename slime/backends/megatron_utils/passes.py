@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.parallel import is_last_stage, unwrap
 from slime.backends.megatron_utils.policies import OLD_ACTOR, TEACHER, WeightBackup, has_teacher
 from slime.backends.megatron_utils.response_logits import TOP_P_COLUMNS
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
-from slime.batching.ragged import RaggedTensor
+from slime.batching.ragged_tensor import RaggedTensor
 from slime.observability.timer import timer
 
 Finish = Callable[..., Any]

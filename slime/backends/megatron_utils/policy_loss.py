@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.hooks import checked_correction, checked_reducer, optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples, top_p_keywords
-from slime.batching.ragged import RaggedTensor, flat
+from slime.batching.ragged_tensor import RaggedTensor, flat
 
 Column = Sequence[Tensor]
 """One local tensor [n_local] per sample."""

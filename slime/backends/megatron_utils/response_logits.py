@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.cp_utils import response_rows_and_targets
 from slime.backends.megatron_utils.data import LossBatch
 from slime.backends.megatron_utils.parallel import context_parallel, tensor_parallel
 from slime.batching import context_parallel as layout
-from slime.batching.ragged import flat
+from slime.batching.ragged_tensor import flat
 from slime.batching.validate import IDS, OFFSETS
 
 TOP_P_COLUMNS = {IDS: "top_p_token_ids", OFFSETS: "top_p_token_offsets"}

@@ -16,7 +16,7 @@ from slime.algorithms.losses import compute_value_loss
 from slime.backends.megatron_utils.cp_utils import Reducer, response_rows_and_targets, slice_samples_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, sample_name
 from slime.backends.megatron_utils.response_logits import note_finite_samples, packed_row
-from slime.batching.ragged import flat
+from slime.batching.ragged_tensor import flat
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from slime.ray.engines.engine import RayEngine
 from slime.ray.engines.external import ExternalEngine, external_plans
 from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
 from slime.ray.engines.members import LIVING, Engine, Member, Members, State
+from slime.ray.engines.renewable import transport_of, what_a_push_misses
 from slime.ray.engines.restarts import EngineRestarts
 from slime.ray.engines.served_model import ServedModel, new_router, served_models
 from slime.ray.remote import EngineDied
@@ -28,7 +29,6 @@ from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.http import RouterError, ServerError
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
-from slime.weight_sync.renewable import transport_of, what_a_push_misses
 
 logger = logging.getLogger(__name__)
 

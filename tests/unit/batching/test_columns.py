@@ -15,7 +15,8 @@ from scripts.bench.samples_to_shards import ARGS as BENCH_ARGS
 from scripts.bench.samples_to_shards import PickleStore, make_samples
 from slime.batching.columns import RolloutColumns, RolloutShard, fill_rollout_ids
 from slime.batching.errors import TrainDataError
-from slime.batching.ragged import Ragged, RaggedTensor, as_lists, flat, ragged_from_rows
+from slime.batching.ragged import Ragged, ragged_from_rows
+from slime.batching.ragged_tensor import RaggedTensor, as_lists, flat
 from slime.batching.schedule import DpSchedule
 from slime.batching.train_data import build_train_data
 

@@ -12,7 +12,7 @@ import yaml
 from examples.train_infer_mismatch_helper import mis
 from slime.backends.megatron_utils import importance
 from slime.backends.megatron_utils.policy_loss import _correct_importance
-from slime.batching.ragged import RaggedTensor
+from slime.batching.ragged_tensor import RaggedTensor
 from tests.support.arguments import dry
 from tests.unit.algorithms import brute_force
 from tests.unit.algorithms.test_mis import LENGTHS, columns, settings

@@ -59,7 +59,14 @@ def ppo(root: Path, *flags: Any) -> Any:
 def test_the_critic_sleeps_before_the_actor_takes_memory(monkeypatch, tmp_path):
     world = World(monkeypatch, actor=0, critic=0)
     actor, critic = world.create(ppo(tmp_path))
-    assert world.calls == ["launch actor", "create critic", "offload critic", "create actor", "offload actor"]
+    assert world.calls == [
+        "launch critic",
+        "launch actor",
+        "create critic",
+        "offload critic",
+        "create actor",
+        "offload actor",
+    ]
     assert (actor.others, critic.others) == (["liveness of critic"], ["liveness of actor"])
     assert actor.critic is critic  # for drivers that hand no values over
     assert world.args["critic"].save == f"{world.args['actor'].save}/critic"
@@ -99,4 +106,4 @@ def test_evaluation_alone_needs_no_critic(monkeypatch, tmp_path):
     evaluation = ("--eval-interval", 1, "--eval-prompt-data", "a", "/b.jsonl")
     args = dry("--advantage-estimator", "ppo", "--num-rollout", 0, *evaluation)
     assert world.create(args)[1] is None
-    assert world.calls == ["create actor", "offload actor"]
+    assert world.calls == ["launch actor", "create actor", "offload actor"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_groups_by_the_names_of_earlier_releases(monkeypatch: pytest.MonkeyPatch
 def test_the_share_of_a_slot_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     here = SimpleNamespace(environment=lambda extra: {}, share_of_slot=lambda part: asked.append(part) or {})
-    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: "rank"))
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: MagicMock()))
     monkeypatch.setattr(train_group.cluster, "current", lambda: here)
     monkeypatch.setattr(train_group.cluster, "on_slot", lambda pg, bundle: None)
     monkeypatch.setattr(train_group, "ray", SimpleNamespace(remote=lambda cls: made))

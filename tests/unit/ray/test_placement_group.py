@@ -203,6 +203,8 @@ def test_the_prompts_go_where_the_checkpoint_is(
         def __init__(self, args: Any, nodes: int, per_node: int, pg: Any, *, with_ref: bool) -> None:
             made.append((nodes, per_node, pg, with_ref))
 
+        def launch(self) -> None: ...
+
         def create(self, manager: Any) -> int:
             return loaded
 
@@ -224,6 +226,8 @@ def test_a_reference_that_the_actor_s_entry_asks_for(monkeypatch: pytest.MonkeyP
     class FakeTrainers:
         def __init__(self, args: Any, nodes: int, per_node: int, pg: Any, *, with_ref: bool) -> None:
             made.append((args.use_kl_loss, with_ref))
+
+        def launch(self) -> None: ...
 
         def create(self, manager: Any) -> int:
             return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_a_rank_sets_its_threads_once_it_knows_the_others(
 def test_only_ranks_on_cpus_are_told_to_share_cores(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     started: list[tuple[Any, ...]] = []
     here = SimpleNamespace(environment=lambda extra: {}, share_of_slot=lambda part: {}, device_type=device)
-    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: started.append(a)))
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: started.append(a) or MagicMock()))
     monkeypatch.setattr(train_group.cluster, "current", lambda: here)
     monkeypatch.setattr(train_group.cluster, "on_slot", lambda pg, bundle: None)
     monkeypatch.setattr(train_group, "ray", SimpleNamespace(remote=lambda cls: made))

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.data import per_sample_columns
 from slime.backends.megatron_utils.hooks import CONTRACTS, checked_loss, load_trainer_hooks, optional_function
 from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
 from slime.backends.megatron_utils.model_provider import model_provider
-from slime.batching.ragged import RaggedTensor
+from slime.batching.ragged_tensor import RaggedTensor
 from tests.support.arguments import run_args
 from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch
 
