@@ -5,6 +5,9 @@ QUICKSTART_FLAGS ?=
 PYTEST_FLAGS ?=
 BIN := .venv/bin
 
+# A run has ten processes: without bytecode files each of them compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test unit soak lint format docs clean
 

@@ -19,6 +19,7 @@ def test_kills_at_any_moment(tmp_path: Path, mode: str) -> None:
     run_with_kills(tmp_path / "run", random_plan(seed, 2), seed, mode)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_whole_run_is_killed_while_it_saves(tmp_path: Path) -> None:
     """Ray, engines and trainer: an epoch in three rollouts."""

@@ -81,7 +81,7 @@ class Replicated(Layout):
         return [shards[0].contiguous()]
 
 
-class Rows(Layout):
+class ColumnParallel(Layout):
     """Split along the first dimension (column-parallel linear layers without further structure)."""
 
     def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
@@ -94,7 +94,7 @@ class Rows(Layout):
         return [torch.cat(list(shards))]
 
 
-class Columns(Layout):
+class RowParallel(Layout):
     """Split along the second dimension (row-parallel linear layers: attention output, second MLP layer)."""
 
     def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:

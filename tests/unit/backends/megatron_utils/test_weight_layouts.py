@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.weights.layouts import (
-    Columns,
+    ColumnParallel,
     Dims,
     GateUp,
     Layout,
     QueryKeyValue,
     Replicated,
-    Rows,
+    RowParallel,
     Vocabulary,
 )
 
@@ -40,7 +40,9 @@ def _sources(layout: Layout) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("layout", [Replicated(), Rows(), Columns(), Vocabulary(), QueryKeyValue(), GateUp()])
+@pytest.mark.parametrize(
+    "layout", [Replicated(), ColumnParallel(), RowParallel(), Vocabulary(), QueryKeyValue(), GateUp()]
+)
 def test_round_trip_and_shapes(layout: Layout, tp_size: int) -> None:
     sources = _sources(layout)
     shards = [layout.shard(sources, rank, tp_size, DIMS) for rank in range(tp_size)]
@@ -68,7 +70,7 @@ class Recorder:
         return part
 
 
-@pytest.mark.parametrize("layout", [Rows(), Columns(), QueryKeyValue(), GateUp()])
+@pytest.mark.parametrize("layout", [ColumnParallel(), RowParallel(), QueryKeyValue(), GateUp()])
 def test_a_rank_reads_only_its_part(layout: Layout) -> None:
     sources = _sources(layout)
     for rank in range(4):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.models.facts import families
-from slime.backends.megatron_utils.weights.layouts import Columns, QueryKeyValue
+from slime.backends.megatron_utils.weights.layouts import QueryKeyValue, RowParallel
 from slime.backends.megatron_utils.weights.maps import FAMILIES, Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.backends.megatron_utils.weights.naming import model_family
@@ -97,7 +97,7 @@ def test_what_every_token_passes_is_not_split_over_expert_ranks() -> None:
 
 def test_tensors_that_stack_the_experts_of_a_layer() -> None:
     names = ("decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",)
-    rule = Rule(names, ("model.layers.{layer}.mlp.experts.down_proj",), Columns())
+    rule = Rule(names, ("model.layers.{layer}.mlp.experts.down_proj",), RowParallel())
     assert rule.is_stacked
     assert rule.hf_names(2, 5) == ["model.layers.2.mlp.experts.down_proj"]
     assert Family("stacked", ("stacked",), (rule,)).knows_hf("model.layers.7.mlp.experts.down_proj")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.layouts import Replicated, Rows
+from slime.backends.megatron_utils.weights.layouts import ColumnParallel, Replicated
 from slime.backends.megatron_utils.weights.maps.parts import (
     DENSE,
     ROTARY_BUFFERS,
@@ -16,11 +16,11 @@ from slime.backends.megatron_utils.weights.maps.parts import (
 from slime.backends.megatron_utils.weights.maps.rule import Family
 
 LATENT_ATTENTION = (
-    layer_rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), Rows()),
+    layer_rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), ColumnParallel()),
     layer_rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",), Replicated()),
-    layer_rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), Rows()),
+    layer_rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), ColumnParallel()),
     layer_rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",), Replicated()),
-    layer_rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), Rows()),
+    layer_rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), ColumnParallel()),
     layer_rule(
         ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
         ("self_attn.q_a_layernorm.weight",),

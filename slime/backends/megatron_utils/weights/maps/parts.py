@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.weights.layouts import (
-    Columns,
+    ColumnParallel,
     Dims,
     GateUp,
     Layout,
     QueryKeyValue,
     Replicated,
-    Rows,
+    RowParallel,
     Shape,
     Vocabulary,
 )
@@ -51,14 +51,14 @@ DENSE: tuple[Rule, ...] = (
         Replicated(),
     ),
     layer_rule("self_attention.linear_qkv.weight", qkv_names("weight"), QueryKeyValue()),
-    layer_rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
+    layer_rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), RowParallel()),
     layer_rule(
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         ("post_attention_layernorm.weight",),
         Replicated(),
     ),
     layer_rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
-    layer_rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
+    layer_rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), RowParallel()),
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated()),
     Rule(("output_layer.weight",), (LM_HEAD,), Vocabulary()),
 )
@@ -87,7 +87,7 @@ def routed_experts(prefix: str = "mlp.experts.{expert}.", names: tuple[str, str,
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return (
         layer_rule(_expert_names("linear_fc1"), (gate, up), GateUp()),
-        layer_rule(_expert_names("linear_fc2"), (down,), Columns()),
+        layer_rule(_expert_names("linear_fc2"), (down,), RowParallel()),
     )
 
 
@@ -110,7 +110,7 @@ def shared_experts(prefix: str = "mlp.shared_experts.", names: tuple[str, str, s
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return (
         layer_rule("mlp.shared_experts.linear_fc1.weight", (gate, up), GateUp()),
-        layer_rule("mlp.shared_experts.linear_fc2.weight", (down,), Columns()),
+        layer_rule("mlp.shared_experts.linear_fc2.weight", (down,), RowParallel()),
     )
 
 
@@ -142,7 +142,7 @@ def in_extra_layers(rules: Sequence[Rule]) -> MTPLayers:
     return MTPLayers(mtp_rules(rules), copies=COPIES)
 
 
-class HiddenFirst(Rows):
+class HiddenFirst(ColumnParallel):
     """The projection of [hidden states, embeddings]; Megatron's is of [embeddings, hidden states]."""
 
     def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
@@ -169,7 +169,7 @@ def mtp_rules(
     behind ``layer``, but for whole names (``mtp.``) of a family that has one such layer.
     """
     kinds = ("enorm.weight", "hnorm.weight", PROJECTION, "final_layernorm.weight")
-    layouts = (Replicated(), Replicated(), projection or Rows(), Replicated())
+    layouts = (Replicated(), Replicated(), projection or ColumnParallel(), Replicated())
     own = tuple(
         Rule((MEGATRON_MTP + kind,), (name if name.startswith("mtp.") else layer + name,), layout)
         for kind, name, layout in zip(kinds, names, layouts, strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.backends.megatron_utils.weights.layouts import Columns
+from slime.backends.megatron_utils.weights.layouts import RowParallel
 from slime.backends.megatron_utils.weights.maps.families import GATED_SHARED_EXPERT
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import (
@@ -29,7 +29,7 @@ _FC = "mlp.experts.linear_fc{}.weight{{expert}}", "mlp.experts.local_experts.{{e
 STACKED_EXPERTS = (
     router(),
     layer_rule(tuple(name.format(1) for name in _FC), ("mlp.experts.gate_up_proj",), FusedGateUp()),
-    layer_rule(tuple(name.format(2) for name in _FC), ("mlp.experts.down_proj",), Columns()),
+    layer_rule(tuple(name.format(2) for name in _FC), ("mlp.experts.down_proj",), RowParallel()),
     *shared_experts("mlp.shared_expert."),
     shared_expert_gate(),
 )
