@@ -63,7 +63,8 @@ def record(folder: str) -> dict[str, list[str]]:
             debug_train_only=True,  # no engines of its own
             global_batch_size=8,
         )
-        with mock.patch.object(rollout_manager, "ray", mock.Mock(put=lambda shard: shard)):
+        silent = mock.patch.object(rollout_manager.worker, "begin")  # what fails is to be seen in the rank's log
+        with silent, mock.patch.object(rollout_manager, "ray", mock.Mock(put=lambda shard: shard)):
             manager = rollout_manager.RolloutManager(args)
             manager.setup((None, [], []), {})
             http_utils.init_http_client(args)
