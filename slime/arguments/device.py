@@ -52,6 +52,7 @@ CPU_ENGINE: dict[str, Any] = {
     "sglang_max_total_tokens": 65536,
     "sglang_mem_fraction_static": 0.3,
     "sglang_chunked_prefill_size": 2048,
+    "sglang_disaggregation_transfer_backend": "nixl",  # between prefill and decode engines; over TCP
     "sglang_max_running_requests": 128,  # CPU time per token: 13 % less than with 64, and 4 % more than with 256
 }
 

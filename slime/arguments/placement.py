@@ -74,8 +74,13 @@ class EnginePlan:
     url: str | None = None
 
     def __str__(self) -> str:
-        kind = "engine" if self.url is None else "external engine"
-        return f"{kind} {self.rank}" + ("" if self.model == "default" else f" of model {self.model}")
+        return f"{self.kind}engine {self.rank}" + ("" if self.model == "default" else f" of model {self.model}")
+
+    @property
+    def kind(self) -> str:
+        """What to say before "engine": nothing of a regular one that slime starts."""
+        kind = "" if self.worker_type == "regular" else f"{self.worker_type} "
+        return kind if self.url is None else f"external {kind}"
 
     def parts(self) -> list[range]:
         """The slots, among the rollout's, of the engine's process on each of its nodes."""

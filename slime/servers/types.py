@@ -18,6 +18,7 @@ class EngineInfo:
         api_key: bearer token the server asks for; None on loopback. Left out of ``repr``, so it reaches no log.
         life: of an engine that others started, which time that it was attached: after a restart it is another server
             at the same address.
+        bootstrap_port: of a prefill engine, where decode engines ask it for key-value caches.
     """
 
     url: str
@@ -27,6 +28,7 @@ class EngineInfo:
     rank: int = 0
     api_key: str | None = field(default=None, repr=False)
     life: int = 0
+    bootstrap_port: int | None = None
 
 
 def weight_group(stage: int) -> str:

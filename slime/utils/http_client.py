@@ -73,7 +73,7 @@ class HttpClient:
         self.api_key = api_key
         self._trusted: set[str] = set()
         self._pools: dict[asyncio.AbstractEventLoop, _ConnectionPools] = {}
-        self._workers: dict[str, tuple[float, list[str]]] = {}
+        self._workers: dict[str, tuple[float, list[dict[str, Any]]]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._left_to_caller: set[str] = set()
         self.refused = 0
@@ -143,26 +143,26 @@ class HttpClient:
         """GET ``url`` once; return the reply parsed as JSON, or as text. Raises HttpRequestError as ``post`` does."""
         return await self._request("GET", url, None, 1, headers, timeout, None)
 
-    async def list_workers(self, router_url: str) -> list[str]:
+    async def list_workers(self, router_url: str, *, with_prefill: bool = True) -> list[str]:
         """Return the engine URLs that the router at ``router_url`` lists (cached for a second).
 
-        An engine, which has no ``/workers``, is its own only worker.
+        An engine, which has no ``/workers``, is its own only worker. Without ``with_prefill`` those are left out that
+        compute prompts for others.
         """
         cached = self._workers.get(router_url)
-        if cached is not None and time.monotonic() - cached[0] < WORKER_LIST_AGE_S:
-            return cached[1]
-        try:
-            reply = await self.get(f"{router_url}/workers", timeout=ABORT_DEADLINE_S)
-            urls = [worker["url"] for worker in reply["workers"]]
-        except HttpRequestError as e:
-            if e.status not in (404, 405):
-                raise
-            urls = [router_url]
-        if urlsplit(router_url).netloc in self._trusted:
-            for url in urls:
-                self.trust(url)
-        self._workers[router_url] = (time.monotonic(), urls)
-        return urls
+        if cached is None or time.monotonic() - cached[0] >= WORKER_LIST_AGE_S:
+            try:
+                reply = await self.get(f"{router_url}/workers", timeout=ABORT_DEADLINE_S)
+                workers = list(reply["workers"])
+            except HttpRequestError as e:
+                if e.status not in (404, 405):
+                    raise
+                workers = [{"url": router_url}]
+            if urlsplit(router_url).netloc in self._trusted:
+                for worker in workers:
+                    self.trust(worker["url"])
+            cached = self._workers[router_url] = (time.monotonic(), workers)
+        return [worker["url"] for worker in cached[1] if with_prefill or worker.get("worker_type") != "prefill"]
 
     @contextlib.contextmanager
     def abort_left_to_caller(self, router_urls: Iterable[str]) -> Iterator[None]:

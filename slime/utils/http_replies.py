@@ -22,6 +22,14 @@ REST_DEADLINE_S = 5.0
 _END = "[DONE]"
 _FIELDS_WITHOUT_DATA = ("event:", "id:", "retry:", ":")
 _BODY_SHOWN = 2000
+_LOST_UPSTREAM = (
+    "call_upstream_",
+    "read_response_",
+    "Decode handshake failed",
+    "Decode transfer failed",
+    "Prefill bootstrap failed",
+    "Prefill transfer failed",
+)
 
 
 class HttpRequestError(RuntimeError):
@@ -96,11 +104,13 @@ def has_no_engine(failure: Retry) -> bool:
 
 
 def is_lost_upstream(status: int, text: str) -> bool:
-    """True when a router's 500 says that its connection to the engine broke: the engine died, others may serve.
+    """True when a 500 says that an engine was lost on the way: others may serve.
 
-    The codes are sglang-router's (``call_upstream_request_error``, ``read_response_body_failed``, ...).
+    The codes of a broken connection are sglang-router's (``call_upstream_request_error``,
+    ``read_response_body_failed``, ...); the sentences are those of a prefill or decode engine whose partner died, or
+    was paused for new weights.
     """
-    return status == 500 and ("call_upstream_" in text or "read_response_" in text)
+    return status == 500 and any(sign in text for sign in _LOST_UPSTREAM)
 
 
 # Answers that come as server-sent events, of which each repeats what the earlier ones said

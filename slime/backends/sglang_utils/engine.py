@@ -32,8 +32,9 @@ _POLL_S = 0.25
 class EngineProcess:
     """Start, watch and stop an engine. Its processes end when this process ends, by SIGKILL too.
 
-    ``port`` and ``nccl_port`` left at None are chosen at the start, and chosen again when another process takes one
-    of them before the engine binds it: ``info`` is final once :meth:`wait_ready` has returned. For the other
+    ``port``, ``nccl_port`` and a prefill engine's ``bootstrap_port`` left at None are chosen at the start, and chosen
+    again when another process takes one of them before the engine binds it: ``info`` is final once :meth:`wait_ready`
+    has returned. For the other
     arguments see ``server_args.EngineSpec``. The log is appended to, so that a restarted engine keeps its history.
     """
 
@@ -82,6 +83,7 @@ class EngineProcess:
             overrides=overrides,
         )
         self._chooses_ports = port is None
+        self._chooses_bootstrap_port = worker_type == "prefill" and bootstrap_port is None
         self._process: GuardedProcess | None = None
         self._scratch: Scratch | None = None
         self._started_at = 0.0
@@ -97,6 +99,7 @@ class EngineProcess:
             worker_type=spec.worker_type,
             rank=spec.rank,
             api_key=self.args.sglang_api_key,
+            bootstrap_port=spec.bootstrap_port,
         )
 
     @property
@@ -117,6 +120,8 @@ class EngineProcess:
             self._spec = replace(self._spec, port=port, nccl_port=nccl_port)
         elif not self._spec.nccl_port:
             self._spec = replace(self._spec, nccl_port=reserve_ports(1)[0])
+        if self._chooses_bootstrap_port:
+            self._spec = replace(self._spec, bootstrap_port=reserve_ports(1)[0])
         command = build_server_args(self.args, self._spec)
         self._scratch = Scratch()
         secrets = secret_fields(self.args)

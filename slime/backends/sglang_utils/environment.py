@@ -23,11 +23,13 @@ DEFAULTS = {
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1",  # read by prefill and decode engines only
 }
 CPU_DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Engines and trainers share the cores: more threads lose a factor of 5-10 under load and win little when idle.
     "OMP_NUM_THREADS": "1",
+    "UCX_TLS": "tcp",  # nixl carries key-value caches with UCX, whose other transports look for devices
 }
 REMOVED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Set for trainers; SGLang's memory saver does not work with expandable segments."""

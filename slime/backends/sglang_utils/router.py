@@ -51,9 +51,7 @@ class Router:
         """Base URL of the router."""
         return f"http://{_wrap_ipv6(self.host)}:{self.port}"
 
-    def add_engine(
-        self, engine: EngineInfo, *, bootstrap_port: int | None = None, deadline_s: float = WORKER_DEADLINE_S
-    ) -> None:
+    def add_engine(self, engine: EngineInfo, *, deadline_s: float = WORKER_DEADLINE_S) -> None:
         """Send requests to ``engine`` too; return when the router lists it as healthy.
 
         Raises ``RouterError`` when the router refuses, ``RouterTimeoutError`` when it does not within ``deadline_s``
@@ -63,7 +61,7 @@ class Router:
             self.url,
             engine.url,
             worker_type=engine.worker_type,
-            bootstrap_port=bootstrap_port,
+            bootstrap_port=engine.bootstrap_port,
             api_key=engine.api_key,
         )
         router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
@@ -98,9 +96,7 @@ class RunningRouter(Router):
                 "leave the flags out and slime starts one"
             ) from e
 
-    def add_engine(
-        self, engine: EngineInfo, *, bootstrap_port: int | None = None, deadline_s: float = WORKER_DEADLINE_S
-    ) -> None:
+    def add_engine(self, engine: EngineInfo, *, deadline_s: float = WORKER_DEADLINE_S) -> None:
         """See :meth:`Router.add_engine`."""
         if engine.life and router_client.find_worker(self.url, engine.url, api_key=self._api_key) is not None:
             self._found.add(engine.url)
@@ -108,7 +104,7 @@ class RunningRouter(Router):
             return
         if engine.url not in self._found:
             self._added.append(engine)
-        super().add_engine(engine, bootstrap_port=bootstrap_port, deadline_s=deadline_s)
+        super().add_engine(engine, deadline_s=deadline_s)
 
     def poll(self) -> str | None:
         """None: its life is not watched here; requests that it does not answer fail by themselves."""
@@ -146,7 +142,7 @@ class RouterProcess(Router):
         super().__init__(args, host, port)
         self.args, self.name = args, name
         self.log_path = Path(log_path)
-        self.package = choose_package(args)
+        self.package = choose_package(args, pd_disaggregation=pd_disaggregation)
         self._chooses_port = port is None
         self._pd_disaggregation = pd_disaggregation
         self._shares_flags = shares_flags
@@ -245,11 +241,12 @@ class RouterProcess(Router):
             self._options = None
 
 
-def choose_package(args: Namespace) -> RouterPackage:
-    """Return ``smg`` when a policy needs it, else ``sglang_router`` (``smg`` when that is not installed).
+def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> RouterPackage:
+    """Return ``smg`` when a policy or prefill and decode engines need it, else ``sglang_router`` (``smg`` when that is
+    not installed).
 
     Raises:
-        ValueError: the policy needs ``smg`` and it is not installed, or no router is.
+        ValueError: ``smg`` is needed and not installed, or no router is.
     """
     policies = {args.router_policy, args.router_prefill_policy, args.router_decode_policy}
     needs_smg = sorted(SMG_ONLY_POLICIES & policies)
@@ -260,7 +257,12 @@ def choose_package(args: Namespace) -> RouterPackage:
             "sglang-router has random, round_robin, cache_aware, power_of_two, manual and consistent_hashing; the last "
             "two keep the requests with one X-SMG-Routing-Key on one engine."
         )
-    if needs_smg or importlib.util.find_spec("sglang_router") is None:
+    if pd_disaggregation and not has_smg:
+        raise ValueError(
+            "Prefill and decode engines need the router `smg` (pip install smg), which is not installed: with "
+            "sglang-router the requests of a decode engine that dies are never answered."
+        )
+    if needs_smg or pd_disaggregation or importlib.util.find_spec("sglang_router") is None:
         if not has_smg:
             raise ValueError("No router is installed: expected the package sglang-router (pip install sglang-router).")
         return "smg"

@@ -79,6 +79,8 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
     fields.update(_worker_fields(spec))
     if spec.worker_type == "decode":
         fields.pop("enable_hierarchical_cache", None)
+    if spec.worker_type not in ("prefill", "decode"):
+        fields.pop("disaggregation_transfer_backend", None)
     overrides = dict(spec.overrides or {})
     if lacking := [name for name in overrides if name not in by_dest]:
         logger.warning("SGLang has no argument %s: the engine does without it", ", ".join(lacking))

@@ -73,9 +73,10 @@ class RayEngine:
         meeting = None
         if self.plan.nodes > 1:
             meeting = ray.get(self._actors[0].rendezvous.remote(self._loopback), timeout=RENDEZVOUS_DEADLINE_S)
+        bootstrap_port = self._common_bootstrap_port()
         peers = [Peer(self._name(node_rank)) for node_rank in range(self.plan.nodes)]
         starts = [
-            actor.start.remote(self._loopback, **self._placement(node_rank, meeting))
+            actor.start.remote(self._loopback, bootstrap_port=bootstrap_port, **self._placement(node_rank, meeting))
             for node_rank, actor in enumerate(self._actors)
         ]
         wait_all(starts, peers, f"launching {self}", deadline)
@@ -139,6 +140,12 @@ class RayEngine:
             .remote(self.args, self.plan.rank, node_rank)
         )
 
+    def _common_bootstrap_port(self) -> int | None:
+        """Return the port where all nodes of a prefill engine register; None where its only node chooses one."""
+        if self.plan.worker_type != "prefill" or self.plan.nodes == 1:
+            return None
+        return int(ray.get(self._actors[0].free_port.remote(), timeout=RENDEZVOUS_DEADLINE_S))
+
     def _first_slot(self, node_rank: int) -> int:
         return self.plan.gpu_offset + node_rank * self.plan.num_gpus_on_node
 
@@ -181,6 +188,10 @@ class EngineActor:
         SGLang takes further ports from it for attention with data parallelism: those that follow are free, too.
         """
         return f"{self._host(loopback)}:{reserve_ports(RENDEZVOUS_PORTS, consecutive=True)[0]}"
+
+    def free_port(self) -> int:
+        """Return a port that is free on this node."""
+        return reserve_ports(1)[0]
 
     @reports_errors
     def start(self, loopback: bool, **placement: Any) -> None:

@@ -91,7 +91,7 @@ class EngineFleet:
         """Start engines and routers and return when all are ready and registered.
 
         Sets in this process ``args.sglang_router_ip`` and ``sglang_router_port`` (the first model's),
-        ``sglang_model_routers`` (name -> address) and ``sglang_model_engines`` (name -> how many).
+        ``sglang_model_routers`` (name -> address) and ``sglang_model_engines`` (name -> how many that generate).
         Raises RemoteFailure with the log's last lines when an engine is not ready within ``--engine-ready-timeout``,
         ValueError when pushes of weights would not renew all that an engine generates with.
         """
@@ -112,7 +112,10 @@ class EngineFleet:
             check_renewable(self.args, self._updatable(State.SERVING))
         self.args.sglang_router_ip, self.args.sglang_router_port = self.models[0].address
         self.args.sglang_model_routers = {model.name: model.address for model in self.models}
-        self.args.sglang_model_engines = {model.name: len(model.plans) for model in self.models}
+        # Requests in flight are counted where responses are generated.
+        self.args.sglang_model_engines = {
+            model.name: sum(plan.worker_type != "prefill" for plan in model.plans) for model in self.models
+        }
         if self.args.use_fault_tolerance:
             self._restarts = EngineRestarts(
                 self.args,
@@ -195,9 +198,9 @@ class EngineFleet:
         if self._stopping.is_set() or not self.members.change(member, LIVING, State.DEAD):
             return
         model = self._model_of[member.rank]
-        message = f"{reason}\n{model.recovery_message(restarts=self._restarts is not None)}"
+        message = f"{reason}\n{model.recovery_message(member.engine.plan, restarts=self._restarts is not None)}"
         logger.error("%s", message)
-        if self._restarts is None and not model.of(State.SERVING):
+        if self._restarts is None and not model.answers(State.SERVING):
             self._events.engines_failed(EngineDied(message))
         model.deregister(member)
         if self._restarts is not None:
@@ -364,18 +367,20 @@ class EngineFleet:
 
     def _notify_if_weights_needed(self) -> None:
         """When nothing serves and nothing can before a push: one that waits for it, or for the devices."""
-        if self._restarts is None or self._updatable(State.SERVING):
+        trained = [model for model in self.models if model.update_weights]
+        if self._restarts is None or any(model.answers(State.SERVING) for model in trained):
             return
-        waits = any(model.update_weights and self._restarts.waits_for_devices(model.name) for model in self.models)
+        waits = any(self._restarts.waits_for_devices(model.name) for model in trained)
         if self.num_new or waits:
             self._events.engines_need_weights()
 
     def _restart_failed(self, lost: Member, reason: str, *, is_last: bool) -> None:
         logger.error("%s", reason)
         model = self._model_of[lost.rank]
-        if is_last and not model.of(*LIVING):
+        if is_last and not model.answers(*LIVING):
             of_model = "" if model.name == "default" else f" of model {model.name}"
-            self._events.engines_failed(EngineDied(f"no engine{of_model} is left: {reason}"))
+            what = f"no {lost.engine.plan.kind}engine{of_model} is left: {reason}"
+            self._events.engines_failed(EngineDied(what))
         self._notify_if_weights_needed()
 
 

@@ -31,7 +31,7 @@ class EngineRestarts:
     started only in ``wait_for_all``, and then holds memory for weights alone, as the others do before a push. One of a
     frozen model is started at once, or, while ``trainer_has_devices()``, in ``start_frozen``.
     ``on_restart(member)`` is called when an engine generates again, ``on_failure(lost, reason, is_last=...)`` when it
-    does not after all attempts; ``is_last`` when no other restart of its model is in progress either. An engine that
+    does not after all attempts; ``is_last`` when no other engine of its kind is being restarted either. An engine that
     others started is attached again whenever it answers; ``on_failure`` when for as long as an engine may take to start
     none of its model has.
     """
@@ -202,12 +202,14 @@ class EngineRestarts:
             return waits
 
     def _finish_restart(self, member: Member) -> bool:
-        """Record that a restart has ended, well or not; return whether no other one of its model is in progress."""
+        """Record that a restart has ended, well or not; return whether no other one of its kind is in progress."""
+        ended = member.engine.plan
         with self._lock:
             # Unless it died again already, and another thread restarts it.
             if self._threads[member.rank][1] is threading.current_thread():
                 self._restarting.pop(member.rank, None)
-            return all(plan.model != member.engine.plan.model for plan, _ in self._restarting.values())
+            others = [plan for plan, _ in self._restarting.values()]
+            return all((plan.model, plan.worker_type) != (ended.model, ended.worker_type) for plan in others)
 
 
 def _end(member: Member) -> None:

@@ -42,6 +42,11 @@ class ServedModel:
         """Return its engines in one of ``states``."""
         return self._members.of(*states, model=self.name)
 
+    def answers(self, *states: State) -> bool:
+        """Whether its engines in one of ``states`` are enough to answer requests: one of each kind."""
+        present = {member.engine.plan.worker_type for member in self.of(*states)}
+        return present == {plan.worker_type for plan in self.plans}
+
     def register(self, member: Member) -> None:
         """Send requests to ``member``. Raises RouterError."""
         self.running_router.add_engine(member.known_info)
@@ -54,9 +59,10 @@ class ServedModel:
         except RouterError as e:
             logger.warning("%s stays on the router, which will find it dead: %s", member, e)
 
-    def recovery_message(self, *, restarts: bool) -> str:
+    def recovery_message(self, lost: EnginePlan, *, restarts: bool) -> str:
         """Say how the run continues after the loss of an engine."""
         serving, of_model = len(self.of(State.SERVING)), "" if self.name == "default" else f" of model {self.name}"
+        answers = self.answers(State.SERVING)
         remaining = (
             f"{serving} of {len(self.plans)} engines{of_model} continue; requests of the lost one are sent to them."
         )
@@ -64,12 +70,14 @@ class ServedModel:
         again = "attached again when it answers" if external else "restarted"
         if restarts:
             when = "from the next weight sync on" if self.update_weights else "as soon as it generates"
-            lost = remaining if serving else f"It was the last one{of_model} that served."
-            return f"{lost} It is {again}, and serves {when}."
-        if serving:
+            last = f"{lost.kind}engine" if lost.worker_type != "regular" else "one"
+            outlook = remaining if answers else f"It was the last {last}{of_model} that served."
+            return f"{outlook} It is {again}, and serves {when}."
+        if answers:
             return f"{remaining} With --use-fault-tolerance it would be {again}."
         is_again = "an engine is attached again when it answers" if external else "engines are restarted"
-        return f"No engine{of_model} is left. With --use-fault-tolerance {is_again}."
+        kind = "" if external else lost.kind
+        return f"No {kind}engine{of_model} is left. With --use-fault-tolerance {is_again}."
 
 
 def served_models(args: Namespace, plans: Sequence[EnginePlan], members: Members) -> list[ServedModel]:
@@ -87,7 +95,9 @@ def new_router(args: Namespace, model: ServedModel, host: str, *, is_first: bool
     """Return the router of ``model``; the flags that say where one is, or is to be, are about the first model's."""
     if is_first and args.sglang_router_ip is not None:
         return RunningRouter(args)
+    is_pd = any(plan.worker_type == "prefill" for plan in model.plans)
     if is_first:
-        return RouterProcess(args, host, args.sglang_router_port, log_path=log_path(args, "router"))
-    log = log_path(args, f"router_{re.sub(r'[^A-Za-z0-9_.-]', '_', model.name)}")
-    return RouterProcess(args, host, log_path=log, name=f"router of model {model.name}", shares_flags=True)
+        log = log_path(args, "router")
+        return RouterProcess(args, host, args.sglang_router_port, log_path=log, pd_disaggregation=is_pd)
+    log, name = log_path(args, f"router_{re.sub(r'[^A-Za-z0-9_.-]', '_', model.name)}"), f"router of model {model.name}"
+    return RouterProcess(args, host, log_path=log, name=name, pd_disaggregation=is_pd, shares_flags=True)

@@ -43,7 +43,7 @@ def model_url(args: Any, model_name: str, endpoint: str) -> str:
 
 
 def num_engines_asked(args: Any) -> int:
-    """Return the number of engines that rollouts ask: those of the first model."""
+    """Return the number of engines that generate the responses of rollouts: those of the first model."""
     engines = getattr(args, "sglang_model_engines", None)  # no flag: set where slime starts the engines
     return next(iter(engines.values())) if engines else get_rollout_num_engines(args)
 
@@ -126,7 +126,9 @@ class EngineLoad:
 
 
 class EngineLoads:
-    """What the engines behind a router report. ``router_url`` is called for the address when it is needed."""
+    """What the engines behind a router report that generate responses. ``router_url`` is called for the address when it
+    is needed.
+    """
 
     def __init__(self, router_url: Callable[[], str], planned: int = 0) -> None:
         self.router_url = router_url
@@ -138,7 +140,7 @@ class EngineLoads:
 
     async def read(self) -> list[EngineLoad]:
         """Return the loads of the engines that answer."""
-        urls = await get_http_client().list_workers(self.router_url())
+        urls = await get_http_client().list_workers(self.router_url(), with_prefill=False)
         listed = max(self.listed, len(urls))
         self.listed = min(self.planned, listed) if self.planned else listed
         loads: list[EngineLoad | None] = [None] * len(urls)

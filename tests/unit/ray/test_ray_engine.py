@@ -90,6 +90,15 @@ def test_what_its_group_says_reaches_its_process(cluster: Cluster) -> None:
     assert placement["worker_type"] == "regular"
 
 
+def test_all_nodes_of_a_prefill_engine_register_at_one_port(cluster: Cluster) -> None:
+    first = Actor(rendezvous=Ref("10.0.0.1:15000"), free_port=Ref(15001), wait_ready=Ref(INFO))
+    second, alone = Actor(), Actor(wait_ready=Ref(INFO))
+    engine_of(first, second, worker_type="prefill").start()
+    engine_of(alone, worker_type="prefill").start()  # chooses one for itself
+    ports = [next(kwargs for name, _, kwargs in actor.calls if name == "start") for actor in (first, second, alone)]
+    assert [kwargs["bootstrap_port"] for kwargs in ports] == [15001, 15001, None]
+
+
 def test_the_node_that_does_not_start_is_named(cluster: Cluster) -> None:
     first = Actor(rendezvous=Ref("10.0.0.1:15000"), wait_ready=Ref(at=NEVER))
     second = Actor(wait_ready=Ref(RemoteFailure("EngineStartError: no memory"), at=5))

@@ -122,6 +122,53 @@ def test_an_engine_of_the_judge_is_back_without_weights(served: Any, caplog: Any
     assert push(run) == [ACTOR]
 
 
+DISAGGREGATED = """
+sglang:
+  - name: actor
+    server_groups: [{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 2}]
+"""
+
+
+def test_requests_are_counted_where_they_are_decoded(served: Any) -> None:
+    run = served(DISAGGREGATED, slots=3)
+    assert run.routers["actor"].engines == ["http://e0:1", "http://e1:2", "http://e2:3"]
+    assert run.fleet.args.sglang_model_engines == {"actor": 2}
+    assert len(push(run)) == 3  # and all get the trainer's weights
+
+
+@pytest.mark.parametrize(("lost", "kind"), [((0,), "prefill"), ((1, 2), "decode")])
+def test_the_last_engine_of_a_kind_is_the_last(served: Any, caplog: Any, lost: tuple[int, ...], kind: str) -> None:
+    run = served(DISAGGREGATED, slots=3)
+    kill(run, *lost)
+    assert run.events.failed.is_set()
+    assert f"No {kind} engine of model actor is left. With --use-fault-tolerance" in caplog.text
+
+
+def test_one_of_two_decode_engines_is_not_missed(served: Any) -> None:
+    run = served(DISAGGREGATED, slots=3)
+    kill(run, 1)
+    assert not run.events.failed.is_set()
+    assert run.router.engines == ["http://e0:1", "http://e2:3"]
+
+
+def test_a_prefill_engine_is_back_after_a_push(served: Any, caplog: Any) -> None:
+    """Without one nothing can be answered: weights are needed at once, though engines that decode serve."""
+    run = served(DISAGGREGATED, slots=3, use_fault_tolerance=True)
+    kill(run, 0)
+    assert "It was the last prefill engine of model actor that served. It is restarted, and serves" in caplog.text
+    run.wait_for(0, State.NEW)
+    assert run.events.need.wait(PATIENCE_S)
+    assert "http://e0:4" in push(run)
+    assert run.router.engines == ["http://e1:2", "http://e2:3", "http://e0:4"]
+
+
+def test_a_prefill_engine_that_cannot_be_started_ends_the_run(served: Any) -> None:
+    run = served(DISAGGREGATED, slots=3, use_fault_tolerance=True)
+    Engine.broken_starts = ["broken"] * engine_restarts.ATTEMPTS
+    kill(run, 0)
+    assert run.events.failed.wait(PATIENCE_S)
+
+
 def test_metrics_are_of_all_and_of_each_model(served: Any, world: Any) -> None:
     run = served(use_fault_tolerance=True)
     kill(run, 1)

@@ -60,8 +60,15 @@ async def test_other_errors_are_final_and_carry_the_body(cluster, client, status
     assert len(cluster.engines[0].requests) == 1
 
 
-async def test_a_router_that_lost_its_engine_is_asked_again(cluster, client):
-    body = b'{"error":{"type":"Internal Server Error","code":"call_upstream_request_error","message":"error sending"}}'
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"error":{"type":"Internal Server Error","code":"call_upstream_request_error","message":"error sending"}}',
+        b'{"error":{"message":"Decode transfer failed for request rank=0 rid=\'5\' with exception ..."}}',
+        b'{"error":{"message":"Prefill bootstrap failed for request rank=0 req.rid=\'5\' with exception ..."}}',
+    ],
+)
+async def test_a_router_that_lost_its_engine_is_asked_again(cluster, client, body):
     cluster.engines[0].failures.append(Failure(500, body))
     await client.post(f"{cluster.engines[0].url}/generate", REQUEST)
     assert len(cluster.engines[0].requests) == 2
@@ -273,6 +280,17 @@ async def test_the_key_goes_to_the_router_and_its_engines_only(cluster):
     assert cluster.engines[0].headers[-1]["X-Extra"] == "1"
     await keyed.close()
     await stranger.close()
+
+
+async def test_engines_that_only_prefill_can_be_left_out(cluster, client, monkeypatch):
+    prefill, decode = ({"url": f"http://{kind}:1", "worker_type": kind} for kind in ("prefill", "decode"))
+
+    async def get(url, **_):
+        return {"workers": [prefill, decode]}
+
+    monkeypatch.setattr(client, "get", get)
+    assert await client.list_workers("http://router:1") == ["http://prefill:1", "http://decode:1"]
+    assert await client.list_workers("http://router:1", with_prefill=False) == ["http://decode:1"]
 
 
 async def test_the_proxy_of_the_environment_is_ignored(cluster, client, monkeypatch):

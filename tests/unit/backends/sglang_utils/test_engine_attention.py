@@ -172,6 +172,20 @@ def test_a_few_sequences_are_decoded_by_sglang(attention) -> None:
     assert run(make_backend(attention), "decode", make_batch("decode", [5] * count), make_layer()) is not None
 
 
+def test_keys_and_values_that_come_from_another_engine_are_read_again(attention) -> None:
+    """A request that was sent away and comes back has its slot, its id and its places, and keys of other weights."""
+    backend, lengths = make_backend(attention), [5] * 5
+    run(backend, "decode", make_batch("decode", lengths), make_layer())
+    pool = backend.token_to_kv_pool
+    pool.keys[1:6], pool.values[1:6] = torch.randn(2, 5, KV_HEADS, DIM)
+    attention.forget_transferred(None, SimpleNamespace(req_pool_indices=torch.tensor([0])))
+    lengths = [length + 1 for length in lengths]
+    found = run(backend, "decode", make_batch("decode", lengths), make_layer())
+    assert found is not None
+    for slot, length in enumerate(lengths):
+        assert (found[0, slot] - expected(backend, found[1, slot], slot, length)).abs().max() < 2e-6
+
+
 def test_memory_is_given_back_by_a_flush_and_after_a_while_without_work(attention, monkeypatch) -> None:
     backend = make_backend(attention)
     now = [100.0]

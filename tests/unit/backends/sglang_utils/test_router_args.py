@@ -39,6 +39,15 @@ def test_a_policy_that_only_smg_has(monkeypatch: pytest.MonkeyPatch, policy: str
         choose_package(run_args(router_policy=policy))
 
 
+def test_prefill_and_decode_engines_need_smg(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = run_args()
+    installed(monkeypatch, "sglang_router", "smg")
+    assert choose_package(args, pd_disaggregation=True) == "smg"
+    installed(monkeypatch, "sglang_router")
+    with pytest.raises(ValueError, match=r"Prefill and decode engines need the router `smg`.*never answered"):
+        choose_package(args, pd_disaggregation=True)
+
+
 def test_without_any_router(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "smg")
     assert choose_package(run_args(router_policy="random")) == "smg"

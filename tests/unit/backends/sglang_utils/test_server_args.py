@@ -158,6 +158,13 @@ def test_workers_with_one_task(worker_type: str, expected: dict[str, Any]) -> No
     assert got["disaggregation_bootstrap_port"] == (9000 if worker_type == "prefill" else 8998)
 
 
+def test_only_prefill_and_decode_engines_carry_caches() -> None:
+    args = engine_args(sglang_disaggregation_transfer_backend="nixl")
+    for worker_type, expected in (("prefill", "nixl"), ("decode", "nixl"), ("regular", "mooncake")):
+        got = parse(build_server_args(args, spec(worker_type=worker_type, bootstrap_port=9000)))
+        assert got.disaggregation_transfer_backend == expected
+
+
 def test_an_unknown_worker_type_is_refused() -> None:
     with pytest.raises(ValueError, match="got 'verifier'"):
         build_server_args(engine_args(), spec(worker_type="verifier"))

@@ -44,6 +44,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         self._used_at = 0.0
         _BACKENDS.add(self)
 
+    def forget(self, slots: list[int]) -> None:
+        """Copy the keys and values of these request slots again before they are used."""
+        self._mirror.forget(slots)
+
     @property
     def nbytes(self) -> int:
         """Memory of the copies."""
@@ -164,6 +168,13 @@ def _holds_keys_and_values(pool: Any, layer: Any) -> bool:
     return all(side.is_contiguous() and side.shape[1:] == shape for side in sides)
 
 
+def forget_transferred(result: None, batch: Any) -> None:
+    """After ``prepare_for_prebuilt``: the keys and values of these requests came from a prefill engine."""
+    slots = batch.req_pool_indices.tolist()
+    for backend in _BACKENDS:
+        backend.forget(slots)
+
+
 def give_back(*args: Any, **kwargs: Any) -> None:
     """Before the cache is flushed, which happens without running requests, and when the engine is put to sleep."""
     for backend in _BACKENDS:
@@ -188,6 +199,9 @@ def register() -> None:
         "forward_mode batch_size rids req_pool_indices seq_lens extend_prefix_lens extend_seq_lens out_cache_loc "
         "encoder_lens spec_info",
     )
+    transferred = "sglang.srt.disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin"
+    require(f"{transferred}.prepare_for_prebuilt", "self")
     register_attention_backend("torch_native")(BatchedAttention)
+    HookRegistry.register(f"{transferred}.prepare_for_prebuilt", forget_transferred, HookType.AFTER)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", give_back, HookType.BEFORE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", give_back_when_idle, HookType.BEFORE)
