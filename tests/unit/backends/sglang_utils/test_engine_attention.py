@@ -198,3 +198,12 @@ def test_memory_is_given_back_by_a_flush_and_after_a_while_without_work(attentio
         now[0] += attention.IDLE_S + 1
         give_back()
         assert backend.nbytes == 0
+
+
+def test_caches_of_a_cpu_engine_are_in_host_memory(attention, monkeypatch) -> None:
+    """SGLang says so of none of them, and of those of a decode engine that they are a GPU's."""
+    carried = importlib.import_module("slime_engine_plugin.disaggregation")
+    for kinds in (None, ["VRAM", "VRAM"]):
+        assert carried.in_host_memory(lambda kinds, _: kinds, kinds, 2) == ["DRAM", "DRAM"]
+    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    carried.register()  # of a regular engine: nothing to hook

@@ -13,8 +13,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 def in_host_memory(normalize: Callable[..., list[str]], kinds: Any, expected_len: int) -> list[str]:
-    """Around ``_normalize_kv_mem_kinds``: what nothing is said of is host memory."""
-    return normalize(["DRAM"] * expected_len if kinds is None else kinds, expected_len)
+    """Around ``_normalize_kv_mem_kinds``: all of it is, whatever SGLang says."""
+    return normalize(["DRAM"] * expected_len, expected_len)
 
 
 def register() -> None:
