@@ -28,7 +28,6 @@ _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 FEATURES: dict[str, tuple[str, ...]] = {
     "DeepEP": ("--moe-enable-deepep", "--moe-token-dispatcher-type"),
     "sparse attention": ("--enable-experimental", "--allgather-cp", "--dsa-*", "--spec"),
-    "prefill and decode engines": ("--prefill-num-servers",),
     "routing replay": ("--use-*routing-replay",),
     "FP8 training": ("--fp8-*",),
     "INT4 QAT": ("--train-env-vars",),

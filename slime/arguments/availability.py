@@ -29,7 +29,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "megatron_deepgemm_moe_forward_modules": ANY,
     # rollout
     "rollout_data_transport": ("nixl",),
-    "prefill_num_servers": ANY,
     "multimodal_keys": ANY,
     # algorithm
     # weight synchronization

@@ -185,10 +185,10 @@ NOT_YET = "not available yet in this version; leave it out"
         ([], []),
         ([f"--allgather-cp is {NOT_YET}"], ["sparse attention"]),
         ([f"--spec slime_plugins.models.glm5.glm5 get_glm5_spec is {NOT_YET}"], ["sparse attention"]),
-        ([f"{NOT_YET}: --fp8-recipe, --prefill-num-servers"], ["FP8 training", "prefill and decode engines"]),
+        ([f"{NOT_YET}: --fp8-recipe, --allgather-cp"], ["FP8 training", "sparse attention"]),
         (
-            ["--sglang-config f: prefill and decode engines (model a) are not available yet in this version; use x"],
-            ["prefill and decode engines"],
+            ["--sglang-config f: encoder engines (model a) are not available yet in this version: y; use x"],
+            ["encoder engines"],
         ),
         (
             [f"{NOT_YET}: --new-flag, --moe-enable-deepep", f"--moe-token-dispatcher-type flex is {NOT_YET}"],

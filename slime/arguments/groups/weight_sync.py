@@ -46,5 +46,6 @@ class WeightSync(ArgumentGroup):
     weight_sync_timeout: float = flag(600.0, "seconds one weight sync may take", gt=0)
     weight_sync_pause_mode: Literal["auto", "abort", "retract", "in_place"] = flag(
         "auto",
-        "what happens to requests in flight; auto: abort in the synchronous loop, survive in the asynchronous one",
+        "what happens to requests in flight; auto: abort in the synchronous loop and with prefill engines, survive in "
+        "the asynchronous one",
     )

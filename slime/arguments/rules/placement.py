@@ -239,13 +239,18 @@ def count_engines(args: Namespace) -> None:
 def check_models(args: Namespace) -> None:
     """Of the models of ``--sglang-config`` the first gets the trainer's weights, and no group shares half of its slots.
 
-    Raises ``ArgumentError``.
+    Prefill and decode engines of a model go together. Raises ``ArgumentError``.
     """
-    if args.sglang_config is None or args.debug_train_only:
+    models = models_of(args)
+    if models is None or args.debug_train_only:
         return
-    option, models = f"--sglang-config {args.sglang_config}", models_of(args) or ()
+    option = f"--prefill-num-servers {args.prefill_num_servers}"
+    if args.sglang_config is not None:
+        option = f"--sglang-config {args.sglang_config}"
     for model in models:
-        _refuse_disaggregation(args, option, model)
+        _refuse_encoders(args, option, model)
+        if model.has_pd_disaggregation:
+            _check_disaggregation(args, option, model)
     if any(model.name == "default" for model in models[1:]):
         raise ArgumentError(f"{option}: default is a name of the first model, which rollouts ask; rename the other one")
     if not args.debug_rollout_only:
@@ -253,15 +258,38 @@ def check_models(args: Namespace) -> None:
     _check_borders(args, option, models)
 
 
-def _refuse_disaggregation(args: Namespace, option: str, model: Model) -> None:
-    kinds = [group.worker_type for group in model.server_groups]
-    found = "prefill and decode" if "prefill" in kinds else "encoder" if "encoder" in kinds else None
-    if found is None:
+def _refuse_encoders(args: Namespace, option: str, model: Model) -> None:
+    if not any(group.worker_type == "encoder" for group in model.server_groups):
         return
-    message = f"{option}: {found} engines (model {model.name}) are not available yet in this version; use regular ones"
+    message = (
+        f"{option}: encoder engines (model {model.name}) are not available yet in this version: SGLang has no way to "
+        "give them new weights; use regular ones"
+    )
     if not args.dry_run:
         raise ArgumentError(message)
     args.not_available.append(message)
+
+
+def _check_disaggregation(args: Namespace, option: str, model: Model) -> None:
+    """What prefill and decode engines of one model must agree on, and what is not carried from one to the other."""
+    groups = [group for group in model.server_groups if group.worker_type != "placeholder"]
+    if any(group.worker_type == "regular" for group in groups):
+        raise ArgumentError(
+            f"{option}: model {model.name} has regular engines beside prefill and decode engines, and its router sends "
+            "requests to the latter only; make them a model of their own"
+        )
+    for name in ("disaggregation_transfer_backend", "page_size"):
+        found = {str(group.overrides.get(name, getattr(args, f"sglang_{name}", None))) for group in groups}
+        if len(found) > 1:
+            raise ArgumentError(
+                f"{option}: the prefill and decode engines of model {model.name} differ in {name} "
+                f"({', '.join(sorted(found))}); give all of them the same"
+            )
+    if args.use_rollout_routing_replay and model.update_weights:
+        raise ArgumentError(
+            f"--use-rollout-routing-replay and the prefill engines of {option} exclude each other: the experts of "
+            "prompts are not carried to the engines that decode; leave one of them out, or take --use-routing-replay"
+        )
 
 
 def _check_updated(args: Namespace, option: str, models: Sequence[Model]) -> None:

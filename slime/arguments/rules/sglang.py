@@ -20,8 +20,11 @@ ALIASES = {
 
 
 OWNED = frozenset(
-    {"host", "port", "nccl_port", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "api_key", "admin_api_key"}
-)
+    {
+        "host", "port", "nccl_port", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "api_key", "admin_api_key",
+        "disaggregation_mode", "disaggregation_bootstrap_port",
+    }
+)  # fmt: skip
 """Fields of SGLang that slime decides for each engine; keys are those of all engines."""
 
 
@@ -35,6 +38,11 @@ def set_lacking(args: Namespace) -> None:
 
 def derive_sizes(args: Namespace) -> None:
     """``sglang_tp_size`` from the slots of an engine; long and short names of the sizes agree."""
+    if args.sglang_disaggregation_mode != "null":
+        raise ArgumentError(
+            f"--sglang-disaggregation-mode {args.sglang_disaggregation_mode} would be that of every engine; give "
+            "--prefill-num-servers, or groups of prefill and decode engines in --sglang-config"
+        )
     for short, long in ALIASES.items():
         names = (f"sglang_{short}_size", f"sglang_{long}")
         found = next((name for name in names if hasattr(args, name)), None)

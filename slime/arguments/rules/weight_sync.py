@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-from slime.arguments.placement import engine_sizes, engines_of
+from slime.arguments.placement import engine_sizes, engines_of, models_of
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint, needs_reference
 
 
@@ -29,6 +29,8 @@ def check(args: Namespace) -> None:
             "engines",
         )
     syncs = not args.debug_train_only and not args.debug_rollout_only
+    if syncs and any(model.update_weights and model.has_pd_disaggregation for model in models_of(args) or ()):
+        _pause_disaggregated(args)
     in_place = args.weight_sync_pause_mode == "in_place"
     if syncs and in_place and not args.sglang_disable_radix_cache:
         raise ArgumentError(
@@ -49,6 +51,18 @@ def check_engine_stages(args: Namespace) -> None:
                 "and cannot tell stages apart; add --update-weight-transport disk and --update-weight-disk-dir, or "
                 "leave --sglang-pp-size out"
             )
+
+
+def _pause_disaggregated(args: Namespace) -> None:
+    """Prompts on their way from one engine to another belong to neither: a paused pair could not empty its caches."""
+    mode = args.weight_sync_pause_mode
+    if mode not in ("auto", "abort"):
+        raise ArgumentError(
+            f"--weight-sync-pause-mode {mode}: prefill and decode engines cannot keep requests that are on their way "
+            "from one to the other while their caches are flushed; use abort: requests are continued from the tokens "
+            "that they have"
+        )
+    args.weight_sync_pause_mode = "abort"
 
 
 def _check_directories(args: Namespace) -> None:

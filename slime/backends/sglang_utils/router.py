@@ -305,7 +305,9 @@ def router_fields(
         fields["prometheus_port"] = prometheus_port
         fields.setdefault("prometheus_host", host)
     if pd_disaggregation:
-        fields["pd_disaggregation"] = True
+        # A request that the router sends again has the same id, which the engine of its other half still knows (400);
+        # slime's client sends it again with another.
+        fields.update(pd_disaggregation=True, disable_retries=True)
     api_key = args.sglang_api_key
     if api_key:
         fields["api_key"] = api_key

@@ -55,6 +55,9 @@ def models(folder: Path, *models: str) -> Path:
     return path
 
 
+PREFILL = "{worker_type: prefill, num_gpus: 1, overrides: {disaggregation_transfer_backend: nixl}}"
+DECODE = "{worker_type: decode, num_gpus: 1, overrides: {disaggregation_transfer_backend: nixl}}"
+MOONCAKE = DECODE.replace("nixl", "mooncake")
 JUDGE = "{name: judge, update_weights: false, server_groups: [{num_gpus: 2}]}"
 
 
@@ -83,10 +86,12 @@ def test_regular_and_placeholder_groups_of_two_models_are_accepted(tmp_path: Pat
          "default is a name of the first model"),
         (["{name: a, server_groups: [{num_gpus: 1, overrides: {port: 30000, nccl-port: 1}}]}"],
          "model a: the overrides have nccl_port, port, which slime chooses for each engine; leave it out"),
-        (["{name: a, server_groups: [{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}]}"],
-         r"prefill and decode engines \(model a\) are not available yet in this version; use regular ones"),
+        ([f"{{name: a, server_groups: [{PREFILL}, {DECODE}, {{num_gpus: 1}}]}}"],
+         "model a has regular engines beside prefill and decode engines, and its router sends requests to the latter"),
+        ([f"{{name: a, server_groups: [{PREFILL}, {MOONCAKE}]}}"],
+         r"the prefill and decode engines of model a differ in disaggregation_transfer_backend \(mooncake, nixl\)"),
         (["{name: a, server_groups: [{worker_type: encoder, num_gpus: 1}, {num_gpus: 1}]}"],
-         r"encoder engines \(model a\) are not available yet in this version; use regular ones"),
+         r"encoder engines \(model a\) are not available yet in this version: SGLang has no way to give them new"),
     ],
 )  # fmt: skip
 def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str) -> None:
@@ -94,6 +99,45 @@ def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str)
     slots = sum(int(number) for text in given for number in re.findall(r"num_gpus: (\d)", text))
     with pytest.raises(ArgumentError, match=f"--sglang-config {path}: {message}"):
         parse("--sglang-config", path, "--rollout-num-gpus", slots)
+
+
+def test_prefill_and_decode_engines_of_several_sizes(tmp_path: Path) -> None:
+    decode = DECODE.replace("num_gpus: 1", "num_gpus: 4, num_gpus_per_engine: 2")
+    path = models(tmp_path, f"{{name: actor, server_groups: [{PREFILL}, {decode}]}}", JUDGE)
+    args = parse("--sglang-config", path, "--rollout-num-gpus", 7)
+    assert [str(plan) for plan in engines_of(args)] == [
+        "prefill engine 0 of model actor",
+        "decode engine 1 of model actor",
+        "decode engine 2 of model actor",
+        "engine 3 of model judge",
+        "engine 4 of model judge",
+    ]
+
+
+def test_prefill_num_servers_makes_the_same_engines() -> None:
+    args = parse("--prefill-num-servers", 1, "--rollout-num-gpus", 3)
+    assert [str(plan) for plan in engines_of(args)] == ["prefill engine 0", "decode engine 1", "decode engine 2"]
+    assert args.rollout_num_engines == 3
+
+
+def test_requests_of_disaggregated_engines_are_cut_off_by_a_push() -> None:
+    """They go on from the tokens that they have; nothing may be on its way while caches are flushed."""
+    flags = ["--prefill-num-servers", 1, "--rollout-num-gpus", 2]
+    assert parse(*flags).weight_sync_pause_mode == "abort"
+    assert parse("--rollout-num-gpus", 2).weight_sync_pause_mode == "auto"
+    for mode in ("retract", "in_place"):
+        with pytest.raises(ArgumentError, match=f"--weight-sync-pause-mode {mode}: prefill and decode .* use abort"):
+            parse(*flags, "--weight-sync-pause-mode", mode)
+
+
+def test_what_prefill_engines_exclude() -> None:
+    with pytest.raises(ArgumentError, match="a group of model default lies on slots 1-3, of which only those below 2"):
+        parse("--prefill-num-servers", 1, "--colocate", "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 4)
+    with pytest.raises(ArgumentError, match="--sglang-disaggregation-mode decode would be that of every engine"):
+        parse("--sglang-disaggregation-mode", "decode", "--rollout-num-gpus", 2)
+    experts = ["--num-experts", 4, "--moe-ffn-hidden-size", 32, "--use-rollout-routing-replay"]
+    with pytest.raises(ArgumentError, match="--use-rollout-routing-replay and the prefill engines of --prefill-num-se"):
+        parse("--prefill-num-servers", 1, "--rollout-num-gpus", 2, *experts)
 
 
 def test_without_a_trainer_every_model_keeps_its_weights(tmp_path: Path) -> None:

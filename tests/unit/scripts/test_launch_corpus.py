@@ -24,7 +24,7 @@ REFUSED = {
     },
     "run-geo3k-vlm.sh": {"--spec", "--multimodal-keys"},
     "run-glm5-744B-A40B.sh": {
-        "--spec", "--freeze-indexer", "--allgather-cp", "--prefill-num-servers", "--megatron-deepgemm-forward-layers",
+        "--spec", "--freeze-indexer", "--allgather-cp", "--megatron-deepgemm-forward-layers",
         "--megatron-deepgemm-forward-modules", "--megatron-deepgemm-moe-forward-layers",
         "--megatron-deepgemm-moe-forward-modules", "--fp8-param-gather", "--enable-experimental", "--fp8-format",
         "--fp8-recipe",

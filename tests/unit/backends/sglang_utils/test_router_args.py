@@ -79,7 +79,7 @@ def test_requests_may_take_hours_by_default() -> None:
 
 def test_prefill_and_decode_workers_the_key_and_metrics() -> None:
     fields = router_fields(run_args(sglang_api_key="k"), host="h", port=1, prometheus_port=4000, pd_disaggregation=True)
-    assert (fields["pd_disaggregation"], fields["api_key"]) == (True, "k")
+    assert (fields["pd_disaggregation"], fields["disable_retries"], fields["api_key"]) == (True, True, "k")
     assert (fields["prometheus_port"], fields["prometheus_host"]) == (4000, "h")
 
 
