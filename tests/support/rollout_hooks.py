@@ -40,6 +40,29 @@ async def judged_reward(args: Any, sample: Sample, **_: Any) -> float:
     return float(verdict["output_ids"][0] % 2)
 
 
+async def compared_reward(args: Any, sample: Sample, **_: Any) -> float:
+    """``parity_reward``, after the models ``actor`` and ``regular`` have continued the prompt greedily.
+
+    A pair of answers is appended to ``compared.jsonl`` of the run.
+    """
+    prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
+    greedy = {"temperature": 0.0, "max_new_tokens": 1 + sample.index % 3 * 12, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": greedy, "return_logprob": True}
+    replies = await asyncio.gather(*(post(get_model_url(args, name), dict(body)) for name in ("actor", "regular")))
+    answers = [
+        {
+            "tokens": reply["output_ids"],
+            "log_probs": [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]],
+            "version": reply["meta_info"]["weight_version"],
+            "finish": reply["meta_info"]["finish_reason"]["type"],
+        }
+        for reply in replies
+    ]
+    with open(os.path.join(args.run_dir, "compared.jsonl"), "a") as file:
+        file.write(json.dumps(answers) + "\n")
+    return await parity_reward(args, sample)
+
+
 async def every_other(args: Any, sample: Sample, **_: Any) -> float:
     """Return 1.0 for every other sample: each group of a few has both, so that each step has a gradient."""
     return float(sample.index % 2)

@@ -262,8 +262,8 @@ def _refuse_encoders(args: Namespace, option: str, model: Model) -> None:
     if not any(group.worker_type == "encoder" for group in model.server_groups):
         return
     message = (
-        f"{option}: encoder engines (model {model.name}) are not available yet in this version: SGLang has no way to "
-        "give them new weights; use regular ones"
+        f"{option}: encoder engines (model {model.name}) are not available yet in this version: SGLang's encoder "
+        "server takes no new weights, and slime has no image prompts; use regular ones"
     )
     if not args.dry_run:
         raise ArgumentError(message)
@@ -288,7 +288,7 @@ def _check_disaggregation(args: Namespace, option: str, model: Model) -> None:
     if args.use_rollout_routing_replay and model.update_weights:
         raise ArgumentError(
             f"--use-rollout-routing-replay and the prefill engines of {option} exclude each other: the experts of "
-            "prompts are not carried to the engines that decode; leave one of them out, or take --use-routing-replay"
+            "prompts are not sent to the decode engines; leave one of them out, or use --use-routing-replay"
         )
 
 

@@ -91,7 +91,7 @@ def test_regular_and_placeholder_groups_of_two_models_are_accepted(tmp_path: Pat
         ([f"{{name: a, server_groups: [{PREFILL}, {MOONCAKE}]}}"],
          r"the prefill and decode engines of model a differ in disaggregation_transfer_backend \(mooncake, nixl\)"),
         (["{name: a, server_groups: [{worker_type: encoder, num_gpus: 1}, {num_gpus: 1}]}"],
-         r"encoder engines \(model a\) are not available yet in this version: SGLang has no way to give them new"),
+         r"encoder engines \(model a\) are not available yet in this version: SGLang's encoder server takes no"),
     ],
 )  # fmt: skip
 def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str) -> None:

@@ -32,6 +32,7 @@ CONSUMED_WHILE_PARSING = {
     "dump_details": "rules/debug.py",  # stands for two other flags (and the manager writes the tokenizer)
     "num_steps_per_rollout": "rules/parallelism.py",  # decides global_batch_size
     "log_probs_max_tokens_per_gpu": "rules/parallelism.py",  # warned about unless it equals --max-tokens-per-gpu
+    "prefill_num_servers": "files/sglang_config.py",  # groups of engines
     "eval_prompt_data": "files/eval_config.py",
     "eval_config": "files/eval_config.py",
     **dict.fromkeys(
