@@ -74,13 +74,13 @@ class EnginePlan:
     url: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}engine {self.rank}" + ("" if self.model == "default" else f" of model {self.model}")
+        kind = self.kind if self.url is None else f"external {self.kind}"
+        return f"{kind}engine {self.rank}" + ("" if self.model == "default" else f" of model {self.model}")
 
     @property
     def kind(self) -> str:
-        """What to say before "engine": nothing of a regular one that slime starts."""
-        kind = "" if self.worker_type == "regular" else f"{self.worker_type} "
-        return kind if self.url is None else f"external {kind}"
+        """The word before "engine" in messages; none for a regular one."""
+        return "" if self.worker_type == "regular" else f"{self.worker_type} "
 
     def parts(self) -> list[range]:
         """The slots, among the rollout's, of the engine's process on each of its nodes."""

@@ -31,7 +31,7 @@ from slime.weight_sync.fanout import FanOut
 from tests.integration.test_loop_engine_faults import engine_servers, wait_for_metric, wait_for_rollout
 from tests.support.engines import Reference, engine_args, output_log_probs
 from tests.support.rollout_args import rollout_args
-from tests.support.run_train import Run, command_line, read_metric, rl_flags, sums_file
+from tests.support.run_train import Run, command_line, read_metric, rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
@@ -231,3 +231,15 @@ def test_grpo_over_prefill_and_decode_engines_that_die(tmp_path: Path):
     oldest = read_metric(run.run_dir, "rollout/weight_version/min")
     assert all(version >= step + 1 for step, version in oldest.items())
     assert max(read_metric(run.run_dir, "rollout/engines/lost").values()) == 2
+
+
+def test_prefill_and_decode_engines_take_turns_with_the_trainer(tmp_path: Path):
+    """Their memory is released and resumed around every training step."""
+    flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
+    extra = """--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --prefill-num-servers 1 --num-rollout 3
+        --check-weight-update-equal --use-fault-tolerance --rollout-max-response-len 64
+        --custom-rm-path tests.support.rollout_hooks.parity_reward"""
+    run = run_train([*flags, *extra.split()], tmp_path / "run")
+    assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert set(run.metric("rollout/engines/lost").values()) == {0}

@@ -70,14 +70,13 @@ class ServedModel:
         again = "attached again when it answers" if external else "restarted"
         if restarts:
             when = "from the next weight sync on" if self.update_weights else "as soon as it generates"
-            last = f"{lost.kind}engine" if lost.worker_type != "regular" else "one"
+            last = f"{lost.kind}engine" if lost.kind else "one"
             outlook = remaining if answers else f"It was the last {last}{of_model} that served."
             return f"{outlook} It is {again}, and serves {when}."
         if answers:
             return f"{remaining} With --use-fault-tolerance it would be {again}."
         is_again = "an engine is attached again when it answers" if external else "engines are restarted"
-        kind = "" if external else lost.kind
-        return f"No {kind}engine{of_model} is left. With --use-fault-tolerance {is_again}."
+        return f"No {lost.kind}engine{of_model} is left. With --use-fault-tolerance {is_again}."
 
 
 def served_models(args: Namespace, plans: Sequence[EnginePlan], members: Members) -> list[ServedModel]:
