@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any, Literal
 
 from slime.arguments.errors import ArgumentError
+from slime.arguments.placement import engines_of
 
 # Attribute -> (value without a GPU, option that asks for the opposite, or None where both values are fine).
 CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
@@ -74,10 +75,25 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
                 "--use-nccl-ub registers the memory of weights and gradients with NCCL, and --offload-train (part of "
                 "--colocate) frees it; leave one of them out"
             )
+        _check_caches_are_unregistered(args)
     args.bias_activation_fusion = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
     args.nccl_ub = args.use_nccl_ub
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not args.grad_reduce_in_bf16
     args.grad_reduce_in_fp32 = args.accumulate_allreduce_grads_in_fp32
+
+
+def _check_caches_are_unregistered(args: Namespace) -> None:
+    """The network must not know memory of a GPU that is released for the trainer."""
+    for plan in engines_of(args):
+        given = args.sglang_disaggregation_transfer_backend
+        backend = plan.overrides.get("disaggregation_transfer_backend", given)
+        disaggregated = plan.worker_type in ("prefill", "decode")
+        if plan.offload and disaggregated and backend != "mooncake":
+            raise ArgumentError(
+                f"--sglang-disaggregation-transfer-backend {backend}: SGLang leaves the cache of {plan} registered "
+                "when its memory is released for the trainer, and unregisters it with mooncake alone; use mooncake, "
+                "or --no-offload-rollout"
+            )
 
 
 def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:

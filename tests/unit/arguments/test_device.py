@@ -82,5 +82,16 @@ def test_memory_that_nccl_knows_is_not_freed():
     assert finalized("cuda", "--use-nccl-ub", "--colocate", "--no-offload-train").nccl_ub
 
 
+def test_caches_that_stay_registered_are_not_released():
+    flags = ["--prefill-num-servers", 1, "--rollout-num-gpus", 2]
+    shared = [*flags, "--colocate", "--actor-num-gpus-per-node", 2]
+    finalized("cuda", *shared)  # mooncake
+    nixl = ["--sglang-disaggregation-transfer-backend", "nixl"]
+    with pytest.raises(ArgumentError, match="backend nixl: SGLang leaves the cache of prefill engine 0 registered"):
+        finalized("cuda", *shared, *nixl)
+    finalized("cuda", *flags, *nixl)
+    finalized("cpu", *shared)
+
+
 def test_variable_lengths_on_cuda():
     assert finalized("cuda").variable_seq_lengths is True
