@@ -31,7 +31,7 @@ sglang:
   - {{name: regular, model_path: {checkpoint}, update_weights: false, server_groups: [{{num_gpus: 1}}]}}
 """)
     flags = rl_flags(checkpoint, sums_file(tmp_path / "sums.jsonl"))
-    extra = f"""--sglang-config {engines} --rollout-num-gpus 4 --num-rollout {ROLLOUTS} --rollout-max-response-len 256
+    extra = f"""--sglang-config {engines} --rollout-num-gpus 4 --num-rollout {ROLLOUTS} --rollout-max-response-len 192
         --sglang-server-concurrency 12 --router-policy round_robin
         --custom-rm-path tests.support.rollout_hooks.compared_reward
         --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async --max-staleness 2
