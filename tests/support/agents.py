@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from slime.agent.adapters import BaseAdapter
@@ -81,6 +82,19 @@ def served(adapter: BaseAdapter) -> Iterator[AppHandle]:
         yield handle
     finally:
         handle.stop()
+
+
+@contextmanager
+def gateway(kind: type[BaseAdapter], *lines: str, seconds: float = 0.0, **options: Any) -> Iterator[SimpleNamespace]:
+    """A gateway with an open session ``s``, before an engine that says these lines and takes ``seconds`` for each."""
+    with scripted_engine(*lines) as cluster:
+        cluster.engines[0].duration = lambda ids: seconds
+        adapter = kind(tokenizer=ToolTokenizer(), sglang_url=cluster.router.url, **options)
+        adapter.open_session("s", sampling_defaults={"temperature": 0.7, "max_new_tokens": 400})
+        with served(adapter) as handle:
+            url = f"http://127.0.0.1:{handle.port}"
+            engine = cluster.engines[0]
+            yield SimpleNamespace(adapter=adapter, url=url, engine=engine, script=engine.reply, cluster=cluster)
 
 
 def trained_text(sample: Sample) -> list[str]:

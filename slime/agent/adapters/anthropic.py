@@ -18,8 +18,9 @@ from slime.agent.adapters.common import (
     sid_from_bearer,
     tool_call_dict,
 )
-from slime.agent.adapters.http_requests import bad_request, messages_of
-from slime.agent.adapters.provider import MODEL_LABEL, Message
+from slime.agent.adapters.event_stream import event
+from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request, messages_of
+from slime.agent.adapters.provider import MODEL_LABEL, Asked, Message, ProviderFormat
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +29,21 @@ _EMPTY_SCHEMA = {"type": "object", "properties": {}}
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
-class AnthropicAdapter(BaseAdapter):
-    """``POST /v1/messages``. The session id is the bearer token or ``X-Api-Key``."""
+class AnthropicFormat(ProviderFormat):
+    """The Messages API."""
 
-    max_tokens_keys = ("max_tokens",)
-    stop_keys = ("stop_sequences",)
-
-    def add_routes(self, router: web.UrlDispatcher) -> None:
-        router.add_post("/v1/messages", self.handle_turn)
-        router.add_post("/v1/messages/count_tokens", self.handle_count_tokens)
-        router.add_get("/v1/models", _list_models)
+    keep_alive = event("ping")
 
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
-        return _request_session_id(request)
+        sid = _request_session_id(request)
+        return sid if sid != DEFAULT_SID else _claude_code_session(request, body) or sid
 
     def translate(self, body: Mapping[str, Any]) -> tuple[list[Message], list[Message] | None]:
         messages_of(body)  # refused unless they are messages
         _fold_mid_list_system_into_user(body)
         return _translate_messages(body["messages"], body.get("system")), _tools_to_chat_tools(body.get("tools"))
 
-    def reply_message(self, reply: Reply) -> Message:
+    def reply_message(self, reply: Reply, body: Mapping[str, Any]) -> Message:
         blocks: list[Message] = []
         if reply.reasoning:
             blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
@@ -64,37 +60,73 @@ class AnthropicAdapter(BaseAdapter):
     def tree_messages(self, messages: list[Message]) -> list[Message]:
         return messages
 
-    def reply_body(self, message: Message, reply: Reply, model: str) -> dict[str, Any]:
+    def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
         return {
-            "id": f"msg_{uuid.uuid4().hex[:24]}",
-            "type": "message",
-            "role": "assistant",
-            "model": model,
+            **_head(asked),
             "content": message["content"],
             "stop_reason": _STOP_REASONS[reply.finish_reason],
-            "stop_sequence": None,
             "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.output_tokens},
         }
 
+    def opening_events(self, asked: Asked) -> Iterable[bytes]:
+        usage = {"input_tokens": asked.prompt_tokens, "output_tokens": 0}
+        yield event("message_start", message={**_head(asked), "content": [], "stop_reason": None, "usage": usage})
+
     def reply_events(self, body: dict[str, Any]) -> Iterable[bytes]:
-        begun = {**body, "content": [], "stop_reason": None, "usage": {**body["usage"], "output_tokens": 0}}
-        yield _event("message_start", message=begun)
         for index, block in enumerate(body["content"]):
             empty, deltas = _block_events(block)
-            yield _event("content_block_start", index=index, content_block=empty)
+            yield event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
+                yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
         delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
-        yield _event("message_delta", delta=delta, usage={"output_tokens": body["usage"]["output_tokens"]})
-        yield _event("message_stop")
+        yield event("message_delta", delta=delta, usage={"output_tokens": body["usage"]["output_tokens"]})
+        yield event("message_stop")
+
+    def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
+        return event("error", error=self.error_body(kind, message)["error"])
 
     def error_body(self, kind: str, message: str) -> dict[str, Any]:
+        kind = "invalid_request_error" if kind == CONTEXT_EXCEEDED else kind
         return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class AnthropicAdapter(AnthropicFormat, BaseAdapter):
+    """``POST /v1/messages``. The session id is the bearer token or ``X-Api-Key``, else the one of Claude Code's own."""
+
+    max_tokens_keys = ("max_tokens",)
+    stop_keys = ("stop_sequences",)
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/v1/messages", self.handle_turn)
+        router.add_post("/v1/messages/count_tokens", self.handle_count_tokens)
+        router.add_get("/v1/models", list_models)
+
+
+def _head(asked: Asked) -> dict[str, Any]:
+    head = {"type": "message", "role": "assistant", "model": asked.model, "stop_sequence": None}
+    return {"id": f"msg_{asked.id}", **head}
 
 
 def _request_session_id(request: web.Request) -> str:
     return sid_from_bearer(request) or request.headers.get("X-Api-Key", "").strip() or DEFAULT_SID
+
+
+def _claude_code_session(request: web.Request, body: Mapping[str, Any]) -> str | None:
+    """The id that Claude Code gives its own session: in a header, or at the end of ``metadata.user_id``, which is
+    ``user_..._account_..._session_...`` or an object in JSON."""
+    if header := request.headers.get("X-Claude-Code-Session-Id", "").strip():
+        return header
+    metadata = body.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    if not isinstance(user, str):
+        return None
+    try:
+        found = json.loads(user)
+    except ValueError:
+        found = None
+    sid = found.get("session_id") if isinstance(found, dict) else user.rpartition("_session_")[2]
+    return sid if isinstance(sid, str) and sid and sid != user else None
 
 
 def _translate_messages(messages: Iterable[Mapping[str, Any]], system: Any = None) -> list[Message]:
@@ -260,10 +292,6 @@ def _block_events(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[s
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
 
 
-def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
-
-
-async def _list_models(request: web.Request) -> web.Response:
+async def list_models(request: web.Request) -> web.Response:
     model = {"type": "model", "id": MODEL_LABEL, "display_name": MODEL_LABEL, "created_at": "1970-01-01T00:00:00Z"}
     return web.json_response({"data": [model], "has_more": False, "first_id": MODEL_LABEL, "last_id": MODEL_LABEL})

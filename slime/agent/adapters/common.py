@@ -5,16 +5,18 @@ Users replace ``call_sglang_generate`` by patching it here: it is looked up in t
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 
+from slime.agent.adapters.event_stream import EventStream, wants_stream
 from slime.agent.adapters.generation import Replies, generated, left_of, sampling_params
 from slime.agent.adapters.http_requests import (
     ClientGone,
@@ -23,16 +25,18 @@ from slime.agent.adapters.http_requests import (
     generate_for,
     is_gone,
     json_object,
-    say_ok,
+    refusal_of,
     session_closed,
 )
 from slime.agent.adapters.in_flight import InFlight
-from slime.agent.adapters.provider import Message, ProviderFormat
+from slime.agent.adapters.provider import Asked, Message, ProviderFormat
+from slime.agent.adapters.side_requests import turn_meta
 from slime.agent.adapters.text import TextWorker
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
+from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import TrajectoryManager, TurnRecord
 from slime.servers.auth import is_loopback
-from slime.utils.http_utils import HttpRequestError, post
+from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 __all__ = [
@@ -50,6 +54,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 DEFAULT_SID = "default"
 MAX_BODY_BYTES = 64 << 20
 CLOSED_SIDS_KEPT = 1 << 16
@@ -63,6 +69,8 @@ class Session:
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_context_tokens: int = 0
+    side_requests: int = field(default=0, compare=False)
+    """How many turns were answered that the ``turn_filter`` did not want recorded."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +83,26 @@ class Reply:
     finish_reason: str
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0
 
 
 class BaseAdapter(ProviderFormat):
     """An aiohttp application (``app``) that answers a provider's requests from an engine and records every turn.
 
+    It is the format of one provider itself; with ``answering`` it takes requests in others too.
+
     ``sglang_url`` is the router's or an engine's address. ``tool_parser`` and ``reasoning_parser`` are names of
     SGLang's parsers (``slime.agent.parsing``). A session has at most ``max_turns_per_sid`` turns. ``debug_callback(sid,
-    translated_messages, tools_schema, manager_message, turn)`` sees every turn that is recorded.
+    translated_messages, tools_schema, manager_message, turn)`` sees every turn that is recorded. Turns for which
+    ``turn_filter`` returns False are answered and not recorded; it is given what ``side_requests.turn_meta`` returns,
+    and the translated ``messages``.
 
     The session id of a request is its token. Requests of other hosts need the id of an open session; those of this host
     open a session that is not there, with a warning.
     """
+
+    max_tokens_keys: ClassVar[tuple[str, ...]]
+    stop_keys: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -98,12 +114,14 @@ class BaseAdapter(ProviderFormat):
         max_turns_per_sid: int | None = None,
         fork_threshold_tokens: int | None = None,
         debug_callback: Callable[[str, list[Message], list[Message] | None, Message, TurnRecord], Any] | None = None,
+        turn_filter: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.sglang_url = sglang_url.rstrip("/").removesuffix("/generate")
         self.text = TextWorker(tokenizer, tool_parser, reasoning_parser)
         self.max_turns_per_sid = max_turns_per_sid
         self.debug_callback = debug_callback
+        self.turn_filter = turn_filter
         self.manager = TrajectoryManager(fork_threshold_tokens=fork_threshold_tokens)
         self.store: dict[str, Session] = {}
         self.closed: dict[str, None] = {}
@@ -112,8 +130,12 @@ class BaseAdapter(ProviderFormat):
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app[REQUIRES_TOKEN] = True
         for path in ("/", "/healthz"):  # Claude Code asks for the first to see whether anything answers
-            self.app.router.add_get(path, say_ok)
+            self.app.router.add_get(path, _say_ok)
         self.add_routes(self.app.router)
+
+    @abc.abstractmethod
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """Add the provider's paths; ``handle_turn`` answers those that generate."""
 
     def open_session(
         self, sid: str, *, sampling_defaults: Mapping[str, Any] | None = None, max_context_tokens: int = 0
@@ -173,65 +195,93 @@ class BaseAdapter(ProviderFormat):
 
     async def handle_turn(self, request: web.Request) -> web.StreamResponse:
         """Answer a request that generates."""
-        return await self._or_error(self._answer, request)
+        return await self._or_error(self._answer, request, self)
 
     async def handle_count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Answer with the length of the prompt that a turn with this body would have."""
-        return await self._or_error(self._count_tokens, request)
+        return await self._or_error(self._count_tokens, request, self)
+
+    def answering(self, api: ProviderFormat, *, count_tokens: bool = False) -> Handler:
+        """The handler of requests in the format of ``api`` that generate, or count tokens."""
+        answer = self._count_tokens if count_tokens else self._answer
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            return await self._or_error(answer, request, api)
+
+        return handle
 
     async def _or_error(
-        self, answer: Callable[[web.Request], Awaitable[web.StreamResponse]], request: web.Request
+        self,
+        answer: Callable[[web.Request, ProviderFormat], Awaitable[web.StreamResponse]],
+        request: web.Request,
+        api: ProviderFormat,
     ) -> web.StreamResponse:
         try:
-            return await answer(request)
+            return await answer(request, api)
         except ClientGone:
             return web.Response(status=499, reason="Client Closed Request")
-        except Refusal as e:
-            logger.log(logging.WARNING if e.status in (400, 401) else logging.DEBUG, "refused: %s", e.message)
-            return web.json_response(self.error_body(e.kind, e.message), status=e.status)
-        except HttpRequestError as e:
-            logger.warning("a turn failed on the engine: %s", e)
-            if e.status is not None and 400 <= e.status < 500:
-                body = self.error_body("invalid_request_error", f"the engine refused the request: {e.body}")
-                return web.json_response(body, status=400)
-            # the whole message has addresses that do not concern the agent
-            body = self.error_body("api_error", "the engines failed; the log of the gateway has the reason")
-            return web.json_response(body, status=502)
         except web.HTTPException:
             raise
-        except Exception as e:
-            logger.exception("a turn failed")
-            return web.json_response(self.error_body("api_error", f"{type(e).__name__}: {e}"), status=500)
+        except Exception as e:  # noqa: BLE001  (it is logged, and the client told)
+            refusal = refusal_of(e)
+            return web.json_response(api.error_body(refusal.kind, refusal.message), status=refusal.status)
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, api: ProviderFormat) -> web.StreamResponse:
         body = await json_object(request)
-        sid = self.session_id(request, body)
+        sid = api.session_id(request, body)
         with self.inflight.turn(sid) as in_flight:  # before the session is looked at: whoever closes it sees the turn
             session = self._open_session_of(sid, request)
             # those in flight count too: sub-agents must not pass the cap together
             cap = self.max_turns_per_sid
-            if cap is not None and self.manager.turn_count(sid) + self.inflight.count(sid) > cap:
+            had = self.manager.turn_count(sid) + session.side_requests
+            if cap is not None and had + self.inflight.count(sid) > cap:
                 raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
-            messages, tools = self.translate(body)
+            messages, tools = api.translate(body)
             prompt_ids = await self.text.render(messages, tools)
-            generation = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
-            turn = await generate_for(generation, in_flight, request)
-            parsed = await self.text.parse(turn, tools)
-            finish = manager_finish_reason(turn.finish_reason, parsed.tool_uses)
-            turn = replace(turn, finish_reason=finish, ill_formed=turn.ill_formed or parsed.ill_formed)
-            sizes = len(turn.prompt_ids), len(turn.output_ids)
-            reply = Reply(parsed.reasoning, parsed.text, parsed.tool_uses, finish, *sizes)
-            message = self.reply_message(reply)
-            if is_gone(request):
-                raise ClientGone
-            self._record(sid, session, messages, tools, message, turn)
-            return await self._send(request, body, self.reply_body(message, reply, str(body.get("model") or "")))
+            asked = Asked(body, len(prompt_ids))
+            stream = EventStream(request, api, asked) if wants_stream(request, body) else None
+            try:
+                generation = self._generate(prompt_ids, session, body, sid, tools)
+                turn, parsed = await generate_for(generation, in_flight, request, stream and stream.keep_alive)
+                cached = turn.meta_info.get("cached_tokens") or 0
+                sizes = len(turn.prompt_ids), len(turn.output_ids), cached
+                reply = Reply(parsed.reasoning, parsed.text, parsed.tool_uses, turn.finish_reason, *sizes)
+                message = api.reply_message(reply, body)
+                if is_gone(request):
+                    raise ClientGone
+                meta = turn_meta(request.path, body, tools, self.max_tokens_keys)
+                if self.turn_filter is None or self.turn_filter({**meta, "messages": messages}):
+                    self._record(sid, session, (messages, tools), api, message, turn, meta)
+                else:
+                    session.side_requests += 1
+            except Exception as e:
+                if stream is None or not stream.is_open:
+                    raise
+                if isinstance(e, ClientGone):
+                    return stream.response
+                refusal = refusal_of(e)
+                return await stream.end([api.error_event(refusal.kind, refusal.message, asked)])
+            answer = api.reply_body(message, reply, asked)
+            return web.json_response(answer) if stream is None else await stream.end(api.reply_events(answer))
 
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+    async def _generate(
+        self,
+        prompt_ids: list[int],
+        session: Session,
+        body: Mapping[str, Any],
+        sid: str,
+        tools: list[Message] | None,
+    ) -> tuple[TurnRecord, ParsedModelOutput]:
+        turn = await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
+        parsed = await self.text.parse(turn, tools)
+        finish = manager_finish_reason(turn.finish_reason, parsed.tool_uses)
+        return replace(turn, finish_reason=finish, ill_formed=turn.ill_formed or parsed.ill_formed), parsed
+
+    async def _count_tokens(self, request: web.Request, api: ProviderFormat) -> web.StreamResponse:
         body = await json_object(request)
         with self._lock:
-            self._check_access(self.session_id(request, body), request)
-        messages, tools = self.translate(body)
+            self._check_access(api.session_id(request, body), request)
+        messages, tools = api.translate(body)
         return web.json_response({"input_tokens": len(await self.text.render(messages, tools))})
 
     def _check_access(self, sid: str, request: web.Request) -> None:
@@ -253,33 +303,24 @@ class BaseAdapter(ProviderFormat):
         self,
         sid: str,
         session: Session,
-        messages: list[Message],
-        tools: list[Message] | None,
+        asked: tuple[list[Message], list[Message] | None],
+        api: ProviderFormat,
         message: Message,
         turn: TurnRecord,
+        meta: Mapping[str, Any],
     ) -> None:
-        said = self.tree_messages([self.translate_reply(message)])[0]
-        asked = self.tree_messages(messages)
+        said = api.tree_messages([api.translate_reply(message)])[0]
         with self._lock:
             if self.store.get(sid) is not session:  # finished or dropped meanwhile
                 raise session_closed()
-            self.manager.record_turn(sid, turn=turn, prompt_messages=asked, response_message=said)
+            prompt = api.tree_messages(asked[0])
+            self.manager.record_turn(sid, turn=turn, prompt_messages=prompt, response_message=said, metadata=meta)
         if self.debug_callback is None:
             return
         try:
-            self.debug_callback(sid, messages, tools, said, turn)
+            self.debug_callback(sid, *asked, said, turn)
         except Exception:
             logger.exception("session %r: the debug_callback raised", sid)
-
-    async def _send(self, request: web.Request, body: Mapping[str, Any], reply: dict[str, Any]) -> web.StreamResponse:
-        if body.get("stream") is not True and "text/event-stream" not in request.headers.get("Accept", ""):
-            return web.json_response(reply)
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        await response.write(b"".join(self.reply_events(reply)))
-        await response.write_eof()
-        return response
 
 
 async def call_sglang_generate(
@@ -365,8 +406,12 @@ def sid_from_bearer(request: web.Request) -> str | None:
 
 
 def sid_from_body(body: Mapping[str, Any]) -> str | None:
-    """The session id in ``metadata.session_id``, or in ``user``, if there is one."""
+    """The session id in ``metadata.session_id``, or in ``user``, or ``prompt_cache_key``, if there is one."""
     metadata = body.get("metadata")
     sid = metadata.get("session_id") if isinstance(metadata, Mapping) else None
-    sid = sid or body.get("user")
+    sid = sid or body.get("user") or body.get("prompt_cache_key")
     return sid if isinstance(sid, str) else None
+
+
+async def _say_ok(request: web.Request) -> web.Response:
+    return web.json_response({"ok": True})

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
-from typing import Any
+import logging
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from slime.agent.adapters.in_flight import Turn
-from slime.agent.trajectory import TurnRecord
+from slime.utils.http_utils import HttpRequestError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLIENT_POLL_S = 0.5
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""A kind of ``Refusal`` that each provider has a form of its own for: agents compact their history on it."""
+_TOO_LONG = (
+    re.compile(r"input \((\d+) tokens\) is longer than the model's context length \((\d+) tokens\)"),
+    re.compile(r"Input length \((\d+) tokens\) exceeds the maximum allowed length \((\d+) tokens\)"),
+)
+"""How SGLang refuses a prompt."""
 
 
 class Refusal(Exception):
@@ -35,10 +47,33 @@ def session_closed() -> Refusal:
     return Refusal(503, "overloaded_error", "session closed")
 
 
+def refusal_of(error: Exception) -> Refusal:
+    """What a client is told of the error that ended its turn; the reason is logged."""
+    if isinstance(error, Refusal):
+        level = logging.WARNING if error.status in (400, 401) else logging.DEBUG
+        logger.log(level, "refused: %s", error.message)
+        return error
+    if isinstance(error, HttpRequestError):
+        logger.warning("a turn failed on the engine: %s", error)
+        if error.status is None or not 400 <= error.status < 500:
+            # the whole message has addresses that do not concern the agent
+            return Refusal(502, "api_error", "the engines failed; the log of the gateway has the reason")
+        found = next(filter(None, (pattern.search(str(error.body)) for pattern in _TOO_LONG)), None)
+        if found:
+            return Refusal(400, CONTEXT_EXCEEDED, f"prompt is too long: {found[1]} tokens > {found[2]} maximum")
+        return bad_request(f"the engine refused the request: {error.body}")
+    logger.error("a turn failed", exc_info=error)
+    return Refusal(500, "api_error", f"{type(error).__name__}: {error}")
+
+
 async def generate_for(
-    generation: Coroutine[Any, Any, TurnRecord], in_flight: Turn, request: web.Request
-) -> TurnRecord:
-    """Await ``generation`` unless its session is closed or its client disconnects before."""
+    generation: Coroutine[Any, Any, T],
+    in_flight: Turn,
+    request: web.Request,
+    keep_alive: Callable[[], Awaitable[None]] | None = None,
+) -> T:
+    """Await ``generation`` unless its session is closed or its client disconnects before; ``keep_alive`` is called all
+    along."""
     if in_flight.is_cut_off:
         generation.close()
         raise session_closed()
@@ -46,8 +81,12 @@ async def generate_for(
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=CLIENT_POLL_S)
-            if not task.done() and is_gone(request):
+            if task.done():
+                break
+            if is_gone(request):
                 raise ClientGone
+            if keep_alive is not None:
+                await keep_alive()
     finally:
         if not task.done():
             task.cancel()
@@ -70,10 +109,6 @@ async def json_object(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object, not {type(body).__name__}")
     return body
-
-
-async def say_ok(request: web.Request) -> web.Response:
-    return web.json_response({"ok": True})
 
 
 def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:

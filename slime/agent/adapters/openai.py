@@ -1,10 +1,9 @@
-"""The gateway for agents that speak OpenAI's chat completions."""
+"""The gateway for agents that speak OpenAI's chat completions or Responses API."""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,7 +20,9 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.adapters.http_requests import bad_request, messages_of
-from slime.agent.adapters.provider import MODEL_LABEL, Message
+from slime.agent.adapters.openai_common import arguments_object, arguments_text, list_models, openai_error
+from slime.agent.adapters.provider import Asked, Message
+from slime.agent.adapters.responses import ResponsesFormat
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +30,16 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "to
 
 
 class OpenAIAdapter(BaseAdapter):
-    """``POST /v1/chat/completions``. The session id is the bearer token, or ``metadata.session_id`` or ``user`` of the
-    body. An answer has one tool call at most."""
+    """``POST /v1/chat/completions`` and ``/v1/responses``. The session id is the bearer token, or in the body
+    (``sid_from_body``). An answer of chat completions has one tool call at most."""
 
     max_tokens_keys = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     stop_keys = ("stop",)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/chat/completions", self.handle_turn)
-        router.add_get("/v1/models", _list_models)
+        router.add_post("/v1/responses", self.answering(ResponsesFormat()))
+        router.add_get("/v1/models", list_models)
 
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
         return _request_session_id(request, body)
@@ -47,12 +49,12 @@ class OpenAIAdapter(BaseAdapter):
             raise bad_request(f"n must be 1, not {body['n']!r}: a session is one conversation")
         return _translate_messages(messages_of(body)), _tools(body.get("tools"))
 
-    def reply_message(self, reply: Reply) -> Message:
+    def reply_message(self, reply: Reply, body: Mapping[str, Any]) -> Message:
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         for use in reply.tool_uses[:1]:
-            function = {"name": use["name"], "arguments": _arguments_text(use["input"])}
+            function = {"name": use["name"], "arguments": arguments_text(use["input"])}
             message["content"] = None
             message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}]
         return message
@@ -64,21 +66,26 @@ class OpenAIAdapter(BaseAdapter):
         """Few clients send the reasoning back."""
         return [{key: value for key, value in m.items() if key != "reasoning_content"} for m in messages]
 
-    def reply_body(self, message: Message, reply: Reply, model: str) -> dict[str, Any]:
+    def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
         used = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.output_tokens}
+        choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
         return {
-            "id": f"chatcmpl_{uuid.uuid4().hex[:24]}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}],
-            "usage": {**used, "total_tokens": sum(used.values())},
+            **_head(asked, "chat.completion"),
+            "choices": [choice],
+            "usage": {
+                **used,
+                "total_tokens": sum(used.values()),
+                "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+            },
         }
+
+    def opening_events(self, asked: Asked) -> Iterable[bytes]:
+        yield _chunk(_head(asked), {"role": "assistant", "content": ""})
 
     def reply_events(self, body: dict[str, Any]) -> Iterable[bytes]:
         choice = body["choices"][0]
         message = choice["message"]
-        deltas: list[Message] = [{"role": "assistant", "content": ""}]
+        deltas: list[Message] = []
         if message.get("reasoning_content"):
             deltas.append({"reasoning_content": message["reasoning_content"]})
         if message["content"]:
@@ -86,13 +93,24 @@ class OpenAIAdapter(BaseAdapter):
         deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls") or [])]
         head = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
         for delta in deltas:
-            yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-        last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield _event({**head, "choices": [last], "usage": body["usage"]})
+            yield _chunk(head, delta)
+        yield _chunk({**head, "usage": body["usage"]}, {}, choice["finish_reason"])
         yield b"data: [DONE]\n\n"
 
+    def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
+        return f"data: {json.dumps(self.error_body(kind, message))}\n\n".encode()
+
     def error_body(self, kind: str, message: str) -> dict[str, Any]:
-        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        return openai_error(kind, message)
+
+
+def _head(asked: Asked, kind: str = "chat.completion.chunk") -> dict[str, Any]:
+    return {"id": f"chatcmpl_{asked.id}", "object": kind, "created": asked.created, "model": asked.model}
+
+
+def _chunk(head: Mapping[str, Any], delta: Message, finish_reason: str | None = None) -> bytes:
+    chunk = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+    return f"data: {json.dumps(chunk)}\n\n".encode()
 
 
 def _request_session_id(request: web.Request, body: Mapping[str, Any]) -> str:
@@ -129,23 +147,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise bad_request("a tool call must be an object with a function")
-    return tool_call_dict(str(function.get("name") or ""), _arguments_object(function.get("arguments")))
-
-
-def _arguments_object(arguments: Any) -> dict[str, Any]:
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, TypeError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"_raw_arguments": arguments}
-
-
-def _arguments_text(arguments: dict[str, Any]) -> str:
-    """What ``_arguments_object`` makes the same object of again."""
-    raw = arguments.get("_raw_arguments")
-    return raw if isinstance(raw, str) and len(arguments) == 1 else json.dumps(arguments)
+    return tool_call_dict(str(function.get("name") or ""), arguments_object(function.get("arguments")))
 
 
 def _tools(tools: Any) -> list[Message] | None:
@@ -156,12 +158,3 @@ def _tools(tools: Any) -> list[Message] | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise bad_request(f"tools[{place}] must be an object with a function that has a name")
     return list(tools)
-
-
-async def _list_models(request: web.Request) -> web.Response:
-    model = {"id": MODEL_LABEL, "object": "model", "created": 0, "owned_by": "slime"}
-    return web.json_response({"object": "list", "data": [model]})
-
-
-def _event(chunk: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(chunk)}\n\n".encode()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import abc
+import time
+import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -13,15 +16,26 @@ MODEL_LABEL = "slime-actor"
 """The only model in the list of models. Requests may name any: there is one."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is known of an answer before it is there: ``id`` without the provider's prefix."""
+
+    body: Mapping[str, Any]
+    prompt_tokens: int
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model(self) -> str:
+        """As the request names it."""
+        return str(self.body.get("model") or "")
+
+
 class ProviderFormat(abc.ABC):
     """Translates requests in a provider's format to chat messages, and answers back."""
 
-    max_tokens_keys: ClassVar[tuple[str, ...]]
-    stop_keys: ClassVar[tuple[str, ...]]
-
-    @abc.abstractmethod
-    def add_routes(self, router: web.UrlDispatcher) -> None:
-        """Add the provider's paths; ``handle_turn`` answers those that generate."""
+    keep_alive: ClassVar[bytes] = b": wait\n\n"
+    """What may stand anywhere between the events of a stream: a comment."""
 
     @abc.abstractmethod
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
@@ -32,7 +46,7 @@ class ProviderFormat(abc.ABC):
         """The request's messages and tools as chat templates take them."""
 
     @abc.abstractmethod
-    def reply_message(self, reply: Any) -> Message:
+    def reply_message(self, reply: Any, body: Mapping[str, Any]) -> Message:
         """The message of a ``Reply`` in the provider's format, as the client will send it back."""
 
     @abc.abstractmethod
@@ -44,12 +58,20 @@ class ProviderFormat(abc.ABC):
         """Translated messages without what clients do not send back: turns are matched by them."""
 
     @abc.abstractmethod
-    def reply_body(self, message: Message, reply: Any, model: str) -> dict[str, Any]:
+    def reply_body(self, message: Message, reply: Any, asked: Asked) -> dict[str, Any]:
         """The whole answer."""
 
     @abc.abstractmethod
+    def opening_events(self, asked: Asked) -> Iterable[bytes]:
+        """The server-sent events that need nothing of the answer."""
+
+    @abc.abstractmethod
     def reply_events(self, body: dict[str, Any]) -> Iterable[bytes]:
-        """The whole answer as server-sent events."""
+        """The whole answer as server-sent events, those that come after ``opening_events``."""
+
+    @abc.abstractmethod
+    def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
+        """The event that ends a stream whose turn has failed."""
 
     @abc.abstractmethod
     def error_body(self, kind: str, message: str) -> dict[str, Any]:

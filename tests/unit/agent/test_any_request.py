@@ -11,14 +11,35 @@ from hypothesis import strategies as st
 from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.agent.adapters.generation import sampling_params
 from slime.agent.adapters.http_requests import Refusal
+from slime.agent.adapters.responses import ResponsesFormat
 from slime.agent.parsing import parse_xml_tool_uses
 from tests.support.agents import ToolTokenizer, call_text
 
 KEYS = [
     "role", "content", "type", "text", "name", "function", "arguments", "input", "thinking", "tool_calls", "parameters",
-    "input_schema", "properties", "reasoning_content",
+    "input_schema", "properties", "reasoning_content", "call_id", "output", "summary", "action",
 ]  # fmt: skip
-WORDS = ["user", "assistant", "system", "tool", "text", "tool_use", "tool_result", "thinking", "f", "{}", "{", ""]
+WORDS = [
+    "user",
+    "assistant",
+    "system",
+    "tool",
+    "text",
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "f",
+    "{}",
+    "{",
+    "",
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "reasoning",
+    "custom",
+    "function",
+]
 values = st.recursive(
     st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(WORDS),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
@@ -37,6 +58,28 @@ bodies = st.fixed_dictionaries(
 @pytest.fixture(params=[AnthropicAdapter, OpenAIAdapter], scope="module")
 def adapter(request: pytest.FixtureRequest) -> BaseAdapter:
     return request.param(tokenizer=ToolTokenizer(), sglang_url="http://nowhere")
+
+
+items = st.dictionaries(st.sampled_from(KEYS), values, max_size=5)
+for_responses = st.fixed_dictionaries(
+    {"input": st.lists(messages | items, max_size=5) | values},
+    optional={"instructions": values, "tools": values, "max_output_tokens": values},
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(for_responses)
+def test_any_body_for_responses_is_translated_or_refused(body: dict[str, Any]):
+    try:
+        translated, tools = ResponsesFormat().translate(body)
+    except Refusal:
+        return
+    for message in translated:
+        assert message["role"] in ("system", "user", "assistant", "tool")
+        assert isinstance(message["content"], str)
+        for call in message.get("tool_calls", []):
+            assert isinstance(call["function"]["arguments"], dict)
+    assert all(isinstance(tool["function"]["name"], str) for tool in tools or [])
 
 
 @settings(max_examples=150, deadline=None)
