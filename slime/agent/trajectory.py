@@ -137,22 +137,36 @@ class TrajectoryManager:
         """Return the samples of session ``sid`` and forget it; an unknown session has none.
 
         Every sample has the prompt, label and indices of ``base_sample``, the whole ``reward``, and in its metadata
-        the flags of ``flags_of_path``. With ``max_sample_tokens`` it is cut there, and ``truncated``; what then has no
-        trained token is left out.
+        the flags of ``flags_of_path``; its attribute ``agent_session`` has counts of the whole session. With
+        ``max_sample_tokens`` it is cut there, and ``truncated``; what then has no trained token is left out.
         """
         with self._lock:
             root = self._forget(sid)
         trained: set[MessageNode] = set()
-        samples = []
+        samples: list[Sample] = []
+        conversations: set[MessageNode] = set()
+        realigned = 0
         for path in _paths(root) if root is not None else ():
             flags = flags_of_path(path)
             for sequence in sequences_of_path(path, trained, self.fork_threshold_tokens):
+                realigned += sequence.realigned_tokens
                 sample = sample_of(sequence, base_sample, flags, max_sample_tokens)
                 if sample is None:
                     continue
                 sample.reward = reward
                 sample.metadata = {**(extra_metadata or {}), **sample.metadata}
                 samples.append(sample)
+                conversations.add(path[0])
+        generated, rewritten = _generated_tokens(root) if root is not None else (0, 0)
+        counts = {
+            "session": sid,
+            "generated_tokens": generated,
+            "trained_tokens": sum(sample.effective_response_length for sample in samples),
+            "realign_tokens": realigned + rewritten,
+            "forks": len(samples) - len(conversations),
+        }
+        for sample in samples:
+            sample.agent_session = counts  # type: ignore[attr-defined]  # a further attribute, for agent/* metrics
         return samples
 
     def drop_session(self, sid: str) -> None:
@@ -220,6 +234,19 @@ def _paths(root: MessageNode) -> Iterator[list[MessageNode]]:
         pending.extend([*path, child] for child in reversed(children))
 
 
+def _generated_tokens(root: MessageNode) -> tuple[int, int]:
+    """All tokens that the engine generated, and those of them in answers that the agent rewrote."""
+    generated = rewritten = 0
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        pending.extend(node.children)
+        abandoned = node.metadata.get("merged_rewrite", {}).get("abandoned_response_tokens", 0)
+        rewritten += abandoned
+        generated += abandoned + (len(node.turn.output_ids) if node.turn is not None else 0)
+    return generated, rewritten
+
+
 # The turns of one path, packed into as few token sequences as reproduce what the engine saw.
 #
 # Each turn's prompt is compared with the tokens held so far:
@@ -240,12 +267,14 @@ class Segment:
 
 @dataclass
 class TokenSequence:
-    """``tokens`` begin with the first prompt; ``segments`` are everything after it, in order."""
+    """``tokens`` begin with the first prompt; ``segments`` are everything after it, in order. ``realigned_tokens`` were
+    generated, and gave way to a prompt's version of them."""
 
     tokens: array[int]
     prompt_length: int
     segments: list[Segment] = field(default_factory=list)
     answer_start: int = 0
+    realigned_tokens: int = 0
 
     @classmethod
     def beginning_with(cls, prompt: Sequence[int]) -> TokenSequence:
@@ -267,6 +296,8 @@ class TokenSequence:
         if same < len(self.tokens):
             if same < self.answer_start or len(turn.output_ids) >= threshold:
                 return False
+            dropped = [segment for segment in self.segments if segment.end > self.answer_start and segment.trained]
+            self.realigned_tokens += sum(segment.end - segment.start for segment in dropped)
             del self.tokens[self.answer_start :]
             self.segments = [segment for segment in self.segments if segment.end <= self.answer_start]
         self.append(turn.prompt_ids[len(self.tokens) :])

@@ -37,11 +37,12 @@ _PHASES = {
 
 
 def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Return ``rollout/*`` and ``perf/*`` of one training rollout that took ``seconds``; samples are flat (n >= 1)."""
+    """Return ``rollout/*``, ``perf/*`` and ``agent/*`` of one training rollout that took ``seconds``; samples are flat
+    (n >= 1)."""
     found = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
     found |= {f"rollout/{name}": value for name, value in zero_std_counts(args, samples).items()}
     found |= {f"perf/{name}": value for name, value in speed_metrics(args, samples, seconds).items()}
-    return found
+    return found | {f"agent/{name}": value for name, value in agent_metrics(samples).items()}
 
 
 def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
@@ -79,6 +80,20 @@ def multi_turn_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, 
     if limit := args.rollout_max_response_len:
         found["multi_turn/raw_response_length/response_length_clip_ratio"] = _share(length >= limit for length in raw)
     return found
+
+
+def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return what became of the tokens that agents' sessions generated; nothing without a session of a gateway."""
+    counts = [counts for sample in samples if (counts := getattr(sample, "agent_session", None)) is not None]
+    sessions = list({one["session"]: one for one in counts}.values())  # each sample has the counts of its session
+    if not sessions:
+        return {}
+    total = {name: sum(one[name] for one in sessions) for name in sessions[0] if name != "session"}
+    return {
+        "realign_tokens": total["realign_tokens"],
+        "forks_per_session": total["forks"] / len(sessions),
+        "trained_token_share": total["trained_tokens"] / max(1, total["generated_tokens"]),
+    }
 
 
 def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
