@@ -242,7 +242,9 @@ class BaseAdapter(ProviderFormat):
             stream = EventStream(request, api, asked) if wants_stream(request, body) else None
             try:
                 generation = self._generate(prompt_ids, session, body, sid, tools)
-                turn, parsed = await generate_for(generation, in_flight, request, stream and stream.keep_alive)
+                turn, parsed = await generate_for(
+                    generation, in_flight, request, None if stream is None else stream.keep_alive
+                )
                 cached = turn.meta_info.get("cached_tokens") or 0
                 sizes = len(turn.prompt_ids), len(turn.output_ids), cached
                 reply = Reply(parsed.reasoning, parsed.text, parsed.tool_uses, turn.finish_reason, *sizes)

@@ -21,7 +21,7 @@ from slime.agent.adapters.provider import Asked, Message, ProviderFormat
 logger = logging.getLogger(__name__)
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_REPEATED = {
+_REPEATED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -69,12 +69,12 @@ class ResponsesFormat(ProviderFormat):
         turn = uuid.uuid4().hex[:20]
         items: list[Message] = []
         if reply.reasoning:
-            content = [{"type": "reasoning_text", "text": reply.reasoning}]
-            items.append({"id": f"rs_{turn}", "type": "reasoning", "summary": [], "content": content})
+            thought = {"type": "reasoning_text", "text": reply.reasoning}
+            items.append({"id": f"rs_{turn}", "type": "reasoning", "summary": [], "content": [thought]})
         if reply.text or not (reply.reasoning or reply.tool_uses):
-            content = [{"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}]
-            said = {"type": "message", "role": "assistant", "status": "completed", "content": content}
-            items.append({"id": f"msg_{turn}", **said})
+            text: dict[str, Any] = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+            message = {"type": "message", "role": "assistant", "status": "completed"}
+            items.append({"id": f"msg_{turn}", **message, "content": [text]})
         for place, use in enumerate(reply.tool_uses):
             # calls of one answer have one id but for its end: clients may put the results between them
             call = {"call_id": f"call_{turn}_{place}", "name": use["name"], "status": "completed"}
@@ -159,7 +159,8 @@ def _item_events(place: int, item: Message) -> Iterable[tuple[str, dict[str, Any
         yield added(content=[])
         kind = "output_text" if item["type"] == "message" else "reasoning_text"
         for index, part in enumerate(item["content"]):
-            at_part, extra = {**at, "content_index": index}, {"logprobs": []} if kind == "output_text" else {}
+            at_part: dict[str, Any] = {**at, "content_index": index}
+            extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
             yield "response.content_part.added", {**at_part, "part": {**part, "text": ""}}
             yield f"response.{kind}.delta", {**at_part, "delta": part["text"], **extra}
             yield f"response.{kind}.done", {**at_part, "text": part["text"], **extra}
