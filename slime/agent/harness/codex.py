@@ -20,7 +20,7 @@ from slime.agent.sandbox import AGENT_USER, Sandbox
 class CodexHarness(BaseHarness):
     """``codex exec``, without questions, in front of an ``OpenAIAdapter``.
 
-    It must be a version that still speaks chat completions.
+    It speaks the Responses API.
 
     Environment: ``SLIME_AGENT_CODEX_TARBALL`` (its npm package), ``SLIME_AGENT_CODEX_EXTRA_ARGS``,
     ``SLIME_AGENT_CODEX_EXTRA_ENVS`` (a JSON object).
@@ -39,7 +39,8 @@ class CodexHarness(BaseHarness):
             "[model_providers.slime]",
             'name = "slime"',
             f"base_url = {quoted(f'{ctx.adapter_url}/v1')}",
-            'wire_api = "chat"',
+            'wire_api = "responses"',
+            "requires_openai_auth = false",
             'env_key = "OPENAI_API_KEY"',
             "",
         ]

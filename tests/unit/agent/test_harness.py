@@ -80,7 +80,8 @@ async def test_codex_is_pointed_to_the_gateway(local, monkeypatch):
     config = tomllib.loads((local.root / "home" / ".codex" / "config.toml").read_text())
     assert (config["model"], config["model_provider"]) == ("slime-actor", "slime")
     assert config["model_providers"]["slime"] == {
-        "name": "slime", "base_url": "http://gw:1/v1", "wire_api": "chat", "env_key": "OPENAI_API_KEY",
+        "name": "slime", "base_url": "http://gw:1/v1", "wire_api": "responses", "env_key": "OPENAI_API_KEY",
+        "requires_openai_auth": False,
     }  # fmt: skip
 
 
