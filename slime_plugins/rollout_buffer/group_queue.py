@@ -181,6 +181,33 @@ def _check(item: Any) -> None:
         raise ItemError(f"messages must be a list of chat messages with a role each, got {messages!r:.200}")
     if not isinstance(item["extra_info"], Mapping):
         raise ItemError(f"extra_info must be an object, got {item['extra_info']!r:.100}")
+    if "samples" in item:
+        _check_samples(item["samples"], "error" in item["extra_info"])
+
+
+def _check_samples(samples: Any, failed: bool) -> None:
+    """Refuse what the trainer could not take as the tokens of one trajectory."""
+    if not isinstance(samples, list) or not all(isinstance(sample, Mapping) for sample in samples):
+        raise ItemError(f"samples must be a list of objects, got {samples!r:.100}")
+    if not samples and not failed:
+        raise ItemError("samples must not be empty, unless extra_info has an error")
+    for place, sample in enumerate(samples):
+        tokens, length, mask = (sample.get(key) for key in ("tokens", "response_length", "loss_mask"))
+        log_probs = sample.get("rollout_log_probs")
+        if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+            raise ItemError(f"samples[{place}].tokens must be a list of token ids")
+        if type(length) is not int or not 0 < length <= len(tokens):
+            raise ItemError(
+                f"samples[{place}].response_length must be from 1 to its {len(tokens)} tokens, got {length!r:.50}"
+            )
+        if not isinstance(mask, list) or len(mask) != length or any(one not in (0, 1) for one in mask):
+            raise ItemError(f"samples[{place}].loss_mask must be {length} numbers, 0 or 1 each")
+        if log_probs is not None and (
+            not isinstance(log_probs, list)
+            or len(log_probs) != length
+            or not all(isinstance(one, (int, float)) for one in log_probs)
+        ):
+            raise ItemError(f"samples[{place}].rollout_log_probs must be {length} numbers, or null")
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -16,7 +16,7 @@ from slime.utils.http_client import HttpClient, HttpRequestError
 from slime.utils.http_utils import _wrap_ipv6
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 from slime_plugins.rollout_buffer.buffer import KEY_VARIABLE
 
 __all__ = ["generate_rollout"]
@@ -28,7 +28,13 @@ WAIT_S = 30.0
 MAX_EMPTY_RUNS = 1
 """Runs of a generator in a row that may end without a group: all that was left to generate may be invalid."""
 COUNTER = "rollout_buffer_groups"
-Group = list[Sample]
+RECORDED = (
+    "tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions",
+    "weight_version_spans", "agent_session",
+)  # fmt: skip
+"""What is taken over from the ``samples`` of a trajectory that came with its tokens."""
+Group = list[Any]
+"""The trajectories of a group: a sample each, or a list of several with one ``rollout_id``."""
 
 
 @dataclass
@@ -220,11 +226,39 @@ def _groups(args: Any, items: Iterable[dict[str, Any]], data_source: Any) -> lis
             group_index = number + len(groups)
             groups.append(
                 [
-                    _sample(item, masks, group_index, group_index * size + place)
+                    _trajectory(item, masks, group_index, group_index * size + place)
                     for place, item in enumerate(members[first : first + size])
                 ]
             )
     return groups
+
+
+def _trajectory(
+    item: dict[str, Any], masks: MultiTurnLossMaskGenerator, group_index: int, index: int
+) -> Sample | list[Sample]:
+    if "samples" not in item:
+        return _sample(item, masks, group_index, index)
+    if not item["samples"]:  # it failed: out of the loss, with log-probs since the others have them
+        sample = _sample(item, masks, group_index, index)
+        sample.rollout_log_probs = [0.0] * sample.response_length
+        return sample
+    samples = []
+    for record in item["samples"]:
+        flags = record.get("metadata") or {}
+        sample = Sample(
+            group_index=group_index,
+            index=index,
+            rollout_id=index,
+            prompt=item["messages"][:-1],
+            reward=item["reward"],
+            status=Sample.Status.TRUNCATED if flags.get("truncated") else Sample.Status.COMPLETED,
+            metadata={**item["extra_info"], **flags, "instance_id": item["instance_id"], "uid": item["uid"]},
+        )
+        for name in RECORDED:
+            if record.get(name) is not None:
+                setattr(sample, name, record[name])
+        samples.append(sample)
+    return samples[0] if len(samples) == 1 else samples
 
 
 def _sample(item: dict[str, Any], masks: MultiTurnLossMaskGenerator, group_index: int, index: int) -> Sample:
@@ -262,7 +296,7 @@ def _remember(data_source: Any, rollout_id: int, items: Iterable[dict[str, Any]]
 
 
 def _metrics(groups: list[Group], meta_infos: list[dict[str, Any]]) -> dict[str, Any]:
-    failed = sum(sample.remove_sample for group in groups for sample in group)
+    failed = sum(sample.remove_sample for sample in iter_samples(groups))
     metrics: dict[str, Any] = {"rollout/buffer/fetches": len(meta_infos), "rollout/buffer/failed_samples": failed}
     for name in ("written_again", "invalid_groups", "unfinished_items"):
         if meta_infos:

@@ -6,7 +6,7 @@ import json
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -34,12 +34,16 @@ class OpenAIAdapter(BaseAdapter):
     (``sid_from_body``). An answer of chat completions has one tool call at most."""
 
     max_tokens_keys = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    stop_keys = ("stop",)
+    stop_keys: ClassVar[tuple[str, ...]] = ("stop",)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/chat/completions", self.handle_turn)
         router.add_post("/v1/responses", self.answering(ResponsesFormat()))
-        router.add_get("/v1/models", list_models)
+        router.add_get("/v1/models", self.list_models)
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        """Answer with the only model."""
+        return await list_models(request)
 
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
         return _request_session_id(request, body)

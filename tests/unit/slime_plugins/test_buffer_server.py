@@ -108,7 +108,7 @@ def test_a_reader_waits_for_the_generators_end_and_hears_why(served):
 
 
 def test_generators_are_found_by_their_type():
-    assert set(find_generators([])) == {"math"}
+    assert set(find_generators([])) == {"math", "external"}
     with pytest.raises(ValueError, match="the generator json has no TASK_TYPE and no run_rollout"):
         find_generators(["json"])
 
