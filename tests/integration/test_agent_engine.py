@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import time
+from asyncio import to_thread
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
+import requests
 import torch
 
 from slime.agent.adapters import OpenAIAdapter
@@ -17,10 +23,12 @@ from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.router import RouterProcess
 from slime.servers.loads import num_requests_from_load
 from slime.servers.router_client import add_worker, wait_worker_ready
+from slime.utils.network import find_available_port
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from tests.support.agents import served
 from tests.support.engines import Reference, engine_args
+from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -81,6 +89,46 @@ async def test_samples_hold_what_the_engine_saw_and_made(setup):
         assert torch.allclose(torch.tensor(sample.rollout_log_probs)[mask], expected[mask], atol=1e-5)
         assert setup.tokenizer.decode(sample.tokens[cut:]) == sample.response
         assert sample.weight_versions
+
+
+async def test_the_gateway_command_writes_what_the_engine_made(setup, tmp_path):
+    port = find_available_port(20000)
+    with ServedBuffer() as buffer, (tmp_path / "gateway.log").open("wb") as log:
+        command = [sys.executable, "-m", "slime.agent.serve", "--engine", setup.url, "--sink", buffer.url]
+        gateway = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            opened = await to_thread(
+                post, f"{url}/sessions", {"instance_id": "a", "sampling_params": {"max_new_tokens": 16}}
+            )
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=opened["session_id"], max_retries=0) as client:
+                items: list[Any] = [{"role": "user", "content": "1+1="}]
+                for _ in range(3):
+                    async with client.responses.stream(model="tiny", input=items) as stream:
+                        items += (await stream.get_final_response()).output
+                    items.append({"role": "user", "content": "2+2="})
+            finished = await to_thread(post, f"{url}/sessions/{opened['session_id']}/finish", {"reward": 0.5})
+        finally:
+            gateway.terminate()
+            gateway.wait(60)
+        [item], _ = buffer.buffer.queue.read()
+    assert (item["uid"], item["instance_id"], item["reward"]) == (opened["session_id"], "a", 0.5)
+    assert len(item["samples"]) == finished["samples"]
+    for sample in item["samples"]:
+        cut = len(sample["tokens"]) - sample["response_length"]
+        expected = setup.reference.log_probs(sample["tokens"][:cut], sample["tokens"][cut:])
+        mask = torch.tensor(sample["loss_mask"], dtype=torch.bool)
+        assert torch.allclose(torch.tensor(sample["rollout_log_probs"])[mask], expected[mask], atol=1e-5)
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer, once the server listens."""
+    for _ in range(600):
+        try:
+            return requests.post(url, json=body, timeout=120).json()
+        except requests.ConnectionError:
+            time.sleep(0.2)
+    raise TimeoutError(url)
 
 
 async def test_a_session_that_is_dropped_leaves_nothing_on_the_engine(setup):

@@ -9,8 +9,11 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime.agent.adapters import OpenAIAdapter
+from slime.agent.adapters.common import Reply
 from slime.agent.adapters.http_requests import Refusal
 from slime.agent.adapters.responses import ResponsesFormat
 from slime.utils.types import Sample
@@ -191,3 +194,39 @@ def test_only_reasoning_is_an_answer_of_its_own():
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
         {"role": "user", "content": "and?"},
     ]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+uses = st.fixed_dictionaries(
+    {"name": st.sampled_from(["add", "patch"]), "input": st.dictionaries(texts, texts | st.integers(), max_size=2)}
+)
+turns = st.lists(st.tuples(texts, texts, st.lists(uses, max_size=3)), min_size=1, max_size=4)
+
+
+@given(turns, st.booleans(), st.booleans(), st.booleans())
+def test_however_a_client_sends_answers_back_they_are_recognized(turns, interleaved, keeps_reasoning, keeps_ids):
+    items: list[Any] = [{"role": "user", "content": "q"}]
+    expected = [{"role": "user", "content": "q"}]
+    for reasoning, text, tool_uses in turns:
+        if not text and not tool_uses:
+            reasoning = ""  # a client that drops the reasoning drops all there is
+        message = API.reply_message(Reply(reasoning, text, tool_uses, "stop", 1, 1), {"tools": TOOLS})
+        said = [{k: v for k, v in item.items() if keeps_ids or k not in ("id", "status")} for item in message["items"]]
+        said = [item for item in said if keeps_reasoning or item["type"] != "reasoning"]
+        results = [
+            {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "r"}
+            for item in said
+            if "call_id" in item
+        ]
+        calls = [item for item in said if "call_id" in item]
+        items += [item for item in said if "call_id" not in item]
+        if interleaved:
+            items += [item for pair in zip(calls, results, strict=True) for item in pair]
+        else:
+            items += [*calls, *results]
+        expected += API.tree_messages([API.translate_reply(message)])
+        expected += [{"role": "tool", "content": "r"} for _ in results]
+        if not results:
+            items.append({"role": "user", "content": "next"})
+            expected.append({"role": "user", "content": "next"})
+    assert API.tree_messages(API.translate({"input": items})[0]) == expected
