@@ -84,7 +84,9 @@ def assert_ended_by_signal(run: Run, ended: Finished, code: int) -> None:
     run.assert_nothing_left(5)
 
 
+@pytest.mark.soak
 def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
+    """On every change: tests/unit/ray/test_remote_failures.py, and the killed rank of test_loop_ppo.py."""
     hook = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.fail_on_rank_1"]
     failed = run_train([*flags, *hook], tmp_path / "run", returncode=1)
     reported = failed.output[failed.output.index("error: ") :].splitlines()
