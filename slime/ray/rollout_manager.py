@@ -39,7 +39,7 @@ from slime.rollout.durable.recovery import may_be_saved
 from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
-from slime.utils.http_utils import init_http_client
+from slime.utils.http_utils import get_http_client, init_http_client
 from slime.utils.memory_utils import collect_between_rollouts, gc_freeze
 from slime.utils.misc import Box, load_function
 from slime.utils.types import Sample, iter_samples
@@ -51,7 +51,7 @@ class RolloutManager(EngineControl):
     """A Ray actor whose methods run on threads of their own: saving does not wait for a rollout in progress.
 
     Rollouts and evaluations exclude each other. A rollout survives the loss of engines. When the last one is lost for
-    good, or the router, the rollout in progress and every later one raise ``EngineDied``, and so does
+    good, or the router is, the rollout in progress and every later one raise ``EngineDied``, and so does
     ``wait_for_failure``, on which the driver waits beside everything else.
     """
 
@@ -192,6 +192,7 @@ class RolloutManager(EngineControl):
         try:
             self.fleet.start()
             init_http_client(self.args)
+            get_http_client().answers.report = self.fleet.note_rejected
         except Exception as e:
             logger.exception("the engines did not start")
             self.engines_failed(EngineDied(str(e)))

@@ -36,7 +36,7 @@ COLUMNS = ("model", "router", "engine", "url", "type", "slots", "state")
 class ServingManager(EngineControl):
     """The Ray actor that holds the engines and routers. Engines are checked, and restarted when they are lost.
 
-    When a model is left without engines for good, or a router ends, ``wait_for_failure`` raises ``EngineDied``.
+    When a model is left without engines for good, or a router is, ``wait_for_failure`` raises ``EngineDied``.
     """
 
     def __init__(self, args: Namespace) -> None:

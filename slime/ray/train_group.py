@@ -246,14 +246,17 @@ class RayTrainGroup:
                 version = self._push(engines, synchronous_loop)
                 break
             except RemoteFailure as e:
-                self._call_manager("mark_unreachable_engines_dead", "looking for the engine that failed")
+                from slime.weight_sync.fanout import engines_that_hang  # Megatron comes with it
+
+                hanging = engines_that_hang(str(e))
+                self._call_manager("mark_unreachable_engines_dead", "looking for the engine that failed", hanging)
                 living = self._call_manager("get_updatable_engines", "asking for the engines that are left")
                 lost = [f"engine {engine.rank}" for engine in engines if engine not in living]
                 if not lost or attempt == PUSH_ATTEMPTS:
                     raise
                 logger.warning("retrying the weight push without %s: %s", ", ".join(lost), e)
         self._report_step(version)
-        self._call_manager("clear_updatable_num_new_engines", "sending requests to new engines")
+        self._call_manager("clear_updatable_num_new_engines", "sending requests to new engines", version)
         return version
 
     def _report_step(self, version: int) -> None:
@@ -360,8 +363,8 @@ class RayTrainGroup:
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
         return wait_all(refs, self._peers(), what, deadline_s, self._watch, self.others)
 
-    def _call_manager(self, method: str, what: str) -> Any:
-        return self._wait([getattr(self._rollout_manager, method).remote()], what)[0]
+    def _call_manager(self, method: str, what: str, *args: Any) -> Any:
+        return self._wait([getattr(self._rollout_manager, method).remote(*args)], what)[0]
 
     def _wait(self, refs: list[Any], what: str) -> list[Any]:
         return wait_all(

@@ -19,6 +19,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout import sglang_rollout
 from slime.rollout.requests.engines import describe_engines
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
+from slime.utils.engine_answers import wrong_with
 from slime.utils.http_client import RETRIED_STATUSES
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
 from slime.utils.types import Sample
@@ -85,14 +86,25 @@ async def _stream(args: Any, sample: Sample, payload: dict[str, Any]) -> None:
 
 
 async def _read(args: Any, sample: Sample, payload: dict[str, Any], answer: _GrowingAnswer) -> None:
-    """Read the answer; ask again, after a pause that grows, while the engine has no room for the request."""
+    """Read the answer; ask again, after a pause that grows, while the engine has no room for the request.
+
+    Of an answer that cannot be trained on nothing is kept: it counts as lost.
+    """
     state = sglang_rollout.GenerateState(args)
     url = sglang_rollout.get_model_url(args, "default")
     headers = routing_headers(args, sample)
-    limit, began = get_http_client().request_timeout, time.monotonic()
+    client = get_http_client()
+    router_url, answers = url.rpartition("/")[0], client.answers
+    limit, began = client.request_timeout, time.monotonic()
     for attempt in itertools.count():
-        async with get_http_client().stream(url, payload, headers=headers) as events:
+        oldest = answers.oldest_version.get(router_url)
+        async with client.stream(url, payload, headers=headers) as events:
             async for event in events:
+                if (wrong := wrong_with(event, oldest)) is not None:
+                    answer.discard()
+                    reason = answers.reject(router_url, events.engine_url, wrong)
+                    elapsed = time.monotonic() - began
+                    raise StreamLostError("POST", url, reason, status=200, body="", attempts=1, elapsed=elapsed)
                 answer.take(event, url)
                 if state.aborted and not answer.finished:
                     return
@@ -131,6 +143,10 @@ class _GrowingAnswer:
         self._check_whole(event)
         self._latest, self.finished = event, reason is not None
         self._rebuild(event)
+
+    def discard(self) -> None:
+        """Keep nothing of the answer."""
+        self._latest, self.finished = None, False
 
     def close(self) -> None:
         """Account for an answer that was left before its end as for one that the engine aborted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import random
@@ -21,15 +22,19 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from slime.utils.engine_answers import MOST_REJECTED, EngineAnswers, wrong_with
 from slime.utils.http_replies import (
     RETRIED_STATUSES,
     STREAM_BUFFER,
     HttpRequestError,
     HttpTimeoutError,
     LatestEvents,
+    Rejected,
     Retry,
     StreamLostError,
+    answering_engine,
     check_status,
+    engine_of,
     has_no_engine,
     is_lost_upstream,
     transport_errors,
@@ -64,7 +69,8 @@ class HttpClient:
 
     ``request_timeout`` (s) is the deadline of a whole request, its retries included. ``api_key`` is sent as a bearer
     token to the hosts registered with ``trust`` and to no other. Proxy settings of the environment are ignored.
-    ``refused`` counts the ``/generate`` requests that a busy server refused and that wait to be sent again.
+    ``refused`` counts the ``/generate`` requests that a busy server refused and that wait to be sent again. ``answers``
+    has what engines must answer, and whom to tell of answers that were rejected.
     """
 
     def __init__(self, concurrency: int, request_timeout: float = 1800.0, api_key: str | None = None) -> None:
@@ -73,10 +79,11 @@ class HttpClient:
         self.api_key = api_key
         self._trusted: set[str] = set()
         self._pools: dict[asyncio.AbstractEventLoop, _ConnectionPools] = {}
-        self._workers: dict[str, tuple[float, list[dict[str, Any]]]] = {}
+        self._workers: dict[str, tuple[float, dict[str, str]]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._left_to_caller: set[str] = set()
         self.refused = 0
+        self.answers = EngineAnswers()
 
     def trust(self, url: str) -> None:
         """Send the API key to the host and port of ``url`` from now on."""
@@ -94,15 +101,18 @@ class HttpClient:
         """POST ``payload`` as JSON; return the reply parsed as JSON, or as text when it is not JSON.
 
         Transport errors and the statuses 429, 502, 503 and 504 are retried with jittered exponential back-off, at most
-        ``max_retries`` attempts in all; where a router has no engine, until one is back. Raises HttpRequestError for
-        any other status from 400 up (at once, with the reply's text) and when attempts run out, HttpTimeoutError after
-        ``timeout`` s (default ``request_timeout``).
+        ``max_retries`` attempts in all; where a router has no engine, until one is back. An engine's answer with
+        log-probs that cannot be trained on (``wrong_with``) is rejected, and the request goes straight to another
+        engine, until ``MOST_REJECTED`` were. Raises HttpRequestError for any other status from 400 up (at once, with
+        the reply's text) and when attempts run out, HttpTimeoutError after ``timeout`` s (default ``request_timeout``).
         """
         payload = payload or {}
         base, _, endpoint = url.rpartition("/")
         rid = _AttemptId(payload) if endpoint == "generate" and _is_single_request(payload) else None
+        checked = rid is not None and payload.get("return_logprob")
+        send = functools.partial(self._attempt_checked, base) if checked else None
         try:
-            return await self._request("POST", url, payload, max_retries, headers, timeout, rid)
+            return await self._request("POST", url, payload, max_retries, headers, timeout, rid, send)
         except (asyncio.CancelledError, HttpTimeoutError):
             self._abort_unless_left(base, rid)
             raise
@@ -143,26 +153,25 @@ class HttpClient:
         """GET ``url`` once; return the reply parsed as JSON, or as text. Raises HttpRequestError as ``post`` does."""
         return await self._request("GET", url, None, 1, headers, timeout, None)
 
-    async def list_workers(self, router_url: str, *, with_prefill: bool = True) -> list[str]:
-        """Return the engine URLs that the router at ``router_url`` lists (cached for a second).
+    async def list_workers(self, router_url: str, *worker_types: str) -> list[str]:
+        """Return the engine URLs that the router at ``router_url`` lists (cached for a second): all, or of some types.
 
-        An engine, which has no ``/workers``, is its own only worker. Without ``with_prefill`` those are left out that
-        compute prompts for others.
+        An engine, which has no ``/workers``, is its own only worker.
         """
         cached = self._workers.get(router_url)
         if cached is None or time.monotonic() - cached[0] >= WORKER_LIST_AGE_S:
             try:
                 reply = await self.get(f"{router_url}/workers", timeout=ABORT_DEADLINE_S)
-                workers = list(reply["workers"])
+                types = {engine_of(worker["url"]): worker.get("worker_type", "regular") for worker in reply["workers"]}
             except HttpRequestError as e:
                 if e.status not in (404, 405):
                     raise
-                workers = [{"url": router_url}]
+                types = {router_url: "regular"}
             if urlsplit(router_url).netloc in self._trusted:
-                for worker in workers:
-                    self.trust(worker["url"])
-            cached = self._workers[router_url] = (time.monotonic(), workers)
-        return [worker["url"] for worker in cached[1] if with_prefill or worker.get("worker_type") != "prefill"]
+                for url in types:
+                    self.trust(url)
+            cached = self._workers[router_url] = (time.monotonic(), types)
+        return [url for url, kind in cached[1].items() if not worker_types or kind in worker_types]
 
     @contextlib.contextmanager
     def abort_left_to_caller(self, router_urls: Iterable[str]) -> Iterator[None]:
@@ -227,16 +236,20 @@ class HttpClient:
         limit = self.request_timeout if timeout is None else timeout
         started = time.monotonic()
         last: Retry | None = None
-        attempt = 0
+        attempt = rejected = 0
+        target = url
         try:
             async with asyncio.timeout(limit):
                 while True:
                     attempt += 1
                     body = _encode(payload if rid is None else {**payload, "rid": rid.of_attempt(attempt)})
                     try:
-                        return await send(method, url, body, self._headers(url, headers), attempt, started)
+                        return await send(method, target, body, self._headers(target, headers), attempt, started)
                     except Retry as e:
-                        last = e
+                        last, target = e, url
+                    rejected += isinstance(last, Rejected)
+                    if rejected >= MOST_REJECTED:
+                        break
                     if attempt >= max(1, max_attempts) and not has_no_engine(last):
                         break
                     delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(attempt - 1, 10)) * random.uniform(0.5, 1.0)
@@ -250,6 +263,8 @@ class HttpClient:
                         await asyncio.sleep(max(delay, min(BACKOFF_CAP_S, last.retry_after)))
                     finally:
                         self.refused -= busy
+                    if isinstance(last, Rejected):
+                        target = await self._another_engine(url, last.engine_url)
         except TimeoutError as e:
             reason = f"was not answered within its deadline of {limit:g} s"
             if last is not None:
@@ -266,18 +281,56 @@ class HttpClient:
     async def _attempt(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
     ) -> Any:
+        return (await self._exchange(method, url, body, headers, attempt, started))[0]
+
+    async def _attempt_checked(
+        self,
+        router_url: str,
+        method: str,
+        url: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        attempt: int,
+        started: float,
+    ) -> Any:
+        """Raise Rejected for an answer that cannot be trained on."""
+        oldest = self.answers.oldest_version.get(router_url)  # later answers may be newer, and never older
+        answer, reply = await self._exchange(method, url, body, headers, attempt, started)
+        wrong = wrong_with(answer, oldest)
+        if wrong is not None:
+            engine_url = answering_engine(reply) or (None if url.startswith(router_url) else url.rpartition("/")[0])
+            raise Rejected(self.answers.reject(router_url, engine_url, wrong), engine_url)
+        return answer
+
+    async def _another_engine(self, url: str, rejected: str | None) -> str:
+        """Return where to send a request again whose answer from ``rejected`` is not used: an engine behind the router
+        of ``url`` with few such answers, or the router where there is no other or none may be asked directly.
+        """
+        base, _, endpoint = url.rpartition("/")
+        try:
+            urls = await self.list_workers(base, "regular")
+        except HttpRequestError:
+            return url
+        others = [each for each in urls if each not in (rejected, base)]
+        if not others:
+            return url
+        return f"{min(others, key=lambda each: (self.answers.rejected[each], random.random()))}/{endpoint}"
+
+    async def _exchange(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
+    ) -> tuple[Any, aiohttp.ClientResponse]:
         with transport_errors(method, url, attempt):
             session = await self._session(method, url)
             async with session.request(method, url, data=body, headers=headers) as reply:
                 raw = await reply.read()
         check_status(reply, raw, attempt, started)
         try:
-            return _decode(raw)
+            return _decode(raw), reply
         except orjson.JSONDecodeError as e:
             text = raw.decode("utf-8", "replace")
             if reply.content_type == "application/json" and text:
                 raise Retry(f"answered {reply.status} with broken JSON ({e})", reply.status, text) from e
-            return text
+            return text, reply
 
     async def _open(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float

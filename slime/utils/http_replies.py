@@ -30,6 +30,7 @@ _LOST_UPSTREAM = (
     "Prefill bootstrap failed",
     "Prefill transfer failed",
 )
+_NO_WORKER = "No worker available for model"
 
 
 class HttpRequestError(RuntimeError):
@@ -64,6 +65,27 @@ class Retry(Exception):
         self.reason, self.status, self.body, self.retry_after = reason, status, body, retry_after
 
 
+class Rejected(Retry):
+    """An answer that came whole and is not used: ``engine_url`` gave it, None when that is not known."""
+
+    def __init__(self, reason: str, engine_url: str | None) -> None:
+        super().__init__(reason)
+        self.engine_url = engine_url
+
+
+def engine_of(worker_url: str) -> str:
+    """Return the address of the engine that a router lists as ``worker_url``: one rank of it under --router-dp-aware
+    (``http://host:port@rank``)."""
+    base, _, rank = worker_url.rpartition("@")
+    return base if rank.isdecimal() else worker_url
+
+
+def answering_engine(reply: aiohttp.ClientResponse) -> str | None:
+    """Return which engine gave an answer, as smg says in a header; None of a router that does not."""
+    named = reply.headers.get("x-smg-routed-worker-id")
+    return engine_of(named) if named and named.startswith("http") else None
+
+
 @contextlib.contextmanager
 def transport_errors(method: str, url: str, attempts: int) -> Iterator[None]:
     """Say which errors of a connection are final and which are retryable."""
@@ -84,7 +106,7 @@ def check_status(reply: aiohttp.ClientResponse, raw: bytes, attempts: int, start
     if reply.status < 400:
         return
     text = raw.decode("utf-8", "replace")
-    if reply.status in RETRIED_STATUSES or is_lost_upstream(reply.status, text):
+    if reply.status in RETRIED_STATUSES or is_lost_upstream(reply.status, text) or _NO_WORKER in text:
         retry_after = reply.headers.get("Retry-After", "")
         raise Retry(
             f"answered {reply.status}", reply.status, text, float(retry_after) if retry_after.isdigit() else 0.0
@@ -98,9 +120,10 @@ def check_status(reply: aiohttp.ClientResponse, raw: bytes, attempts: int, start
 def has_no_engine(failure: Retry) -> bool:
     """True when a router has no engine to send to: engines may be on their way back, so only the deadline ends this.
 
-    The code is sglang-router's. A run that gets no engine back is ended by what watches the engines.
+    sglang-router answers 503 with this code; smg, which then knows no model, 404. A run that gets no engine back is
+    ended by what watches the engines.
     """
-    return failure.status == 503 and "no_available_workers" in failure.body
+    return (failure.status == 503 and "no_available_workers" in failure.body) or _NO_WORKER in failure.body
 
 
 def is_lost_upstream(status: int, text: str) -> bool:
@@ -131,6 +154,11 @@ class LatestEvents:
         self._timeout = timeout
         self._buffer = bytearray()
         self._began = time.monotonic()
+
+    @property
+    def engine_url(self) -> str | None:
+        """Which engine answers; None where the router does not say."""
+        return answering_engine(self._reply)
 
     def __aiter__(self) -> LatestEvents:
         return self

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from slime.backends.megatron_utils.parallel import first_error
+from slime.servers.http import EngineTimeoutError
 
 T = TypeVar("T")
 
 
+_LATE = "no answer within"
+
+
+def engines_that_hang(message: str) -> dict[str, str]:
+    """Return the engines that a WeightSyncError's text says were late: URL -> what they did not do."""
+    what = re.search(r"Weight sync could not (.*) on \d+ of \d+ engines:", message)
+    late = re.findall(rf"^ *(\S+): {_LATE}", message, re.MULTILINE)
+    return dict.fromkeys(late, f"could not {what[1] if what else 'take the weights'}")
+
+
 class WeightSyncError(RuntimeError):
     """A push of weights that did not reach every engine; the engines' weights must be regarded as unknown."""
+
+
+def failed(what: str, failures: Sequence[str], engines: int) -> WeightSyncError:
+    """Return the error of a step that failed on some of the engines, one line each."""
+    return WeightSyncError(
+        f"Weight sync could not {what} on {len(failures)} of {engines} engines:\n  "
+        + "\n  ".join(failures)
+        + "\nThe weights of the engines are unknown now; see the engines' logs under the run directory."
+    )
+
+
+def late(url: str, deadline_s: float) -> str:
+    """Return the line of an engine that did not answer in time."""
+    return f"{url}: {_LATE} {deadline_s:.0f} s (--weight-sync-timeout)"
 
 
 def agree(error: Exception | None) -> None:
@@ -64,15 +90,13 @@ class FanOut:
             try:
                 results.append(future.result(timeout=max(0.0, end - time.monotonic())))
             except TimeoutError:
-                failures.append(f"{client.url}: no answer within {deadline_s:.0f} s (--weight-sync-timeout)")
+                failures.append(late(client.url, deadline_s))
+            except EngineTimeoutError as error:
+                failures.append(f"{client.url}: {_LATE} its deadline: {error}")
             except Exception as error:  # noqa: BLE001 - collected, named and raised below
                 failures.append(f"{client.url}: {type(error).__name__}: {error}")
         if failures:
-            raise WeightSyncError(
-                f"Weight sync could not {what} on {len(failures)} of {len(self.clients)} engines:\n  "
-                + "\n  ".join(failures)
-                + "\nThe weights of the engines are unknown now; see the engines' logs under the run directory."
-            )
+            raise failed(what, failures, len(self.clients))
         return results
 
     def call(self, what: str, call: Callable[[Any], T], deadline_s: float) -> list[T]:

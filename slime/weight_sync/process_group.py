@@ -23,7 +23,7 @@ from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import init_process_group
 from slime.utils.http_utils import get_host_info
 from slime.weight_sync.buckets import Bucket
-from slime.weight_sync.fanout import FanOut, WeightSyncError
+from slime.weight_sync.fanout import FanOut, WeightSyncError, failed, late
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,10 @@ class EngineGroup:
                 pending = [f for f in futures if f.done()]
                 self._raise_first(pending, what)
             if time.monotonic() > deadline:
+                clients = self._fanout.clients
+                missing = [c.url for c, future in zip(clients, futures, strict=True) if not future.done()]
+                if 0 < len(missing) < len(clients):  # else it cannot be told who holds it up
+                    raise failed(what, [late(url, self.timeout_s) for url in missing], len(clients))
                 raise WeightSyncError(
                     f"Weight sync: the broadcast to {what} in group {self.name!r} did not end within "
                     f"{self.timeout_s:.0f} s (--weight-sync-timeout); an engine may have died, see the engines' logs."

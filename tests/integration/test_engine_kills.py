@@ -17,10 +17,12 @@ from tests.support.engine_kills import (
     kill_each_model,
     kill_engines,
     kill_one_of_two,
+    kill_router,
+    replace_who_answers_garbage,
     rollout_client,
     stop_an_engine,
 )
-from tests.support.standin_fleet import standin_fleet, standin_models
+from tests.support.standin_fleet import standin_fleet, standin_fleet_with_router, standin_models
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -75,6 +77,38 @@ def test_a_stopped_standin_is_named_when_the_deadline_passes(monkeypatch: pytest
         assert f"engine {urls[working]} holds 0 requests" in notes
         assert "while generating group" in notes
         assert standins.fleet.members.lost == 0
+
+
+def test_the_router_killed_at_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with (
+        standin_fleet_with_router(monkeypatch, tmp_path, 3, ENGINE_WORDS) as standins,
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        print(kill_router(standins, make_args, kills=3))
+
+
+@pytest.mark.parametrize("spoil", ["nan", "short", "old"])
+def test_an_engine_that_answers_garbage_behind_a_router_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spoil: str
+):
+    pytest.importorskip("smg")
+    first = {1: [*ENGINE_WORDS, "--fault", f"{spoil}=0.5"]}
+    with (
+        standin_fleet_with_router(
+            monkeypatch, tmp_path, 2, ENGINE_WORDS, first_words=first, use_fault_tolerance=True
+        ) as standins,
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        print(replace_who_answers_garbage(standins, make_args, oldest_version=0))
+
+
+def test_an_engine_that_answers_garbage_behind_a_router_that_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    first = {1: [*ENGINE_WORDS, "--fault", "nan=1.0"]}
+    with (
+        standin_fleet(monkeypatch, 2, ENGINE_WORDS, first_words=first, use_fault_tolerance=True) as (standins, _),
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        print(replace_who_answers_garbage(standins, make_args))
 
 
 def test_one_of_two_real_engines_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

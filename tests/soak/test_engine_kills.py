@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_kills import ENGINE_WORDS, kill_engines, kill_one_of_two, rollout_client, stop_an_engine
-from tests.support.standin_fleet import standin_fleet
+from slime.ray.engines.served_model import ROUTER_RESTARTS
+from tests.support.engine_kills import (
+    ENGINE_WORDS,
+    kill_engines,
+    kill_one_of_two,
+    kill_router,
+    rollout_client,
+    stop_an_engine,
+)
+from tests.support.standin_fleet import standin_fleet, standin_fleet_with_router
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
@@ -22,6 +30,16 @@ def test_standins_killed_at_many_random_moments(monkeypatch: pytest.MonkeyPatch,
         rollout_client(monkeypatch, tmp_path) as make_args,
     ):
         print(kill_engines(standins, router, make_args, kills=KILLS))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("package", ["smg", "sglang_router"])
+def test_the_router_killed_at_many_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str):
+    with (
+        standin_fleet_with_router(monkeypatch, tmp_path, 3, ENGINE_WORDS, sglang_router_package=package) as standins,
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        print(kill_router(standins, make_args, kills=min(KILLS, ROUTER_RESTARTS)))
 
 
 @pytest.mark.timeout(600)

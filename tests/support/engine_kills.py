@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout, get_model_url
 from slime.servers.engine_client import EngineClient
+from slime.servers.http import RouterError
 from slime.servers.router_client import list_workers
 from slime.utils import http_client, http_utils
 from slime.utils.async_utils import run
@@ -100,6 +102,7 @@ class Tally:
             assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
             assert sample.response_length == len(sample.rollout_log_probs) == REPLY_TOKENS
             assert len(sample.tokens) == len(sample.prompt) + REPLY_TOKENS
+            assert all(math.isfinite(log_prob) for log_prob in sample.rollout_log_probs)
         indices = Counter(sample.index for sample in samples)
         assert max(indices.values()) == 1
         assert not self.seen & set(indices), "a sample was used twice"
@@ -209,6 +212,87 @@ def kill_engines(
         f"{router.broken} requests broke off and were retried; "
         f"{driver.in_need} times no engine was left for a while"
     )
+
+
+def kill_router(standins: StandInFleet, make_args: Callable[..., SimpleNamespace], kills: int) -> str:
+    """Roll out while the fleet's router is killed ``kills`` times at random moments; return what happened, in words."""
+    model, address = standins.fleet.models[0], standins.address
+    tally = Tally(make_args(address, prompts=20_000, rollout_batch_size=8, over_sampling_batch_size=8))
+    moments, over = random.Random(kills), threading.Event()
+    back: list[float] = []
+
+    def kill() -> None:
+        for number in range(kills):
+            if over.wait(moments.uniform(0.05, 0.5)):
+                return
+            killed = time.monotonic()
+            os.kill(model.running_router.pid, signal.SIGKILL)  # type: ignore[arg-type, union-attr]
+            while model.router_restarts == number or not _lists_all(standins):
+                if over.wait(0.01):
+                    return
+            back.append(time.monotonic() - killed)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and not standins.events.failed.is_set():
+            tally.rollout()
+        tally.rollout()
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
+    tally.check_nothing_lost()
+    assert standins.events.failure is None
+    assert model.router_restarts == len(back) == kills
+    assert standins.address == model.address == address
+    assert standins.fleet.members.lost == 0
+    assert standins.fleet.counts()["rollout/engines/router_restarts"] == kills
+    slowest = max(back)
+    return (
+        f"{kills} kills, {tally.rollouts} rollouts: {len(tally.seen)} samples, each once; back within {slowest:.1f} s"
+    )
+
+
+def _lists_all(standins: StandInFleet) -> bool:
+    try:
+        listed = {worker["url"] for worker in list_workers(standins.fleet.models[0].running_router.url, timeout=2.0)}
+    except RouterError:
+        return False
+    return listed == {member.known_info.url for member in standins.fleet.members.of(State.SERVING)}
+
+
+def replace_who_answers_garbage(
+    standins: StandInFleet, make_args: Callable[..., SimpleNamespace], oldest_version: int | None = None
+) -> str:
+    """Roll out while one of the engines gives answers that nobody should train on, until it has been replaced.
+
+    Returns what happened, in words.
+    """
+    args = make_args(standins.address, prompts=20_000, rollout_batch_size=8, over_sampling_batch_size=8)
+    tally, members = Tally(args), standins.fleet.members
+    answers = http_utils.get_http_client().answers
+    answers.report = standins.fleet.note_rejected
+    router_url = standins.fleet.models[0].running_router.url
+    if oldest_version is not None:
+        answers.oldest_version[router_url] = oldest_version
+    began = time.monotonic()
+    while not members.lost:
+        assert time.monotonic() - began < PATIENCE_S, f"{members.rejected_of} answers were rejected"
+        tally.rollout()
+    seconds = time.monotonic() - began
+    assert standins.fleet.recover() == 1
+    standins.fleet.offer()
+    standins.fleet.admit()
+    rejected = members.rejected_of.total()
+    assert rejected == answers.rejected.total() > 0
+    for _ in range(3):
+        tally.rollout()
+    tally.check_nothing_lost()
+    assert members.rejected_of.total() == rejected, "its successor is as bad"
+    assert members.lost == members.restarted == 1
+    assert standins.fleet.counts()["rollout/engines/rejected_answers"] == rejected
+    assert not standins.events.failed.is_set()
+    return f"{rejected} answers rejected, the engine taken off after {seconds:.1f} s; {len(tally.seen)} samples"
 
 
 def stop_an_engine(

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from slime.arguments.placement import EnginePlan
+from slime.backends.sglang_utils.errors import RouterStartError
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import health as engine_health
+from slime.ray.engines import rejections
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.members import LIVING, Member, State
-from slime.servers.http import EngineError, RouterError
+from slime.servers.http import EngineError, EngineTimeoutError, RouterError
 from slime.servers.types import EngineInfo
 from tests.support.standin_fleet import Events, fleet_args
 
@@ -52,14 +54,24 @@ class Engine:
 
 
 class Router:
-    host, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
+    host, name = "127.0.0.1", "router"
 
     def __init__(self, port: int = 1) -> None:
-        self.port = port
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.engines: list[str] = []
         self.refuses: set[str] = set()
         self.ended_by: str | None = None
         self.stopped = False
+        self.restarts = 0
+
+    def restart(self) -> None:
+        """It has forgotten its engines; a port that another process took ends it for good."""
+        self.restarts += 1
+        self.engines = []
+        if self.ended_by != "a port that is taken":
+            self.ended_by = None
+            return
+        raise RouterStartError("its port is taken")
 
     def start(self) -> None: ...
     def wait_ready(self) -> None: ...
@@ -82,9 +94,14 @@ class Router:
 
 
 class Client:
-    """Answers unless its URL is among the ``silent`` ones."""
+    """Answers unless its URL is among the ``silent`` ones, or URL and call among those that ``hang``.
+
+    ``answers`` has what its ``generate`` returns, by URL.
+    """
 
     silent: set[str]
+    hanging: set[tuple[str, str]]
+    answers: dict[str, Any]
     calls: list[tuple[str, str]]
     info: dict[str, Any]
 
@@ -97,8 +114,13 @@ class Client:
     def server_info(self) -> dict[str, Any]:
         return self.info
 
+    def generate(self, payload: dict[str, Any], timeout: float | None = None) -> Any:
+        return self.answers.get(self.url, {"meta_info": {}})
+
     def __getattr__(self, name: str) -> Callable[..., str]:
         def call(*args: Any, **kwargs: Any) -> str:
+            if (self.url, name) in self.hanging:
+                raise EngineTimeoutError("POST", f"{self.url}/{name}", status=None, body="none within 600 s")
             self.calls.append((self.url, " ".join([name, *map(str, args)])))
             if self.url in self.silent:
                 raise EngineError("GET", self.url, status=None, body="no reply")
@@ -128,6 +150,15 @@ class World:
         raise AssertionError(f"engine {rank} is {self.member(rank).state}, not {state}")
 
 
+def wait_until(condition: Callable[[], Any]) -> None:
+    """What threads do is short here."""
+    for _ in range(int(PATIENCE_S / 0.005)):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("it did not happen")
+
+
 def infos(run: World) -> list[EngineInfo]:
     """The engines that live."""
     return [member.known_info for member in run.fleet.members.of(*LIVING)]
@@ -145,9 +176,10 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     Engine.started, Engine.broken_starts, Engine.gate = [], [], threading.Event()
     Engine.gate.set()
     Client.silent, Client.calls, Client.info = set(), [], {}
+    Client.hanging, Client.answers = set(), {}
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
     monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.001)
-    for module in (engine_fleet, engine_restarts, engine_health):  # all that make a client
+    for module in (engine_fleet, engine_restarts, engine_health, rejections):  # all that make a client
         monkeypatch.setattr(module, "EngineClient", Client)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     worlds: list[World] = []

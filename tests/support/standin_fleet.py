@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,16 +141,29 @@ def fleet_args(engines: int, router_url: str | None = None, **changes: Any) -> N
 
 
 class StandInFleet:
-    """``engines`` stand-ins, a router and the fleet over them; ``words`` are those of all, or of each model."""
+    """``engines`` stand-ins, a router and the fleet over them; ``words`` are those of all, or of each model.
+
+    Without ``router_url`` the fleet starts the router itself. ``first_words``: of an engine's first life, by rank.
+    """
 
     def __init__(
-        self, engines: int, words: Sequence[object] | Mapping[str, Sequence[object]], router_url: str, **changes: Any
+        self,
+        engines: int,
+        words: Sequence[object] | Mapping[str, Sequence[object]],
+        router_url: str | None,
+        first_words: Mapping[int, Sequence[object]] | None = None,
+        **changes: Any,
     ) -> None:
         self.args = fleet_args(engines, router_url, **changes)
         self.events = Events()
         slots = (None, list(range(engines)), list(range(engines)))
 
+        lives: Counter[int] = Counter()
+
         def engine(plan: EnginePlan) -> StandInEngineProcess:
+            lives[plan.rank] += 1
+            if lives[plan.rank] == 1 and plan.rank in (first_words or {}):
+                return StandInEngineProcess(plan, first_words[plan.rank])  # type: ignore[index]
             return StandInEngineProcess(plan, words[plan.model] if isinstance(words, Mapping) else words)
 
         self.fleet = EngineFleet(self.args, slots, {}, self.events, engine)
@@ -183,6 +197,20 @@ def standin_fleet(
             standins.fleet.stop()
         server.call(listener.drop_dead())
         server.stop()
+
+
+@contextlib.contextmanager
+def standin_fleet_with_router(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, engines: int, words: Sequence[object], **changes: Any
+) -> Iterator[StandInFleet]:
+    """Yield a started fleet of ``engines`` stand-ins behind a real router that it has started."""
+    _hurry(monkeypatch)
+    standins = StandInFleet(engines, words, None, run_dir=str(folder), **changes)
+    try:
+        standins.fleet.start()
+        yield standins
+    finally:
+        standins.fleet.stop()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ FAILURES = {
     "truncated": Failure(truncated=True),
     "broken": Failure(200, b'{"text": "hal'),
     "hang": Failure(hang=True),
+    **{spoil: Failure(spoil=spoil) for spoil in ("nan", "short", "old")},
 }
 
 

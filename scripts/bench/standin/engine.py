@@ -25,13 +25,30 @@ DONE_PATHS = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occu
 @dataclass
 class Failure:
     """What happens to a request instead of an answer: a status with a body (raw bytes with status 200), a connection
-    cut before the reply or, ``truncated``, in the middle of it, or nothing at all for ever, not even when aborted."""
+    cut before the reply or, ``truncated``, in the middle of it, or nothing at all for ever, not even when aborted.
+
+    ``spoil``: a whole answer that nobody should use, with a log-prob that is no number (``nan``), one log-prob too few
+    (``short``) or weights of a version from before any push (``old``)."""
 
     status: int = 200
     body: bytes = b""
     cut: bool = False
     truncated: bool = False
     hang: bool = False
+    spoil: str = ""
+
+    def spoilt(self, answer: bytes) -> bytes:
+        """Return ``answer`` as this failure leaves it."""
+        reply = orjson.loads(answer)
+        meta = reply["meta_info"]
+        if self.spoil == "old":
+            meta["weight_version"] = "default"
+        elif meta.get("output_token_logprobs"):
+            if self.spoil == "nan":
+                meta["output_token_logprobs"][-1][0] = float("nan")
+            elif meta["finish_reason"]:
+                meta["output_token_logprobs"].pop()
+        return orjson.dumps(reply)
 
 
 class FaultMix:
@@ -56,7 +73,8 @@ class StandInEngine:
 
     ``slots`` requests run at a time (None: all), the others wait, at most ``max_waiting``: more are answered 503.
     ``failures`` apply to the next requests one by one, ``faults`` any of them, and until ``unavailable_until``
-    (time.monotonic) all are answered 503. ``record`` keeps the bodies and headers of requests.
+    (time.monotonic) all are answered 503. Calls of the paths in ``hangs_on`` are never answered. ``record`` keeps the
+    bodies and headers of requests.
     """
 
     reply: Callable[[list[int], dict[str, Any]], list[int]] = hashed_reply
@@ -73,6 +91,7 @@ class StandInEngine:
     failures: deque[Failure] = field(default_factory=deque)
     faults: FaultMix | None = None
     unavailable_until: float = 0.0
+    hangs_on: set[str] = field(default_factory=set)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     waiting: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
     paused: bool = False
@@ -84,6 +103,9 @@ class StandInEngine:
     async def handle(self, request: Request) -> Response | None:
         """Answer one request."""
         path = request.path.partition("?")[0]
+        if path in self.hangs_on:
+            await request.lost.wait()
+            return None
         if path == "/generate":
             return await self._generate(request)
         if path == "/v1/loads":
@@ -137,7 +159,7 @@ class StandInEngine:
         if failure is not None and failure.hang:
             await request.lost.wait()
             return None
-        if failure is not None and not failure.truncated:
+        if failure is not None and not (failure.truncated or failure.spoil):
             return None if failure.cut else Response(failure.status, failure.body)
         rid = body.get("rid") or f"anonymous-{self.stats['received']:.0f}"
         if rid in self.running:
@@ -150,15 +172,24 @@ class StandInEngine:
         if body.get("stream"):
             events: asyncio.Queue[bytes] = asyncio.Queue()
             run = asyncio.get_running_loop().create_task(self._run(rid, body, stop, events.put_nowait))
-            pieces = self._events(rid, run, events, request.lost, cut=failure is not None)
+            pieces = self._events(rid, run, events, request.lost, failure)
             return Response(content_type="text/event-stream", pieces=pieces)
         data = await self._run(rid, body, stop)
+        if failure is not None and failure.spoil:
+            return Response(body=failure.spoilt(data))
         return Response(body=data, sent=len(data) // 2 if failure is not None else None)
 
     async def _events(
-        self, rid: str, run: asyncio.Task[bytes], events: asyncio.Queue[bytes], lost: asyncio.Event, cut: bool
+        self,
+        rid: str,
+        run: asyncio.Task[bytes],
+        events: asyncio.Queue[bytes],
+        lost: asyncio.Event,
+        failure: Failure | None,
     ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a streamed answer; ``cut``: only the first half. A lost reader stops it."""
+        """The server-sent events of a streamed answer; with a ``failure`` only the first half, or spoilt. A lost reader
+        stops it."""
+        spoilt = failure.spoilt if failure is not None and failure.spoil else bytes
         gone = asyncio.get_running_loop().create_task(lost.wait())
         try:
             count = 0
@@ -171,10 +202,10 @@ class StandInEngine:
                     following.cancel()
                     continue
                 count += 1
-                yield b"data: %b\n\n" % following.result()
-                if cut and count >= 2:
+                yield b"data: %b\n\n" % spoilt(following.result())
+                if failure is not None and failure.truncated and count >= 2:
                     raise ConnectionResetError("cut in the middle of a stream")
-            yield b"data: %b\n\ndata: [DONE]\n\n" % run.result()
+            yield b"data: %b\n\ndata: [DONE]\n\n" % spoilt(run.result())
         finally:
             gone.cancel()
             self._stop(rid, everything=False)

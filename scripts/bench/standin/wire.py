@@ -86,6 +86,10 @@ class Connection(asyncio.Protocol):
         end = self.buffer.find(b"\r\n\r\n")
         if self.task is not None or end < 0:
             return
+        if self.buffer.startswith(b"PRI "):  # a router that tries HTTP/2 first
+            assert self.transport is not None
+            self.transport.close()
+            return
         first, *lines = self.buffer[:end].decode("latin-1").split("\r\n")
         headers = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
         size = next((int(value) for name, value in headers.items() if name.lower() == "content-length"), 0)

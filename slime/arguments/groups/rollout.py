@@ -121,7 +121,15 @@ class Rollout(ArgumentGroup):
     sglang_router_port: int | None = flag(
         None, "port of that router, or of the one that is started; default: a free one", ge=1, le=65535
     )
+    sglang_router_package: Literal["auto", "smg", "sglang_router"] = flag(
+        "auto", "which router is started; auto: smg where it is installed, else sglang-router"
+    )
     sglang_router_request_timeout_secs: int = flag(14400, "seconds the router lets one request run", gt=0)
+    sglang_routing_key: Literal["session", "group"] = flag(
+        "session",
+        "what keeps requests on one engine under --router-policy manual or consistent_hashing: the session of each "
+        "sample, or the prompt that the samples of a group share; turns of agents always follow their session",
+    )
     sglang_server_concurrency: int = flag(
         512, "requests in flight per engine; further ones wait in the rollout manager", gt=0
     )

@@ -18,8 +18,8 @@ DEFAULTS: dict[str, Any] = {
 # all of them, and the router's start says what is missing without it.
 MORE_POLICIES = ("consistent_hashing", "prefix_hash", "least_load")
 _ABOUT_POLICIES = (
-    "Manual and consistent_hashing keep the requests of a sample, or of one session, on one engine; prefix_hash and "
-    "least_load need the router smg (pip install smg)"
+    "Manual and consistent_hashing keep the requests of a sample, a group or one session (--sglang-routing-key) on one "
+    "engine; prefix_hash and least_load need the router smg (pip install smg)"
 )
 
 _FLEET = "slime starts and registers its engines itself"

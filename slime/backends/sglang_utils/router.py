@@ -30,7 +30,9 @@ RouterPackage = Literal["sglang_router", "smg"]
 
 SMG_ONLY_POLICIES = frozenset({"prefix_hash", "least_load"})
 """sglang-router 0.3.2 does not know ``least_load``, and with ``prefix_hash`` it answers every request 503."""
+STICKY_POLICIES = frozenset({"manual", "consistent_hashing"})
 LARGEST_WAIT_S = 14400
+SMG_PATIENCE = ("worker_wedge_secs", "worker_stale_secs", "stream_body_stall_timeout_secs")
 LAST_LINES = 30
 PORT_ATTEMPTS = 3
 READY_DEADLINE_S = 60.0
@@ -65,6 +67,10 @@ class Router:
             api_key=engine.api_key,
         )
         router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
+
+    def restart(self) -> None:
+        """Start it again after it has ended. Raises RouterStartError."""
+        raise RouterStartError(f"the router at {self.url} was not started here")
 
     def remove_engine(self, engine: EngineInfo) -> bool:
         """Send no more requests to ``engine``; False when the router does not list it."""
@@ -169,6 +175,7 @@ class RouterProcess(Router):
             port=int(self.port or 0),
             prometheus_port=prometheus_port,
             pd_disaggregation=self._pd_disaggregation,
+            package=self.package,
         )
         fd, options = tempfile.mkstemp(prefix="slime-router-", suffix=".json")
         with os.fdopen(fd, "w") as file:
@@ -215,6 +222,12 @@ class RouterProcess(Router):
             self._remove_options()
             return
 
+    def restart(self) -> None:
+        """Start the router again on its port; see ``wait_ready``. It has no engines then."""
+        self._chooses_port = False  # its address is known everywhere
+        self.start()
+        self.wait_ready()
+
     def poll(self) -> str | None:
         """Return None while the router runs, else what ended it, with its last log lines."""
         if self._process is None:
@@ -242,30 +255,35 @@ class RouterProcess(Router):
 
 
 def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> RouterPackage:
-    """Return ``smg`` when a policy or prefill and decode engines need it, else ``sglang_router`` (``smg`` when that is
-    not installed).
+    """Return the package of ``--sglang-router-package``; of ``auto``, ``smg`` where it is installed.
 
     Raises:
-        ValueError: ``smg`` is needed and not installed, or no router is.
+        ValueError: that router is not installed, or a policy or prefill and decode engines need ``smg``.
     """
+    has_smg, has_sglang_router = (importlib.util.find_spec(name) is not None for name in ("smg", "sglang_router"))
+    asked = args.sglang_router_package
+    if asked == "smg" and not has_smg:
+        raise ValueError("--sglang-router-package smg: it is not installed (pip install smg).")
+    if asked == "sglang_router" and not has_sglang_router:
+        raise ValueError("--sglang-router-package sglang_router: it is not installed (pip install sglang-router).")
+    if asked != "sglang_router" and has_smg:
+        return "smg"
     policies = {args.router_policy, args.router_prefill_policy, args.router_decode_policy}
     needs_smg = sorted(SMG_ONLY_POLICIES & policies)
-    has_smg = importlib.util.find_spec("smg") is not None
-    if needs_smg and not has_smg:
+    if needs_smg:
+        why = "--sglang-router-package says otherwise" if has_smg else "which is not installed"
         raise ValueError(
-            f"--router-policy {needs_smg[0]} is offered by the router `smg` (pip install smg), which is not installed; "
+            f"--router-policy {needs_smg[0]} is offered by the router `smg` (pip install smg), {why}; "
             "sglang-router has random, round_robin, cache_aware, power_of_two, manual and consistent_hashing; the last "
             "two keep the requests with one X-SMG-Routing-Key on one engine."
         )
-    if pd_disaggregation and not has_smg:
+    if pd_disaggregation:
         raise ValueError(
-            "Prefill and decode engines need the router `smg` (pip install smg), which is not installed: with "
+            "Prefill and decode engines need the router `smg` (pip install smg; --sglang-router-package auto): with "
             "sglang-router the requests of a decode engine that dies are never answered."
         )
-    if needs_smg or pd_disaggregation or importlib.util.find_spec("sglang_router") is None:
-        if not has_smg:
-            raise ValueError("No router is installed: expected the package sglang-router (pip install sglang-router).")
-        return "smg"
+    if not has_sglang_router:
+        raise ValueError("No router is installed: expected the package smg or sglang-router (pip install smg).")
     return "sglang_router"
 
 
@@ -276,13 +294,15 @@ def router_fields(
     port: int,
     prometheus_port: int | None = None,
     pd_disaggregation: bool = False,
+    package: RouterPackage = "sglang_router",
     records: Sequence[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the fields of the router's ``RouterArgs``: the ``--router-*`` flags that were set, and what slime decides.
 
     The circuit breaker and the health check are off: slime watches its engines itself, and an engine that pauses for a
     weight update must not be taken off the router. ``records`` is the router's argument list; default: the installed
-    one's.
+    one's. ``smg`` also judges by load and progress which engines may get requests: a pause must not count as
+    standing still, and where requests belong to an engine its queue must not send them elsewhere.
     """
     records = catalog.records(catalog.ROUTER) if records is None else records
     fields: dict[str, Any] = {}
@@ -301,6 +321,10 @@ def router_fields(
     fields.setdefault("shutdown_grace_period_secs", 1)
     # A worker is ready when it answers; slime registers engines that are.
     fields.setdefault("worker_startup_check_interval", 1)
+    if package == "smg":
+        fields.update(dict.fromkeys(SMG_PATIENCE, LARGEST_WAIT_S))
+        if STICKY_POLICIES & {args.router_policy, args.router_prefill_policy, args.router_decode_policy}:
+            fields["worker_overload_protection"] = False
     if prometheus_port is not None:
         fields["prometheus_port"] = prometheus_port
         fields.setdefault("prometheus_host", host)

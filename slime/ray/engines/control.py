@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,6 +16,7 @@ from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
 from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
+from slime.utils.http_utils import get_http_client
 
 INTERRUPT_INTERVAL_S = 0.2
 
@@ -101,18 +102,27 @@ class EngineControl:
             load_weights_from_disk(self.args, self.fleet.offered, directory, version, synchronous_loop=synchronous_loop)
 
     @reports_errors
-    def clear_updatable_num_new_engines(self) -> None:
-        """After a push of weights: send requests to the engines that were new."""
+    def clear_updatable_num_new_engines(self, version: int | None = None) -> None:
+        """After a push of weights: send requests to the engines that were new.
+
+        All engines have ``version`` now: what is asked from here on must not be answered with an older one.
+        """
         if self.fleet is not None:
             self._weights_needed.clear()
+            for model in self.fleet.models if version is not None else ():
+                if model.update_weights:
+                    get_http_client().answers.oldest_version[model.running_router.url] = int(version or 0)
             self.fleet.admit()
 
     @reports_errors
-    def mark_unreachable_engines_dead(self) -> None:
-        """After a failed push: continue without the engines that have exited or do not respond."""
+    def mark_unreachable_engines_dead(self, hanging: Mapping[str, str] | None = None) -> None:
+        """After a failed push: continue without the engines that have exited or do not respond.
+
+        ``hanging``: engine URL -> the call of the push that it did not answer; it may well answer others.
+        """
         if self.fleet is not None:
             self._wait_for_engines()
-            self.fleet.mark_unreachable_dead()
+            self.fleet.mark_unreachable_dead(hanging)
 
     def health_monitoring_pause(self) -> None:
         """Stop health checks until ``health_monitoring_resume``, or the next rollout or evaluation."""

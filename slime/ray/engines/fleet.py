@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import groupby
 from typing import Any, Protocol
@@ -20,14 +20,16 @@ from slime.ray.engines.engine import RayEngine
 from slime.ray.engines.external import ExternalEngine, external_plans
 from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
 from slime.ray.engines.members import LIVING, Engine, Member, Members, State
+from slime.ray.engines.rejections import Rejections
 from slime.ray.engines.renewable import transport_of, what_a_push_misses
 from slime.ray.engines.restarts import EngineRestarts
-from slime.ray.engines.served_model import ServedModel, new_router, served_models
+from slime.ray.engines.served_model import RouterEndedError, ServedModel, new_router, served_models
 from slime.ray.remote import EngineDied
 from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient, WeightCheck
-from slime.servers.http import RouterError, ServerError
+from slime.servers.http import EngineTimeoutError, RouterError, ServerError
 from slime.servers.types import EngineInfo
+from slime.utils.http_utils import get_http_client
 from slime.utils.network import get_current_node_ip
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class Events(Protocol):
     """Receiver of engine failures; called from threads of the fleet."""
 
     def engines_failed(self, failure: EngineDied) -> None:
-        """The run cannot continue: a router has exited, or the last engine of a model."""
+        """The run cannot continue: a router has ended for good, or the last engine of a model."""
 
     def engines_need_weights(self) -> None:
         """No engine serves the trained model any more; restarted ones could, once they have the trainer's weights."""
@@ -54,6 +56,7 @@ class EngineFleet:
     An engine that ends, or stops responding under ``--use-fault-tolerance``, gets no more requests; those it had are
     retried on the others of its model. With the flag it is restarted in the background, and gets requests again once it
     has the trainer's weights: ``recover``, push, ``admit``. One of a frozen model needs none, and gets them at once.
+    So does one that hangs in a call, or whose answers are rejected again and again. A router that ends is restarted.
     Engines that others started are attached instead, again when they come back, and outlive the fleet.
     """
 
@@ -70,6 +73,7 @@ class EngineFleet:
         self.members = Members()
         self.models = served_models(args, self.plans, self.members)
         self._model_of = {plan.rank: model for model in self.models for plan in model.plans}
+        self._rejections = Rejections(self.members, self.models, self.mark_dead)
         self._new_engine = new_engine or self._make_engine
         self._offered: list[Member] = []
         self._released: set[str] = set()
@@ -169,7 +173,8 @@ class EngineFleet:
     def _at_once(self, members: Sequence[Member], action: Callable[[Member, EngineClient], Any]) -> list[Any]:
         """Do ``action`` on ``members`` at once; return the results, or raise the first failure.
 
-        An engine that turns out to have exited or not to respond is marked dead instead of raising.
+        An engine that turns out to have exited or not to respond, be it to this call only, is marked dead instead of
+        raising.
         """
         if not members:
             return []
@@ -180,6 +185,9 @@ class EngineFleet:
                     results.append(call.result())
                 except ServerError as e:
                     failures.append((member, e))
+        for member, error in failures:
+            if isinstance(error, EngineTimeoutError):
+                self.mark_dead(member, member.describe_failure(f"it hangs. {error}"))
         if failures:
             self.mark_unreachable_dead()
         for member, error in failures:
@@ -216,13 +224,23 @@ class EngineFleet:
             if how is not None:
                 self.mark_dead(member, how)
 
-    def mark_unreachable_dead(self) -> None:
-        """Mark every engine dead that has exited or does not respond to repeated requests."""
+    def mark_unreachable_dead(self, hanging: Mapping[str, str] | None = None) -> None:
+        """Mark every engine dead that has exited or does not respond to repeated requests.
+
+        ``hanging``: engine URL -> the call that it did not answer; it may well answer others.
+        """
         self.reap_exited()
+        for member in self.members.of(*LIVING):
+            if (call := (hanging or {}).get(member.known_info.url)) is not None:
+                self.mark_dead(member, member.describe_failure(f"it hangs in a weight sync: {call}"))
         members = self.members.of(*LIVING)
         for member, error in zip(members, _in_parallel(lambda m: check_alive(m.known_info), members), strict=True):
             if error is not None:
                 self.mark_dead(member, member.describe_failure(f"it does not respond any more. {error}"))
+
+    def note_rejected(self, router_url: str, engine_url: str | None, wrong: str) -> None:
+        """An answer that came through ``router_url`` was not used; an engine that gives several such ends."""
+        self._rejections.note(router_url, engine_url, wrong, get_http_client().answers.oldest_version.get(router_url))
 
     def recover(self) -> int:
         """Before a push of weights: return when the restarts of dead engines have ended.
@@ -277,13 +295,18 @@ class EngineFleet:
 
         Of several models each has its own beside those of all.
         """
+        rare = {
+            "router_restarts": sum(model.router_restarts for model in self.models),
+            "rejected_answers": self.members.rejected_of.total(),
+        }
+        faults = {f"rollout/engines/{name}": count for name, count in rare.items() if count}
         if self._restarts is None and not self.members.lost:
-            return {}
+            return faults
         counts = _counts("", self.members.of(State.SERVING), self.members.lost, self.members.restarted)
         for model in self.models if len(self.models) > 1 else ():
             lost, restarted = self.members.lost_of[model.name], self.members.restarted_of[model.name]
             counts |= _counts(f"{model.name}/", model.of(State.SERVING), lost, restarted)
-        return counts
+        return counts | faults
 
     def drain(self, deadline_s: float) -> int:
         """Take every engine off its router, and wait until they have answered what they hold.
@@ -338,21 +361,28 @@ class EngineFleet:
         return [member for member in self.members.of(*LIVING) if member.engine.plan.offload]
 
     def _watch(self) -> None:
-        """Poll engines and routers until a router has ended."""
+        """Poll engines and routers until a router has ended for good."""
         while not self._stopping.wait(WATCH_INTERVAL_S):
-            ended = next(filter(None, (model.running_router.poll() for model in self.models)), None)
-            if ended is not None and not self._stopping.is_set():
-                logger.error("%s", ended)
-                self._events.engines_failed(EngineDied(ended))
-                return
             try:
+                for model in self.models:
+                    model.revive_router(self._stopping)
                 self.reap_exited()
+            except RouterEndedError as e:
+                self._router_ended(e)
+                return
             except Exception:  # a later poll may succeed
                 logger.exception("looking for engines that have ended")
+
+    def _router_ended(self, error: RouterEndedError) -> None:
+        if not self._stopping.is_set():
+            logger.error("%s", error)
+            self._events.engines_failed(EngineDied(str(error)))
 
     def _register(self, member: Member) -> None:
         try:
             self._model_of[member.rank].register(member)
+        except RouterEndedError as e:
+            self._router_ended(e)
         except RouterError as e:
             self.mark_dead(member, member.describe_failure(f"it cannot join the router. {e}"))
 

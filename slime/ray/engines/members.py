@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,13 +44,15 @@ LIVING = (State.NEW, State.SERVING)
 class Member:
     """One incarnation of an engine: when it is restarted, another member takes its place.
 
-    ``released``: which parts of its memory it has released (``offload.TAGS``).
+    ``released``: which parts of its memory it has released (``offload.TAGS``). ``rejected``: when answers of it were
+    rejected, the latest ones.
     """
 
     engine: Engine
     state: State = State.STARTING
     info: EngineInfo | None = None
     released: set[str] = field(default_factory=set)
+    rejected: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
     @property
     def rank(self) -> int:
@@ -74,7 +76,8 @@ class Member:
 class Members:
     """One member per engine of the plan. Every change of state happens here, under a lock.
 
-    ``lost_of`` and ``restarted_of`` count engines that died and engines that were restarted, by model.
+    ``lost_of`` and ``restarted_of`` count engines that died and engines that were restarted, ``rejected_of`` answers
+    that were not used, by model.
     """
 
     def __init__(self) -> None:
@@ -82,6 +85,7 @@ class Members:
         self._lock = threading.Lock()
         self.lost_of: Counter[str] = Counter()
         self.restarted_of: Counter[str] = Counter()
+        self.rejected_of: Counter[str] = Counter()
 
     @property
     def lost(self) -> int:

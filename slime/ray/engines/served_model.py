@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from argparse import Namespace
 from collections.abc import Sequence
 
 from slime.arguments.placement import EnginePlan, models_of
+from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
 from slime.ray.engines.members import Member, Members, State
 from slime.servers.http import RouterError
 
 logger = logging.getLogger(__name__)
+
+
+ROUTER_RESTARTS = 20
+"""Of one router; more have a cause that another start does not mend."""
+
+
+class RouterEndedError(RuntimeError):
+    """A router has ended for good."""
 
 
 class ServedModel:
@@ -26,7 +36,10 @@ class ServedModel:
     def __init__(self, name: str, plans: Sequence[EnginePlan], members: Members, *, update_weights: bool) -> None:
         self.name, self.plans, self.update_weights = name, plans, update_weights
         self.router: RouterProcess | RunningRouter | None = None
+        self.router_restarts = 0
         self._members = members
+        self._changes = threading.Lock()
+        """Held while the router's engines, or the router, are being changed."""
 
     @property
     def running_router(self) -> RouterProcess | RunningRouter:
@@ -49,15 +62,43 @@ class ServedModel:
 
     def register(self, member: Member) -> None:
         """Send requests to ``member``. Raises RouterError."""
-        self.running_router.add_engine(member.known_info)
-        self._members.change(member, (State.NEW,), State.SERVING)
+        self.revive_router()
+        with self._changes:
+            self.running_router.add_engine(member.known_info)
+            self._members.change(member, (State.NEW,), State.SERVING)
 
     def deregister(self, member: Member) -> None:
         """Send no more requests to ``member``."""
-        try:
-            self.running_router.remove_engine(member.known_info)
-        except RouterError as e:
-            logger.warning("%s stays on the router, which will find it dead: %s", member, e)
+        with self._changes:
+            if self.running_router.poll() is not None:
+                return  # the next router does not get to know it
+            try:
+                self.running_router.remove_engine(member.known_info)
+            except RouterError as e:
+                logger.warning("%s stays on the router, which will find it dead: %s", member, e)
+
+    def revive_router(self, stopping: threading.Event | None = None) -> None:
+        """Start the router again on its port if it has ended, with the engines that serve.
+
+        What requests it held fail with their connections, and their senders send them again. Raises
+        RouterEndedError when it does not start, or has ended more than ``ROUTER_RESTARTS`` times.
+        """
+        with self._changes:
+            ended = self.running_router.poll()
+            if ended is None or (stopping is not None and stopping.is_set()):
+                return
+            if self.router_restarts >= ROUTER_RESTARTS:
+                raise RouterEndedError(ended)
+            self.router_restarts += 1
+            logger.error("%s\nIt is started again on its port, and the requests that it held are sent again.", ended)
+            try:
+                self.running_router.restart()
+                serving = self.of(State.SERVING)
+                for member in serving:
+                    self.running_router.add_engine(member.known_info)
+            except (RouterStartError, RouterError) as e:
+                raise RouterEndedError(f"{ended}\nIt could not be started again: {e}") from e
+            logger.warning("%s was started again, with %d engines", self.running_router.name, len(serving))
 
     def recovery_message(self, lost: EnginePlan, *, restarts: bool) -> str:
         """Say how the run continues after the loss of an engine."""

@@ -140,7 +140,7 @@ class EngineLoads:
 
     async def read(self) -> list[EngineLoad]:
         """Return the loads of the engines that answer."""
-        urls = await get_http_client().list_workers(self.router_url(), with_prefill=False)
+        urls = await get_http_client().list_workers(self.router_url(), "regular", "decode")
         listed = max(self.listed, len(urls))
         self.listed = min(self.planned, listed) if self.planned else listed
         loads: list[EngineLoad | None] = [None] * len(urls)

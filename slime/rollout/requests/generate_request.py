@@ -48,8 +48,8 @@ class Resumes:
         self._length = sample.response_length
         if self._stalled > MAX_RESUMES_WITHOUT_PROGRESS:
             raise RuntimeError(
-                f"the engines aborted sample index={sample.index} {self._stalled} times without generating a token, "
-                "and no abort was requested here; see the engine logs"
+                f"the engines aborted sample index={sample.index} {self._stalled} times without generating a token "
+                "that can be used, and no abort was requested here; see the engine logs"
             )
         await asyncio.sleep(RESUME_PAUSE_S)
         return True
@@ -102,10 +102,12 @@ def _asked_for_training(args: Any) -> list[str]:
 
 
 def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
-    """Return the header that keeps the requests of a sample on one engine, for the routers that use it."""
-    if args.router_policy in ("consistent_hashing", "manual") and sample.session_id:
-        return {"X-SMG-Routing-Key": sample.session_id}
-    return None
+    """Return the header that keeps the requests of a sample, or of its group, on one engine, where routers use it."""
+    if args.router_policy not in ("consistent_hashing", "manual"):
+        return None
+    if args.sglang_routing_key == "group" and sample.group_index is not None:
+        return {"X-SMG-Routing-Key": f"group-{sample.group_index}"}
+    return {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None
 
 
 def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:

@@ -10,11 +10,13 @@ import pytest
 
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import health as engine_health
+from slime.ray.engines import rejections, served_model
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.members import State
 from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
-from tests.support.fake_fleet import PATIENCE_S, Client, Engine, infos, push
+from slime.utils import http_utils
+from tests.support.fake_fleet import PATIENCE_S, Client, Engine, infos, push, wait_until
 
 
 def test_engines_that_start_get_requests_and_end_with_the_fleet(world: Any) -> None:
@@ -311,12 +313,90 @@ def test_a_new_engine_that_the_router_refuses_is_replaced_again(world: Any) -> N
     assert run.router.engines == ["http://e1:2", "http://e0:4"]
 
 
-def test_the_end_of_the_router_ends_the_run(world: Any, monkeypatch: Any) -> None:
+def test_a_router_that_ends_is_started_again_with_the_engines_that_serve(world: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.01)
     run = world(use_fault_tolerance=True)
+    Engine.gate.clear()
+    Engine.started[0].ended_by = "killed"
+    wait_until(lambda: run.fleet.members.lost)
     run.router.ended_by = "router (pid 3) was ended by signal 9."
+    wait_until(lambda: run.router.engines == ["http://e1:2"] and run.fleet.models[0].router_restarts)
+    Engine.gate.set()
+    assert run.fleet.recover() == 1
+    push(run)
+    assert run.router.engines == ["http://e1:2", "http://e0:3"]
+    assert run.router.restarts == 1
+    assert not run.events.failed.is_set()
+    assert run.fleet.counts()["rollout/engines/router_restarts"] == 1
+
+
+def test_an_engine_that_joins_a_router_that_has_just_ended_is_not_lost(world: Any) -> None:
+    """Nobody has looked for the router's end yet."""
+    run = world(use_fault_tolerance=True)
+    Engine.started[0].ended_by = "killed"
+    run.fleet.reap_exited()
+    assert run.fleet.recover() == 1
+    run.router.ended_by = "killed"
+    push(run)
+    assert run.router.engines == ["http://e1:2", "http://e0:3"]
+    assert run.fleet.members.lost == 1
+
+
+@pytest.mark.parametrize("ended_by", ["a port that is taken", "killed too often"])
+def test_a_router_that_does_not_start_again_ends_the_run(world: Any, monkeypatch: Any, ended_by: str) -> None:
+    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.01)
+    run = world(use_fault_tolerance=True)
+    if ended_by == "killed too often":
+        run.fleet.models[0].router_restarts = served_model.ROUTER_RESTARTS
+    run.router.ended_by = ended_by
     assert run.events.failed.wait(PATIENCE_S)
-    assert "router (pid 3)" in str(run.events.failure)
+    assert ended_by in str(run.events.failure)
+
+
+def test_an_engine_whose_answers_are_rejected_again_and_again_is_replaced(world: Any, caplog: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    for _ in range(rejections.LIMIT - 1):
+        run.fleet.note_rejected(run.router.url, "http://e0:1", "token 0 of 4 has the log-prob None")
+    run.fleet.note_rejected(run.router.url, "http://e1:2", "token 0 of 4 has the log-prob None")
+    run.fleet.note_rejected("http://other", "http://e0:1", "another model's")
+    assert run.fleet.members.lost == 0
+    run.fleet.note_rejected(run.router.url, "http://e0:1", "token 3 of 4 has the log-prob None")
+    wait_until(lambda: Engine.started[0].is_ended.is_set())
+    reported = next(r.message for r in caplog.records if r.levelno == logging.ERROR)
+    assert reported.startswith("engine 0 (http://e0:1): 3 of its answers could not be used, the last: token 3 of 4")
+    assert run.router.engines == ["http://e1:2"]
+    assert run.fleet.recover() == 1
+    push(run)
+    assert run.fleet.counts() == {
+        "rollout/engines/serving": 2, "rollout/engines/lost": 1, "rollout/engines/restarted": 1,
+        "rollout/engines/rejected_answers": 4,
+    }  # fmt: skip
+
+
+def test_engines_are_asked_when_the_router_does_not_say_who_answered(world: Any, caplog: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    http_utils.get_http_client().answers.oldest_version[run.router.url] = 3
+    meta = {"output_token_logprobs": [[-0.1, 5, None]], "completion_tokens": 1, "finish_reason": {"type": "length"}}
+    for url, version in (("http://e0:1", "3"), ("http://e1:2", "2")):
+        Client.answers[url] = {"meta_info": {**meta, "weight_version": version}}
+    run.fleet.note_rejected(run.router.url, None, "weight version 2")
+    wait_until(lambda: Engine.started[1].is_ended.is_set())
+    assert run.router.engines == ["http://e0:1"]
+    assert "its answer to a check cannot either: it was generated with weight version 2, and version 3" in caplog.text
+
+
+def test_an_engine_that_hangs_in_one_call_is_replaced(world: Any, caplog: Any) -> None:
+    """It answers every other call."""
+    run = world(use_fault_tolerance=True)
+    Client.hanging.add(("http://e1:2", "weights_checker"))
+    assert run.fleet.check_weights("checksum") == ["weights_checker of http://e0:1"]
+    assert run.router.engines == ["http://e0:1"]
+    assert "engine 1 (http://e1:2): it hangs. POST http://e1:2/weights_checker" in caplog.text
+    assert run.fleet.recover() == 1
+    push(run)
+    run.fleet.mark_unreachable_dead({"http://e0:1": "could not flush the prefix cache"})
+    assert "engine 0 (http://e0:1): it hangs in a weight sync: could not flush the prefix cache" in caplog.text
+    assert run.fleet.recover() == 1
 
 
 def test_nothing_is_started_again_once_the_fleet_stops(world: Any) -> None:

@@ -68,7 +68,9 @@ class FakeFleet:
         self.calls.append("admit")
         self.num_new = 0
 
-    def mark_unreachable_dead(self) -> None:
+    def note_rejected(self, *_: Any) -> None: ...
+
+    def mark_unreachable_dead(self, hanging: Any = None) -> None:
         self.calls.append("lose unreachable")
 
     def counts(self) -> dict[str, int]:

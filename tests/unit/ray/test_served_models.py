@@ -13,7 +13,7 @@ from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import offload
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.members import Members, State
-from slime.ray.engines.served_model import ServedModel, new_router
+from slime.ray.engines.served_model import ROUTER_RESTARTS, ServedModel, new_router
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, World, push
 from tests.support.standin_fleet import fleet_args
 
@@ -225,9 +225,10 @@ def test_a_judge_that_cannot_be_restarted_ends_the_run_when_it_is_the_last(serve
     assert run.routers["actor"].engines == [ACTOR]
 
 
-def test_the_end_of_the_second_router_ends_the_run(served: Any, monkeypatch: Any) -> None:
+def test_the_end_of_the_second_router_for_good_ends_the_run(served: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.01)
     run = served()
+    run.fleet.models[1].router_restarts = ROUTER_RESTARTS
     run.routers["judge"].ended_by = "router of model judge (pid 3) was ended by signal 9."
     assert run.events.failed.wait(PATIENCE_S)
     assert "router of model judge (pid 3)" in str(run.events.failure)

@@ -220,7 +220,7 @@ async def test_many_engines_are_asked_a_few_at_a_time(client, monkeypatch):
         asked -= 1
         return EngineLoad(int(url), 0)
 
-    async def list_workers(url, *, with_prefill):
+    async def list_workers(url, *worker_types):
         return [str(number) for number in range(200)]
 
     monkeypatch.setattr(EngineLoads, "_load_of", load_of)

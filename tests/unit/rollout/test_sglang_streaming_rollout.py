@@ -43,6 +43,22 @@ def check(sample: Sample, pieces: int, tokens: list[int] = WHOLE) -> None:
     assert [(s["version"], s["start"], s["end"]) for s in sample.weight_version_spans] == [("0", 0, len(tokens))]
 
 
+@pytest.mark.parametrize("spoil", ["nan", "old"])
+def test_nothing_is_kept_of_an_answer_that_cannot_be_trained_on(cluster, make_args, spoil):
+    args = make_args()
+    client = get_http_client()
+    client.answers.oldest_version[cluster.router.url] = 0
+    for engine in cluster.engines:
+        engine.delay = 0.002
+        engine.failures.append(Failure(spoil=spoil))
+    sample = Sample(index=0, prompt="p")
+    run(generate_streaming(args, sample, PARAMS))
+    assert sample.tokens == [ord("p"), *WHOLE]
+    assert sample.rollout_log_probs == [-0.5 - token / 1000 for token in WHOLE]
+    assert set(sample.weight_versions) == {"0"}
+    assert client.answers.rejected.total() == 2
+
+
 def test_the_sample_is_that_of_the_unstreamed_reply(cluster, make_args):
     args = make_args()
     for engine in cluster.engines:

@@ -10,9 +10,10 @@ import pytest
 
 from scripts.bench.standin import ServerThread
 from slime.utils import http_client, http_utils
+from slime.utils.engine_answers import MOST_REJECTED
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
 from tests.support.arguments import run_args
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.fake_engine import Failure, FakeCluster, FaultMix
 
 REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
@@ -58,6 +59,71 @@ async def test_other_errors_are_final_and_carry_the_body(cluster, client, status
     error = caught.value
     assert (error.status, error.attempts, error.url) == (status, 1, f"{cluster.engines[0].url}/generate")
     assert len(cluster.engines[0].requests) == 1
+
+
+WITH_LOG_PROBS = {**REQUEST, "return_logprob": True}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "wrong"),
+    [
+        ("nan", "token 3 of 4 has the log-prob None"),
+        ("short", "3 log-probs came with 4 tokens"),
+        ("old", "it was generated with weight version default, and version 2 was asked"),
+    ],
+)
+async def test_answers_that_cannot_be_trained_on_are_asked_for_elsewhere(cluster, client, spoil, wrong):
+    """From the second try on straight from another engine: a router would find the same one by the prompt."""
+    for engine in cluster.engines:
+        engine.weight_version = "2"
+    cluster.engines[0].faults = FaultMix([(1.0, Failure(spoil=spoil))])
+    told = []
+    client.answers.report = lambda *words: told.append(words)
+    client.answers.oldest_version[cluster.router.url] = 2
+    for _ in range(2):
+        reply = await client.post(f"{cluster.router.url}/generate", WITH_LOG_PROBS)
+        assert len(reply["meta_info"]["output_token_logprobs"]) == 4
+        assert all(log_prob < 0 for log_prob, *_ in reply["meta_info"]["output_token_logprobs"])
+        assert reply["meta_info"]["weight_version"] == "2"
+    assert {words[2] for words in told} == {wrong}
+    assert {words[:2] for words in told} <= {(cluster.router.url, None), (cluster.router.url, cluster.engines[0].url)}
+    assert len(told) == client.answers.rejected.total() <= 4
+
+
+async def test_a_request_whose_answers_are_all_rejected_fails_with_the_reason(cluster, client):
+    for engine in cluster.engines:
+        engine.faults = FaultMix([(1.0, Failure(spoil="nan"))])
+    with pytest.raises(HttpRequestError, match=r"an answer of http.* is rejected: token 3 of 4 has the log-prob None"):
+        await client.post(f"{cluster.router.url}/generate", WITH_LOG_PROBS)
+    assert len(cluster.requests) == MOST_REJECTED
+    # Who wants no log-probs, and asks for many prompts at once, judges answers alone.
+    await client.post(f"{cluster.router.url}/generate", REQUEST)
+
+
+async def test_a_newer_version_than_the_oldest_is_right(cluster, client):
+    client.answers.oldest_version[cluster.engines[0].url] = 9
+    cluster.engines[0].weight_version = "10"
+    reply = await client.post(f"{cluster.engines[0].url}/generate", WITH_LOG_PROBS)
+    assert reply["meta_info"]["weight_version"] == "10"
+
+
+async def test_ranks_of_an_engine_are_one_engine(client, monkeypatch):
+    workers = [{"url": f"http://e:{port}@{rank}", "worker_type": "regular"} for port in (1, 2) for rank in (0, 1)]
+    workers.append({"url": "http://[::1]:3", "worker_type": "decode"})
+
+    async def get(url, **_):
+        return {"workers": workers}
+
+    monkeypatch.setattr(client, "get", get)
+    assert await client.list_workers("http://r") == ["http://e:1", "http://e:2", "http://[::1]:3"]
+    assert await client.list_workers("http://r", "regular") == ["http://e:1", "http://e:2"]
+
+
+async def test_smg_without_an_engine_is_asked_until_it_has_one(cluster, client):
+    body = b'{"error":{"code":"model_not_found","message":"No worker available for model \'unknown\'"}}'
+    cluster.engines[0].failures.extend([Failure(404, body)] * 3)
+    await client.post(f"{cluster.engines[0].url}/generate", REQUEST, max_retries=1)
+    assert len(cluster.engines[0].requests) == 4
 
 
 @pytest.mark.parametrize(
@@ -290,7 +356,7 @@ async def test_engines_that_only_prefill_can_be_left_out(cluster, client, monkey
 
     monkeypatch.setattr(client, "get", get)
     assert await client.list_workers("http://router:1") == ["http://prefill:1", "http://decode:1"]
-    assert await client.list_workers("http://router:1", with_prefill=False) == ["http://decode:1"]
+    assert await client.list_workers("http://router:1", "regular", "decode") == ["http://decode:1"]
 
 
 async def test_the_proxy_of_the_environment_is_ignored(cluster, client, monkeypatch):

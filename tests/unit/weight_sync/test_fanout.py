@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.weight_sync.fanout import FanOut, WeightSyncError
+from scripts.bench.standin import StandInCluster
+from slime.servers.engine_client import EngineClient
+from slime.weight_sync import steps
+from slime.weight_sync.fanout import FanOut, WeightSyncError, engines_that_hang
 
 
 def test_the_deadline_is_that_of_all_engines_together() -> None:
@@ -35,3 +38,35 @@ def test_an_answer_that_came_in_time_counts_though_it_is_looked_at_late() -> Non
         fanout.close()
     assert "1 of 2 engines" in str(caught.value)
     assert "early" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [
+        ("/health", "reach the server"),
+        ("/pause_generation", "pause (abort)"),
+        ("/flush_cache", "flush the prefix cache"),
+        ("/update_weights_from_disk", "load it"),
+        ("/model_info", "read the weight version"),
+        ("/continue_generation", "continue"),
+    ],
+)
+def test_an_engine_that_hangs_in_one_call_of_a_push_is_named(path: str, step: str) -> None:
+    """It answers all others, and generates."""
+    with StandInCluster(2) as cluster:
+        hangs = cluster.engines[1]
+        hangs.hangs_on.add(path)
+        clients = [EngineClient(engine.url, timeout=1.5) for engine in cluster.engines]
+        control = FanOut(clients)
+
+        def push() -> None:
+            steps.health_check(control, 1.5)
+            steps.pause_and_flush(control, "abort", 1.5)
+            control.call("load it", lambda c: c.update_weights_from_disk("/w", weight_version="3"), 1.5)
+            steps.verify_and_continue(control, 3, 1.5)
+
+        with pytest.raises(WeightSyncError) as caught:
+            push()
+        control.close()
+        assert engines_that_hang(f"rank 0 failed\n{caught.value}") == {hangs.url: f"could not {step}"}
+        clients[1].loads(timeout=10.0)

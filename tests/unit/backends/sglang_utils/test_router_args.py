@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.backends.sglang_utils.router import choose_package, router_fields
+from slime.backends.sglang_utils.router import SMG_PATIENCE, choose_package, router_fields
 from slime.backends.sglang_utils.router_main import router_options
 from tests.support.arguments import run_args
 
@@ -16,24 +16,31 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
 
 
-def test_sglang_router_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smg_is_the_default_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "sglang_router", "smg")
-    assert choose_package(run_args(router_policy="cache_aware")) == "sglang_router"
-    assert choose_package(run_args()) == "sglang_router"
+    for policy in ("cache_aware", "manual", "prefix_hash"):
+        assert choose_package(run_args(router_policy=policy)) == "smg"
+    installed(monkeypatch, "sglang_router")
+    for policy in ("cache_aware", "manual", "consistent_hashing"):
+        assert choose_package(run_args(router_policy=policy)) == "sglang_router"
 
 
-def test_requests_that_stick_to_an_engine_need_no_other_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    for packages in (["sglang_router"], ["sglang_router", "smg"]):
-        installed(monkeypatch, *packages)
-        assert choose_package(run_args(router_policy="consistent_hashing")) == "sglang_router"
-        assert choose_package(run_args(router_policy="manual")) == "sglang_router"
+def test_a_router_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "sglang_router", "smg")
+    for package in ("smg", "sglang_router"):
+        assert choose_package(run_args(sglang_router_package=package)) == package
+    installed(monkeypatch)
+    for package in ("smg", "sglang_router"):
+        with pytest.raises(ValueError, match=f"--sglang-router-package {package}: it is not installed"):
+            choose_package(run_args(sglang_router_package=package))
 
 
 @pytest.mark.parametrize("policy", ["prefix_hash", "least_load"])
 def test_a_policy_that_only_smg_has(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     installed(monkeypatch, "sglang_router", "smg")
-    assert choose_package(run_args(router_policy=policy)) == "smg"
     assert choose_package(run_args(router_policy="random", router_decode_policy=policy)) == "smg"
+    with pytest.raises(ValueError, match=rf"{policy}.*`smg`.*--sglang-router-package says otherwise"):
+        choose_package(run_args(router_policy=policy, sglang_router_package="sglang_router"))
     installed(monkeypatch, "sglang_router")
     with pytest.raises(ValueError, match=rf"{policy}.*`smg`.*not installed.*manual and consistent_hashing"):
         choose_package(run_args(router_policy=policy))
@@ -54,6 +61,19 @@ def test_without_any_router(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
     with pytest.raises(ValueError, match="No router is installed"):
         choose_package(run_args(router_policy="random"))
+
+
+def test_smg_waits_for_engines_that_pause_and_keeps_sessions_where_they_are() -> None:
+    fields = router_fields(run_args(), host="h", port=1, package="smg")
+    assert {fields[name] for name in SMG_PATIENCE} == {14400}
+    assert "worker_overload_protection" not in fields
+    sticky = router_fields(run_args(router_policy="manual"), host="h", port=1, package="smg")
+    assert sticky["worker_overload_protection"] is False
+
+
+def test_data_parallel_ranks_can_be_workers_of_their_own() -> None:
+    for package in ("smg", "sglang_router"):
+        assert router_fields(run_args(router_dp_aware=True), host="h", port=1, package=package)["dp_aware"] is True
 
 
 def test_only_flags_that_were_set_and_what_slime_decides() -> None:
