@@ -9,6 +9,7 @@ from slime.servers.http import BlockingHttp, RouterError, RouterTimeoutError
 
 _POLL_S = 0.2
 _TIMEOUT_S = 30.0
+_REPLACE_DEADLINE_S = 20.0
 
 
 def _http(router_url: str, api_key: str | None, timeout: float = _TIMEOUT_S) -> BlockingHttp:
@@ -27,6 +28,8 @@ def add_worker(
 ) -> None:
     """Register an engine. The router answers at once and makes it ready later: see :func:`wait_worker_ready`.
 
+    An earlier entry of the same URL is replaced (smg refuses another one, and removes them in the background).
+
     Raises:
         ValueError: a prefill worker without ``bootstrap_port``.
         RouterError: the router refused or cannot be reached.
@@ -38,7 +41,16 @@ def add_worker(
         body["bootstrap_port"] = bootstrap_port
     if api_key:
         body["api_key"] = api_key
-    _http(router_url, api_key).post("/workers", body)
+    deadline = time.monotonic() + _REPLACE_DEADLINE_S
+    while True:
+        try:
+            _http(router_url, api_key).post("/workers", body)
+            return
+        except RouterError as e:
+            if e.status != 409 or time.monotonic() > deadline:
+                raise
+        remove_worker(router_url, engine_url, api_key=api_key)
+        time.sleep(_POLL_S)
 
 
 def list_workers(router_url: str, *, api_key: str | None = None, timeout: float = _TIMEOUT_S) -> list[dict[str, Any]]:
@@ -81,5 +93,9 @@ def remove_worker(router_url: str, engine_url: str, *, api_key: str | None = Non
     worker = find_worker(router_url, engine_url, api_key=api_key)
     if worker is None:
         return False
-    _http(router_url, api_key).delete(f"/workers/{worker['id']}")
+    try:
+        _http(router_url, api_key).delete(f"/workers/{worker['id']}")
+    except RouterError as e:
+        if e.status != 404:  # it has been removed since
+            raise
     return True

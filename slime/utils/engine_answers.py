@@ -28,11 +28,11 @@ def wrong_with(answer: Any, oldest_version: int | None = None) -> str | None:
         return None
     reported = meta.get("output_token_logprobs") or []
     log_probs = [item[0] for item in reported]
-    kinds = {"log-prob": log_probs, "log-prob among the kept tokens": meta.get("output_token_sampling_logprobs") or []}
-    for kind, values in kinds.items():
+    among_kept = meta.get("output_token_sampling_logprobs") or []
+    for name, values in (("log-prob", log_probs), ("log-prob among the kept tokens", among_kept)):
         if not _all_finite(values):
             index = next(i for i, value in enumerate(values) if not _all_finite([value]))
-            return f"token {index} of {len(reported)} has the {kind} {values[index]}"
+            return f"token {index} of {len(reported)} has the {name} {values[index]}"
     finish, made = meta.get("finish_reason"), meta.get("completion_tokens")
     kind = finish.get("type") if isinstance(finish, Mapping) else finish
     if kind in COMPLETE and isinstance(made, int) and len(reported) < made:

@@ -30,7 +30,8 @@ _LOST_UPSTREAM = (
     "Prefill bootstrap failed",
     "Prefill transfer failed",
 )
-_NO_WORKER = "No worker available for model"
+_NO_WORKER = "No worker available for model 'unknown'"
+"""Of smg before it has had an engine: requests to ``/generate`` name no model."""
 
 
 class HttpRequestError(RuntimeError):
@@ -120,7 +121,7 @@ def check_status(reply: aiohttp.ClientResponse, raw: bytes, attempts: int, start
 def has_no_engine(failure: Retry) -> bool:
     """True when a router has no engine to send to: engines may be on their way back, so only the deadline ends this.
 
-    sglang-router answers 503 with this code; smg, which then knows no model, 404. A run that gets no engine back is
+    Routers answer 503 with this code; smg, as long as it knows no model, 404. A run that gets no engine back is
     ended by what watches the engines.
     """
     return (failure.status == 503 and "no_available_workers" in failure.body) or _NO_WORKER in failure.body

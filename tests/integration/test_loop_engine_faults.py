@@ -1,4 +1,5 @@
-"""``train.py`` whose engines are killed: they come back with the trainer's weights, also after all of them at once."""
+"""``train.py`` whose engines and router are killed: engines come back with the trainer's weights, also after all of
+them at once, and the router on its port."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ RESTART_DEADLINE_S = 240.0
 
 def engine_servers(run: Run) -> list[int]:
     """The HTTP servers of the run's engines."""
-    return [
-        pid
-        for pid in run.processes()
-        if "sglang.launch_server" in command_line(pid) and "process_supervisor" not in command_line(pid)
-    ]
+    return servers(run, "sglang.launch_server")
+
+
+def servers(run: Run, module: str) -> list[int]:
+    lines = {pid: command_line(pid) for pid in run.processes()}
+    return [pid for pid, line in lines.items() if module in line and "process_supervisor" not in line]
 
 
 def wait_for_metric(run: Run, name: str, at_least: float) -> int:
@@ -59,6 +61,12 @@ def test_engines_that_are_killed_come_back(tmp_path: Path, where: str):
         back = wait_for_metric(run, "rollout/engines/restarted", 1)
         wait_for_rollout(run, back + 1)
         assert first[0] in engine_servers(run)
+
+        (router,) = servers(run, "sglang_utils.router_main")
+        os.kill(router, signal.SIGKILL)
+        run.wait_for(r"router was started again, with [12] engines", 60)
+        after = wait_for_metric(run, "rollout/engines/router_restarts", 1)
+        wait_for_rollout(run, after + 1)
 
         second = engine_servers(run)
         assert len(second) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 from pathlib import Path
@@ -17,6 +18,7 @@ from slime.backends.sglang_utils.router import RouterProcess
 from slime.rollout.requests.generate_request import generate_payload
 from slime.rollout.requests.generate_state import train_sampling_params
 from slime.servers.types import EngineInfo
+from slime.utils.http_client import HttpClient
 from slime.utils.types import Sample
 from tests.support.engines import engine_args
 from tests.support.rollout_args import rollout_args
@@ -53,11 +55,14 @@ def test_a_router_whose_port_is_taken_starts_on_another(tmp_path: Path, monkeypa
     assert router.poll() is not None
 
 
+@pytest.mark.parametrize("package", ["smg", "sglang_router"])
 @pytest.mark.parametrize("policy", ["manual", "consistent_hashing"])
-def test_requests_with_one_routing_key_go_to_one_engine(tmp_path: Path, policy: str) -> None:
+def test_requests_with_one_routing_key_go_to_one_engine(tmp_path: Path, policy: str, package: str) -> None:
+    pytest.importorskip(package)
     keys = [f"{random.Random(number).getrandbits(128):032x}" for number in range(64)]
-    router = RouterProcess(engine_args("none", router_policy=policy), "127.0.0.1", log_path=tmp_path / "router.log")
-    assert router.package == "sglang_router"
+    args = engine_args("none", router_policy=policy, sglang_router_package=package)
+    router = RouterProcess(args, "127.0.0.1", log_path=tmp_path / "router.log")
+    assert router.package == package
     with StandInCluster(2) as cluster, requests.Session() as client:
         try:
             router.start()
@@ -81,9 +86,12 @@ def _routing_key(headers: dict[str, str]) -> str:
     return {name.lower(): value for name, value in headers.items()}["x-smg-routing-key"]
 
 
-def test_what_engines_are_asked_for_gets_through(tmp_path: Path) -> None:
-    """Labels do; fields that this router does not know are dropped, which is why the engine plugin reads labels."""
-    router = RouterProcess(engine_args("none"), "127.0.0.1", log_path=tmp_path / "router.log")
+@pytest.mark.parametrize("package", ["smg", "sglang_router"])
+def test_what_engines_are_asked_for_gets_through(tmp_path: Path, package: str) -> None:
+    """Labels do; sglang-router drops fields that it does not know, which is why the engine plugin reads labels."""
+    pytest.importorskip(package)
+    args = engine_args("none", sglang_router_package=package)
+    router = RouterProcess(args, "127.0.0.1", log_path=tmp_path / "router.log")
     args = rollout_args(rollout_top_p=0.9, use_rollout_routing_replay=True)
     payload = generate_payload(args, Sample(tokens=[1, 2]), train_sampling_params(args), evaluation=False)
     assert payload is not None
@@ -97,4 +105,35 @@ def test_what_engines_are_asked_for_gets_through(tmp_path: Path) -> None:
             router.stop()
         asked = cluster.requests[-1]
     assert asked["custom_labels"] == payload["custom_labels"]
-    assert not {"return_sampling_mask", "return_routed_experts"} & asked.keys()
+    fields = {"return_sampling_mask", "return_routed_experts"}
+    assert fields & asked.keys() == (fields if package == "smg" else set())
+
+
+def test_an_engine_that_leaves_smg_may_come_back_at_once(tmp_path: Path) -> None:
+    """It removes engines in the background, and refuses a URL that it still has."""
+    pytest.importorskip("smg")
+    client = HttpClient(4, request_timeout=60.0)
+    router = RouterProcess(
+        engine_args("none", sglang_router_package="smg"), "127.0.0.1", log_path=tmp_path / "router.log"
+    )
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    with StandInCluster(1) as cluster:
+        info = EngineInfo(cluster.engines[0].url)
+
+        async def asked_before_there_is_an_engine() -> None:
+            asking = asyncio.create_task(client.post(f"{router.url}/generate", body, max_retries=1))
+            await asyncio.sleep(0.5)
+            assert not asking.done()
+            await asyncio.to_thread(router.add_engine, info)
+            await asking
+            await client.close()
+
+        try:
+            router.start()
+            router.wait_ready(60)
+            asyncio.run(asked_before_there_is_an_engine())
+            for _ in range(3):
+                assert router.remove_engine(info)
+                router.add_engine(info)
+        finally:
+            router.stop()

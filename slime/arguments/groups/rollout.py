@@ -122,7 +122,9 @@ class Rollout(ArgumentGroup):
         None, "port of that router, or of the one that is started; default: a free one", ge=1, le=65535
     )
     sglang_router_package: Literal["auto", "smg", "sglang_router"] = flag(
-        "auto", "which router is started; auto: smg where it is installed, else sglang-router"
+        "auto",
+        "which router is started; auto: smg where it is installed, else sglang-router, as for slime serve and "
+        "--rollout-buffer-url, whose clients may name models that smg does not know",
     )
     sglang_router_request_timeout_secs: int = flag(14400, "seconds the router lets one request run", gt=0)
     sglang_routing_key: Literal["session", "group"] = flag(

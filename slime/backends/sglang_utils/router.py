@@ -257,6 +257,9 @@ class RouterProcess(Router):
 def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> RouterPackage:
     """Return the package of ``--sglang-router-package``; of ``auto``, ``smg`` where it is installed.
 
+    Not where clients ask through OpenAI's API (``slime serve``, the rollout buffer): smg answers 404 to every name of a
+    model but the engines' own, and sglang-router sends them all on.
+
     Raises:
         ValueError: that router is not installed, or a policy or prefill and decode engines need ``smg``.
     """
@@ -266,10 +269,11 @@ def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> Route
         raise ValueError("--sglang-router-package smg: it is not installed (pip install smg).")
     if asked == "sglang_router" and not has_sglang_router:
         raise ValueError("--sglang-router-package sglang_router: it is not installed (pip install sglang-router).")
-    if asked != "sglang_router" and has_smg:
-        return "smg"
+    names_models = has_sglang_router and (args.serve_only or args.rollout_buffer_url is not None)
     policies = {args.router_policy, args.router_prefill_policy, args.router_decode_policy}
     needs_smg = sorted(SMG_ONLY_POLICIES & policies)
+    if has_smg and (asked == "smg" or (asked == "auto" and (needs_smg or not names_models))):
+        return "smg"
     if needs_smg:
         why = "--sglang-router-package says otherwise" if has_smg else "which is not installed"
         raise ValueError(

@@ -25,6 +25,16 @@ def test_smg_is_the_default_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
         assert choose_package(run_args(router_policy=policy)) == "sglang_router"
 
 
+def test_clients_that_name_models_have_the_router_that_takes_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "sglang_router", "smg")
+    for changes in ({"serve_only": True}, {"rollout_buffer_url": "http://b"}):
+        assert choose_package(run_args(**changes)) == "sglang_router"
+        assert choose_package(run_args(**changes, sglang_router_package="smg")) == "smg"
+        assert choose_package(run_args(**changes, router_policy="least_load")) == "smg"
+    installed(monkeypatch, "smg")
+    assert choose_package(run_args(serve_only=True)) == "smg"
+
+
 def test_a_router_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "sglang_router", "smg")
     for package in ("smg", "sglang_router"):
