@@ -44,6 +44,8 @@ _SOURCE_ROOT = str(Path(slime.__file__).parents[1])
 class Router:
     """A router at ``host:port`` that answers: which engines it sends requests to."""
 
+    name = "router"
+
     def __init__(self, args: Namespace, host: str, port: int | None) -> None:
         self.host, self.port = host, port
         self._api_key: str | None = args.sglang_api_key
