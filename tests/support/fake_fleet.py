@@ -15,7 +15,7 @@ from slime.ray.engines import health as engine_health
 from slime.ray.engines import rejections
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.fleet import EngineFleet
-from slime.ray.engines.members import LIVING, Member, State
+from slime.ray.engines.members import LIVING, Member, SlotsLostError, State
 from slime.servers.http import EngineError, EngineTimeoutError, RouterError
 from slime.servers.types import EngineInfo
 from tests.support.standin_fleet import Events, fleet_args
@@ -29,6 +29,7 @@ class Engine:
     started: list[Engine]
     planned: int
     broken_starts: list[str]
+    without_slots: set[int]
     gate: threading.Event
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -37,6 +38,8 @@ class Engine:
         self.port = len(self.started)
 
     def start(self) -> EngineInfo:
+        if self.plan.rank in self.without_slots:
+            raise SlotsLostError(f"{self.plan}: a node of its slots is gone")
         if self.port > self.planned:
             assert self.gate.wait(PATIENCE_S)
         if self.broken_starts and self.port > self.planned:
@@ -174,6 +177,7 @@ def push(run: World) -> list[str]:
 def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     """Yield what makes a started fleet on ``slots``; keyword arguments replace those of the run."""
     Engine.started, Engine.broken_starts, Engine.gate = [], [], threading.Event()
+    Engine.without_slots = set()
     Engine.gate.set()
     Client.silent, Client.calls, Client.info = set(), [], {}
     Client.hanging, Client.answers = set(), {}

@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 import ray
+from ray.util import placement_group_table
 
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils import version_files
@@ -15,6 +16,7 @@ from slime.backends.sglang_utils.engine import PORT_ATTEMPTS, EngineProcess
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
 from slime.ray import worker
 from slime.ray.cluster import on_slot
+from slime.ray.engines.members import SlotsLostError
 from slime.ray.remote import Peer, RemoteFailure, one_line_kind, reports_errors, wait_all
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
@@ -49,8 +51,11 @@ class RayEngine:
     def start(self) -> EngineInfo:
         """Start the processes; return where the engine is reached, once it generates.
 
-        Raises RemoteFailure with the log's last lines when it is not ready within ``--engine-ready-timeout``.
+        Raises RemoteFailure with the log's last lines when it is not ready within ``--engine-ready-timeout``, and
+        SlotsLostError while the placement group waits for nodes in the place of those that are gone.
         """
+        if self._pg is not None and placement_group_table(self._pg).get("state") == "RESCHEDULING":
+            raise SlotsLostError(f"{self}: a node of its slots is gone, and no other has room for them")
         deadline = self.args.engine_ready_timeout
         self._actors = [self._launch(node_rank) for node_rank in range(self.plan.nodes)]
         if self._ended:

@@ -18,11 +18,15 @@ class Engine(Protocol):
 
     plan: EnginePlan
 
-    def start(self) -> EngineInfo: ...
+    def start(self) -> EngineInfo: ...  # raises SlotsLostError before anything is started
     def pull_weights(self, directory: str, deadline_s: float) -> str: ...
     def poll(self) -> str | None: ...
     def last_lines(self) -> list[str]: ...
     def end(self) -> None: ...
+
+
+class SlotsLostError(RuntimeError):
+    """An engine cannot be started now: the node of its slots is gone, and Ray has found no other room for them yet."""
 
 
 class State(Enum):

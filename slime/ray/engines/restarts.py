@@ -12,7 +12,7 @@ from typing import Any
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.external import NoAnswerError
 from slime.ray.engines import offload
-from slime.ray.engines.members import LIVING, Engine, Member, Members, State
+from slime.ray.engines.members import LIVING, Engine, Member, Members, SlotsLostError, State
 from slime.ray.remote import one_line_kind
 from slime.servers.engine_client import EngineClient
 
@@ -33,7 +33,7 @@ class EngineRestarts:
     ``on_restart(member)`` is called when an engine generates again, ``on_failure(lost, reason, is_last=...)`` when it
     does not after all attempts; ``is_last`` when no other engine of its kind is being restarted either. An engine that
     others started is attached again whenever it answers; ``on_failure`` when for as long as an engine may take to start
-    none of its model has.
+    none of its model has. An engine whose node is gone is tried again until Ray has room for it, and not waited for.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class EngineRestarts:
         self._restarting: dict[int, tuple[EnginePlan, float]] = {}
         """Engine -> its plan, and when it was lost."""
         self._waiting: list[Member] = []
+        self._without_slots: set[int] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
@@ -119,26 +120,36 @@ class EngineRestarts:
     def _join(self, deadline_s: float, which: Callable[[EnginePlan], bool]) -> None:
         deadline = time.monotonic() + deadline_s
         with self._lock:
-            threads = [thread for plan, thread in self._threads.values() if which(plan)]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            threads = [(rank, thread) for rank, (plan, thread) in self._threads.items() if which(plan)]
+        for rank, thread in threads:
+            while thread.is_alive() and rank not in self._without_slots and time.monotonic() < deadline:
+                thread.join(min(WAIT_POLL_S, max(0.0, deadline - time.monotonic())))
 
     def _restart(self, lost: Member) -> None:
         _end(lost)
         plan, reason = lost.engine.plan, ""
-        for attempt in range(1, ATTEMPTS + 1):
+        attempt = 0
+        while attempt < ATTEMPTS:
             if self._is_others_turn(lost):
                 return
             member = Member(self._new_engine(plan))
             self._members.put(member)
             if self._stopping.is_set():
                 return
-            logger.warning("restarting %s", member)
+            (logger.debug if lost.rank in self._without_slots else logger.warning)("restarting %s", member)
             try:
                 info = member.engine.start()
+                self._without_slots.discard(lost.rank)
                 if plan.offload and plan.update_weights:
                     offload.keep_weights_only(member, EngineClient(info.url, info.api_key, self._timeout))
+            except SlotsLostError as e:
+                self._members.change(member, (State.STARTING,), State.DEAD)
+                if self._waits_for_slots(lost, e):
+                    continue
+                return
             except Exception as e:  # noqa: BLE001  (logged, and retried)
+                attempt += 1
+                self._without_slots.discard(lost.rank)
                 self._members.change(member, (State.STARTING,), State.DEAD)
                 _end(member)
                 reason = one_line_kind(e)
@@ -154,6 +165,22 @@ class EngineRestarts:
         is_last = self._finish_restart(lost)
         message = f"{lost} could not be restarted in {ATTEMPTS} attempts. The last error: {reason}"
         self._on_failure(lost, message, is_last=is_last)
+
+    def _waits_for_slots(self, lost: Member, error: SlotsLostError) -> bool:
+        """Return, after a pause, whether to try again here: not where the next push does, or the run ends."""
+        plan = lost.engine.plan
+        if lost.rank not in self._without_slots:
+            logger.error("%s. It is started as soon as a node has.", error)
+            self._without_slots.add(lost.rank)
+        if self._all_have_been_away(plan.model):
+            message = f"{error}, for {self._timeout:g} s now (--engine-ready-timeout)"
+            self._on_failure(lost, message, is_last=True)
+            return False
+        if plan.offload:  # it may be the trainer's turn by then
+            with self._lock:
+                self._waiting.append(lost)
+            return False
+        return not self._stopping.wait(RETRY_DELAY_S)
 
     def _attach_again(self, lost: Member) -> None:
         """Wait until the engine that others started answers, and fits, again."""

@@ -214,6 +214,32 @@ def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(worl
     assert "no engine is left: engine 1 could not be restarted" in str(run.events.failure)
 
 
+def test_an_engine_whose_node_is_gone_is_not_given_up_and_not_waited_for(world: Any, caplog: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    Engine.without_slots.add(0)
+    Engine.started[0].ended_by = "its actor ended, and the engine with it"
+    run.fleet.reap_exited()
+    wait_until(lambda: len(Engine.started) > 2 + 2 * engine_restarts.ATTEMPTS)
+    assert run.fleet.recover() == 0
+    assert push(run) == ["http://e1:2"]
+    assert caplog.text.count("a node of its slots is gone. It is started as soon as a node has.") == 1
+    assert "could not be restarted" not in caplog.text
+    Engine.without_slots.clear()
+    wait_until(lambda: run.fleet.num_new == 1)
+    assert run.fleet.recover() == 1
+    push(run)
+    assert len(run.router.engines) == 2
+
+
+def test_a_run_ends_when_no_node_has_room_for_the_last_engine(world: Any) -> None:
+    run = world(slots=1, use_fault_tolerance=True, engine_ready_timeout=0.2)
+    Engine.without_slots.add(0)
+    Engine.started[0].ended_by = "its actor ended, and the engine with it"
+    run.fleet.reap_exited()
+    assert run.events.failed.wait(PATIENCE_S)
+    assert "a node of its slots is gone, for 0.2 s now" in str(run.events.failure)
+
+
 def test_the_last_to_be_given_up_ends_the_run(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.broken_starts += ["no memory"] * 6

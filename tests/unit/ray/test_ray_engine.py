@@ -12,6 +12,7 @@ from slime.arguments.placement import EnginePlan
 from slime.ray import remote
 from slime.ray.engines import engine as ray_engine
 from slime.ray.engines.engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
+from slime.ray.engines.members import SlotsLostError
 from slime.ray.remote import RemoteFailure
 from slime.servers.types import EngineInfo
 from tests.support.arguments import run_args
@@ -36,6 +37,7 @@ class Cluster(FakeRay):
     def __init__(self) -> None:
         super().__init__()
         self.killed: list[Actor] = []
+        self.placement = "CREATED"
 
     def kill(self, actor: Actor) -> None:
         self.killed.append(actor)
@@ -54,6 +56,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for module in (ray_engine, remote):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(remote, "time", fake)
+    monkeypatch.setattr(ray_engine, "placement_group_table", lambda pg: {"state": fake.placement})
     return fake
 
 
@@ -68,6 +71,14 @@ def engine_of(*actors: Actor, **of_group: Any) -> RayEngine:
 
 
 INFO = EngineInfo("http://e3", rank=3)
+
+
+def test_nothing_is_started_while_the_slots_have_no_node(cluster: Cluster) -> None:
+    cluster.placement = "RESCHEDULING"
+    actor = Actor()
+    with pytest.raises(SlotsLostError, match=r"engine 3.*: a node of its slots is gone"):
+        engine_of(actor).start()
+    assert not actor.calls
 
 
 def test_it_is_started_on_every_node_and_reached_at_the_first(cluster: Cluster) -> None:
