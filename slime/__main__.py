@@ -27,7 +27,14 @@ def _serve(words: Sequence[str]) -> int:
     return run_as_program(args, lambda: serve(args))
 
 
+def _engines(words: Sequence[str]) -> int:
+    from slime.ray.engines.command import change_engines
+
+    return change_engines(words)
+
+
 COMMANDS = {
+    "engines": Command(_engines, "list, add, drain or remove the engines of a run in progress"),
     "serve": Command(_serve, "start engines and their routers, and keep them running until a signal ends them"),
 }
 

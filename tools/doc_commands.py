@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import subprocess
@@ -14,6 +16,7 @@ from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import OF_YOUR_OWN, all_flags, build_parser, nearest, read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.older_flags import older_flags
+from slime.ray.engines.command import parser
 from slime.utils.old_paths import PUBLIC
 from tools.markdown import Fence, Page
 
@@ -122,6 +125,9 @@ def flag_mistake(word: str) -> str:
 def _check_module(module: str, words: list[str]) -> Iterator[str]:
     if module.split(".")[0] not in OWN:
         return
+    if module == "slime" and words[:1] == ["engines"]:
+        yield from _check_engines(words[1:])
+        return
     if module in ("slime", "slime.arguments"):
         yield from _check_train(words[1:] if module == "slime" else words)
         return
@@ -133,6 +139,16 @@ def _check_module(module: str, words: list[str]) -> Iterator[str]:
     if given:
         help_text = module_help(module)
         yield from (f"{module} has no flag {w}" for w in sorted(given) if not re.search(rf"{w}(?![\w-])", help_text))
+
+
+def _check_engines(words: list[str]) -> Iterator[str]:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            parser().parse_args(words)
+    except SystemExit as end:
+        if end.code:
+            yield said.getvalue().splitlines()[-1]
 
 
 @cache

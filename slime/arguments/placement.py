@@ -229,6 +229,17 @@ def engines_of(args: Namespace) -> list[EnginePlan]:
     ]
 
 
+def spare_slots(args: Namespace) -> int:
+    """Return how many slots the engines take that may be added until every model has ``--rollout-max-engines``."""
+    if args.rollout_max_engines is None or args.rollout_external:
+        return 0
+    models: dict[str, list[EnginePlan]] = {}
+    for plan in engines_of(args):
+        if not plan.offload:
+            models.setdefault(plan.model, []).append(plan)
+    return sum((args.rollout_max_engines - len(plans)) * plans[0].num_gpus for plans in models.values())
+
+
 @dataclass(frozen=True)
 class EngineSizes:
     """How the slots of one engine are used. Data parallelism is that of attention, within the tensor-parallel ranks:

@@ -7,6 +7,7 @@ left a few seconds later. Every process of a run has ``SLIME_RUN_ID`` in its env
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 import os
 import secrets
@@ -27,12 +28,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 import slime
 from slime.arguments.passthrough.source import CORE_VARIABLE
 from slime.observability import run_dir
+from slime.utils.atomic_file import write_atomically
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
 
 logger = logging.getLogger(__name__)
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 SLOT = "slime_slot"
+MANAGER_FILE = "manager.json"
 SMALL_MACHINE_BYTES = 64 * 2**30
 SMALL_OBJECT_STORE_BYTES = 1 * 2**30
 JANITOR_DEADLINE_S = 60.0
@@ -64,6 +67,7 @@ class Cluster:
 
     run_id: names the run; in the environment of its every process. own: this process started Ray and ends it.
     device_type: ``cuda`` or ``cpu``. slot: the resources of one slot, a GPU or a process. node_id: this host's.
+    address: where others join.
     """
 
     run_id: str
@@ -73,6 +77,7 @@ class Cluster:
     node_id: str
     janitor: Janitor
     node_janitors: dict[str, Any] = field(default_factory=dict)
+    address: str = ""
 
     def share_of_slot(self, fraction: float) -> dict[str, Any]:
         """Return Ray actor options that take ``fraction`` of a slot."""
@@ -82,6 +87,22 @@ class Cluster:
         if SLOT in self.slot:
             options["resources"] = {SLOT: self.slot[SLOT] * fraction}
         return options
+
+    def name_manager(self, directory: Path) -> dict[str, str]:
+        """Return Ray actor options that name the manager; commands find it through ``<directory>/manager.json``."""
+        # A driver of the user's own may make one after the other.
+        name = {"name": f"manager-{secrets.token_hex(4)}", "namespace": f"slime-{self.run_id}"}
+        where = {"ray_address": self.address, "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"), **name}
+        write_atomically(directory / MANAGER_FILE, json.dumps(where) + "\n")
+        return name
+
+    def wiring_of_engines(self) -> dict[str, Any]:
+        """Return what it takes to start an engine on a slot, and to reserve more slots."""
+        return {
+            "engine_options": self.share_of_slot(0.2),
+            "runtime_env": self.environment(),
+            "slot": dict(self.slot),
+        }
 
     def whole_cpu(self) -> dict[str, Any]:
         """Return Ray actor options of a process that needs no slot: a CPU where there are many, nothing otherwise."""
@@ -174,6 +195,7 @@ def connect(args: Namespace, slots: int) -> Cluster:
             slot=slot_resources(device_type, has_slots=SLOT in totals),
             node_id=ray.get_runtime_context().get_node_id(),
             janitor=janitor,
+            address=ray.get_runtime_context().gcs_address,
         )
         from slime.arguments import finalize_for_device
 
@@ -279,11 +301,7 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     # Ray's own processes inherit these: the janitor finds them, and workers import what this process can import.
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
-    # Listen on loopback only, as Ray does by itself on macOS and Windows: unless this switch of its own is off it
-    # replaces _node_ip_address="127.0.0.1" by the host's address.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # one line per connection
+    _use_loopback()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Socket paths below a long temporary directory would be too long for the kernel.
     too_long = len(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "") > 40 and sys.platform == "linux"
@@ -300,6 +318,45 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
         _temp_dir="/tmp/ray" if too_long else None,
     )
     return True
+
+
+def _use_loopback() -> None:
+    """Let Ray use loopback only, as it does by itself on macOS and Windows.
+
+    Unless this switch of its own is off it replaces ``_node_ip_address="127.0.0.1"`` by the host's address.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # one line per connection
+
+
+def manager_of_run(directory: Path) -> Any:
+    """Connect to the Ray cluster of the run in ``directory``; return the handle of its manager.
+
+    Raises ConnectionError when the run is over, or its cluster cannot be reached from this host.
+    """
+    try:
+        where = json.loads((directory / MANAGER_FILE).read_text())
+        _require_listener(where["ray_address"])
+        is_local = where["ray_address"].startswith("127.0.0.1:")
+        if is_local:
+            _use_loopback()
+        if where["ray_auth_mode"]:  # Ray knows the token, one per user, but uses it by itself only where it starts
+            os.environ["RAY_AUTH_MODE"] = where["ray_auth_mode"]
+            ray._raylet.Config.initialize("")
+        ray.init(
+            address=where["ray_address"],
+            namespace=where["namespace"],
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1" if is_local else None,
+        )
+        return ray.get_actor(where["name"])
+    except (OSError, ValueError, RuntimeError) as e:
+        raise ConnectionError(
+            f"no run in progress is found through {directory / MANAGER_FILE}: {e}. Give the --run-dir of a run, on a "
+            "host of its Ray cluster"
+        ) from e
 
 
 def _keep_sigterm_handler() -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of
+from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of, spare_slots
 from slime.arguments.rules.roles import ACTOR, CRITIC, role_args
 from slime.arguments.rules.weight_sync import check_engine_stages
 from slime.backends.sglang_utils.external import apply_external_engine_info_to_args, discover_external_engines
@@ -58,7 +58,7 @@ def create_placement_groups(args: Namespace) -> dict[str, Slots]:
     if args.rollout_external and not args.debug_train_only:
         apply_external_engine_info_to_args(args, discover_external_engines(args))
     layout = layout_of(args)
-    cluster.connect(args, layout.slots)
+    cluster.connect(args, layout.slots + spare_slots(args))
     if layout.slots == 0:
         none: Slots = (None, [], [])
         return {"actor": none, "critic": none, "rollout": none}
@@ -85,11 +85,12 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
             max_concurrency=MANAGER_THREADS,
             runtime_env=here.environment(),
             **here.whole_cpu(),
+            **here.name_manager(Path(args.run_dir)),
         )
         .remote(args)
     )
     peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
-    setup = manager.setup.remote(pg, {"engine_options": here.share_of_slot(0.2), "runtime_env": here.environment()})
+    setup = manager.setup.remote(pg, here.wiring_of_engines())
     wait_one(setup, peer, "its start", MANAGER_START_DEADLINE_S)
     per_epoch: int | None = wait_one(
         manager.get_num_rollout_per_epoch.remote(), peer, "counting the prompts", MANAGER_START_DEADLINE_S

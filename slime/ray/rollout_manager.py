@@ -20,7 +20,7 @@ from slime.observability.tracking import rollout_step
 from slime.ray import worker
 from slime.ray.conversion import Converter, carried_over_path, load_dump, save_dump, write_carried_over
 from slime.ray.engines.control import EngineControl
-from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.elastic import ElasticFleet
 from slime.ray.remote import EngineDied, reports_errors
 from slime.ray.rollout_metrics import (
     ConstantRewards,
@@ -67,7 +67,7 @@ class RolloutManager(EngineControl):
         args = self.args
         check_hooks(args)
         if not args.debug_train_only:
-            self.fleet = EngineFleet(args, pg, wiring, self)
+            self.fleet = ElasticFleet(args, pg, wiring, self)
             threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
         self.data_source = make_hook(args.data_source_path, "data_source_path")(args)
         self._make_rollout = _rollout_function(args, "rollout_function_path")
@@ -191,7 +191,8 @@ class RolloutManager(EngineControl):
         assert self.fleet is not None
         try:
             self.fleet.start()
-            init_http_client(self.args)
+            most = max(self.args.rollout_num_engines or 0, self.args.rollout_max_engines or 0)  # some may join later
+            init_http_client(Namespace(**{**vars(self.args), "rollout_num_engines": most}))
             get_http_client().answers.report = self.fleet.note_rejected
         except Exception as e:
             logger.exception("the engines did not start")

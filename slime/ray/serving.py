@@ -6,19 +6,17 @@ import json
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 
-from slime.arguments.placement import models_of
 from slime.observability import run_dir
 from slime.observability.progress import Starting
 from slime.ray import cluster, worker
+from slime.ray.engines.command import table
 from slime.ray.engines.control import EngineControl
-from slime.ray.engines.fleet import EngineFleet
-from slime.ray.engines.members import State
+from slime.ray.engines.elastic import ElasticFleet
 from slime.ray.placement_group import MANAGER_THREADS, create_placement_groups
 from slime.ray.program import handle_sigterm
 from slime.ray.remote import Peer, reports_errors, wait_one
@@ -30,7 +28,6 @@ logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 2.0
 DRAIN_MARGIN_S = 60.0
 """How much longer than ``--drain-timeout`` draining may take: an engine may be slow to say what it holds."""
-COLUMNS = ("model", "router", "engine", "url", "type", "slots", "state")
 
 
 class ServingManager(EngineControl):
@@ -46,35 +43,12 @@ class ServingManager(EngineControl):
     @reports_errors
     def start(self, slots: Any, wiring: dict[str, Any]) -> str | None:
         """Start the engines on ``slots``; return the key that they require, None where they require none."""
-        self.fleet = EngineFleet(self.args, slots, wiring, self)
+        self.fleet = ElasticFleet(self.args, slots, wiring, self)
         self.fleet.start()
         self._engines_ready.set()
         self.health_monitoring_resume()
         key: str | None = self.args.sglang_api_key
         return key
-
-    @reports_errors
-    def deployment(self) -> dict[str, dict[str, Any]]:
-        """Return, by model, its checkpoint, the URL of its router, and its engines with their state."""
-        assert self.fleet is not None
-        paths = {model.name: model.model_path for model in models_of(self.args) or ()}
-        return {
-            model.name: {
-                "model_path": paths.get(model.name, self.args.hf_checkpoint),
-                "router": model.running_router.url,
-                "engines": [
-                    {
-                        "rank": member.rank,
-                        "url": None if member.info is None else member.info.url,
-                        "worker_type": member.engine.plan.worker_type,
-                        "slots": member.engine.plan.num_gpus,
-                        "state": member.state.value,
-                    }
-                    for member in model.of(*State)
-                ],
-            }
-            for model in self.fleet.models
-        }
 
     @reports_errors
     def drain(self, deadline_s: float) -> int:
@@ -108,12 +82,11 @@ def serve(args: Namespace) -> NoReturn:
         handle_sigterm()  # Ray has put its own handler there
         start.waits_for("the engines and their routers")
         here = cluster.current()
-        options = {"runtime_env": here.environment(), **here.whole_cpu()}
+        options = {"runtime_env": here.environment(), **here.whole_cpu(), **here.name_manager(path)}
         manager = ray.remote(ServingManager).options(max_concurrency=MANAGER_THREADS, **options).remote(args)
-        wiring = {"engine_options": here.share_of_slot(0.2), "runtime_env": here.environment()}
         failure = manager.wait_for_failure.remote()
-        deadline = 2 * args.engine_ready_timeout
-        key = wait_one(manager.start.remote(slots, wiring), peer, "starting the engines", deadline, [failure])
+        started = manager.start.remote(slots, here.wiring_of_engines())
+        key = wait_one(started, peer, "starting the engines", 2 * args.engine_ready_timeout, [failure])
         serves = True
         start.done()
         if key is not None and key != args.sglang_api_key:
@@ -138,21 +111,6 @@ def _watch(manager: Any, failure: Any, peer: Peer, file: Path) -> NoReturn:
             print(table(found), flush=True)
             shown = found
         ray.wait([failure], timeout=STATUS_INTERVAL_S)
-
-
-def table(deployment: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the routers and engines of ``ServingManager.deployment`` as lines of text."""
-    rows = [COLUMNS]
-    for name, model in deployment.items():
-        router = (name, model["router"])
-        for engine in model["engines"]:
-            values = (engine[key] for key in ("rank", "url", "worker_type", "slots", "state"))
-            rows.append((*router, *("-" if value is None else str(value) for value in values)))
-            router = ("", "")
-        if not model["engines"]:
-            rows.append((*router, "none", "", "", "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _hand_over_key(file: Path, key: str) -> None:

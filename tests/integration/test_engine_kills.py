@@ -12,6 +12,7 @@ from slime.rollout.requests import engines
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import http_client
 from slime.utils.http_client import HttpTimeoutError
+from tests.support.engine_churn import churn_engines
 from tests.support.engine_kills import (
     ENGINE_WORDS,
     kill_each_model,
@@ -34,6 +35,14 @@ def test_standins_killed_at_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_
         rollout_client(monkeypatch, tmp_path) as make_args,
     ):
         print(kill_engines(standins, router, make_args, kills=4))
+
+
+def test_standins_join_leave_and_die_at_random_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with (
+        standin_fleet(monkeypatch, 2, ENGINE_WORDS, use_fault_tolerance=True) as (standins, router),
+        rollout_client(monkeypatch, tmp_path) as make_args,
+    ):
+        print(churn_engines(monkeypatch, standins, router, make_args, changes=8))
 
 
 def test_the_only_engine_of_each_model_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

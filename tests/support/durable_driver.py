@@ -145,6 +145,7 @@ def run(changes: dict[str, Any]) -> None:
         "advantage_estimator": "grpo", "balance_by_flops": False, "balance_data": False,
         "check_weight_update_equal": False,
         "custom_convert_samples_to_train_data_path": None, "custom_eval_rollout_log_function_path": None,
+        "custom_engine_scaling_path": None,
         "custom_reward_post_process_path": None,
         "custom_rollout_log_function_path": "tests.support.durable_driver.log_samples",
         "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer", "debug_rollout_only": False,

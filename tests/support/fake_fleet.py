@@ -1,4 +1,4 @@
-"""An ``EngineFleet`` over engines, routers and clients that are what the test says: nothing is started."""
+"""An ``ElasticFleet`` over engines, routers and clients that are what the test says: nothing is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import health as engine_health
 from slime.ray.engines import rejections
 from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.elastic import ElasticFleet
 from slime.ray.engines.members import LIVING, Member, SlotsLostError, State
 from slime.servers.http import EngineError, EngineTimeoutError, RouterError
 from slime.servers.types import EngineInfo
@@ -133,7 +133,7 @@ class Client:
 
 
 class World:
-    def __init__(self, fleet: EngineFleet, routers: dict[str, Router], events: Events) -> None:
+    def __init__(self, fleet: ElasticFleet, routers: dict[str, Router], events: Events) -> None:
         self.fleet, self.routers, self.events = fleet, routers, events
 
     @property
@@ -142,7 +142,7 @@ class World:
         return self.routers[self.fleet.models[0].name]
 
     def member(self, rank: int) -> Member:
-        return self.fleet.members.all()[rank]
+        return next(member for member in self.fleet.members.all() if member.rank == rank)
 
     def wait_for(self, rank: int, state: State) -> None:
         """The threads that replace engines are short here."""
@@ -188,7 +188,7 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     worlds: list[World] = []
     monkeypatch.setattr(
-        EngineFleet,
+        ElasticFleet,
         "_router",
         lambda self, model, host: worlds[-1].routers.setdefault(model.name, Router(1 + len(worlds[-1].routers))),
     )
@@ -196,7 +196,7 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     def make(slots: int = 2, **changes: Any) -> World:
         events = Events()
         args = fleet_args(slots, **{"rollout_health_check_interval": 10_000.0, **changes})
-        fleet = EngineFleet(args, (None, list(range(slots)), list(range(slots))), {}, events, Engine)
+        fleet = ElasticFleet(args, (None, list(range(slots)), list(range(slots))), {}, events, Engine)
         Engine.planned = len(Engine.started) + len(fleet.plans)
         worlds.append(World(fleet, {}, events))
         fleet.start()

@@ -1,4 +1,4 @@
-"""An ``EngineFleet`` over stand-in engines in processes of their own, which tests kill, stop and count."""
+"""An ``ElasticFleet`` over stand-in engines in processes of their own, which tests kill, stop and count."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.router import RunningRouter
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.elastic import ElasticFleet
 from slime.ray.engines.served_model import ServedModel
 from slime.ray.remote import EngineDied
 from slime.servers.types import EngineInfo
@@ -166,7 +166,7 @@ class StandInFleet:
                 return StandInEngineProcess(plan, first_words[plan.rank])  # type: ignore[index]
             return StandInEngineProcess(plan, words[plan.model] if isinstance(words, Mapping) else words)
 
-        self.fleet = EngineFleet(self.args, slots, {}, self.events, engine)
+        self.fleet = ElasticFleet(self.args, slots, {}, self.events, engine)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -232,10 +232,10 @@ def standin_models(
     try:
         urls = {name: server.call(listener.start()) for name, listener in listeners.items()}
 
-        def running(fleet: EngineFleet, model: ServedModel, host: str) -> RunningRouter:
+        def running(fleet: ElasticFleet, model: ServedModel, host: str) -> RunningRouter:
             return RunningRouter(fleet_args(1, urls[model.name]))
 
-        monkeypatch.setattr(EngineFleet, "_router", running)
+        monkeypatch.setattr(ElasticFleet, "_router", running)
         standins = StandInFleet(len(models), models, next(iter(urls.values())), sglang_config=str(file), **changes)
         standins.fleet.start()
         yield standins, routers

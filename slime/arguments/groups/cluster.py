@@ -44,7 +44,10 @@ class Cluster(ArgumentGroup):
     placement_timeout: float = flag(300.0, "seconds to wait for the slots to be placed before giving up", gt=0)
     engine_ready_timeout: float = flag(600.0, "seconds an engine or router may take until it answers", gt=0)
     drain_timeout: float = flag(
-        60.0, "seconds that requests in flight have when `slime serve` is stopped; new ones are refused meanwhile", ge=0
+        60.0,
+        "seconds that requests in flight have when an engine is removed, or `slime serve` is stopped; it gets no new "
+        "ones meanwhile",
+        ge=0,
     )
     http_proxy: str | None = flag(None, "accepted for old launch scripts")
     use_distributed_post: bool = flag(

@@ -57,6 +57,7 @@ RULES = (
     placement.resolve_colocation,
     placement.check_engines,
     placement.count_engines,
+    placement.check_elastic,
     placement.check_models,
     weight_sync.check,
     checkpoints.check_save,

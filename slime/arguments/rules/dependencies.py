@@ -49,6 +49,9 @@ DEPENDENCIES: tuple[FlagDependency, ...] = (
         "rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait",
         "rollout_health_check_failures",
     )),
+    FlagDependency("--custom-engine-scaling-path", lambda args: args.custom_engine_scaling_path is not None, (
+        "engine_scaling_interval",
+    )),
     FlagDependency("--update-weight-transport disk", lambda args: args.update_weight_transport == "disk", (
         "update_weight_disk_dir", "update_weight_disk_keep_files", "update_weight_local_checkpoint_dir",
         "custom_update_weight_post_write_path",

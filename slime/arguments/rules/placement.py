@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 
 from slime.arguments import diagnostics
@@ -234,6 +235,29 @@ def count_engines(args: Namespace) -> None:
     except ValueError as error:
         option = f"--sglang-config {args.sglang_config}: " if args.sglang_config is not None else ""
         raise ArgumentError(f"{option}{error}") from error
+
+
+def check_elastic(args: Namespace) -> None:
+    """The engines that a run starts with are within the bounds of those that may be added and removed."""
+    least, most = args.rollout_min_engines, args.rollout_max_engines
+    if most is not None and least > most:
+        raise ArgumentError(f"--rollout-min-engines {least} is more than --rollout-max-engines {most}")
+    if args.custom_engine_scaling_path is not None and (
+        args.rollout_external or (args.colocate and args.sglang_config is None)
+    ):
+        others = "--rollout-external-engine-addrs" if args.rollout_external else "--colocate"
+        raise ArgumentError(
+            f"--custom-engine-scaling-path starts and removes engines that have slots of their own, and with {others} "
+            "there are none; leave one of them out"
+        )
+    if args.debug_train_only or args.rollout_external:
+        return
+    for name, count in Counter(engine.model for engine in engines_of(args)).items():
+        of_model = "" if name == "default" else f" of model {name}"
+        if most is not None and count > most:
+            raise ArgumentError(f"--rollout-max-engines {most}: the run starts with {count} engines{of_model}")
+        if "rollout_min_engines" in args.explicit_flags and count < least:
+            raise ArgumentError(f"--rollout-min-engines {least}: the run starts with {count} engines{of_model}")
 
 
 def check_models(args: Namespace) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import ray
 
-from slime.arguments.placement import engine_sizes
-from slime.ray.engines.fleet import EngineFleet
-from slime.ray.engines.members import Member
+from slime.arguments.placement import engine_sizes, models_of
+from slime.ray.engines.elastic import ElasticFleet
+from slime.ray.engines.members import EngineChangeError, Member, State
 from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
 from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.types import EngineInfo
@@ -45,7 +45,7 @@ class EngineControl:
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
-        self.fleet: EngineFleet | None = None
+        self.fleet: ElasticFleet | None = None
         self._failure: Exception | None = None
         self._over = threading.Event()
         self._engines_ready = threading.Event()
@@ -134,6 +134,48 @@ class EngineControl:
         if self.fleet is not None:
             self.fleet.resume_checks()
 
+    # Engines that join and leave (``slime engines``)
+
+    @reports_errors
+    def deployment(self) -> dict[str, dict[str, Any]]:
+        """Return, by model, its checkpoint, the URL of its router, and its engines with their state."""
+        if self.fleet is None:
+            return {}
+        self._wait_for_engines()
+        paths = {model.name: model.model_path for model in models_of(self.args) or ()}
+        return {
+            model.name: {
+                "model_path": paths.get(model.name, self.args.hf_checkpoint),
+                "router": model.running_router.url,
+                "engines": [
+                    {
+                        "rank": member.rank,
+                        "url": None if member.info is None else member.info.url,
+                        "worker_type": member.engine.plan.worker_type,
+                        "slots": member.engine.plan.num_gpus,
+                        "state": member.state.value,
+                    }
+                    for member in model.of(*State)
+                ],
+            }
+            for model in self.fleet.models
+        }
+
+    @reports_errors
+    def add_engines(self, model: str | None = None, count: int = 1, worker_type: str | None = None) -> list[int]:
+        """Start more engines of ``model`` in the background; return their numbers. See ``ElasticFleet.add``."""
+        return self._elastic().add(model, count, worker_type)
+
+    @reports_errors
+    def drain_engines(self, ranks: Sequence[int], timeout_s: float | None = None) -> int:
+        """Send no more requests to the engines ``ranks``; return when they hold none, and how many were aborted."""
+        return self._elastic().take_off(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
+
+    @reports_errors
+    def remove_engines(self, ranks: Sequence[int], timeout_s: float | None = None) -> int:
+        """``drain_engines``, and end them."""
+        return self._elastic().remove(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
+
     @reports_errors
     def offload(self) -> None:
         """Release the memory (weights and key-value cache) of the engines that share devices with the trainer."""
@@ -199,6 +241,12 @@ class EngineControl:
         self._weights_needed.set()
 
     # Inside
+
+    def _elastic(self) -> ElasticFleet:
+        if self.fleet is None:
+            raise EngineChangeError("the run has no engines (--debug-train-only)")
+        self._wait_for_engines()
+        return self.fleet
 
     def _interrupt_until_idle(self, failure: EngineDied) -> None:
         """Interrupt what is in progress until it ends: it may have begun to wait after the first interrupt."""

@@ -8,7 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 import ray
-from ray.util import placement_group_table
+from ray.util.placement_group import placement_group_table
 
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils import version_files
@@ -114,6 +114,11 @@ class RayEngine:
             if ended is not None:
                 return str(ended)
         return None
+
+    def nodes(self) -> set[str]:
+        """Return the Ray nodes of its processes."""
+        node_of = placement_group_table(self._pg)["bundles_to_node_id"]
+        return {str(node_of[self._bundles[self._first_slot(node_rank)]]) for node_rank in range(self.plan.nodes)}
 
     def last_lines(self) -> list[str]:
         """Return the end of the log of its first node; nothing when its actor does not answer."""

@@ -316,14 +316,7 @@ class EngineFleet:
         self._stop_restarting()
         serving = self.members.of(State.SERVING)
         _in_parallel(lambda member: self._model_of[member.rank].deregister(member), serving)
-        deadline = time.monotonic() + deadline_s
-        was_idle = False
-        while (left := sum(_in_parallel(_requests_of, serving))) or not was_idle:
-            if time.monotonic() >= deadline:
-                break
-            was_idle = not left  # the reply of the last request may still be under way
-            time.sleep(DRAIN_INTERVAL_S)
-        return left
+        return wait_until_idle(serving, time.monotonic() + deadline_s)
 
     def stop(self) -> None:
         """End every engine and the routers."""
@@ -389,6 +382,10 @@ class EngineFleet:
     def _restarted(self, member: Member) -> None:
         how = "was restarted" if member.engine.plan.url is None else "answers again"
         logger.warning("%s %s, at %s", member, how, member.known_info.url)
+        self._generates(member)
+
+    def _generates(self, member: Member) -> None:
+        """Send requests to a started engine that needs no weights; of another one, say so when nothing serves."""
         if self._stopping.is_set():
             return
         if self.args.debug_rollout_only or not member.engine.plan.update_weights:  # it gets no weights
@@ -407,7 +404,7 @@ class EngineFleet:
     def _restart_failed(self, lost: Member, reason: str, *, is_last: bool) -> None:
         logger.error("%s", reason)
         model = self._model_of[lost.rank]
-        if is_last and not model.answers(*LIVING):
+        if is_last and not model.answers(State.STARTING, *LIVING):
             of_model = "" if model.name == "default" else f" of model {model.name}"
             what = f"no {lost.engine.plan.kind}engine{of_model} is left: {reason}"
             self._events.engines_failed(EngineDied(what))
@@ -430,6 +427,17 @@ def _requests_of(member: Member) -> int:
         return _client(member).num_requests()
     except ServerError:
         return 0
+
+
+def wait_until_idle(members: Sequence[Member], deadline: float) -> int:
+    """Return how many requests ``members`` hold: some only when it has become ``deadline``."""
+    was_idle = False
+    while (left := sum(_in_parallel(_requests_of, members))) or not was_idle:
+        if time.monotonic() >= deadline:
+            break
+        was_idle = not left  # the reply of the last request may still be under way
+        time.sleep(DRAIN_INTERVAL_S)
+    return left
 
 
 def _in_parallel(action: Callable[[Member], Any], members: Sequence[Member]) -> list[Any]:

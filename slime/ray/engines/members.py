@@ -10,7 +10,12 @@ from enum import Enum
 from typing import Protocol
 
 from slime.arguments.placement import EnginePlan
+from slime.ray.remote import RemoteFailure
 from slime.servers.types import EngineInfo
+
+
+class EngineChangeError(RemoteFailure):
+    """Engines cannot be added or removed like that; nothing has been changed."""
 
 
 class Engine(Protocol):
@@ -32,12 +37,14 @@ class SlotsLostError(RuntimeError):
 class State(Enum):
     """STARTING -> NEW (generates, but has not the trainer's weights) -> SERVING (on the router) -> DEAD.
 
-    An engine of a model that gets no weights is NEW only until it is on the router.
+    An engine of a model that gets no weights is NEW only until it is on the router. One that is to leave is DRAINING
+    from NEW or SERVING on: it gets neither requests nor weights.
     """
 
     STARTING = "starting"
     NEW = "new"
     SERVING = "serving"
+    DRAINING = "draining"
     DEAD = "dead"
 
 
@@ -81,7 +88,7 @@ class Members:
     """One member per engine of the plan. Every change of state happens here, under a lock.
 
     ``lost_of`` and ``restarted_of`` count engines that died and engines that were restarted, ``rejected_of`` answers
-    that were not used, by model.
+    that were not used, by model; ``added`` and ``removed`` engines that joined and left while the fleet runs.
     """
 
     def __init__(self) -> None:
@@ -90,6 +97,7 @@ class Members:
         self.lost_of: Counter[str] = Counter()
         self.restarted_of: Counter[str] = Counter()
         self.rejected_of: Counter[str] = Counter()
+        self.added = self.removed = 0
 
     @property
     def lost(self) -> int:
@@ -105,6 +113,11 @@ class Members:
         """Give ``member`` the place of its engine."""
         with self._lock:
             self._members[member.rank] = member
+
+    def remove(self, member: Member) -> None:
+        """Forget ``member``, which has ended."""
+        with self._lock:
+            del self._members[member.rank]
 
     def of(self, *states: State, model: str | None = None) -> list[Member]:
         """Return the members in one of ``states``, of ``model`` or of all, by rank."""
@@ -126,9 +139,11 @@ class Members:
                 self.lost_of[member.engine.plan.model] += 1
             return True
 
-    def started(self, member: Member, info: EngineInfo, state: State) -> None:
-        """Record that a starting member generates."""
+    def started(self, member: Member, info: EngineInfo, state: State, *, is_added: bool = False) -> None:
+        """Record that a starting member generates: from the start on, restarted (NEW) or added (NEW)."""
         with self._lock:
             member.info, member.state = info, state
-            if state is State.NEW:
+            if is_added:
+                self.added += 1
+            elif state is State.NEW:
                 self.restarted_of[member.engine.plan.model] += 1

@@ -75,6 +75,12 @@ class EngineRestarts:
         with self._lock:
             return any(lost.engine.plan.model == model for lost in self._waiting)
 
+    def is_restarting(self, like: EnginePlan) -> bool:
+        """Whether a lost engine of the model and kind of ``like`` may still come back."""
+        with self._lock:
+            others = [plan for plan, _ in self._restarting.values()]
+        return any((plan.model, plan.worker_type) == (like.model, like.worker_type) for plan in others)
+
     def wait_for_all(self, deadline_s: float) -> None:
         """Before a push: return when no restart of an engine that gets weights is in progress.
 
@@ -235,8 +241,7 @@ class EngineRestarts:
             # Unless it died again already, and another thread restarts it.
             if self._threads[member.rank][1] is threading.current_thread():
                 self._restarting.pop(member.rank, None)
-            others = [plan for plan, _ in self._restarting.values()]
-            return all((plan.model, plan.worker_type) != (ended.model, ended.worker_type) for plan in others)
+        return not self.is_restarting(ended)
 
 
 def _end(member: Member) -> None:

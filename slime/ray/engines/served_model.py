@@ -34,7 +34,7 @@ class ServedModel:
     """
 
     def __init__(self, name: str, plans: Sequence[EnginePlan], members: Members, *, update_weights: bool) -> None:
-        self.name, self.plans, self.update_weights = name, plans, update_weights
+        self.name, self.plans, self.update_weights = name, list(plans), update_weights
         self.router: RouterProcess | RunningRouter | None = None
         self.router_restarts = 0
         self._members = members
@@ -65,7 +65,9 @@ class ServedModel:
         self.revive_router()
         with self._changes:
             self.running_router.add_engine(member.known_info)
-            self._members.change(member, (State.NEW,), State.SERVING)
+            serves = self._members.change(member, (State.NEW,), State.SERVING)
+        if not serves:  # it was lost or is to leave since
+            self.deregister(member)
 
     def deregister(self, member: Member) -> None:
         """Send no more requests to ``member``."""

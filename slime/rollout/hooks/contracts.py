@@ -72,6 +72,9 @@ CONTRACTS: dict[str, Contract] = {
     "custom_rollout_log_function_path": Contract(
         "--custom-rollout-log-function-path", "fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time)", 5
     ),
+    "custom_engine_scaling_path": Contract(
+        "--custom-engine-scaling-path", "fn(args, engines), which returns {model: number of engines}", 2, generates=True
+    ),
     "custom_eval_rollout_log_function_path": Contract(
         "--custom-eval-rollout-log-function-path", "fn(rollout_id, args, data, extra_metrics)", 4
     ),

@@ -130,13 +130,17 @@ class EngineLoads:
     is needed.
     """
 
-    def __init__(self, router_url: Callable[[], str], planned: int = 0) -> None:
+    def __init__(self, router_url: Callable[[], str], planned: int | Callable[[], int] = 0) -> None:
         self.router_url = router_url
-        self.planned = planned
-        """The engines of the run, 0 when that is not known."""
+        self._planned = planned
         self.listed = 0
         """The most engines that the router ever had, no more than are planned: one that was replaced may still have
         been on its list beside its successor."""
+
+    @property
+    def planned(self) -> int:
+        """The engines of the run, 0 when that is not known. Engines may join and leave."""
+        return self._planned() if callable(self._planned) else self._planned
 
     async def read(self) -> list[EngineLoad]:
         """Return the loads of the engines that answer."""

@@ -53,9 +53,10 @@ class RequestSlots(asyncio.Semaphore):
         changed: called whenever one of these may have changed.
     """
 
-    def __init__(self, most: int, engines: EngineLoads | None = None) -> None:
-        super().__init__(most)
-        self.most = self.limit = most
+    def __init__(self, most: int | Callable[[], int], engines: EngineLoads | None = None) -> None:
+        self._most = most
+        super().__init__(self.most)
+        self.limit = self.most
         self.in_flight = self.waiting = 0
         self.changed: Callable[[], None] = lambda: None
         self._engines = engines
@@ -64,6 +65,11 @@ class RequestSlots(asyncio.Semaphore):
         self._timer: asyncio.TimerHandle | None = None
         self._look: asyncio.Task[None] | None = None
         self._slot_seconds, self._since, self._counted_from = 0.0, time.monotonic(), time.monotonic()
+
+    @property
+    def most(self) -> int:
+        """How many may ever be in flight; more when engines join."""
+        return self._most() if callable(self._most) else self._most
 
     async def acquire(self) -> Any:
         """Wait for a slot."""

@@ -251,6 +251,7 @@ def test_without_training_there_are_no_trainers(monkeypatch: pytest.MonkeyPatch)
 
 def start_manager(monkeypatch: pytest.MonkeyPatch, per_epoch: int | None, **flags: Any) -> tuple[Any, Any, FakeManager]:
     connected(monkeypatch, "cpu", own=True)
+    monkeypatch.setattr(cluster.Cluster, "name_manager", lambda self, directory: {})
     manager = FakeManager(get_num_rollout_per_epoch=per_epoch)
 
     class Options:

@@ -106,7 +106,7 @@ def manager(world: Any, monkeypatch: pytest.MonkeyPatch) -> ServingManager:
     """A serving manager whose fleet has been started."""
     monkeypatch.setattr(serving.worker, "begin", lambda args, name: None)
     run = served_world(world, rollout_num_gpus=2)
-    monkeypatch.setattr(serving, "EngineFleet", lambda *given: SimpleFleet(run))
+    monkeypatch.setattr(serving, "ElasticFleet", lambda *given: SimpleFleet(run))
     made = ServingManager(run.fleet.args)
     made.world = run  # type: ignore[attr-defined]
     assert made.start((None, [0, 1], [0, 1]), {}) is None
@@ -194,7 +194,11 @@ class FakeRay:
         monkeypatch.setattr(serving, "create_placement_groups", lambda args: {"rollout": "slots"})
         monkeypatch.setattr(serving, "handle_sigterm", lambda: None)
         here = SimpleNamespace(
-            environment=dict, whole_cpu=dict, share_of_slot=lambda part: {"num_cpus": part}, shutdown=self.shutdown
+            environment=dict,
+            whole_cpu=dict,
+            wiring_of_engines=dict,
+            name_manager=lambda path: {},
+            shutdown=self.shutdown,
         )
         monkeypatch.setattr(serving, "cluster", SimpleNamespace(current=lambda: here, is_connected=lambda: True))
 
