@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slime import __main__ as command
 from slime.ray import serving
+from slime.ray.engines import command as engines_command
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +47,66 @@ def test_flags_of_serve_are_read_and_its_exit_status_returned(monkeypatch: pytes
     assert command.main(["serve", "--hf-checkpoint", "/m", "--rollout-num-gpus", "3"]) == 130
     assert served[0].serve_only
     assert served[0].rollout_num_gpus == 3
+
+
+class Manager:
+    """A manager that answers what the test says; ``calls`` are its methods with what they were given."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.calls = answers, []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: self.calls.append((name, *given)) or self.answers[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "answers", "call", "said"),
+    [
+        (["add"], {"add_engines": [3]}, ("add_engines", None, 1, None), "being started: engine 3\n"),
+        (
+            ["add", "--model", "judge", "--count", "2", "--worker-type", "decode"],
+            {"add_engines": [3, 4]},
+            ("add_engines", "judge", 2, "decode"),
+            "being started: engine 3, engine 4\n",
+        ),
+        (["drain", "1"], {"drain_engines": 0}, ("drain_engines", [1], None), "drained: engine 1\n"),
+        (
+            ["remove", "1", "2", "--timeout", "5"],
+            {"remove_engines": 7},
+            ("remove_engines", [1, 2], 5.0),
+            "removed: engine 1, engine 2; 7 requests were aborted, and are sent to the others\n",
+        ),
+        (
+            ["list"],
+            {"deployment": {"judge": {"router": "http://r", "engines": []}}},
+            ("deployment",),
+            "model  router    engine  url  type  slots  state\njudge  http://r  none\n",
+        ),
+    ],
+)
+def test_engines_of_a_run_in_progress(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    answers: Any,
+    call: Any,
+    said: str,
+) -> None:
+    manager = Manager(**answers)
+    monkeypatch.setattr(engines_command.cluster, "manager_of_run", lambda directory: manager)
+    monkeypatch.setattr(engines_command.ray, "get", lambda answer: answer)
+    assert command.main(["engines", *words, "--run-dir", "/run"]) == 0
+    assert capsys.readouterr().out == said
+    assert manager.calls == [call]
+
+
+def test_engines_of_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manager.json").write_text(
+        '{"ray_address": "127.0.0.1:1", "ray_auth_mode": null, "name": "manager", "namespace": "slime-1"}'
+    )
+    for directory in (tmp_path, tmp_path / "missing"):
+        assert command.main(["engines", "list", "--run-dir", str(directory)]) == 1
+        assert "no run in progress is found through" in capsys.readouterr().err
 
 
 def test_wrong_flags_of_serve_end_with_status_2() -> None:

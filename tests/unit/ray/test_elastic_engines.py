@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from slime.arguments.placement import spare_slots
 from slime.ray.engines import elastic, scaling
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines.members import EngineChangeError, State
 from slime.ray.remote import RemoteFailure
+from tests.support.arguments import run_args
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, World, push
 
 OLD, NEW = "http://e0:1", "http://e1:2"
@@ -352,3 +354,10 @@ def test_refusals_of_the_manager_reach_the_command_as_they_are(make_manager: Any
     with pytest.raises(RemoteFailure, match=r"^the run has no engines"):
         manager.add_engines()
     assert manager.deployment() == {}
+
+
+def test_slots_are_made_for_engines_that_may_be_added() -> None:
+    flags = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}
+    assert spare_slots(run_args(**flags)) == 0
+    assert spare_slots(run_args(**flags, rollout_max_engines=5)) == 6
+    assert spare_slots(run_args(**flags, rollout_max_engines=5, offload_rollout=True)) == 0
