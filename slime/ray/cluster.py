@@ -343,7 +343,7 @@ def manager_of_run(directory: Path) -> Any:
             _use_loopback()
         if where["ray_auth_mode"]:  # Ray knows the token, one per user, but uses it by itself only where it starts
             os.environ["RAY_AUTH_MODE"] = where["ray_auth_mode"]
-            ray._raylet.Config.initialize("")
+            ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
         ray.init(
             address=where["ray_address"],
             namespace=where["namespace"],

@@ -25,8 +25,10 @@ LOAD_TIMEOUT_S = 5.0
 class Fleet(Protocol):
     """What is changed: ``elastic.ElasticFleet``."""
 
-    args: Any
-    models: Sequence[Any]
+    @property
+    def args(self) -> Any: ...
+    @property
+    def models(self) -> Sequence[Any]: ...
 
     def add(self, model: str | None = None, count: int = 1) -> list[int]: ...
     def remove(
