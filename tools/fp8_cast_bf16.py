@@ -16,16 +16,14 @@ if not __package__:  # run by its path: without this, modules of this directory 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    from slime.utils.external_utils.checkpoints import cast_to_bf16
+    from slime.utils.quantization.files import to_bf16
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-fp8-hf-path", type=Path, required=True)
     parser.add_argument("--output-bf16-hf-path", type=Path, required=True, help="appears when it is complete")
     options = parser.parse_args(argv)
     try:
-        if options.output_bf16_hf_path.exists():
-            raise FileExistsError(f"{options.output_bf16_hf_path} exists already")
-        cast_to_bf16(options.input_fp8_hf_path, options.output_bf16_hf_path)
+        to_bf16(options.input_fp8_hf_path, options.output_bf16_hf_path)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     print(f"wrote {options.output_bf16_hf_path}")

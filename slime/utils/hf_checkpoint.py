@@ -91,6 +91,10 @@ class HfCheckpoint:
         """Return a lazy view of tensor ``name``: ``get_shape()``, and indexing reads just those elements."""
         return self._handle(self._files[name]).get_slice(name)
 
+    def tensor(self, name: str) -> Any:
+        """Return tensor ``name``."""
+        return self._handle(self._files[name]).get_tensor(name)
+
     def open_all(self) -> None:
         """Open every file: what is damaged is found before anything is read."""
         for path in sorted(set(self._files.values())):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import slime
-from slime.utils.external_utils.checkpoints import cast_to_bf16, make_loadable
+from slime.utils.external_utils.checkpoints import make_loadable
 from slime.utils.misc import exec_command as run_command
 
 __all__ = [
@@ -237,7 +237,7 @@ def hf_download_dataset(full_name: str, data_dir: str = f"{HOME}/datasets") -> N
 def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
     """Write the FP8 checkpoint ``path_src`` in bf16 to ``path_dst``; leave that as it is when it exists.
 
-    Raises what ``checkpoints.cast_to_bf16`` raises.
+    Raises what ``quantization.files.to_bf16`` raises.
     """
     if Path(path_dst).exists():
         print(f"{path_dst} exists already", flush=True)
@@ -245,7 +245,9 @@ def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
     if is_dry_run():
         print(f"{path_dst} would be {path_src} in bf16, but not in a dry run", flush=True)
         return
-    cast_to_bf16(Path(path_src), Path(path_dst))
+    from slime.utils.quantization.files import to_bf16
+
+    to_bf16(Path(path_src), Path(path_dst))
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:

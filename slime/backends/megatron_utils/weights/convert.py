@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from slime.arguments.models import hf_fields
-from slime.backends.megatron_utils.weights import hf_writer
 from slime.backends.megatron_utils.weights.carried import carried_names, copy_tensors, write_copies
 from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.naming import MTP, hf_place
 from slime.backends.megatron_utils.weights.torch_dist import StoredWeight, TorchDistCheckpoint
 from slime.observability.progress import progress_bar
+from slime.utils import hf_writer
 from slime.utils.hf_checkpoint import HfCheckpoint, read_config
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.parallel import gather_from_world
-from slime.backends.megatron_utils.weights import hf_writer
 from slime.backends.megatron_utils.weights.carried import write_carried, write_copies
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
 from slime.backends.megatron_utils.weights.naming import model_family
+from slime.utils import hf_writer
 
 
 def export_hf(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.utils.external_utils import command_utils
-from slime.utils.external_utils.checkpoints import dequantize
+from slime.utils.quantization import Fp8
 
 FP8 = torch.float8_e4m3fn
 SIZES = {"a.weight": (5, 7), "b.weight": (2, 3)}
@@ -27,7 +27,8 @@ def checkpoint(tmp_path):
     source.mkdir()
     save_file({"a.weight": weights["a.weight"], **norm}, source / "model-00001-of-00002.safetensors")
     save_file({"b.weight": weights["b.weight"], **scales}, source / "model-00002-of-00002.safetensors")
-    names = {**dict.fromkeys(("a.weight", *norm), "1"), **dict.fromkeys(("b.weight", *scales), "2")}
+    one, two = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    names = {**dict.fromkeys(("a.weight", *norm), one), **dict.fromkeys(("b.weight", *scales), two)}
     (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     quantization = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
     config = {"model_type": "tiny", "torch_dtype": "float8", "quantization_config": quantization}
@@ -63,7 +64,8 @@ def test_every_element_is_multiplied_by_its_scale(checkpoint, tmp_path):
 def test_what_exists_is_left_and_what_fails_leaves_nothing(checkpoint, tmp_path):
     source, tensors = checkpoint
     command_utils.fp8_cast_bf16("/nowhere", str(tmp_path))
-    save_file({"a.weight": tensors["a.weight"], "c.weight": tensors["b.weight"]}, source / "model-00003.safetensors")
+    save_file({"c.weight": tensors["b.weight"]}, source / "model-00003.safetensors")
+    (source / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"the FP8 weight c\.weight of .* has no c\.weight_scale_inv"):
         command_utils.fp8_cast_bf16(str(source), str(tmp_path / "bf16"))
     assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
@@ -71,14 +73,14 @@ def test_what_exists_is_left_and_what_fails_leaves_nothing(checkpoint, tmp_path)
 
 def test_what_is_no_fp8_checkpoint(tmp_path):
     target = str(tmp_path / "bf16")
-    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         command_utils.fp8_cast_bf16(str(tmp_path), target)
     config = tmp_path / "config.json"
     config.write_text('{"quantization_config": {"quant_method": "awq"}}')
-    with pytest.raises(ValueError, match=r"expected quant_method fp8 .* got 'awq'"):
+    with pytest.raises(ValueError, match=r"quantization 'awq' is not available: expected fp8"):
         command_utils.fp8_cast_bf16(str(tmp_path), target)
     config.write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    with pytest.raises(FileNotFoundError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"expected \*\.safetensors files, found none"):
         command_utils.fp8_cast_bf16(str(tmp_path), target)
 
 
@@ -86,6 +88,6 @@ def test_stacked_weights_and_wrong_scales():
     weight = torch.ones(2, 3, 2).to(FP8)
     scales = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     expected = [[[1, 1], [1, 1], [2, 2]], [[3, 3], [3, 3], [4, 4]]]
-    assert dequantize(weight, scales, (2, 2)).tolist() == expected
+    assert Fp8((2, 2), "block").dequantize({"": weight, "_scale_inv": scales}).tolist() == expected
     with pytest.raises(ValueError, match=r"needs scales \(2, 1\), got \(2, 2, 1\)|needs scales \(1, 1\)"):
-        dequantize(weight, scales, (3, 2))
+        Fp8((3, 2), "block").dequantize({"": weight, "_scale_inv": scales})

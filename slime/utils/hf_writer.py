@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,12 @@ from typing import Any
 
 import torch
 
+from slime.utils.atomic_file import write_atomically
 from slime.utils.hf_checkpoint import INDEX
 
 MAX_SHARD_BYTES = 5 * 2**30
+MADE_OF = ".made_of.json"
+"""In a directory that is being written: what it is made of, so that only the same work is continued in it."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 
 
@@ -27,18 +31,45 @@ def partial_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 
-def begin(out: Path) -> Path:
-    """Make ``partial_of(out)``, empty, and return it."""
+def begin(out: Path, made_of: Mapping[str, Any] | None = None) -> Path:
+    """Make ``partial_of(out)``, empty, and return it; one of the same work, ``made_of``, that ended keeps its files."""
     partial = partial_of(out)
+    note, words = partial / MADE_OF, json.dumps(made_of)
+    if made_of is not None and note.is_file() and note.read_text() == words:
+        return partial
     partial.parent.mkdir(parents=True, exist_ok=True)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir()
+    if made_of is not None:
+        write_atomically(note, words.encode(), durable=True)
     return partial
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write ``path`` and read it back; it appears when it is on the disk and every bit of it is right."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata={"format": "pt"})
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    with safe_open(unfinished, framework="pt") as opened:
+        for name, tensor in tensors.items():
+            written = opened.get_tensor(name)
+            if written.dtype != tensor.dtype or written.shape != tensor.shape or not _same_bits(written, tensor):
+                raise OSError(f"{unfinished}: {name} is not what was written; is the disk damaged?")
+    unfinished.rename(path)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def publish(partial: Path, out: Path) -> None:
     """Rename the complete directory ``partial`` to ``out``, in the place of an older one."""
+    (partial / MADE_OF).unlink(missing_ok=True)
     old = out.with_name(f".{out.name}.old")
     if old.exists():
         shutil.rmtree(old)

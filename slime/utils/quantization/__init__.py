@@ -1,0 +1,8 @@
+"""Weights in 8 and 4 bits, as Hugging Face checkpoints and SGLang have them: one quantizer for files and for pushes."""
+
+from __future__ import annotations
+
+from slime.utils.quantization.formats import Format, Fp8, Int4
+from slime.utils.quantization.quantizer import Quantizer, quantization_of
+
+__all__ = ["Format", "Fp8", "Int4", "Quantizer", "quantization_of"]

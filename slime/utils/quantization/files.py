@@ -1,0 +1,170 @@
+"""Whole checkpoints: quantized, and in bf16 again. File by file, so that memory is that of the files in work.
+
+Every file is read back before it counts. The directory appears when it is complete; what was killed before continues
+with the files that are missing when it is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from slime.utils import hf_writer
+from slime.utils.hf_checkpoint import HfCheckpoint, read_config
+from slime.utils.quantization.formats import Format
+from slime.utils.quantization.quantizer import Quantizer, ignores, is_linear, quantization_of, read_format
+
+Named = Iterable[tuple[str, torch.Tensor]]
+Transform = Callable[[HfCheckpoint, Sequence[str]], Named]
+"""From a checkpoint and the names of the tensors in one of its files to what takes their place."""
+
+ONLY_EXPERTS = (
+    *("re:.*lm_head.*", "re:.*norm.*", "re:.*embed.*", "re:.*self_attn.*", "re:.*linear_attn.*"),
+    *(r"re:.*shared_expert.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", r"re:.*mlp\.gate\..*"),
+)
+"""What is not quantized in INT4 unless rules are given: all but the routed experts."""
+
+
+def quantize_checkpoint(
+    source: Path, target: Path, form: Format, rules: Sequence[str] = (), *, workers: int = 1, force: bool = False
+) -> None:
+    """Write ``target``: the checkpoint ``source`` with the linear layers that ``rules`` do not ignore in ``form``.
+
+    Raises FileExistsError for a ``target`` that is there without ``force``, FileNotFoundError for what is no
+    checkpoint, and ValueError for one that is quantized, has no linear layer left, or whose weights do not divide.
+    """
+    config = read_config(source)
+    if quantization_of(config):
+        raise ValueError(f"{source} is quantized already: convert it to bf16 first")
+    with HfCheckpoint(source) as checkpoint:
+        shapes = {name: checkpoint.slice(name).get_shape() for name in checkpoint.names}
+    chosen = {n for n, shape in shapes.items() if is_linear(n, shape) and not any(ignores(rule, n) for rule in rules)}
+    if not chosen:
+        raise ValueError(f"the rules {', '.join(rules)} leave no linear layer of {source} to quantize")
+    quantizer = Quantizer(form, lambda name, _: name in chosen)
+    for name in sorted(chosen):  # what does not divide is found before anything is written
+        list(quantizer.quantize(name, torch.empty(shapes[name], device="meta")))
+
+    def transform(checkpoint: HfCheckpoint, names: Sequence[str]) -> Named:
+        return quantizer.stream((name, checkpoint.tensor(name)) for name in names)
+
+    left = sorted(n.removesuffix(".weight") for n, shape in shapes.items() if len(shape) > 1 and n not in chosen)
+    config["quantization_config"] = form.config([*rules, *left])
+    made_of = {"format": [type(form).__name__, asdict(form)], "rules": list(rules)}  # type: ignore[call-overload]
+    _rewrite(source, target, transform, config, made_of, workers=workers, force=force)
+
+
+def to_bf16(source: Path, target: Path, *, workers: int = 1, force: bool = False) -> None:
+    """Write ``target``: the checkpoint ``source`` with every quantized weight in bf16, and the rest as it is.
+
+    The configuration no longer says that weights are quantized. Raises as ``quantize_checkpoint``, and ValueError for
+    a checkpoint that is not quantized, or lacks scales.
+    """
+    config = read_config(source)
+    described = quantization_of(config)
+    if described is None:
+        raise ValueError(f"{source} is not quantized: its config.json has no quantization_config")
+    form = read_format(described)
+
+    def transform(checkpoint: HfCheckpoint, names: Sequence[str]) -> Named:
+        return dequantized(checkpoint, names, form)
+
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+            part.update({key: "bfloat16" for key in ("torch_dtype", "dtype") if key in part})
+    _rewrite(source, target, transform, config, {"format": "bf16"}, workers=workers, force=force)
+
+
+def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Format) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights that are stored in the tensors ``names`` of ``checkpoint``, a part of it, in bf16.
+
+    Scales may be in other files. Raises ValueError for a weight without them.
+    """
+    weights = {name.removesuffix(form.marker) for name in checkpoint.names if name.endswith(form.marker)}
+    parts = {weight + suffix for weight in weights for suffix in form.suffixes}
+    stored = "" if "" in form.suffixes else form.marker  # what holds the numbers of a weight
+    for name in names:
+        weight = name.removesuffix(stored)
+        if weight in weights and name == weight + stored:
+            needed = {suffix: weight + suffix for suffix in form.suffixes}
+            absent = [part for part in needed.values() if part not in checkpoint.names]
+            if absent:
+                raise ValueError(f"{checkpoint.path}: the quantized weight {weight} has no {', '.join(absent)}")
+            try:
+                yield weight, form.dequantize({suffix: checkpoint.tensor(part) for suffix, part in needed.items()})
+            except ValueError as e:
+                raise ValueError(f"{checkpoint.path}: {weight}: {e}") from e
+        elif name not in parts:
+            tensor = checkpoint.tensor(name)
+            if tensor.is_floating_point() and tensor.element_size() == 1:
+                raise ValueError(f"the FP8 weight {name} of {checkpoint.file_of(name)} has no {name}{form.marker}")
+            yield name, tensor
+
+
+def _rewrite(
+    source: Path,
+    target: Path,
+    transform: Transform,
+    config: dict[str, Any],
+    made_of: dict[str, Any],
+    *,
+    workers: int,
+    force: bool,
+) -> None:
+    """Write ``target`` with ``transform`` of every file of ``source``, under the name of that file, and ``config``."""
+    target = Path(os.path.abspath(target))
+    if target.exists() and not force:
+        raise FileExistsError(f"{target} exists already")
+    if source.resolve().is_relative_to(target.resolve()):
+        raise ValueError(f"refusing to write to {target}: replacing it would remove {source}")
+    with HfCheckpoint(source) as checkpoint:
+        checkpoint.open_all()
+        files: dict[str, list[str]] = {}
+        for name in sorted(checkpoint.names):
+            files.setdefault(checkpoint.file_of(name).name, []).append(name)
+        states = {file: [(source / file).stat().st_size, (source / file).stat().st_mtime_ns] for file in files}
+        partial = hf_writer.begin(target, {**made_of, "source": str(source.resolve()), "files": states})
+        missing = [file for file in files if not (partial / file).is_file()]
+        total = sum(states[file][0] for file in files)
+        done = total - sum(states[file][0] for file in missing)
+        with (
+            tqdm(desc=target.name, total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar,
+            ThreadPoolExecutor(max(1, workers)) as pool,
+        ):
+
+            def write(file: str) -> None:
+                hf_writer.write_tensors(partial / file, dict(transform(checkpoint, files[file])))
+                bar.update(states[file][0])
+
+            try:
+                list(pool.map(write, missing))
+            except ValueError:  # of this checkpoint: there is nothing to continue
+                pool.shutdown(cancel_futures=True)
+                shutil.rmtree(partial)
+                raise
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    weight_map, size = {}, 0
+    for file in files:
+        with (partial / file).open("rb") as opened:
+            header = opened.read(int.from_bytes(opened.read(8), "little"))
+        names = json.loads(header).keys() - {"__metadata__"}
+        weight_map.update(dict.fromkeys(names, file))
+        size += (partial / file).stat().st_size - 8 - len(header)
+        if not names:  # of scales alone
+            (partial / file).unlink()
+    hf_writer.write_index(partial, weight_map, size)
+    hf_writer.copy_other_files(source, partial)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    hf_writer.publish(partial, target)
