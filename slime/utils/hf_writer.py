@@ -26,6 +26,17 @@ def shard_name(number: int, total: int) -> str:
     return f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
+def check_output(out: Path, *, force: bool, sources: Mapping[str, Path | None]) -> None:
+    """Raise unless ``out`` may be written: not there, or a directory to replace with none of ``sources`` inside."""
+    if out.exists() and not force:
+        raise FileExistsError(f"{out} exists already: choose another directory, or -f to replace it")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"cannot write to {out}: it is a file")
+    for what, source in sources.items():
+        if source is not None and source.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"refusing to write to {out}: replacing it would remove {what} {source}")
+
+
 def partial_of(out: Path) -> Path:
     """Return the directory beside ``out`` that a checkpoint is written to until it is complete."""
     return out.with_name(f".{out.name}.partial")

@@ -123,10 +123,7 @@ def _rewrite(
 ) -> None:
     """Write ``target`` with ``transform`` of every file of ``source``, under the name of that file, and ``config``."""
     target = Path(os.path.abspath(target))
-    if target.exists() and not force:
-        raise FileExistsError(f"{target} exists already")
-    if source.resolve().is_relative_to(target.resolve()):
-        raise ValueError(f"refusing to write to {target}: replacing it would remove {source}")
+    hf_writer.check_output(target, force=force, sources={"the checkpoint": source})
     with HfCheckpoint(source) as checkpoint:
         checkpoint.open_all()
         files: dict[str, list[str]] = {}

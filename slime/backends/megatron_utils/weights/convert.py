@@ -93,12 +93,13 @@ def convert(conversion: Conversion) -> Path:
     not of the model that ``origin_hf_dir`` describes.
     """
     out = Path(os.path.abspath(conversion.output_dir))
-    _check_output(out, conversion)
+    sources = {"--input-dir": conversion.input_dir, "--origin-hf-dir": conversion.origin_hf_dir}
+    hf_writer.check_output(out, force=conversion.force, sources=sources)
     checkpoint = TorchDistCheckpoint(conversion.input_dir)
     described = _describe(checkpoint, conversion)
     units = plan(checkpoint, described)
     missing = _compare_with_origin(units, conversion, described.family)
-    partial = hf_writer.begin(out)
+    partial = hf_writer.begin(out, _made_of(checkpoint, conversion))
     files = _write_shards(checkpoint, described.dims, units, partial, conversion)
     size = sum(unit.size for unit in units)
     origin = conversion.origin_hf_dir
@@ -133,14 +134,11 @@ def differences(made: Path, origin: Path) -> list[str]:
     return found
 
 
-def _check_output(out: Path, conversion: Conversion) -> None:
-    if out.exists() and not conversion.force:
-        raise FileExistsError(f"{out} exists already: give another --output-dir, or -f to replace it")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"cannot write to {out}: it is a file")
-    for source, flag in ((conversion.input_dir, "--input-dir"), (conversion.origin_hf_dir, "--origin-hf-dir")):
-        if source is not None and source.resolve().is_relative_to(out.resolve()):
-            raise ValueError(f"refusing to write to {out}: replacing it would remove {flag} {source}")
+def _made_of(checkpoint: TorchDistCheckpoint, conversion: Conversion) -> dict[str, Any]:
+    """Return what tells a conversion that was killed from another one with the same output."""
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.path.iterdir())
+    fields = {name: str(value) for name, value in vars(conversion).items() if name not in ("readers", "writers")}
+    return {**fields, "checkpoint": str(checkpoint.path), "files": files}
 
 
 def _describe(checkpoint: TorchDistCheckpoint, conversion: Conversion) -> Described:
@@ -278,8 +276,6 @@ def _write_shards(
     checkpoint: TorchDistCheckpoint, dims: Dims, units: Sequence[Unit], partial: Path, conversion: Conversion
 ) -> dict[str, str]:
     """Write all units and return tensor name -> file."""
-    from safetensors.torch import save_file
-
     shards = list(_shards(units, conversion.chunk_bytes))
     room = threading.Semaphore(conversion.readers + conversion.writers)  # shards in memory
     total = sum(len(shard) for shard in shards)
@@ -290,6 +286,9 @@ def _write_shards(
     ):
 
         def read(number: int) -> Future[list[str]]:
+            if (partial / hf_writer.shard_name(number + 1, len(shards))).is_file():  # of a conversion that was killed
+                bar.update(len(shards[number]))
+                return writers.submit(lambda: [name for unit in shards[number] for name in unit.names])
             room.acquire()
             try:
                 tensors: dict[str, torch.Tensor] = {}
@@ -304,7 +303,7 @@ def _write_shards(
         def write(number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
             try:
                 file = partial / hf_writer.shard_name(number + 1, len(shards))
-                save_file({n: t.contiguous() for n, t in tensors.items()}, file, metadata={"format": "pt"})
+                hf_writer.write_tensors(file, tensors)
                 return list(tensors)
             finally:
                 room.release()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
 from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
+from slime.utils import hf_writer
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, EXPERTS, VOCAB, PADDED = 2, 8, 4, 2, 4, 6, 3, 10, 16
 CONFIG = {
@@ -155,6 +156,33 @@ def test_every_tensor_comes_back_in_files_of_the_size_asked_for(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_what_was_killed_continues(
+    tmp_path: Path, save: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, hf: dict[str, torch.Tensor]
+) -> None:
+    conversion = Conversion(save, tmp_path / "out", origin, chunk_bytes=600)
+    write, written = hf_writer.write_tensors, []
+
+    def killed_at_the_third(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write(path, tensors)
+
+    def noted(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        written.append(path.name)
+        write(path, tensors)
+
+    monkeypatch.setattr(hf_writer, "write_tensors", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        convert(conversion)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(hf_writer, "write_tensors", noted)
+    made = read_all(convert(conversion))
+    assert all(torch.equal(made[name], tensor) for name, tensor in hf.items())
+    assert len(written) == len(set(written)) == len(list((tmp_path / "out").glob("*.safetensors")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
 def test_padding_is_kept_or_cut_as_asked(tmp_path: Path, save: Path, origin: Path, hf: dict[str, torch.Tensor]) -> None:
     config = tmp_path / "config only"
     config.mkdir()
@@ -241,7 +269,7 @@ def test_an_output_is_replaced_only_by_force_and_only_when_the_new_one_is_whole(
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("kept")
-    with pytest.raises(FileExistsError, match="give another --output-dir, or -f to replace it"):
+    with pytest.raises(FileExistsError, match="choose another directory, or -f to replace it"):
         convert(Conversion(save, out, origin))
     read = TorchDistCheckpoint.read
 
@@ -291,7 +319,7 @@ def test_the_commands(tmp_path: Path, save: Path, origin: Path, hf: dict[str, to
     assert all(torch.equal(read_all(tmp_path / "a")[name], tensor) for name, tensor in hf.items())
     again = run("convert_torch_dist_to_hf.py", *shared, tmp_path / "a")
     assert again.returncode == 1
-    assert again.stderr == f"{tmp_path / 'a'} exists already: give another --output-dir, or -f to replace it\n"
+    assert again.stderr == f"{tmp_path / 'a'} exists already: choose another directory, or -f to replace it\n"
     same = ("--load", save, "--output-dir", tmp_path / "b", "--num-layers", 2, "--check-same", "--hf-checkpoint")
     checked = run("convert_to_hf.py", *same, tmp_path / "a")
     assert checked.returncode == 0, checked.stderr
