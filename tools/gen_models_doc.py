@@ -83,7 +83,7 @@ ABOUT_FAMILIES = """
   [MTP layers](../advanced/multi_token_prediction.md)) are carried over into an export as they
   are in the checkpoint.
 * The norms on latents use `--norm-epsilon`, as SGLang's do; those of transformers have 1e-6 whatever the config says.
-* Published FP8 and INT4 weights are converted to bf16 first.
+* Trainers load bf16: [published FP8 and INT4 weights are converted first](../advanced/low_precision.md).
 
 These cannot be expressed, and loading one says why:
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {hf_dir} is not a Hugging Face checkpoint directory")
     return _read_json(path)
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return ``quantization_config`` of a model's ``config.json``, or of its text model's."""
+    found: dict[str, Any] | None = config.get("quantization_config")
+    return found or (config.get("text_config") or {}).get("quantization_config")
 
 
 def _read_json(path: Path) -> Any:

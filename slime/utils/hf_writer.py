@@ -104,6 +104,16 @@ def copy_other_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
+def remove_quantization(directory: Path) -> None:
+    """Let ``config.json`` no longer say that weights are quantized."""
+    path = directory / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text())
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    removed = [part.pop("quantization_config", None) for part in parts]
+    if any(removed):
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def write_dtype(directory: Path, written: Iterable[tuple[torch.Size | tuple[int, ...], torch.dtype]]) -> None:
     """Let ``config.json`` name the dtype that most numbers of ``written`` (shape, dtype) have, which may be new.
 

@@ -25,8 +25,10 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
             auto`` means.
     """
     from slime.weight_sync.distributed import DistributedTransport
+    from slime.weight_sync.quantized import quantizer_of
     from slime.weight_sync.tensor import TensorTransport
 
+    quantizer_of(args)  # raises on every rank where weights cannot be quantized, before they are gathered
     transport = TensorTransport(args) if args.colocate else DistributedTransport(args)
     return WeightUpdater(args, trainer, transport, pause_mode=resolve_pause_mode(args, synchronous_loop))
 

@@ -75,7 +75,8 @@ def _kept_together(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterato
     """Yield tensors one by one; the halves of what an engine fuses within one request together, with the second one.
 
     SGLang joins the latent projections of queries and keys when it has seen both, and forgets a half whose other half
-    is not in the same request: the old weights would silently stay.
+    is not in the same request: the old weights would silently stay. Of the up-projection of keys and values it makes
+    other weights after every request: in FP8 with the scales that it has by then.
     """
     waiting: dict[str, tuple[str, torch.Tensor]] = {}
     for name, tensor in named_tensors:
@@ -84,6 +85,8 @@ def _kept_together(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterato
             yield [first, (name, tensor)]
         elif _FIRST_HALF in name:
             waiting[name.replace(_FIRST_HALF, _SECOND_HALF)] = (name, tensor)
+        elif name.endswith(".kv_b_proj.weight") and tensor.element_size() == 1:
+            waiting[f"{name}_scale_inv"] = (name, tensor)
         else:
             yield [(name, tensor)]
     yield from ([half] for half in waiting.values())

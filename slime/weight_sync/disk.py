@@ -14,6 +14,7 @@ from slime.backends.sglang_utils import version_files
 from slime.servers.types import EngineInfo
 from slime.utils.misc import load_function
 from slime.weight_sync.fanout import WeightSyncError, attempt
+from slime.weight_sync.quantized import quantizer_of
 from slime.weight_sync.transport import WeightSource
 
 
@@ -28,7 +29,7 @@ def publish(args: Namespace, source: WeightSource, version: int, engines: Sequen
     final = version_files.version_dir(args.update_weight_disk_dir, version)
     staging = version_files.staging_dir(final)
     attempt(partial(_on_first_rank, _clear, args, staging))
-    export_hf(source.model, source.args, staging)
+    export_hf(source.model, source.args, staging, quantizer=quantizer_of(source.args))
     if args.update_weight_local_checkpoint_dir is not None:
         _write_checksums(staging)
     attempt(partial(_on_first_rank, version_files.replace, staging, final))

@@ -14,6 +14,7 @@ from slime.servers.types import EngineInfo, weight_group
 from slime.weight_sync.buckets import iter_buckets
 from slime.weight_sync.fanout import agree, attempt
 from slime.weight_sync.process_group import EngineGroup
+from slime.weight_sync.quantized import weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
 
 
@@ -51,10 +52,10 @@ class DistributedTransport:
 
     def _send_stage(self, source: WeightSource, weight_version: str | None) -> tuple[int, Exception | None]:
         """Return the bytes sent, and what went wrong: the stream is collective, so it is run to its end even then."""
-        stream = iter_hf_weights(source.model, source.args)
         if self._group is None:
-            drain(stream)
+            drain(iter_hf_weights(source.model, source.args))
             return 0, None
+        stream = weights_to_push(source)
         sent = 0
         for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
             try:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.weight_sync.buckets import Bucket, iter_buckets
 from slime.weight_sync.fanout import WeightSyncError, agree, attempt
 from slime.weight_sync.process_group import EngineGroup
+from slime.weight_sync.quantized import weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource
 
 
@@ -71,7 +71,7 @@ class TensorTransport:
     def send(self, source: WeightSource, *, weight_version: str) -> int:
         sent = 0
         error: Exception | None = None  # of this rank: the collectives continue, and the others learn of it at the end
-        stream = iter_hf_weights(source.model, source.args, gather_pp=True)
+        stream = weights_to_push(source, gather_pp=True)
         for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
             version = weight_version if bucket.is_last else None
             if self._beyond is not None and error is None:

@@ -22,17 +22,20 @@ def push(
     synchronous_loop: bool = True,
     export_to: str | None = None,
     change_one_weight: bool = False,
+    stored_as: str | None = None,
 ) -> dict[str, Any]:
     """Push the weights of ``checkpoint`` twice, with ``change_one_weight`` one weight differs the second time.
 
-    Returns the versions and bytes of both pushes. ``export_to`` receives the HF export of the first push's weights.
+    ``stored_as``: the checkpoint of the engines, where it is quantized. Returns the versions and bytes of both pushes.
+    ``export_to`` receives the HF export of the first push's weights.
     """
     from slime.backends.megatron_utils.model_provider import get_model
     from slime.backends.megatron_utils.weights import export_hf, load_hf
     from slime.servers.types import EngineInfo
     from slime.weight_sync import create_updater
+    from slime.weight_sync.quantized import quantizer_of
 
-    args = model_args(checkpoint, *flags)
+    args = model_args(stored_as or checkpoint, *flags)
     args.colocate, args.weight_sync_timeout = colocate, 120.0
     switch_layout(args)
     model = get_model(args, wrap_with_ddp=False)
@@ -42,6 +45,8 @@ def push(
     versions, sent = [updater.update()], [updater.bytes_sent]
     if export_to is not None:
         export_hf(model, args, export_to)
+        if stored_as is not None:
+            export_hf(model, args, f"{export_to}-quantized", max_shard_bytes=50_000, quantizer=quantizer_of(args))
     if change_one_weight:
         with torch.no_grad():
             for name, parameter in (item for chunk in model for item in chunk.named_parameters()):

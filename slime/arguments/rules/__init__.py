@@ -73,7 +73,7 @@ RULES = (
     debug.check_profiling,
     sglang.derive_sizes,
     hf_config.check_served_model,
-    hf_config.check_not_quantized,
+    hf_config.check_quantization,
     megatron.derive,
     experts.check_routing_replay,
     model_defaults.warn_of_dropout,

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -29,6 +30,7 @@ from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.http import EngineTimeoutError, RouterError, ServerError
 from slime.servers.types import EngineInfo
+from slime.utils.hf_checkpoint import quantization_of, read_config
 from slime.utils.http_utils import get_http_client
 from slime.utils.network import get_current_node_ip
 
@@ -477,6 +479,8 @@ def start_all(members: Members, models: Sequence[ServedModel]) -> None:
 def check_renewable(args: Namespace, members: Sequence[Member]) -> None:
     """Raise ValueError where a push would miss something of an engine; one of every group is asked."""
     transport, wrong = transport_of(args), []
+    config = read_config(args.hf_checkpoint) if Path(args.hf_checkpoint).is_dir() else {}
+    stored = (quantization_of(config) or {}).get("quant_method")
     for _, group in groupby(members, key=lambda member: member.engine.plan.group):
         member = next(group)
         try:
@@ -484,7 +488,7 @@ def check_renewable(args: Namespace, members: Sequence[Member]) -> None:
         except ServerError as e:
             logger.warning("%s does not say what it is made of, which is not checked: %s", member, e)
             continue
-        refused, warned = what_a_push_misses(info, transport)
+        refused, warned = what_a_push_misses(info, transport, stored)
         wrong += [f"{member}: {sentence}" for sentence in refused]
         for sentence in warned:
             logger.warning("%s: %s", member, sentence)

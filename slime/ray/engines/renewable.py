@@ -27,12 +27,15 @@ def transport_of(args: Namespace) -> Transport:
     return "tensor" if args.colocate else "broadcast"
 
 
-def what_a_push_misses(info: Mapping[str, Any], transport: Transport) -> tuple[list[str], list[str]]:
+def what_a_push_misses(
+    info: Mapping[str, Any], transport: Transport, stored: str | None = None
+) -> tuple[list[str], list[str]]:
     """Return why an engine that reports ``info`` must not be pushed to, and what to warn of; a sentence each.
 
-    A setting that the engine does not report is taken to be off.
+    A setting that the engine does not report is taken to be off. ``stored``: the quantization of its checkpoint, in
+    which weights are pushed.
     """
-    refused, warned = _of_weights(info, transport)
+    refused, warned = _of_weights(info, transport, stored)
     draft, model = info.get("speculative_draft_model_path"), info.get("model_path")
     if info.get("speculative_algorithm") and draft not in (None, model):
         drafts = f"--sglang-speculative-draft-model-path {draft}: the draft model has a checkpoint of its own"
@@ -46,13 +49,18 @@ def what_a_push_misses(info: Mapping[str, Any], transport: Transport) -> tuple[l
     return refused, warned
 
 
-def _of_weights(info: Mapping[str, Any], transport: Transport) -> tuple[list[str], list[str]]:
+def _of_weights(info: Mapping[str, Any], transport: Transport, stored: str | None) -> tuple[list[str], list[str]]:
     refused, warned = [], []
     quantization, runner = info.get("quantization"), info.get("moe_runner_backend")
-    if quantization not in (None, "unquant"):
+    if quantization not in (None, "unquant", stored):
         refused.append(
             f"--sglang-quantization {quantization}: the engine holds quantized weights, and the trainer sends them as "
-            "they are trained; leave it out"
+            f"{'--hf-checkpoint stores them' if stored else 'they are trained'}; leave it out"
+        )
+    elif stored and runner not in (None, "auto", "triton", "deep_gemm"):
+        refused.append(
+            f"--sglang-moe-runner-backend {runner} (given, or chosen by SGLang) rearranges quantized weights when they "
+            "are loaded, and pushed ones would stay as they come; give --sglang-moe-runner-backend triton"
         )
     elif transport != "disk" and runner in REARRANGED:
         refused.append(

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from slime.utils.quantization.formats import Format, Fp8, Int4
-from slime.utils.quantization.quantizer import Quantizer, quantization_of
+from slime.utils.quantization.quantizer import Quantizer, read_format
 
-__all__ = ["Format", "Fp8", "Int4", "Quantizer", "quantization_of"]
+__all__ = ["Format", "Fp8", "Int4", "Quantizer", "read_format"]

@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from slime.utils import hf_writer
-from slime.utils.hf_checkpoint import HfCheckpoint, read_config
+from slime.utils.hf_checkpoint import HfCheckpoint, quantization_of, read_config
 from slime.utils.quantization.formats import Format
-from slime.utils.quantization.quantizer import Quantizer, ignores, is_linear, quantization_of, read_format
+from slime.utils.quantization.quantizer import Quantizer, ignores, is_linear, read_format
 
 Named = Iterable[tuple[str, torch.Tensor]]
 Transform = Callable[[HfCheckpoint, Sequence[str]], Named]

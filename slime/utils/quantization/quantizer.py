@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slime.utils.hf_checkpoint import HfCheckpoint, read_config
+from slime.utils.hf_checkpoint import HfCheckpoint, quantization_of, read_config
 from slime.utils.quantization.formats import Format, Fp8, Int4
 
 NEVER = (
@@ -18,11 +18,6 @@ NEVER = (
     *("conv1d", "A_log", "dt_bias", "in_proj_a", "in_proj_b", "visual.", "vision"),
 )
 """Weights with one of these in their names are no linear layers, or too small or too sensitive to be quantized."""
-
-
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``quantization_config`` of a model's ``config.json``, or of its text model's."""
-    return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
 
 
 def read_format(described: Mapping[str, Any]) -> Format:

@@ -30,6 +30,17 @@ def test_an_engine_without_such_settings_is_renewed(transport: Transport) -> Non
     assert what_a_push_misses({**PLAIN, "quantization": "unquant"}, transport) == ([], [])
 
 
+def test_an_engine_of_a_quantized_checkpoint_is_pushed_what_that_stores() -> None:
+    for quantization in (None, "fp8"):
+        assert what_a_push_misses({**PLAIN, "quantization": quantization}, "tensor", "fp8") == ([], [])
+    (sentence,), _ = what_a_push_misses({**PLAIN, "quantization": "awq"}, "tensor", "fp8")
+    assert (
+        "--sglang-quantization awq: the engine holds quantized weights, and the trainer sends them as --hf-" in sentence
+    )
+    (sentence,), _ = what_a_push_misses({**PLAIN, "moe_runner_backend": "flashinfer_trtllm"}, "disk", "fp8")
+    assert "give --sglang-moe-runner-backend triton" in sentence
+
+
 @pytest.mark.parametrize(
     ("changes", "transports", "said"),
     [

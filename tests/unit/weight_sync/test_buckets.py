@@ -44,6 +44,21 @@ def test_halves_that_an_engine_fuses_are_never_parted(limit: int) -> None:
         assert bucket.nbytes <= limit or len(bucket.tensors) == 1 + len(halves) <= 2
 
 
+@pytest.mark.parametrize("limit", [1, 30, 1000])
+def test_what_an_engine_computes_with_scales_travels_with_them(limit: int) -> None:
+    names = (
+        "q_proj.weight",
+        "q_proj.weight_scale_inv",
+        "kv_b_proj.weight",
+        "kv_b_proj.weight_scale_inv",
+        "o_proj.weight",
+    )
+    tensors = [(f"model.layers.0.self_attn.{name}", torch.zeros(20).to(torch.float8_e4m3fn)) for name in names]
+    buckets = [bucket.names for bucket in iter_buckets(iter(tensors), limit)]
+    assert [name for names in buckets for name in names] == [name for name, _ in tensors]
+    assert any({tensors[2][0], tensors[3][0]} <= set(names) for names in buckets)
+
+
 def test_a_half_without_the_other_travels_too() -> None:
     (bucket,) = iter_buckets([("layers.0.self_attn.q_a_proj.weight", torch.zeros(2)), ("w", torch.zeros(1))], 100)
     assert sorted(bucket.names) == ["layers.0.self_attn.q_a_proj.weight", "w"]

@@ -31,7 +31,7 @@ def fail(args: Any, version_dir: str, rollout_engines: list[EngineInfo]) -> None
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def export(model: Any, args: Any, path: Path) -> None:
+    def export(model: Any, args: Any, path: Path, *, quantizer: Any) -> None:
         path.mkdir()
         (path / "model.safetensors").write_text(str(model))
 

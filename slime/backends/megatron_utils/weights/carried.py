@@ -7,6 +7,8 @@ from pathlib import Path
 
 from slime.backends.megatron_utils.weights.maps import Family
 from slime.utils.hf_checkpoint import HfCheckpoint, read_config
+from slime.utils.quantization.files import dequantized
+from slime.utils.quantization.formats import Format
 
 
 def carried_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
@@ -28,14 +30,24 @@ def _extra_layers(checkpoint: HfCheckpoint) -> range:
     return range(layers, layers + (config.get("num_nextn_predict_layers") or 0))
 
 
-def write_carried(source: Path, target: Path, family: Family, written: Iterable[str]) -> tuple[dict[str, str], int]:
-    """Copy what ``family`` carries of the checkpoint ``source`` to ``target``, but for the names in ``written``."""
+def write_carried(
+    source: Path, target: Path, family: Family, written: Iterable[str], form: Format | None = None
+) -> tuple[dict[str, str], int]:
+    """Copy what ``family`` carries of the checkpoint ``source`` to ``target``, but for the names in ``written``.
+
+    ``form``: of its quantized weights, which are then written in bf16.
+    """
     with HfCheckpoint(source) as checkpoint:
         names = carried_names(checkpoint, family) - set(written)
-    return copy_tensors(source, target, names)
+        if form is not None:
+            scales = {w + s for w in written for s in form.suffixes}
+            names -= scales
+    return copy_tensors(source, target, names, form)
 
 
-def copy_tensors(source: Path, target: Path, tensor_names: Collection[str]) -> tuple[dict[str, str], int]:
+def copy_tensors(
+    source: Path, target: Path, tensor_names: Collection[str], form: Format | None = None
+) -> tuple[dict[str, str], int]:
     """Copy tensors of the checkpoint ``source`` to ``target``, one file per file: ``carried-00001.safetensors``...
 
     Return ``tensor name -> file``, and the bytes.
@@ -48,7 +60,9 @@ def copy_tensors(source: Path, target: Path, tensor_names: Collection[str]) -> t
         names = sorted(tensor_names)
         for number, path in enumerate(sorted({checkpoint.file_of(name) for name in names}), 1):
             file = f"carried-{number:05d}.safetensors"
-            tensors = {n: checkpoint.slice(n)[:] for n in names if checkpoint.file_of(n) == path}
+            own = [name for name in names if checkpoint.file_of(name) == path]
+            copied = ((n, checkpoint.tensor(n)) for n in own) if form is None else dequantized(checkpoint, own, form)
+            tensors = dict(copied)
             save_file(tensors, target / file, metadata={"format": "pt"})
             files.update(dict.fromkeys(tensors, file))
             size += sum(tensor.nbytes for tensor in tensors.values())

@@ -17,6 +17,8 @@ from slime.backends.megatron_utils.weights.carried import write_carried, write_c
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
 from slime.backends.megatron_utils.weights.naming import model_family
 from slime.utils import hf_writer
+from slime.utils.hf_checkpoint import quantization_of, read_config
+from slime.utils.quantization import Quantizer, read_format
 
 
 def export_hf(
@@ -25,22 +27,27 @@ def export_hf(
     out_dir: str | Path,
     *,
     max_shard_bytes: int = hf_writer.MAX_SHARD_BYTES,
+    quantizer: Quantizer | None = None,
 ) -> None:
     """Write ``model-00001-of-000NN.safetensors``, the index and the non-weight files of ``args.hf_checkpoint``.
 
     Collective over all trainer ranks; one rank per pipeline stage writes the shards of its stage to the shared
-    directory. Parts of the checkpoint that are not trained here are taken over as they are. The directory appears (or
-    replaces an older export) only when it is complete. Raises ValueError when
-    ``out_dir`` is the checkpoint the model came from, RuntimeError on every rank when one rank fails.
+    directory. Parts of the checkpoint that are not trained here are taken over as they are. Nothing is quantized, even
+    if ``args.hf_checkpoint`` is, unless ``quantizer`` makes the tensors of that. The directory appears (or replaces an
+    older export) only when it is complete. Raises ValueError when ``out_dir`` is the checkpoint the model came from,
+    RuntimeError on every rank when one rank fails.
     """
     import_megatron()
     out = Path(os.path.abspath(out_dir))
     _refuse_source(out, args)
     partial = hf_writer.partial_of(out)
     _everywhere(f"preparing {partial}", lambda: hf_writer.begin(out) if dist.get_rank() == 0 else None)
-    plans = _everywhere("planning the shards", lambda: _plan(model_chunks, args, max_shard_bytes))
-    _everywhere(f"writing to {partial}", lambda: _write_stage(model_chunks, args, partial, plans))
-    _everywhere(f"completing {out}", lambda: _complete(args, partial, out, plans) if dist.get_rank() == 0 else None)
+    plans = _everywhere("planning the shards", lambda: _plan(model_chunks, args, max_shard_bytes, quantizer))
+    _everywhere(f"writing to {partial}", lambda: _write_stage(model_chunks, args, partial, plans, quantizer))
+    keep = quantizer is not None
+    _everywhere(
+        f"completing {out}", lambda: _complete(args, partial, out, plans, keep) if dist.get_rank() == 0 else None
+    )
 
 
 def _refuse_source(out: Path, args: Namespace) -> None:
@@ -74,7 +81,7 @@ def _is_writer() -> bool:
 
 
 def _plan(
-    model_chunks: Sequence[torch.nn.Module], args: Namespace, max_shard_bytes: int
+    model_chunks: Sequence[torch.nn.Module], args: Namespace, max_shard_bytes: int, quantizer: Quantizer | None
 ) -> tuple[int, list[list[Described]]] | None:
     """Return ``(pipeline stage, tensors of each shard)`` on the writer of a stage, None on other ranks."""
     from megatron.core import parallel_state as mpu
@@ -83,7 +90,7 @@ def _plan(
         return None
     shards: list[list[Described]] = []
     room = 0
-    for described in describe_hf_weights(model_chunks, args):
+    for described in _described(describe_hf_weights(model_chunks, args), quantizer):
         size = _bytes(described)
         if size > room or not shards:
             shards.append([])
@@ -91,6 +98,13 @@ def _plan(
         shards[-1].append(described)
         room -= size
     return mpu.get_pipeline_model_parallel_rank(), shards
+
+
+def _described(weights: Sequence[Described], quantizer: Quantizer | None) -> Sequence[Described]:
+    if quantizer is None:
+        return weights
+    empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in weights)
+    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in quantizer.stream(empty)]
 
 
 def _bytes(described: Described) -> int:
@@ -109,34 +123,46 @@ def _file_names(plans: list[Any]) -> dict[int, list[str]]:
     return names
 
 
-def _write_stage(model_chunks: Sequence[torch.nn.Module], args: Namespace, partial: Path, plans: list[Any]) -> None:
+def _write_stage(
+    model_chunks: Sequence[torch.nn.Module],
+    args: Namespace,
+    partial: Path,
+    plans: list[Any],
+    quantizer: Quantizer | None,
+) -> None:
     from megatron.core import parallel_state as mpu
     from safetensors.torch import save_file
 
     weights = iter_hf_weights(model_chunks, args)
+    tensors_to_write = weights if quantizer is None else quantizer.stream(weights)
     try:
         if _is_writer():
             names = _file_names(plans)[mpu.get_pipeline_model_parallel_rank()]
             for file, shard in zip(names, plans[dist.get_rank()][1], strict=True):
                 # Every tensor is copied: a view of a parameter buffer cannot be saved on its own.
-                tensors = {name: tensor.cpu().clone() for name, tensor in (next(weights) for _ in shard)}
+                tensors = {name: tensor.cpu().clone() for name, tensor in (next(tensors_to_write) for _ in shard)}
                 save_file(tensors, partial / file, metadata={"format": "pt"})
     finally:
         for _ in weights:  # the gathers need every rank of the tensor-parallel group, even after a failed write
             pass
 
 
-def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any]) -> None:
+def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any], keep: bool) -> None:
+    """``keep``: the quantization of ``--hf-checkpoint``; otherwise nothing of the export is quantized."""
     source, family = Path(args.hf_checkpoint), model_family(args)
     shards, size = _written(plans)
     if args.mtp_num_layers:
         copies, more = write_copies(source, partial, family, shards)
         shards, size = {**shards, **copies}, size + more
-    carried, more = write_carried(source, partial, family, shards)
+    described = quantization_of(read_config(source))
+    form = None if keep or described is None else read_format(described)
+    carried, more = write_carried(source, partial, family, shards, form)
     hf_writer.write_index(partial, {**shards, **carried}, size + more)
     hf_writer.copy_other_files(source, partial)
-    described = [tensor for plan in plans if plan is not None for shard in plan[1] for tensor in shard]
-    hf_writer.write_dtype(partial, ((shape, dtype) for _, shape, dtype in described))
+    if not keep:
+        tensors = [tensor for plan in plans if plan is not None for shard in plan[1] for tensor in shard]
+        hf_writer.write_dtype(partial, ((shape, dtype) for _, shape, dtype in tensors))
+        hf_writer.remove_quantization(partial)
     hf_writer.publish(partial, out)
 
 

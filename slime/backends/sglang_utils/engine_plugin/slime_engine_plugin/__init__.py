@@ -17,7 +17,7 @@ def register() -> None:
 
     import torch
 
-    from slime_engine_plugin import cpu, disaggregation, files, pause, request_fields, start
+    from slime_engine_plugin import cpu, disaggregation, files, pause, quantized, request_fields, start
 
     on_cpu = not torch.cuda.is_available()
     pause.register(on_cpu)
@@ -27,6 +27,7 @@ def register() -> None:
     if on_cpu:
         cpu.register()
         disaggregation.register()
+        quantized.register()
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
             register_faster_on_cpu()
 

@@ -1,0 +1,37 @@
+"""What engines of a quantized checkpoint are sent: the tensors of that checkpoint, made of the trainer's weights."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+import torch
+
+from slime.backends.megatron_utils.weights import iter_hf_weights
+from slime.utils.quantization import Int4, Quantizer
+from slime.weight_sync.transport import WeightSource
+
+BLACKWELL = 10
+
+
+def quantizer_of(args: Namespace) -> Quantizer | None:
+    """Return what quantizes the weights for engines of ``--hf-checkpoint``; None where it is not quantized.
+
+    Raises ValueError where engines rearrange quantized weights after loading, so that pushed ones would not fit.
+    """
+    quantizer = Quantizer.of_checkpoint(args.hf_checkpoint)
+    if quantizer is None or not torch.cuda.is_available():
+        return quantizer
+    if isinstance(quantizer.format, Int4) or torch.cuda.get_device_capability()[0] >= BLACKWELL:
+        raise ValueError(
+            f"--hf-checkpoint {args.hf_checkpoint} is quantized ({type(quantizer.format).__name__}): engines on this "
+            "GPU rearrange such weights when they load them, and cannot be sent new ones; give a bf16 checkpoint"
+        )
+    return quantizer
+
+
+def weights_to_push(source: WeightSource, *, gather_pp: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``iter_hf_weights`` of ``source`` as the checkpoint of the engines has them; collective like that."""
+    quantizer = quantizer_of(source.args)
+    weights = iter_hf_weights(source.model, source.args, gather_pp=gather_pp)
+    return weights if quantizer is None else quantizer.stream(weights)
