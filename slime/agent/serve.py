@@ -57,6 +57,7 @@ class Gateway(OpenAIAdapter):
         self.unsent: dict[str, dict[str, Any]] = {}
         self.client = HttpClient(16, SINK_TIMEOUT_S, key)
         self.client.trust(self.sink)
+        self.app.on_cleanup.append(self._close)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         super().add_routes(router)
@@ -137,6 +138,9 @@ class Gateway(OpenAIAdapter):
             "extra_info": extra_info,
             "samples": records,
         }
+
+    async def _close(self, app: web.Application) -> None:
+        await self.client.close()
 
     def _note_conversation(self, sid: str, messages: list[Any], tools: Any, said: Any, turn: Any) -> None:
         self.conversations[sid] = [*messages, said]
