@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -177,3 +178,29 @@ def test_errors_are_those_of_the_anthropic_library(streamed):
         counted = client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "q"}])
         assert counted.input_tokens == len(g.script.prompts[0])
         assert [model.id for model in client.models.list()] == ["slime-actor"]
+
+
+@pytest.mark.soak
+async def test_many_sessions_of_many_turns_do_not_mix_and_leave_nothing():
+    """64 sessions of 10 turns, all at the same time, over the Responses API."""
+    with gateway(OpenAIAdapter) as g:
+        g.engine.reply = lambda ids, params: [*ids[-12:-4], ord(END)]  # depends on the conversation
+
+        async def one(sid: str) -> None:
+            g.adapter.open_session(sid, sampling_defaults={"max_new_tokens": 50})
+            async with openai.AsyncOpenAI(base_url=f"{g.url}/v1", api_key=sid, max_retries=0) as client:
+                items: list[Any] = []
+                for number in range(10):
+                    items.append({"role": "user", "content": f"{sid} asks {number}"})
+                    async with client.responses.stream(model="m", input=items) as stream:
+                        items += (await stream.get_final_response()).output
+            [sample] = await g.adapter.finish_session(sid, base_sample=BASE)
+            text = "".join(map(chr, sample.tokens))
+            assert [text.count(f"{sid} asks {number}{END}") for number in range(10)] == [1] * 10
+            assert text.count(" asks ") == 10
+            assert sample.effective_response_length == 90
+
+        await asyncio.gather(*(one(f"<{number:02}>") for number in range(64)))
+        g.adapter.store.pop("s")
+        assert (g.adapter.store, g.adapter.manager._roots, g.adapter.manager._turns) == ({}, {}, {})
+        assert (g.adapter.inflight._turns, g.engine.running) == ({}, {})
