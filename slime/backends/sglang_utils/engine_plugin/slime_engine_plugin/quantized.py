@@ -26,14 +26,15 @@ def as_loaded(original: Callable[..., None], method: Any, layer: torch.nn.Module
 def apply(
     original: Callable[..., torch.Tensor],
     method: Any,
-    layer: torch.nn.Module,
+    layer: Any,
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Around ``apply``: the numbers of FP8 times the scales of their blocks, times ``x``."""
     if not method.block_quant:
         return original(method, layer, x, bias)
-    weight, scale = layer.weight.float(), layer.weight_scale_inv
+    weight: torch.Tensor = layer.weight.float()
+    scale: torch.Tensor = layer.weight_scale_inv
     for dimension, length in enumerate(method.weight_block_size):
         scale = scale.repeat_interleave(length, dimension).narrow(dimension, 0, weight.shape[dimension])
     return torch.nn.functional.linear(x, (weight * scale).to(x.dtype), bias)
