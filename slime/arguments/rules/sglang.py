@@ -38,7 +38,7 @@ def set_lacking(args: Namespace) -> None:
 
 def derive_sizes(args: Namespace) -> None:
     """``sglang_tp_size`` from the slots of an engine; long and short names of the sizes agree."""
-    if args.sglang_disaggregation_mode != "null":
+    if args.sglang_disaggregation_mode not in (None, "null"):
         raise ArgumentError(
             f"--sglang-disaggregation-mode {args.sglang_disaggregation_mode} would be that of every engine; give "
             "--prefill-num-servers, or groups of prefill and decode engines in --sglang-config"
