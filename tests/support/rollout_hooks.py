@@ -87,6 +87,13 @@ def note_training(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
         file.write(json.dumps({"rollout": rollout_id, "from": began, "to": time.time()}) + "\n")
 
 
+def stay_while_asked(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """``--rollout-data-postprocess-path`` that stays in training, says ``stays``, while the run has a file ``stay``."""
+    while os.path.exists(os.path.join(args.run_dir, "stay")):
+        with open(os.path.join(args.run_dir, "stays"), "w"):
+            time.sleep(0.05)
+
+
 def hold(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """``--rollout-data-postprocess-path`` that stays in rollout ``SLIME_TEST_HOLD_AT``: time to kill the run.
 
