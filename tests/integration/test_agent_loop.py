@@ -21,6 +21,10 @@ def test_the_trainer_finds_the_log_probs_of_both_turns(tmp_path):
     assert sorted(run.metric("train/loss")) == [0, 1]
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
     assert all(norm > 0 for norm in run.metric("train/grad_norm").values())
+    # nothing is given up: where the template tells an answer otherwise, a sample begins
+    assert run.metric("agent/trained_token_share") == {0: 1.0, 1: 1.0}
+    assert run.metric("agent/realign_tokens") == {0: 0.0, 1: 0.0}
+    assert all(0 <= forks <= 1 for forks in run.metric("agent/forks_per_session").values())
     assert run.metric("rollout/weight_version/min") == {0: 1.0, 1: 2.0}
     for rollout_id in (0, 1):
         samples = load_rollout(tmp_path / "dumps" / f"{rollout_id}.pt")

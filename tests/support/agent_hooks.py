@@ -27,15 +27,24 @@ class Gateway(metaclass=SingletonMeta):
 
 
 async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """Ask, then ask again; one sample, or two where the answer cannot be told in the same tokens again."""
+    """Ask, then ask again; one sample, or two where the answer cannot be told in the same tokens again.
+
+    Every other session speaks the Responses API, with streams.
+    """
     gateway = Gateway(args)
     sid = uuid.uuid4().hex
     gateway.adapter.open_session(sid, sampling_defaults=sampling_params)
-    messages = list(sample.prompt)
+    messages: list[Any] = list(sample.prompt)
     url = f"http://127.0.0.1:{gateway.handle.port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key=sid, max_retries=0) as client:
         for _ in range(2):
-            reply = await client.chat.completions.create(model="actor", messages=messages)
-            said = reply.choices[0].message.content
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "once more"}]
+            if sample.index % 2:
+                async with client.responses.stream(model="actor", input=messages) as stream:
+                    answer = await stream.get_final_response()
+                said, turn = answer.output_text, answer.output
+            else:
+                reply = await client.chat.completions.create(model="actor", messages=messages)
+                said = reply.choices[0].message.content
+                turn = [{"role": "assistant", "content": said}]
+            messages += [*turn, {"role": "user", "content": "once more"}]
     return await gateway.adapter.finish_session(sid, base_sample=sample, reward=float(len(said) % 2))
