@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from slime.rollout import sglang_rollout
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.requests.generate_state import PromptTokens, request_limit
 from slime.utils.misc import SingletonMeta
-from slime.utils.types import Sample
+from slime.utils.types import Sample, iter_samples
 from tests.support.rollout_args import CharTokenizer, rollout_args
 
 
@@ -102,3 +105,10 @@ def test_a_prompt_is_tokenised_once_for_its_group():
     for number in range(2 * PromptTokens.KEPT):
         tokens.of(tokenizer, str(number))
     assert len(tokens._ids) == PromptTokens.KEPT
+
+
+def test_the_samples_of_a_prompt_can_stay_together(cluster, make_args):
+    args = make_args(router_policy="consistent_hashing", sglang_routing_key="group")
+    samples = sglang_rollout.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
+    keys = Counter(headers["X-SMG-Routing-Key"] for engine in cluster.engines for headers in engine.headers)
+    assert keys == Counter(f"group-{sample.group_index}" for sample in iter_samples(samples))

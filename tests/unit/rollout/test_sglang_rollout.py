@@ -75,13 +75,6 @@ def test_requests_carry_the_documented_parameters(cluster, make_args):
     assert len(set(keys)) == 8
 
 
-def test_the_samples_of_a_prompt_can_stay_together(cluster, make_args):
-    args = make_args(router_policy="consistent_hashing", sglang_routing_key="group")
-    samples = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
-    keys = Counter(headers["X-SMG-Routing-Key"] for engine in cluster.engines for headers in engine.headers)
-    assert keys == Counter(f"group-{sample.group_index}" for sample in iter_samples(samples))
-
-
 def test_top_p_asks_for_the_top_p_mask_and_deterministic_mode_for_seeds(cluster, make_args):
     deterministic = {"sglang_enable_deterministic_inference": True, "n_samples_per_prompt": 3}
     args = make_args(rollout_top_p=0.9, rollout_top_k=-1, **deterministic)
