@@ -40,7 +40,8 @@ KEY = "a-key-of-this-run"
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     root = tmp_path_factory.mktemp("default_rollout")
     checkpoint = make_tiny_checkpoint(root / "model")
-    args = engine_args(checkpoint, sglang_api_key=KEY)
+    # smg would refuse the model name of the rollout buffer's generator.
+    args = engine_args(checkpoint, sglang_api_key=KEY, sglang_router_package="sglang_router")
     engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / "engine.log")
     router = RouterProcess(args, "127.0.0.1", log_path=root / "router.log")
     try:
