@@ -86,6 +86,14 @@ class Crowd:
         body = {"rid": self.rid(i), "input_ids": self.prompts[i], "sampling_params": params, "return_logprob": True}
         self.replies[i] = self.pair.tested.generate(body)
 
+    def abort(self, i: int, delay: float) -> None:
+        """Wait until the request is under way, and abort it until it is answered: too early has no effect."""
+        time.sleep(delay)
+        deadline = time.monotonic() + 120
+        while i not in self.replies and time.monotonic() < deadline:
+            self.pair.tested.abort(self.rid(i))
+            time.sleep(0.2)
+
     def happen(self, kind: str) -> None:
         """Do something to the engine, and let it go on."""
         engine = self.pair.tested
@@ -119,22 +127,17 @@ def run_crowd(pair: Pair, *, seed: int, requests: int, longest: int, seconds: fl
     draw = random.Random(seed)
     crowd = make_crowd(pair, seed, requests, longest)
     pair.tested.update_weights_from_disk(str(pair.checkpoints[0]), weight_version=f"0/{seed}/0")
-    threads = [threading.Thread(target=crowd.send, args=(i, draw.random() * seconds)) for i in range(requests)]
+    begins = [draw.random() * seconds for _ in range(requests)]
+    threads = [threading.Thread(target=crowd.send, args=(i, begin)) for i, begin in enumerate(begins)]
+    # Soon after they begin: with the rest of the crowd gone a fast machine would answer 900 tokens in a second.
+    threads += [threading.Thread(target=crowd.abort, args=(i, begins[i] + 0.3 * draw.random())) for i in crowd.doomed]
     for thread in threads:
         thread.start()
-    kinds = [("push", "flush", "hold", "push", "abort")[k % 5] for k in range(events)]
-    for kind in kinds:
+    for k in range(events):
         time.sleep(draw.random() * 2 * seconds / events)
-        if kind == "abort":
-            pair.tested.abort(crowd.rid(draw.choice(crowd.doomed)))
-        else:
-            crowd.happen(kind)
-    while any(thread.is_alive() for i, thread in enumerate(threads) if i not in crowd.doomed):
-        time.sleep(0.1)
-    for i in crowd.doomed:
-        while threads[i].is_alive():
-            pair.tested.abort(crowd.rid(i))
-            threads[i].join(0.4)
+        crowd.happen(("push", "flush", "hold", "push")[k % 4])
+    for thread in threads:
+        thread.join()
     worst, checked, crossed = check(crowd)
     aborted = sum(reply["meta_info"]["finish_reason"]["type"] == "abort" for reply in crowd.replies.values())
     cached = sum(reply["meta_info"].get("cached_tokens", 0) for reply in crowd.replies.values())
