@@ -163,7 +163,10 @@ def test_shutdown_sweeps_once_everything_else_has_ended(
 
 def test_a_handler_of_sigterm_survives_the_start_of_ray(monkeypatch):
     """During ``ray.init`` Ray's own handler would end a run with exit code 15."""
-    monkeypatch.setattr(ray._private.utils, "set_sigterm_handler", ray._private.utils.set_sigterm_handler)
+    # as Ray's own does; that one may be replaced already, by a cluster that an earlier test has joined
+    monkeypatch.setattr(
+        ray._private.utils, "set_sigterm_handler", lambda handler: signal.signal(signal.SIGTERM, handler)
+    )
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         cluster._keep_sigterm_handler()
