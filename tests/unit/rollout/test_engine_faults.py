@@ -344,22 +344,25 @@ def test_the_start_of_a_large_rollout_does_not_hold_up_its_first_replies(cluster
     """400 groups are begun one by one: between two of them the event loop gets to everything else."""
     args = make_args(prompts=400, rollout_batch_size=400, over_sampling_batch_size=400, n_samples_per_prompt=1,
                      sglang_server_concurrency=4)  # fmt: skip
-    begun_in_a_turn: list[int] = []
-    real = sglang_rollout.generate_and_rm_group
+    begun_in_a_turn = Counter[int]()
+    real, turn, begun = sglang_rollout.generate_and_rm_group, 0, 0
 
     def next_turn() -> None:
-        if sum(begun_in_a_turn) < 400:
-            begun_in_a_turn.append(0)
+        nonlocal turn
+        turn += 1
+        if begun < 400:
             asyncio.get_running_loop().call_soon(next_turn)
 
     async def watched(*positional: Any, **named: Any) -> Any:
-        if not begun_in_a_turn:
+        nonlocal begun
+        begun += 1
+        if begun == 1:
             next_turn()
-        begun_in_a_turn[-1] += 1
+        begun_in_a_turn[turn] += 1
         return await real(*positional, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang_rollout, "generate_and_rm_group", watched)
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert sum(begun_in_a_turn) == 400
-    assert max(begun_in_a_turn) <= 2
+    assert begun == 400
+    assert max(begun_in_a_turn.values()) <= 2
