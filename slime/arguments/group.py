@@ -25,7 +25,8 @@ from slime.arguments.flag import Flag
 class ArgumentGroup(BaseModel):
     """Base of every group. Values are checked against the annotations; assignment of unknown names is an error."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=False, protected_namespaces=(), strict=False)
+    # deferred: help and typos need the declarations alone
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
     title: ClassVar[str] = ""
 
 

@@ -16,7 +16,7 @@ from slime.arguments.files.yaml_source import Document, KeyPath, seen
 class FileModel(BaseModel):
     """Base of every mapping in a file: unknown keys are mistakes, numbers may stand where text is expected."""
 
-    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, protected_namespaces=(), defer_build=True)
 
 
 Model = TypeVar("Model", bound=FileModel)
