@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.backends.megatron_utils import weights
 from slime.utils.quantization import Fp8
-from slime.weight_sync import quantized
+from slime.weight_sync import create_updater, quantized
 
 FORM = Fp8((128, 128), "block")
 
@@ -40,6 +42,16 @@ def test_gpus_whose_engines_repack_fp8_are_refused(
     else:
         with pytest.raises(ValueError, match="cannot be sent new ones"):
             quantized.quantizer_of(args)
+
+
+def test_stacked_experts_that_the_checkpoint_has_one_by_one_are_refused(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cast to FP8 without scales would be loaded without a word. Before anything is connected or sent."""
+    trained = [("model.q.weight", (8, 8), torch.bfloat16), ("model.experts.gate_up_proj", (4, 8, 8), torch.bfloat16)]
+    monkeypatch.setattr(weights, "describe_hf_weights", lambda model, args: trained)
+    with pytest.raises(ValueError, match=r"has no model\.experts\.gate_up_proj \(4, 8, 8\)"):
+        create_updater(args, SimpleNamespace(model=[], args=args), synchronous_loop=True)
 
 
 def test_a_push_does_not_read_the_checkpoint_again(args: Namespace) -> None:
