@@ -81,7 +81,7 @@ def torch_dist_to_hf(source: Path, target: Path, options: Arguments, force: bool
 
 def hf_to_torch_dist(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
     """Make ``target`` loadable by trainers, which read Hugging Face checkpoints: a link, or a copy in bf16."""
-    from slime.utils.external_utils.checkpoints import make_loadable
+    from slime.utils.external_utils.command_utils import make_loadable
 
     make_loadable(source, target)
 

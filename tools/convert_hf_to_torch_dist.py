@@ -18,7 +18,7 @@ if not __package__:  # run by its path: without this, modules of this directory 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    from slime.utils.external_utils.checkpoints import make_loadable
+    from slime.utils.external_utils.command_utils import make_loadable
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from slime.arguments import custom_arguments, diagnostics, older_flags
+from slime.arguments import diagnostics, older_flags
 from slime.arguments.availability import inert_messages, unavailable_messages
 from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
@@ -25,6 +25,8 @@ from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.passthrough import megatron
 
 HELP = ("-h", "--help")
+CUSTOM_ARGUMENTS = "--custom-arguments-path"
+CUSTOM_ARGUMENTS_VARIABLE = "SLIME_CUSTOM_ARGUMENTS_PATH"
 DRY_RUN = "slime.planner.render.plan_text"
 """Answers ``--dry-run``: by path, as the planner is a layer above, and only a dry run loads it."""
 
@@ -50,7 +52,7 @@ def parse_args(
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         flags = all_flags()
-        parser = build_parser(flags, custom_arguments.found(words, add_custom_arguments))
+        parser = build_parser(flags, _custom_arguments(words, add_custom_arguments))
         _answer_help(words, flags, parser)
         args = resolve(words, flags, parser, serve=serve)
         if args.dry_run:
@@ -195,3 +197,68 @@ def exit_with(error: ArgumentError) -> NoReturn:
         print(f"{_program()}: error: {line}", file=sys.stderr)
     print("`--help WORD` lists the flags that mention WORD.", file=sys.stderr)
     sys.exit(2)
+
+
+def _custom_arguments(words: Sequence[str], given: AddCustomArguments | None) -> AddCustomArguments | None:
+    """The function ``given`` by the caller and then that of ``--custom-arguments-path`` or its variable, as one.
+
+    None without either. Raises ``ArgumentError`` for a path that cannot be loaded.
+    """
+    path, source = _custom_arguments_path(words)
+    functions = [
+        function for function in (given, _load_custom_arguments(path, source) if path else None) if function is not None
+    ]
+    if len(functions) < 2:
+        return functions[0] if functions else None
+
+    def both(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        for function in functions:
+            parser = function(parser) or parser
+        return parser
+
+    return both
+
+
+def _custom_arguments_path(words: Sequence[str]) -> tuple[str | None, str]:
+    """The dotted path and where it was said; it is needed before there is a parser that could read the words."""
+    if path := _value_of(CUSTOM_ARGUMENTS, words):
+        return path, CUSTOM_ARGUMENTS
+    if (file := _value_of("--config", words)) and (path := _path_in_file(file)):
+        return path, f"--config {file}: {CUSTOM_ARGUMENTS}"
+    return os.environ.get(CUSTOM_ARGUMENTS_VARIABLE) or None, CUSTOM_ARGUMENTS_VARIABLE
+
+
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    last = None
+    for word, following in itertools.pairwise([*words, ""]):
+        name, equals, joined = word.partition("=")
+        if name == option:
+            last = joined if equals else following
+    return last
+
+
+def _path_in_file(path: str) -> str | None:
+    """What the file of ``--config`` says; what is wrong with the file is found out when all of it is read."""
+    from slime.arguments.files import yaml_source
+
+    try:
+        data = yaml_source.read(path, "--config").data
+    except ArgumentError:
+        return None
+    section = data.get("arguments")
+    value = (section if isinstance(section, dict) else data).get(CUSTOM_ARGUMENTS[2:].replace("-", "_"))
+    return value if isinstance(value, str) else None
+
+
+def _load_custom_arguments(path: str, source: str) -> Any:
+    from slime.utils.misc import load_function
+
+    try:
+        function = load_function(path, source)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ArgumentError(str(error)) from error
+    if not callable(function):
+        raise ArgumentError(
+            f"{source} {path}: expected a function that takes the parser, got {type(function).__name__}"
+        )
+    return function

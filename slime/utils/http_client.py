@@ -298,7 +298,8 @@ class HttpClient:
         answer, reply = await self._exchange(method, url, body, headers, attempt, started)
         wrong = wrong_with(answer, oldest)
         if wrong is not None:
-            engine_url = answering_engine(reply) or (None if url.startswith(router_url) else url.rpartition("/")[0])
+            asked = url.rpartition("/")[0]
+            engine_url = answering_engine(reply) or (None if asked == router_url else asked)
             raise Rejected(self.answers.reject(router_url, engine_url, wrong), engine_url)
         return answer
 

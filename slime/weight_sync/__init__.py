@@ -24,11 +24,15 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
         synchronous_loop: True when nothing generates while weights are pushed; decides what ``--weight-sync-pause-mode
             auto`` means.
     """
+    from slime.backends.megatron_utils.weights import describe_hf_weights
     from slime.weight_sync.distributed import DistributedTransport
     from slime.weight_sync.quantized import quantizer_of
     from slime.weight_sync.tensor import TensorTransport
 
-    quantizer_of(args)  # raises on every rank where weights cannot be quantized, before they are gathered
+    if (quantizer := quantizer_of(args)) is not None:
+        # Raises on every rank where weights cannot be quantized, before they are gathered.
+        for name, shape, _ in describe_hf_weights(trainer.model, args):
+            quantizer.selects(name, shape)
     transport = TensorTransport(args) if args.colocate else DistributedTransport(args)
     return WeightUpdater(args, trainer, transport, pause_mode=resolve_pause_mode(args, synchronous_loop))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -11,7 +12,12 @@ from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.utils.quantization import Int4, Quantizer
 from slime.weight_sync.transport import WeightSource
 
-BLACKWELL = 10
+FP8_KERNELS = ((8, 9), (10, 0))
+"""Compute capabilities, from and below, whose kernels read FP8 as checkpoints have it. SGLang repacks it for Marlin on
+GPUs before these (``can_auto_enable_marlin_fp8``), and rounds its scales anew on those after (Blackwell)."""
+
+_of_checkpoint = functools.cache(Quantizer.of_checkpoint)
+"""Read once: where a push could not read the files any more, its other ranks would wait for this one."""
 
 
 def quantizer_of(args: Namespace) -> Quantizer | None:
@@ -19,10 +25,11 @@ def quantizer_of(args: Namespace) -> Quantizer | None:
 
     Raises ValueError where engines rearrange quantized weights after loading, so that pushed ones would not fit.
     """
-    quantizer = Quantizer.of_checkpoint(args.hf_checkpoint)
+    quantizer = _of_checkpoint(args.hf_checkpoint)
     if quantizer is None or not torch.cuda.is_available():
         return quantizer
-    if isinstance(quantizer.format, Int4) or torch.cuda.get_device_capability()[0] >= BLACKWELL:
+    first, beyond = FP8_KERNELS
+    if isinstance(quantizer.format, Int4) or not first <= torch.cuda.get_device_capability() < beyond:
         raise ValueError(
             f"--hf-checkpoint {args.hf_checkpoint} is quantized ({type(quantizer.format).__name__}): engines on this "
             "GPU rearrange such weights when they load them, and cannot be sent new ones; give a bf16 checkpoint"

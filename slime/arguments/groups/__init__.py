@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from slime.arguments.flag import Flag
 from slime.arguments.group import ArgumentGroup, flags_of
-from slime.arguments.groups.algorithm import Algorithm, Distillation, MultiTokenPrediction, OffPolicy
-from slime.arguments.groups.checkpoint import Checkpoint, Optimizer
-from slime.arguments.groups.cluster import Cluster, ExternalEngines
+from slime.arguments.groups.algorithm import Algorithm, Distillation, MultiTokenPrediction, OffPolicy, TeacherServer
+from slime.arguments.groups.cluster import Cluster
 from slime.arguments.groups.configuration import Configuration
 from slime.arguments.groups.data import Batch, Data
 from slime.arguments.groups.debug import ContinuousIntegration, Debug, Profiling
-from slime.arguments.groups.elastic_engines import ElasticEngines
-from slime.arguments.groups.eval import Eval
-from slime.arguments.groups.fault_tolerance import FaultTolerance
+from slime.arguments.groups.engines import ElasticEngines, ExternalEngines, FaultTolerance
 from slime.arguments.groups.logging import Logging
 from slime.arguments.groups.reward import Reward
-from slime.arguments.groups.rollout import Rollout
-from slime.arguments.groups.teacher_server import TeacherServer
-from slime.arguments.groups.train import MegatronHooks, Train
+from slime.arguments.groups.rollout import Eval, Rollout
+from slime.arguments.groups.train import Checkpoint, MegatronHooks, Optimizer, Train
 from slime.arguments.groups.weight_sync import WeightSync
 
 ALL_GROUPS: tuple[type[ArgumentGroup], ...] = (

@@ -53,13 +53,3 @@ class Cluster(ArgumentGroup):
     use_distributed_post: bool = flag(
         False, "send generate requests from helper actors spread over the nodes instead of from one process"
     )
-
-
-class ExternalEngines(ArgumentGroup):
-    """Engines started elsewhere."""
-
-    title = "external engines"
-
-    rollout_external_engine_addrs: list[str] | None = flag(
-        None, "addresses (host:port or http://host:port) of engines started elsewhere"
-    )

@@ -1,4 +1,4 @@
-"""Losses of the trainer under their public names, over packed logits; importable without Megatron.
+"""Losses of the trainer and advantages under their public names; importable without Megatron.
 
 A ``batch`` has per-sample columns (see ``data``): ``unconcat_tokens``, ``total_lengths``, ``response_lengths``,
 ``loss_masks`` (whole), ``rollout_mask_sums``, and as far as they exist the per-token columns ``advantages``,
@@ -9,22 +9,38 @@ see ``cp_utils``). The mathematics is in ``slime.algorithms``.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from slime.algorithms.advantages import (
+    distill,
+    get_advantages_and_returns_batch,
+    get_grpo_returns,
+    get_reinforce_plus_plus_baseline_advantages,
+    get_reinforce_plus_plus_returns,
+    get_rloo_advantages,
+    token_rewards,
+)
+from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.reducers import num_trained_tokens
-from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
-from slime.backends.megatron_utils.cp_utils import Reducer, get_sum_of_sample_mean
-from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
-from slime.backends.megatron_utils.hooks import checked_loss, optional_function
+from slime.algorithms.rewards import leave_one_out
+from slime.algorithms.whitening import masked_whiten
+from slime.backends.megatron_utils.cp_utils import (
+    Reducer,
+    all_gather_samples_with_cp,
+    get_sum_of_sample_mean,
+    slice_samples_with_cp,
+)
+from slime.backends.megatron_utils.data import LossBatch, RolloutData, may_overwrite_logits
+from slime.backends.megatron_utils.hooks import check_token_columns, checked_loss, optional_function
 from slime.backends.megatron_utils.importance import icepop_function, mis_function, vanilla_tis_function
 from slime.backends.megatron_utils.mismatch import note_mismatch
 from slime.backends.megatron_utils.mtp_loss import add_mtp_loss
-from slime.backends.megatron_utils.parallel import context_parallel, data_parallel
+from slime.backends.megatron_utils.parallel import all_gather_objects, context_parallel, data_parallel, is_last_stage
 from slime.backends.megatron_utils.policy_loss import policy_loss_function
 from slime.backends.megatron_utils.response_logits import (
     get_log_probs_and_entropy,
@@ -32,6 +48,7 @@ from slime.backends.megatron_utils.response_logits import (
     note_finite_samples,
 )
 from slime.backends.megatron_utils.values import get_values, value_loss_function
+from slime.batching.ragged_tensor import RaggedTensor, as_lists, flat
 
 __all__ = [
     "compute_advantages_and_returns",
@@ -142,3 +159,166 @@ def loss_function(
         return loss * context_parallel().size, num_tokens, report
     scale = num_microbatches * data_parallel().size / batch["global_batch_size"]
     return loss * scale, report
+
+
+def add_distillation(args: Namespace, data: RolloutData) -> None:
+    """With ``--use-opd``: take ``opd_kl_coef`` times the reverse KL off ``advantages``, and set ``opd_reverse_kl``.
+
+    The student's log-probs are those of the old policy. Returns of a value function stay as they are: it does not know
+    the teacher. Raises ValueError when a column is missing.
+    """
+    if not args.use_opd:
+        return
+    student = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+    if data.get("teacher_log_probs") is None:
+        raise ValueError(
+            f"--use-opd --opd-type {args.opd_type}: the samples have no teacher_log_probs. "
+            "slime.rollout.on_policy_distillation sets them (--custom-rm-path ...reward_func, "
+            "--custom-reward-post-process-path ...post_process_rewards), or set Sample.teacher_log_probs, one number "
+            "per response token, in a function of yours; a converter of yours must pass the column on"
+        )
+    if data.get(student) is None:
+        raise ValueError(f"--use-opd needs the student's {student}, which the samples and passes do not have")
+    data["advantages"], data["opd_reverse_kl"] = distill(
+        data["advantages"], data[student], data["teacher_log_probs"], args.opd_kl_coef
+    )
+
+
+Column = list[Tensor]
+
+
+def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
+    """Set ``kl``, ``advantages`` and ``returns`` in ``rollout_data``: lists of local tensors [n_local], one per sample.
+
+    ``kl`` is that of the policy to the reference (zeros with ``kl_coef`` 0). ``--custom-advantage-function-path``
+    replaces the estimator; distillation (``use_opd``) and then whitening (``normalize_advantages``, over DP x CP,
+    returns untouched) apply to it too.
+    No-op but on the last pipeline stage. Raises ValueError for an unknown estimator and for missing columns.
+    """
+    if not is_last_stage():
+        return
+    rollout_data["kl"] = _kl(args, rollout_data)
+    custom = optional_function(args, "custom_advantage_function_path")
+    if custom is not None:
+        as_lists(rollout_data)
+        custom(args, rollout_data)
+        missing = [key for key in ("advantages", "returns") if key not in rollout_data]
+        if missing:
+            raise ValueError(f"{custom} did not set {missing}: lists with one tensor per sample")
+        check_token_columns(custom, rollout_data, ["advantages", "returns"])
+    else:
+        advantages, returns = _estimate(args, rollout_data)
+        rollout_data["advantages"], rollout_data["returns"] = advantages, returns
+    add_distillation(args, rollout_data)
+    if args.normalize_advantages:
+        rollout_data["advantages"] = _whiten(rollout_data)
+
+
+def _kl(args: Namespace, data: dict) -> Column:
+    masks = _slice_cp(data, data["loss_masks"])
+    if args.kl_coef == 0:
+        return [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for mask in masks]
+    policy = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+    for key in (policy, "ref_log_probs"):
+        if data.get(key) is None:
+            raise ValueError(f"--kl-coef {args.kl_coef} needs {key}, which the samples and passes do not have")
+    pairs = zip(data[policy], data["ref_log_probs"], strict=True)
+    return [compute_approx_kl(log_probs, ref, args.kl_loss_type) for log_probs, ref in pairs]
+
+
+def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
+    """Return (advantages, returns). Estimators that look along the response see it whole, whatever the CP layout."""
+    rewards, kl, estimator = data["rewards"], data["kl"], args.advantage_estimator
+    if args.kl_coef != 0 and estimator != "ppo":  # which counts the KL of every token
+        # Where nothing is trained it may be infinite, and infinity times a mask of 0 is NaN.
+        pairs = zip(_slice_cp(data, data["loss_masks"]), kl, strict=True)
+        kl = [torch.where((mask != 0) | values.isfinite(), values, 0) for mask, values in pairs]
+    if estimator in ("grpo", "gspo", "cispo"):
+        returns = get_grpo_returns(rewards, kl)
+        return [values.clone() for values in returns], returns
+    if estimator == "reinforce_plus_plus_baseline":
+        returns = get_reinforce_plus_plus_baseline_advantages(rewards, kl, data["loss_masks"], args.kl_coef)
+        return [values.clone() for values in returns], returns
+    if estimator == "rloo":
+        penalties = _leave_one_out_kl(data, kl) if args.kl_coef != 0 else [0.0] * len(kl)
+        returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
+        return [values.clone() for values in returns], returns
+    if estimator == "reinforce_plus_plus":
+        returns = list(_slice_cp(data, _discounted_returns(args, data, _gather_cp(data, kl))))
+        return [values.clone() for values in returns], returns
+    if estimator == "ppo":
+        if "values" not in data:
+            raise ValueError("--advantage-estimator ppo needs the critic's values")
+        kls = _gather_cp(data, kl)
+        per_token = [token_rewards(reward, k, args.kl_coef) for reward, k in zip(rewards, kls, strict=True)]
+        advantages, returns = get_advantages_and_returns_batch(
+            data["total_lengths"],
+            data["response_lengths"],
+            _gather_cp(data, data["values"]),
+            per_token,
+            args.gamma,
+            args.lambd,
+        )
+        return list(_slice_cp(data, advantages)), list(_slice_cp(data, returns))
+    raise ValueError(f"--advantage-estimator {estimator} is unknown")
+
+
+def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
+    """REINFORCE++ over whole responses; zeros for a sample without a trained token, say one whose reward failed."""
+    returns = [torch.zeros_like(values) for values in kl]
+    trained = [i for i, mask in enumerate(data["loss_masks"]) if bool((mask != 0).any())]
+    found = get_reinforce_plus_plus_returns(
+        [data["rewards"][i] for i in trained],
+        [kl[i] for i in trained],
+        [data["loss_masks"][i] for i in trained],
+        [data["response_lengths"][i] for i in trained],
+        [data["total_lengths"][i] for i in trained],
+        args.kl_coef,
+        args.gamma,
+    )
+    for i, values in zip(trained, found, strict=True):
+        returns[i] = values
+    return returns
+
+
+def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
+    """Return the KL of each response minus the mean over its group's other trajectories, on whatever ranks those are.
+
+    The KL itself where there is none: carried over into a step without the rest of its group it is penalized too.
+    """
+    groups = data.get("group_indices")
+    if groups is None or any(group is None for group in groups):
+        raise ValueError(
+            "--advantage-estimator rloo with --kl-coef compares the KL of the answers to a prompt and needs the "
+            "group_index of every sample: set it in the rollout function, and group_indices in a converter "
+            "(--custom-convert-samples-to-train-data-path)"
+        )
+    sums = [float((k * mask).sum()) for k, mask in zip(_gather_cp(data, kl), data["loss_masks"], strict=True)]
+    ranks = data_parallel()
+    mine = list(zip(sums, groups, data["rollout_ids"], strict=True))
+    parts = all_gather_objects(mine, ranks)
+    rows = [row for part in parts for row in part]
+    trajectories: dict[int, set[int]] = {}
+    for _, group, rollout_id in rows:
+        trajectories.setdefault(group, set()).add(rollout_id)
+    centered = [
+        value if len(trajectories[group]) > 1 else penalty
+        for value, (penalty, group, _) in zip(leave_one_out(*zip(*rows, strict=True)), rows, strict=True)
+    ]
+    start = sum(len(part) for part in parts[: ranks.rank])
+    return centered[start : start + len(mine)]
+
+
+def _whiten(data: dict) -> Column:
+    mask = _slice_cp(data, data["loss_masks"])
+    group = data_parallel(with_context_parallel=True).group
+    whitened = masked_whiten(flat(data["advantages"]), mask.values, group=group)
+    return list(whitened.split([values.size(0) for values in data["advantages"]]))
+
+
+def _slice_cp(data: dict, whole: Sequence[Tensor]) -> RaggedTensor:
+    return slice_samples_with_cp(whole, data["total_lengths"], data["response_lengths"])
+
+
+def _gather_cp(data: dict, local: Sequence[Tensor]) -> Column:
+    return all_gather_samples_with_cp(local, data["total_lengths"], data["response_lengths"])

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.environment import engine_environment
+from slime.backends.sglang_utils.environment import Scratch, engine_environment, make_private
 from slime.backends.sglang_utils.errors import EngineStartError, with_last_lines
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
-from slime.backends.sglang_utils.scratch import Scratch, make_private
 from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args, secret_fields
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError

@@ -90,9 +90,10 @@ def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Format) ->
 
     Scales may be in other files. Raises ValueError for a weight without them.
     """
-    weights = {name.removesuffix(form.marker) for name in checkpoint.names if name.endswith(form.marker)}
-    parts = {weight + suffix for weight in weights for suffix in form.suffixes}
     stored = "" if "" in form.suffixes else form.marker  # what holds the numbers of a weight
+    marked = {name.removesuffix(form.marker) for name in checkpoint.names if name.endswith(form.marker)}
+    weights = {weight for weight in marked if weight + stored in checkpoint.names}  # logit_scale is no scale of one
+    parts = {weight + suffix for weight in weights for suffix in form.suffixes}
     for name in names:
         weight = name.removesuffix(stored)
         if weight in weights and name == weight + stored:

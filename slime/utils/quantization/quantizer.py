@@ -60,8 +60,8 @@ class Quantizer:
     def of_checkpoint(cls, path: str | Path) -> Quantizer | None:
         """Return what makes exactly the tensors of the checkpoint ``path``; None where it is not quantized.
 
-        A weight that the checkpoint does not have is taken as its configuration says. Raises ValueError for a format
-        that is not available.
+        A weight that the checkpoint does not have is taken as its configuration says, but for stacked experts, which
+        it has one by one then: asked for those it raises ValueError, as this does for a format that is not available.
         """
         described = quantization_of(read_config(path))
         if described is None:
@@ -73,7 +73,14 @@ class Quantizer:
         by_rules = rules_of(described)
 
         def selects(name: str, shape: Sequence[int]) -> bool:
-            return name in quantized or (name not in names and by_rules(name, shape))
+            if name in quantized or name in names:
+                return name in quantized
+            if len(shape) > 2:
+                raise ValueError(
+                    f"{path} has no {name} {tuple(shape)}: it stores the quantized experts one by one, and the trainer "
+                    "has them stacked; give a bf16 checkpoint"
+                )
+            return by_rules(name, shape)
 
         return cls(form, selects)
 

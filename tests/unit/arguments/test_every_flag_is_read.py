@@ -46,7 +46,7 @@ CONSUMED_WHILE_PARSING = {
     "num_virtual_stages_per_pipeline_rank": "rules/parallelism.py",
     "megatron_config_path": "rules/roles.py",  # values of single roles
     "critic_overrides": "files/role_config.py",  # values of the critic
-    "custom_arguments_path": "custom_arguments.py",  # flags of a user's own
+    "custom_arguments_path": "parse.py",  # flags of a user's own
 }  # fmt: skip
 
 # Attributes read under a name that is put together, or passed on, at run time -> where.
@@ -58,7 +58,7 @@ READ_INDIRECTLY = {
         ("squared_relu", "init_method_xavier_uniform", "bias_gelu_fusion", "bias_swiglu_fusion"),
         "backends/megatron_utils/model_config.py",
     ),
-    **dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), "backends/megatron_utils/norms.py"),
+    **dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), "backends/megatron_utils/layer_specs.py"),
 }
 
 

@@ -10,8 +10,19 @@ import subprocess
 import pytest
 
 from slime.report.__main__ import main
-from slime.report.load import Run, Series, read_run
-from slime.report.page import MAX_POINTS, arrange, curve, duration, embed, page_data, tiles, write_report
+from slime.report.page import (
+    MAX_POINTS,
+    Run,
+    Series,
+    arrange,
+    curve,
+    duration,
+    embed,
+    page_data,
+    read_run,
+    tiles,
+    write_report,
+)
 
 
 def line(name, step, value, step_key="rollout/step", time=0.0):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
+from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.batching.train_data import build_train_data
 from slime.rollout import on_policy_distillation
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, teacher_log_probs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -98,6 +99,25 @@ async def test_a_request_whose_answers_are_all_rejected_fails_with_the_reason(cl
     assert len(cluster.requests) == MOST_REJECTED
     # Who wants no log-probs, and asks for many prompts at once, judges answers alone.
     await client.post(f"{cluster.router.url}/generate", REQUEST)
+
+
+async def test_an_engine_at_a_port_that_begins_with_the_routers_is_told_apart(client, monkeypatch):
+    router, engine = "http://127.0.0.1:3000", "http://127.0.0.1:30001"
+    meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 1, "output_token_logprobs": [[None, 5, None]]}
+
+    async def exchange(method, url, *_):
+        return {"meta_info": meta}, SimpleNamespace(headers={})
+
+    async def list_workers(*_):
+        return [engine]
+
+    monkeypatch.setattr(http_client, "BACKOFF_BASE_S", 0.0)
+    monkeypatch.setattr(client, "_exchange", exchange)
+    monkeypatch.setattr(client, "list_workers", list_workers)
+    with pytest.raises(HttpRequestError, match="is rejected"):
+        await client.post(f"{router}/generate", WITH_LOG_PROBS)
+    # Once an answer is of the engine, the next one is asked of the router again: it has no other.
+    assert client.answers.rejected == {router: MOST_REJECTED // 2, engine: MOST_REJECTED // 2}
 
 
 async def test_a_newer_version_than_the_oldest_is_right(cluster, client):

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import per_sample_columns
 from slime.backends.megatron_utils.hooks import CONTRACTS, checked_loss, load_trainer_hooks, optional_function
-from slime.backends.megatron_utils.loss import loss_function, sft_loss_function, vanilla_tis_function
+from slime.backends.megatron_utils.loss import (
+    compute_advantages_and_returns,
+    loss_function,
+    sft_loss_function,
+    vanilla_tis_function,
+)
 from slime.backends.megatron_utils.model_provider import model_provider
 from slime.batching.ragged_tensor import RaggedTensor
 from tests.support.arguments import run_args

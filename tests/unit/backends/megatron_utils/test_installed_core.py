@@ -21,7 +21,7 @@ def python(program: str, *paths: Path, **variables: str) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", program], env=env, text=True, capture_output=True, check=False)
 
 
-USE = "from slime.backends.megatron_utils.installed_core import prefer\nprefer()\n"
+USE = "from slime.backends.megatron_utils import prefer_installed_core\nprefer_installed_core()\n"
 LOOK = """
 import importlib, megatron.core
 print(megatron.core.__version__)

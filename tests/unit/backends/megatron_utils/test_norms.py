@@ -10,7 +10,7 @@ from slime.backends.megatron_utils import import_megatron
 
 import_megatron()
 
-from slime.backends.megatron_utils.norms import TorchRMSNorm  # noqa: E402  needs the adapted megatron
+from slime.backends.megatron_utils.layer_specs import TorchRMSNorm  # noqa: E402  needs the adapted megatron
 
 
 def _config(**overrides: Any) -> SimpleNamespace:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slime.backends.sglang_utils import scratch as scratch_module
+from slime.backends.sglang_utils import environment
+from slime.backends.sglang_utils.environment import Scratch, make_private
 from slime.backends.sglang_utils.errors import with_last_lines
-from slime.backends.sglang_utils.scratch import Scratch, make_private
 
 
 def mode(path: Path) -> int:
@@ -41,7 +41,7 @@ def test_secrets_are_private_and_gone_once_read() -> None:
 def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     directory = tmp_path / "shm"
     directory.mkdir()
-    monkeypatch.setattr(scratch_module, "SHARED_MEMORY", directory)
+    monkeypatch.setattr(environment, "SHARED_MEMORY", directory)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return directory
 
@@ -59,7 +59,7 @@ def test_the_engines_shared_memory_goes_with_it(shared_memory: Path) -> None:
 def test_what_a_killed_owner_left_is_swept_and_what_lives_is_not(shared_memory: Path, tmp_path: Path) -> None:
     code = """
         import os
-        from slime.backends.sglang_utils.scratch import Scratch
+        from slime.backends.sglang_utils.environment import Scratch
         scratch = Scratch()
         print(scratch.path, flush=True)
         os._exit(9)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.utils.external_utils.checkpoints import make_loadable
+from slime.utils.external_utils.command_utils import make_loadable
 from tools import convert_hf_to_torch_dist, fp8_cast_bf16
 
 

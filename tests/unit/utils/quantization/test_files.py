@@ -140,6 +140,21 @@ def test_a_disk_that_lies_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "file").exists()
 
 
+def test_tensors_that_are_named_like_scales_stay(tmp_path: Path) -> None:
+    """CLIP has a ``logit_scale``, and engines put ``k_scale`` beside attention: no weight of theirs is quantized."""
+    source, form = tmp_path / "source", Fp8(per="channel")
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"quantization_config": form.config([])}))
+    named = {"logit_scale": torch.tensor(4.6), "model.self_attn.k_scale": torch.tensor(0.5)}
+    parts = form.quantize(torch.full((2, 2), 3.0))
+    save_file(named | {f"model.q.weight{suffix}": part for suffix, part in parts.items()}, source / "model.safetensors")
+    to_bf16(source, tmp_path / "made")
+    made = tensors_of(tmp_path / "made")
+    assert made.keys() == {*named, "model.q.weight"}
+    assert all(torch.equal(made[name], tensor) for name, tensor in named.items())
+    assert torch.equal(made["model.q.weight"], torch.full((2, 2), 3.0, dtype=torch.bfloat16))
+
+
 def test_what_cannot_be_converted(moe: Path, tmp_path: Path) -> None:
     block = FORMATS["block"]
     with pytest.raises(ValueError, match="is not quantized"):
@@ -158,8 +173,13 @@ def test_what_cannot_be_converted(moe: Path, tmp_path: Path) -> None:
         quantize_checkpoint(tmp_path / "made", tmp_path / "twice", block)
     shutil.copytree(tmp_path / "made", tmp_path / "lacks")
     for file in (tmp_path / "lacks").glob("*.safetensors"):
-        save_file({n: t for n, t in load_file(file).items() if not n.endswith("0.q_proj.weight_scale_inv")}, file)
+        save_file(
+            {n: t for n, t in load_file(file).items() if not n.endswith("0.self_attn.q_proj.weight_scale_inv")}, file
+        )
     (tmp_path / "lacks" / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"FP8 weight .*0\.self_attn\.q_proj\.weight .* has no .*weight_scale_inv"):
+        to_bf16(tmp_path / "lacks", tmp_path / "never")
+    assert not list(tmp_path.glob("*never*"))
     quantize_checkpoint(moe, tmp_path / "made", FORMATS["tensor"], force=True)
     assert Quantizer.of_checkpoint(tmp_path / "made").format == FORMATS["tensor"]  # type: ignore[union-attr]
 

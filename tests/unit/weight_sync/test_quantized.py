@@ -1,0 +1,60 @@
+"""On which GPUs engines can be sent FP8."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.backends.megatron_utils import weights
+from slime.utils.quantization import Fp8
+from slime.weight_sync import create_updater, quantized
+
+FORM = Fp8((128, 128), "block")
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Namespace:
+    """A checkpoint with one FP8 weight."""
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORM.config([])}))
+    parts = FORM.quantize(torch.ones(8, 8))
+    save_file({f"model.q.weight{suffix}": part for suffix, part in parts.items()}, tmp_path / "model.safetensors")
+    return Namespace(hf_checkpoint=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("capability", "takes"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), False)]
+)
+def test_gpus_whose_engines_repack_fp8_are_refused(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], takes: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if takes:
+        quantizer = quantized.quantizer_of(args)
+        assert quantizer is not None
+        assert quantizer.format == FORM
+    else:
+        with pytest.raises(ValueError, match="cannot be sent new ones"):
+            quantized.quantizer_of(args)
+
+
+def test_stacked_experts_that_the_checkpoint_has_one_by_one_are_refused(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cast to FP8 without scales would be loaded without a word. Before anything is connected or sent."""
+    trained = [("model.q.weight", (8, 8), torch.bfloat16), ("model.experts.gate_up_proj", (4, 8, 8), torch.bfloat16)]
+    monkeypatch.setattr(weights, "describe_hf_weights", lambda model, args: trained)
+    with pytest.raises(ValueError, match=r"has no model\.experts\.gate_up_proj \(4, 8, 8\)"):
+        create_updater(args, SimpleNamespace(model=[], args=args), synchronous_loop=True)
+
+
+def test_a_push_does_not_read_the_checkpoint_again(args: Namespace) -> None:
+    first = quantized.quantizer_of(args)
+    (Path(args.hf_checkpoint) / "config.json").unlink()
+    assert quantized.quantizer_of(args) is first is not None
