@@ -43,13 +43,16 @@ class LocalSandbox(ShellFiles):
     env: variables of all commands. path: directories that their ``PATH`` begins with. paths: how the three directories
     come about: "mounts" in a mount namespace, which needs the right to make one (root, or user namespaces); "words" by
     replacing their names in commands, variables and written scripts (text that begins with ``#!``), so that a program
-    which makes up such a path misses them; by default mounts where they are allowed.
+    which makes up such a path misses them; by default mounts where they are allowed. uid: the user of commands where
+    slime runs as root, by default one that nobody else has; 0 leaves them root, whom no limit of processes binds, say
+    for a Python below ``/root``.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
     path: Sequence[str | Path] = ()
     limits: Limits = field(default_factory=Limits)
     paths: Literal["mounts", "words"] | None = None
+    uid: int | None = None
 
     def __post_init__(self) -> None:
         self._root: Path | None = None
@@ -70,7 +73,7 @@ class LocalSandbox(ShellFiles):
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(sweep)
-        self._uid = random.choice(_UIDS) if os.geteuid() == 0 else None
+        self._uid = (random.choice(_UIDS) if self.uid is None else self.uid or None) if os.geteuid() == 0 else None
         name = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:12]}"
         self._root = Path(tempfile.gettempdir()).resolve() / name
         self._root.mkdir(mode=0o700)
@@ -139,13 +142,13 @@ class LocalSandbox(ShellFiles):
         root, number = self.root, uuid.uuid4().hex[:8]
         mark = f"{root.name}/{number}"
         home = {"HOME": "/home/agent", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8"}
-        system = ["/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"]
-        variables = {"PATH": ":".join([*map(str, self.path), *system]), **home, **self.env, **env}
+        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", **home, **self.env, **env}
         if self._holder is None:
             variables = {name: self._in_words(value) for name, value in variables.items()}
             cmd, enter, uid = self._in_words(cmd), ["bash"], self._uid
         else:
             enter, uid = self._entering(), None
+        variables["PATH"] = ":".join([*map(str, self.path), variables["PATH"]])
         workspace = str(root / "workspace") if self._holder is None else "/workspace"
         ulimit = await asyncio.to_thread(self._ulimits)
         start = [*enter, "-c", f'{ulimit} && cd "$0" && exec bash -c "$1"', workspace, cmd]
@@ -200,9 +203,11 @@ class LocalSandbox(ShellFiles):
     def _entering(self) -> list[str]:
         assert self._holder is not None
         into = ["nsenter", "--target", str(self._holder.pid), "--mount", "--root", "--wd"]
-        if self._uid is None:  # of a user namespace, in which slime's user has to be root to mount
+        if os.geteuid() != 0:  # of a user namespace, in which slime's user has to be root to mount
             ids = [f"--map-user={os.geteuid()}", f"--map-group={os.getegid()}"]
             return [*into, "--user", "--preserve-credentials", "unshare", "--user", *ids, "bash"]
+        if self._uid is None:
+            return [*into, "bash"]
         become = [f"--reuid={self._uid}", f"--regid={self._uid}", "--clear-groups", "--no-new-privs"]
         return [*into, "setpriv", *become, "bash"]
 
