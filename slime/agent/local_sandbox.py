@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 DIRECTORIES = ("workspace", "tmp", "home/agent")
 """Paths of the sandbox that are its own."""
 MARKER = "SLIME_SANDBOX"
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 PREFIX = "slime-sandbox-"
 _UIDS = range(700_000, 800_000)
 
@@ -102,7 +103,10 @@ class LocalSandbox(ShellFiles):
         def belongs(pid: int) -> bool:
             return (namespace is not None and _mounts_of(pid) == namespace) or _is_of(pid, root.name, uid)
 
-        await asyncio.to_thread(end_all, belongs)
+        try:
+            await asyncio.to_thread(end_all, belongs)
+        except RuntimeError as e:  # what was done in the sandbox must not be lost for it
+            logger.warning("sandbox %s: %s", root.name, e)
         if holder is not None:
             await holder.wait()
         await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
@@ -142,16 +146,16 @@ class LocalSandbox(ShellFiles):
         root, number = self.root, uuid.uuid4().hex[:8]
         mark = f"{root.name}/{number}"
         home = {"HOME": "/home/agent", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8"}
-        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", **home, **self.env, **env}
+        variables = {"PATH": SYSTEM_PATH, **home, **self.env, **env}
         if self._holder is None:
             variables = {name: self._in_words(value) for name, value in variables.items()}
-            cmd, enter, uid = self._in_words(cmd), ["bash"], self._uid
+            cmd, enter, uid = self._in_words(cmd), [_tool("bash")], self._uid
         else:
             enter, uid = self._entering(), None
         variables["PATH"] = ":".join([*map(str, self.path), variables["PATH"]])
         workspace = str(root / "workspace") if self._holder is None else "/workspace"
         ulimit = await asyncio.to_thread(self._ulimits)
-        start = [*enter, "-c", f'{ulimit} && cd "$0" && exec bash -c "$1"', workspace, cmd]
+        start = [*enter, "-c", f'{ulimit} && cd "$0" && exec "$BASH" -c "$1"', workspace, cmd]
         try:
             return await run_captured(
                 start, env={**variables, MARKER: mark}, stdin=stdin, timeout=timeout, uid=uid,
@@ -187,7 +191,7 @@ class LocalSandbox(ShellFiles):
     async def _make_mounts(self) -> None:
         """Start a process that holds the mount namespace, whose root has the directories in their places."""
         self._holder = await asyncio.create_subprocess_exec(
-            *_unshare(), "bash", "-c", _MOUNTS, "bash", str(self.root), env={"PATH": os.environ.get("PATH", "")},
+            *_unshare(), _tool("bash"), "-c", _MOUNTS, "bash", str(self.root), env={"PATH": SYSTEM_PATH},
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
@@ -202,14 +206,15 @@ class LocalSandbox(ShellFiles):
 
     def _entering(self) -> list[str]:
         assert self._holder is not None
-        into = ["nsenter", "--target", str(self._holder.pid), "--mount", "--root", "--wd"]
+        into = [_tool("nsenter"), "--target", str(self._holder.pid), "--mount", "--root", "--wd"]
+        bash = _tool("bash")
         if os.geteuid() != 0:  # of a user namespace, in which slime's user has to be root to mount
             ids = [f"--map-user={os.geteuid()}", f"--map-group={os.getegid()}"]
-            return [*into, "--user", "--preserve-credentials", "unshare", "--user", *ids, "bash"]
+            return [*into, "--user", "--preserve-credentials", _tool("unshare"), "--user", *ids, bash]
         if self._uid is None:
-            return [*into, "bash"]
+            return [*into, bash]
         become = [f"--reuid={self._uid}", f"--regid={self._uid}", "--clear-groups", "--no-new-privs"]
-        return [*into, "setpriv", *become, "bash"]
+        return [*into, _tool("setpriv"), *become, bash]
 
 
 _MOUNTS = """
@@ -243,17 +248,21 @@ exec sleep infinity
 """In a mount namespace: a new root with the directories of ``$1`` and all others of this machine; then wait."""
 
 
+def _tool(name: str) -> str:
+    """The path of a program of this machine, whatever ``PATH`` the sandbox has."""
+    return shutil.which(name, path=SYSTEM_PATH) or name
+
+
 def _unshare() -> list[str]:
-    return ["unshare", "--mount", *(() if os.geteuid() == 0 else ("--user", "--map-root-user"))]
+    return [_tool("unshare"), "--mount", *(() if os.geteuid() == 0 else ("--user", "--map-root-user"))]
 
 
 @functools.cache
 def default_paths() -> Literal["mounts", "words"]:
     """Return "mounts" where this process may make mount namespaces."""
-    try:
-        made = subprocess.run([*_unshare(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False)
-    except OSError:
+    if not all(shutil.which(tool, path=SYSTEM_PATH) for tool in ("unshare", "nsenter", "setpriv", "pivot_root")):
         return "words"
+    made = subprocess.run([*_unshare(), "mount", "-t", "tmpfs", "tmpfs", "/tmp"], capture_output=True, check=False)
     return "mounts" if made.returncode == 0 else "words"
 
 

@@ -105,7 +105,7 @@ async def test_an_agent_whose_command_line_has_the_prompt(local):
     start_cmd = "claude -p 'fix \"it\"'"
     code = await run_agent(local, workdir="/workspace", start_cmd=start_cmd, env=env, time_budget_sec=60)
     assert code == 0
-    home = f"HOME={local.root}/home/agent/other"
+    home = f"HOME={local.root}{AGENT_HOME}/other"
     assert log(local) == ['args: [-p] [fix "it"]', "prompt: ", f"dir: {local.root}/workspace", "EXTRA_ONE=1", home]
     assert not (local.root / "workspace" / ".harness" / "prompt.txt").exists()
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from slime.agent import docker_sandbox, sandbox
+from slime.agent.harness.common import HOME_OF_AGENT
 from slime.agent.local_sandbox import PREFIX, default_paths, sweep
 from slime.agent.processes import pids_where, start_time
 from slime.agent.sandbox import (
@@ -148,8 +149,8 @@ async def test_commands(box):
 async def test_files(box, tmp_path):
     (tmp_path / "here").write_bytes("von hier ü".encode())
     for path, content in [
-        ("/workspace/new/dir/a.txt", "text ü\n" * 3), ("/tmp/b", b"\x00\x01"), ("/home/agent/it's", tmp_path / "here"),
-        ("/workspace/empty", ""), ("/workspace/big", "0123456789" * 50_000),
+        ("/workspace/new/dir/a.txt", "text ü\n" * 3), (f"{HOME_OF_AGENT}/it's", tmp_path / "here"),
+        ("/workspace/empty", ""), ("/workspace/big", "0123456789" * 50_000), ("/tmp/b", b"\x00\x01"),
     ]:  # fmt: skip
         await box.write_file(path, content)
         data = content.read_text() if isinstance(content, Path) else content
@@ -184,7 +185,7 @@ async def test_no_variable_of_this_process_is_seen(make, monkeypatch):
 
 async def test_sandboxes_do_not_share_their_directories(make):
     async with make() as one, make() as other:
-        for path in ("/workspace/x", "/tmp/x", "/home/agent/x"):
+        for path in ("/workspace/x", "/tmp/x", f"{HOME_OF_AGENT}/x"):
             await one.write_file(path, "mine")
             with pytest.raises(OSError, match="No such file"):
                 await other.read_file(path)
