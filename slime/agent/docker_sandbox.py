@@ -26,7 +26,7 @@ _DIRECTORIES = "mkdir -p /workspace /home/agent && chmod 1777 /workspace /tmp"
 
 @dataclass
 class DockerSandbox(ShellFiles):
-    """A container from ``image``, which needs bash and util-linux. The command ``docker`` must be there, and its daemon.
+    """A container from ``image``, which needs bash and util-linux, by the command ``docker``, which needs a daemon.
 
     The container has the memory, processes and cores of ``limits``, the ``network`` of that name ("none" for no
     network, "host" for this machine's) and ends by itself after ``lifetime`` s. ``arguments`` are more words for

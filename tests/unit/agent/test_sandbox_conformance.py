@@ -334,6 +334,50 @@ async def test_a_sandbox_whose_slime_was_killed_is_removed_by_the_next():
             os.kill(pid, 9)
 
 
+OTHER_USER = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3"]
+AS_OTHER_USER = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+from slime.agent.local_sandbox import LocalSandbox, default_paths
+from slime.agent.processes import Limits
+
+async def main():
+    for paths in {default_paths(), "words"}:
+        async with LocalSandbox(paths=paths, limits=Limits(processes=30)) as box:
+            code, out, _ = await box.exec("id -u; ulimit -u; touch /tmp/x /home/agent/y; ls -d /workspace")
+            user, processes, workspace = out.split()
+            assert (code, user) == (0, str(os.geteuid())), (code, user)
+            assert 30 <= int(processes) < 1000, processes
+            assert workspace == ("/workspace" if paths == "mounts" else f"{box.root}/workspace")
+            await box.exec("setsid sleep 4330 > /dev/null 2>&1 & true")
+            try:
+                await box.exec("setsid sleep 4330 & sleep 4330", timeout=0.3)
+            except TimeoutError:
+                pass
+            else:
+                raise AssertionError("no TimeoutError")
+    print("well")
+
+asyncio.run(main())
+"""
+
+
+async def test_a_slime_that_is_not_root():
+    if os.geteuid() != 0:
+        pytest.skip("the other tests are of one")
+    root = str(Path(sandbox.__file__).parents[2])
+    usable = f"import sys; sys.path.insert(0, {root!r}); import slime.agent.local_sandbox"
+    with contextlib.suppress(OSError):
+        if subprocess.run([*OTHER_USER, "-c", usable], capture_output=True, check=False).returncode == 0:
+            done = await asyncio.to_thread(
+                subprocess.run, [*OTHER_USER, "-c", AS_OTHER_USER, root], capture_output=True, text=True, check=False
+            )
+            assert (done.stdout, done.stderr) == ("well\n", "")
+            assert not alive("sleep", "4330")
+            return
+    pytest.skip("no Python and no slime that another user may read")
+
+
 # Docker's command line, where there is no daemon
 
 
