@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def edit(path: str, old: str, new: str) -> str:
 
 def result_of(call: Any) -> str:
     """Return the result of a tool call; mistakes of the model are results too."""
-    tools = {"bash": bash, "edit": edit}
+    tools: dict[str, Callable[..., str]] = {"bash": bash, "edit": edit}
     try:
         return tools[call.function.name](**json.loads(call.function.arguments))
     except (KeyError, TypeError, ValueError, OSError) as e:

@@ -39,7 +39,9 @@ def main() -> int:
     with open(sys.argv[1], encoding="utf-8") as file:
         script = json.load(file)
     left = iter(script["turns"])
-    policy = runpy.run_path(sys.argv[2]) if len(sys.argv) > 2 else {"act": lambda reply, messages: next(left, None)}
+    policy: dict[str, Any] = {"act": lambda reply, messages: next(left, None)}
+    if len(sys.argv) > 2:
+        policy = runpy.run_path(sys.argv[2])
     messages = [{"role": "user", "content": sys.stdin.read()}]
     for _ in range(script["max_turns"]):
         reply = ask(messages, policy.get("TOOLS"), script["request"])
