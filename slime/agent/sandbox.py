@@ -10,9 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
+from slime.agent.docker_sandbox import DockerSandbox
 from slime.agent.e2b_sandbox import E2BSandbox
+from slime.agent.local_sandbox import LocalSandbox
+from slime.agent.processes import Limits
 
-__all__ = ["EXIT_TIME_BUDGET_EXCEEDED", "E2BSandbox", "Sandbox", "ensure_agent_user", "exec_and_wait"]
+__all__ = [
+    "EXIT_TIME_BUDGET_EXCEEDED", "DockerSandbox", "E2BSandbox", "Limits", "LocalSandbox", "Sandbox",
+    "ensure_agent_user", "exec_and_wait",
+]  # fmt: skip
 
 EXIT_TIME_BUDGET_EXCEEDED = -1
 AGENT_USER = "agent"
@@ -115,8 +121,13 @@ async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
     """Make a user ``agent`` without privileges, who owns ``workdir``: agents refuse to work unattended as root.
 
-    Git is configured to trust repositories of other users: those of an image often belong to root.
+    Git is configured to trust repositories of other users: those of an image often belong to root. A sandbox with a
+    method ``prepare_agent(workdir)`` does it in its own way.
     """
+    prepare = getattr(sb, "prepare_agent", None)
+    if prepare is not None:
+        await prepare(workdir)
+        return
     where = shlex.quote(workdir)
     user = f"id -u {AGENT_USER} >/dev/null 2>&1 || useradd --create-home --shell /bin/bash {AGENT_USER}"
     own = f"mkdir -p {where} && chown -R {AGENT_USER}: {where}"

@@ -29,6 +29,21 @@ def rollout_mean(loss_masks: Sequence[Tensor], rollout_mask_sums: Sequence[float
     return _weighted_sum(torch.cat(list(loss_masks)), denominators)
 
 
+def turn_mean(
+    loss_masks: Sequence[Tensor], mask_sums: Sequence[float] | Tensor, turn_counts: Sequence[int] | Tensor
+) -> Reducer:
+    """Reduce by ``sum_i sum_t x_it mask_it / (turns_i max(mask_sum_i, 1))``: the turns of a rollout weigh the same.
+
+    That is the sum over rollouts of the mean over their samples of the mean over tokens (Flow-GRPO, arXiv:2510.05592).
+
+    loss_masks: as in ``rollout_mean``. mask_sums: per sample, its own trained tokens. turn_counts: per sample, how many
+    samples of its whole rollout have a trained token.
+    """
+    device = loss_masks[0].device
+    turns = torch.as_tensor(turn_counts, device=device).clamp_min(1)
+    return rollout_mean(loss_masks, torch.as_tensor(mask_sums, device=device).clamp_min(1) * turns)
+
+
 def constant_length(loss_masks: Sequence[Tensor], length: float) -> Reducer:
     """Reduce by ``sum_i sum_t x_it mask_it / length``: every token weighs the same (Dr. GRPO, arXiv:2503.20783).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     group's other trajectories. For the first three they are divided by the group's standard deviation unless
     ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a ``group_index``,
     however many samples that are; without any index, consecutive runs of ``n_samples_per_prompt`` when the count is
-    that of a full rollout.
+    that of a full rollout. A trajectory (``rollout_id``) of several samples counts once in the statistics, unless
+    ``args.reward_statistics`` is "samples".
 
     Raises ValueError, naming the sample, for a reward that is not a finite number and for groups that are not known.
     """
@@ -43,27 +44,42 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     if args.advantage_estimator == "rloo":
         return leave_one_out(rewards, _groups(args, samples), [sample.rollout_id for sample in samples])
     scale = args.advantage_estimator in _SCALED and args.grpo_std_normalization
-    return normalize_by_group(rewards, _groups(args, samples), divide_by_std=scale)
+    ids = [sample.rollout_id for sample in samples] if args.reward_statistics == "trajectories" else None
+    return normalize_by_group(rewards, _groups(args, samples), ids, divide_by_std=scale)
 
 
 def normalize_by_group(
-    rewards: Sequence[float], group_indices: Sequence[Hashable], *, divide_by_std: bool, epsilon: float = _EPSILON
+    rewards: Sequence[float],
+    group_indices: Sequence[Hashable],
+    rollout_ids: Sequence[Hashable] | None = None,
+    *,
+    divide_by_std: bool,
+    epsilon: float = _EPSILON,
 ) -> list[float]:
     """Return ``R - mean(group)``, divided by ``std(group) + epsilon`` on demand (GRPO, arXiv:2402.03300).
 
     The standard deviation is unbiased. A group of one, and one whose rewards are all equal, gives exactly 0.
+
+    Samples of one trajectory (the same id in ``rollout_ids``; None is a trajectory of its own) count once: with ``E``
+    trajectories the mean is that of their means, the variance ``sum_e mean_{i in e} (R_i - mean)^2 / (E - 1)``, which
+    are those of E rewards where the samples of a trajectory share theirs. The samples of a group's only trajectory are
+    compared with each other.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    members: dict[Hashable, list[int]] = {}
-    for position, group in enumerate(group_indices):
-        members.setdefault(group, []).append(position)
     result = np.zeros_like(values)
-    for positions in members.values():
+    for trajectories in _trajectories(group_indices, rollout_ids):
+        positions = [position for trajectory in trajectories for position in trajectory]
         peers = values[positions]
         if peers.min() == peers.max():
             continue
-        centered = peers - peers.mean()
-        result[positions] = centered / (peers.std(ddof=1) + epsilon) if divide_by_std else centered
+        count = len(trajectories)
+        if 1 < count < len(positions):
+            mean = math.fsum(values[trajectory].mean() for trajectory in trajectories) / count
+            squares = math.fsum(np.square(values[trajectory] - mean).mean() for trajectory in trajectories)
+            std = math.sqrt(squares / (count - 1))
+        else:
+            mean, std = peers.mean(), peers.std(ddof=1)
+        result[positions] = (peers - mean) / (std + epsilon) if divide_by_std else peers - mean
     return [float(value) for value in result]
 
 
@@ -76,21 +92,51 @@ def leave_one_out(
     ``rollout_ids``; None is a trajectory of its own) are left out together, and a trajectory counts once in the
     baseline of others, with the mean of its samples. Without another trajectory there is nothing to compare with: 0.
     """
-    ids = [None] * len(values) if rollout_ids is None else rollout_ids
+    result = [0.0] * len(values)
+    for trajectories in _trajectories(group_indices, rollout_ids):
+        means = [math.fsum(values[i] for i in positions) / len(positions) for positions in trajectories]
+        total = math.fsum(means)
+        if len(means) == 1:
+            continue
+        for own, positions in zip(means, trajectories, strict=True):
+            for i in positions:
+                result[i] = values[i] - (total - own) / (len(means) - 1)
+    return result
+
+
+def preference_rewards(
+    features: Sequence[Mapping[str, float]], preferences: Mapping[str, float], correct: Sequence[bool]
+) -> list[float]:
+    """Return ``sum_f p_f (x_f - min_f) / (max_f - min_f)`` of right answers, 0 of wrong ones (ToolOrchestra,
+    arXiv:2511.21689).
+
+    features: per execution of one prompt, x by name: calls of a tool, or what shall be small with its sign turned,
+    such as minus the cost; all have the same names. preferences: p by name, 0 where it is left out. Minima and maxima
+    are over the executions, and a feature that all share says nothing. Raises ValueError for features without the
+    names of the others or of ``preferences``.
+    """
+    names = set(features[0])
+    if uneven := next((i for i, found in enumerate(features) if set(found) != names), None):
+        raise ValueError(f"execution {uneven} has the features {sorted(features[uneven])}, the first {sorted(names)}")
+    if unknown := sorted(set(preferences) - names):
+        raise ValueError(f"preferences name {unknown}, which are no features; those are {sorted(names)}")
+    lowest = {name: min(found[name] for found in features) for name in names}
+    spans = {name: max(found[name] for found in features) - lowest[name] for name in names}
+    scored = [name for name in preferences if spans[name] > 0]
+    return [
+        math.fsum(preferences[name] * (found[name] - lowest[name]) / spans[name] for name in scored) if right else 0.0
+        for found, right in zip(features, correct, strict=True)
+    ]
+
+
+def _trajectories(group_indices: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None) -> list[list[list[int]]]:
+    """Return the positions of the samples of every trajectory of every group."""
+    ids = [None] * len(group_indices) if rollout_ids is None else rollout_ids
     groups: dict[Hashable, dict[Hashable, list[int]]] = {}
     for position, (group, rollout_id) in enumerate(zip(group_indices, ids, strict=True)):
         trajectory = ("alone", position) if rollout_id is None else ("shared", rollout_id)
         groups.setdefault(group, {}).setdefault(trajectory, []).append(position)
-    result = [0.0] * len(values)
-    for trajectories in groups.values():
-        means = [math.fsum(values[i] for i in positions) / len(positions) for positions in trajectories.values()]
-        total = math.fsum(means)
-        if len(means) == 1:
-            continue
-        for own, positions in zip(means, trajectories.values(), strict=True):
-            for i in positions:
-                result[i] = values[i] - (total - own) / (len(means) - 1)
-    return result
+    return [list(trajectories.values()) for trajectories in groups.values()]
 
 
 def _groups(args: Any, samples: Sequence[Sample]) -> list[Hashable]:

@@ -39,6 +39,7 @@ NUMBER_FIELDS: dict[str, str] = {
     "sample_indices": "int64",
     "rollout_ids": "int64",
     "rollout_mask_sums": "float32",
+    "rollout_turn_counts": "int32",
 }
 """Fields with one number per sample."""
 
@@ -83,7 +84,8 @@ class RolloutColumns:
 
         Required: ``tokens``, ``response_lengths``, ``rewards``, ``loss_masks``. ``rollout_ids`` may be absent or hold
         None (every such sample is a trajectory of its own). Without ``rollout_mask_sums`` every sample weighs by its
-        own mask, also among samples that share a rollout id. Keys this package does not know are carried along when
+        own mask, also among samples that share a rollout id; without ``rollout_turn_counts`` the samples with a trained
+        token are counted by rollout id. Keys this package does not know are carried along when
         they hold one entry per sample, and left out with a warning when they do not.
 
         Raises TrainDataError, naming the sample, for lengths that disagree, values that are not finite and ids that do
@@ -112,6 +114,10 @@ class RolloutColumns:
         }
         if "rollout_mask_sums" not in numbers:
             numbers["rollout_mask_sums"] = ragged["loss_masks"].row_sums().astype(np.float32)
+        if "rollout_turn_counts" not in numbers:
+            trained = ragged["loss_masks"].row_sums() > 0
+            _, trajectory = np.unique(numbers["rollout_ids"], return_inverse=True)
+            numbers["rollout_turn_counts"] = np.bincount(trajectory, weights=trained)[trajectory].astype(np.int32)
         batch = cls(ragged, numbers, {key: list(value) for key, value in fields.items()}, data.get("raw_reward"))
         validate.columns(batch.ragged, batch.numbers, name_of)
         return batch
@@ -180,7 +186,8 @@ class RolloutShard:
         ``RaggedTensor`` columns, writable: tokens int64 [total_length], loss_masks int32 [response_length],
         rollout_log_probs and teacher_log_probs float32 [response_length], top-p ids and offsets int32.
         rollout_routed_experts [total_length - 1, layers, topk] stay on the CPU. response_lengths, total_lengths,
-        rewards, truncated, sample_indices, rollout_ids: lists of Python numbers; rollout_mask_sums: float32 tensor [n].
+        rewards, truncated, sample_indices, rollout_ids, rollout_turn_counts: lists of Python numbers;
+        rollout_mask_sums: float32 tensor [n].
         raw_reward is that of the whole batch, local_raw_reward that of this shard (absent without raw rewards). The
         schedule is under partition, micro_batch_indices, num_microbatches and global_batch_sizes.
         """

@@ -46,9 +46,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "global_batch_size": 4,
     },
     "per token": {**GRPO, "calculate_per_token_loss": True},
+    "turn mean": {**GRPO, "pg_loss_reducer": "turn_mean"},
     "sft": {"loss_type": "sft_loss", "compute_advantages_and_returns": False, "global_batch_size": 4},
 }
-WITH_REF = {"grpo", "gspo", "reinforce++", "per token"}
+WITH_REF = {"grpo", "gspo", "reinforce++", "per token", "turn mean"}
 
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -66,6 +66,11 @@ class Algorithm(ArgumentGroup):
         "use rewards as they are, without taking the mean of the group off",
         option="--disable-rewards-normalization",
     )
+    reward_statistics: Literal["trajectories", "samples"] = flag(
+        "trajectories",
+        "what a group's mean and standard deviation of rewards are taken over, where a trajectory may be several "
+        "samples: it counts once, or as often as it has samples (slime <= 0.3.1)",
+    )
     use_rollout_entropy: bool = flag(False, "compute the entropy in the log-prob pass too, for your hooks")
     reset_optimizer_states: bool = flag(False, "forget Adam's moments before the training on every rollout")
     use_stateless_adam: bool = flag(False, "Adam without stored moments, to save memory")
@@ -90,10 +95,10 @@ class OffPolicy(ArgumentGroup):
         None,
         "dotted path of your own reduction of the policy loss over tokens; default: mean over tokens, then samples",
     )
-    pg_loss_reducer: Literal["rollout_mean", "constant_length"] = flag(
+    pg_loss_reducer: Literal["rollout_mean", "turn_mean", "constant_length"] = flag(
         "rollout_mean",
-        "what the policy loss of a rollout's tokens is divided by: their number, or the same --pg-loss-length for all "
-        "(Dr. GRPO)",
+        "how tokens of the policy loss weigh: alike within a trajectory; alike within each of its samples, which weigh "
+        "alike (turn_mean: Flow-GRPO, also for KL and entropy); or divided by --pg-loss-length (Dr. GRPO)",
     )
     pg_loss_length: int | None = flag(
         None, "divisor of --pg-loss-reducer constant_length; default: --rollout-max-response-len", ge=1

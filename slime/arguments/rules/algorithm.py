@@ -13,7 +13,8 @@ from slime.arguments.rules.roles import ACTOR, role_args
 from slime.arguments.rules.rollout import DISTILLATION
 
 WITHOUT_TOKEN_REWARDS = ("grpo", "gspo", "cispo")
-GROUP_NORMALIZED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
+GROUP_STATISTICS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+GROUP_NORMALIZED = (*GROUP_STATISTICS, "rloo")
 
 
 def check(args: Namespace) -> None:
@@ -27,6 +28,13 @@ def check(args: Namespace) -> None:
             args,
             f"--kl-coef {args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}, whose "
             "advantage is the same for all tokens of a response; --use-kl-loss --kl-loss-coef adds the KL to the loss",
+        )
+    if args.reward_statistics == "samples" and not (
+        args.advantage_estimator in GROUP_STATISTICS and args.rewards_normalization
+    ):
+        raise ArgumentError(
+            f"--reward-statistics samples has no effect with --advantage-estimator {args.advantage_estimator}"
+            f"{'' if args.rewards_normalization else ' and --disable-rewards-normalization'}; leave it out"
         )
     _check_loss(args)
     _check_corrections(args)
@@ -92,6 +100,13 @@ def _check_reducer(args: Namespace) -> None:
                 f"--pg-loss-reducer {args.pg_loss_reducer} and --{name.replace('_', '-')} both say what the policy "
                 "loss is divided by; leave one of them out"
             )
+    if args.pg_loss_reducer == "turn_mean":
+        if args.pg_loss_length is not None:
+            raise ArgumentError(
+                f"--pg-loss-length {args.pg_loss_length} is the divisor of --pg-loss-reducer constant_length, not of "
+                "turn_mean; leave it out"
+            )
+        return
     if args.pg_loss_length is None and args.rollout_max_response_len is None:
         raise ArgumentError(
             f"--pg-loss-reducer {args.pg_loss_reducer} divides by the longest response: give "

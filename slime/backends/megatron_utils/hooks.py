@@ -24,6 +24,8 @@ OptionalCall = Callable[..., Any] | None
 
 
 _LENGTHS = ("total_lengths", "response_lengths")
+REDUCER_KEYWORDS = ("rollout_ids", "rollout_mask_sums", "rollout_turn_counts")
+"""Per-sample columns that a reducer of the user's is given where it takes them."""
 
 
 CONTRACTS: dict[str, Contract] = {
@@ -51,8 +53,10 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "custom_pg_loss_reducer_function_path": Contract(
         "--custom-pg-loss-reducer-function-path",
-        "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)",
+        "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
+        "[, rollout_ids, rollout_mask_sums, rollout_turn_counts])",
         4,
+        offered=REDUCER_KEYWORDS,
     ),
     "custom_update_weight_post_write_path": Contract(
         "--custom-update-weight-post-write-path", "fn(args, version_dir, rollout_engines)", 3

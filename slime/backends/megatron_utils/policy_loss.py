@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
-from slime.algorithms.reducers import constant_length
+from slime.algorithms.reducers import constant_length, turn_mean
 from slime.backends.megatron_utils.cp_utils import (
     Reducer,
     all_gather_samples_with_cp,
@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_samples_with_cp,
 )
 from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
-from slime.backends.megatron_utils.hooks import checked_correction, checked_reducer, optional_function
+from slime.backends.megatron_utils.hooks import REDUCER_KEYWORDS, checked_correction, checked_reducer, optional_function
 from slime.backends.megatron_utils.importance import vanilla_tis_function
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples, top_p_keywords
 from slime.batching.ragged_tensor import RaggedTensor, flat
@@ -85,12 +85,14 @@ def policy_loss_function(
         if masks is not batch["loss_masks"]:
             reduce = _reducer(args, batch, masks)
 
-    loss = pg = _pg_reducer(args, batch, masks, reduce)(pg_loss)
-    entropy = reduce(torch.cat(result["entropy"]))
+    # of what the loss is made of; metrics weigh as they do in other runs
+    terms = _turn_mean(batch, masks) if args.pg_loss_reducer == "turn_mean" else reduce
+    loss = pg = _pg_reducer(args, batch, masks, terms)(pg_loss)
+    entropy = terms(torch.cat(result["entropy"]))
     if args.entropy_coef != 0:
         loss = loss - args.entropy_coef * entropy
     if args.use_kl_loss:
-        kl = reduce(_kl_to_reference(args, batch, log_probs))
+        kl = terms(_kl_to_reference(args, batch, log_probs))
         loss = loss + args.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()
     if batch.get("opd_reverse_kl") is not None:
@@ -204,8 +206,16 @@ def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: Column, default: 
     custom = optional_function(args, "custom_pg_loss_reducer_function_path")
     if custom is None:
         return default
-    per_token = args.calculate_per_token_loss
-    return checked_reducer(custom, custom(batch["total_lengths"], batch["response_lengths"], list(masks), per_token))
+    # by name alone: a function written for the four arguments may hide them behind **kwargs
+    rollouts = {name: batch[name] for name in REDUCER_KEYWORDS if custom.has_parameter(name)}
+    lengths = (batch["total_lengths"], batch["response_lengths"])
+    result = custom(*lengths, list(masks), args.calculate_per_token_loss, **rollouts)
+    return checked_reducer(custom, result)
+
+
+def _turn_mean(batch: dict[str, Any], masks: Column) -> Reducer:
+    own = torch.stack([mask.sum() for mask in batch["loss_masks"]])
+    return turn_mean(_local_masks(batch, masks), own, batch["rollout_turn_counts"])
 
 
 def _local_masks(batch: dict[str, Any], masks: Column) -> RaggedTensor:

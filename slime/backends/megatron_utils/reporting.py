@@ -32,9 +32,9 @@ from slime.observability.tracking import rollout_step
 from slime.utils.atomic_file import replacing
 
 _NOT_METRICS = {
-    "tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums", "source_names", "prompt", "metadata",
-    "round_number", "multimodal_train_inputs", "rollout_routed_experts", "rollout_top_p_token_ids",
-    "rollout_top_p_token_offsets", "group_indices",
+    "tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums", "rollout_turn_counts", "source_names",
+    "prompt", "metadata", "round_number", "multimodal_train_inputs", "rollout_routed_experts",
+    "rollout_top_p_token_ids", "rollout_top_p_token_offsets", "group_indices",
 }  # fmt: skip
 
 

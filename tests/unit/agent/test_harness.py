@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import tomllib
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,9 +14,9 @@ import pytest
 from slime.agent import sandbox
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
 from slime.agent.harness.common import install_node22, install_npm_cli, run_agent
-from tests.support.local_sandbox import LocalSandbox
+from tests.support.local_sandbox import RecordingSandbox
 
-RUN = {"workdir": "/repo", "session_id": "s-1", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
+RUN = {"workdir": "/workspace", "session_id": "s-1", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
 AGENT_HOME = "/home/agent"
 ECHO = """
 printf 'args:'; printf ' [%s]' "$@"; echo
@@ -27,13 +27,14 @@ env | grep -E '^(ANTHROPIC|CLAUDE_CODE|OPENAI|EXTRA|HOME)' | LC_ALL=C sort
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
+async def local(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RecordingSandbox]:
     monkeypatch.setattr(sandbox, "POLL_S", 0.02)
-    return LocalSandbox(tmp_path)
+    async with RecordingSandbox() as sb:
+        yield sb
 
 
-def log(local: LocalSandbox) -> list[str]:
-    return (local.root / "repo" / ".harness" / "trajectory.jsonl").read_text().splitlines()
+def log(local: RecordingSandbox) -> list[str]:
+    return (local.root / "workspace" / ".harness" / "trajectory.jsonl").read_text().splitlines()
 
 
 async def test_claude_code_is_pointed_to_the_gateway(local, monkeypatch):
@@ -46,7 +47,7 @@ async def test_claude_code_is_pointed_to_the_gateway(local, monkeypatch):
         "[--max-turns] [5] [--append-system-prompt] [be brief]",
         "prompt: fix 'it'",
         "please",
-        f"dir: {local.root}/repo",
+        f"dir: {local.root}/workspace",
         "ANTHROPIC_AUTH_TOKEN=s-1",
         "ANTHROPIC_BASE_URL=http://gw:1",
         "ANTHROPIC_MODEL=other",
@@ -55,13 +56,13 @@ async def test_claude_code_is_pointed_to_the_gateway(local, monkeypatch):
         "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS=1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
         "EXTRA_ONE=1",
-        f"HOME={local.root}/home",
+        f"HOME={local.root}/home/agent",
     ]
-    config = json.loads((local.root / "home" / ".claude.json").read_text())
+    config = json.loads((local.root / "home" / "agent" / ".claude.json").read_text())
     assert config["hasCompletedOnboarding"] is config["bypassPermissionsModeAccepted"] is True
-    settings = json.loads((local.root / "home" / ".claude" / "settings.json").read_text())
+    settings = json.loads((local.root / "home" / "agent" / ".claude" / "settings.json").read_text())
     assert settings == {"permissions": {"defaultMode": "bypassPermissions"}}
-    assert (local.root / "repo" / ".harness" / ".gitignore").read_text() == "*\n"
+    assert (local.root / "workspace" / ".harness" / ".gitignore").read_text() == "*\n"
     [user] = local.root_commands  # nothing is installed: that is done where the sandbox begins
     assert "useradd" in user
 
@@ -77,7 +78,7 @@ async def test_codex_is_pointed_to_the_gateway(local, monkeypatch):
     )
     assert "prompt: go" in lines
     assert {"OPENAI_API_KEY=s-1", "OPENAI_BASE_URL=http://gw:1/v1"} <= set(lines)
-    config = tomllib.loads((local.root / "home" / ".codex" / "config.toml").read_text())
+    config = tomllib.loads((local.root / "home" / "agent" / ".codex" / "config.toml").read_text())
     assert (config["model"], config["model_provider"]) == ("slime-actor", "slime")
     assert config["model_providers"]["slime"] == {
         "name": "slime", "base_url": "http://gw:1/v1", "wire_api": "responses", "env_key": "OPENAI_API_KEY",
@@ -94,7 +95,7 @@ async def test_an_agent_that_fails_or_takes_too_long(local, caplog):
 
 
 async def test_an_agent_that_is_not_installed_is_said(local, caplog):
-    assert await run_agent(local, workdir="/repo", start_cmd="no-such-agent", env={}, time_budget_sec=60) == 127
+    assert await run_agent(local, workdir="/workspace", start_cmd="no-such-agent", env={}, time_budget_sec=60) == 127
     assert "the agent ended with 127 (not installed? install_cli comes before run)" in caplog.text
 
 
@@ -102,17 +103,17 @@ async def test_an_agent_whose_command_line_has_the_prompt(local):
     local.add_command("claude", ECHO)
     env = {"EXTRA_ONE": "1", "HOME": f"{AGENT_HOME}/other"}
     start_cmd = "claude -p 'fix \"it\"'"
-    code = await run_agent(local, workdir="/repo", start_cmd=start_cmd, env=env, time_budget_sec=60)
+    code = await run_agent(local, workdir="/workspace", start_cmd=start_cmd, env=env, time_budget_sec=60)
     assert code == 0
-    home = f"HOME={local.root}/home/other"
-    assert log(local) == ['args: [-p] [fix "it"]', "prompt: ", f"dir: {local.root}/repo", "EXTRA_ONE=1", home]
-    assert not (local.root / "repo" / ".harness" / "prompt.txt").exists()
+    home = f"HOME={local.root}{AGENT_HOME}/other"
+    assert log(local) == ['args: [-p] [fix "it"]', "prompt: ", f"dir: {local.root}/workspace", "EXTRA_ONE=1", home]
+    assert not (local.root / "workspace" / ".harness" / "prompt.txt").exists()
 
 
 class Registry:
     """Root's shell: ``installs`` of npm fail until there have been so many, then the command is there."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, local: LocalSandbox, installs: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, local: RecordingSandbox, installs: int) -> None:
         self.left, self.pauses = installs, []
 
         async def run(cmd: str, **options: Any) -> tuple[int, str, str]:
@@ -141,7 +142,7 @@ UNPACK = (
     [(ClaudeCodeHarness, "claude", "@anthropic-ai/claude-code"), (CodexHarness, "codex", "@openai/codex")],
 )
 async def test_agents_are_installed_where_they_are_missing(tmp_path, monkeypatch, harness, command, package):
-    local = LocalSandbox(tmp_path)
+    local = RecordingSandbox()
     Registry(monkeypatch, local, installs=1)
     await harness().install_cli(local)
     found, version, download, unpack, install = local.root_commands
@@ -155,7 +156,7 @@ async def test_agents_are_installed_where_they_are_missing(tmp_path, monkeypatch
 
 
 async def test_installs_are_tried_three_times(tmp_path, monkeypatch):
-    local = LocalSandbox(tmp_path)
+    local = RecordingSandbox()
     registry = Registry(monkeypatch, local, installs=3)
     await install_npm_cli(local, npm_package="tool", check_cmd="tool -v")
     assert [pause for pause in registry.pauses if pause] == [2.0, 2.0]
@@ -170,7 +171,7 @@ async def test_installs_without_a_network(tmp_path, monkeypatch, by_variables):
     for name in ("node.tar.xz", "claude.tgz"):
         (tmp_path / name).write_bytes(name.encode())
     node, claude = tmp_path / "node.tar.xz", str(tmp_path / "claude.tgz")
-    local = LocalSandbox(tmp_path)
+    local = RecordingSandbox()
     Registry(monkeypatch, local, installs=1)
     if by_variables:
         monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", str(node))
@@ -192,7 +193,7 @@ async def test_a_node_that_is_unpacked_can_be_run(tmp_path, monkeypatch):
     for name in ("node", "npm", "npx"):
         (tmp_path / "node-v22-linux-x64" / "bin" / name).write_text("echo v22")
     subprocess.run(["tar", "-cf", "tmp/node.tar", "node-v22-linux-x64"], cwd=tmp_path, check=True)
-    local = LocalSandbox(tmp_path, {"node --version": (127, "", "")})
+    local = RecordingSandbox({"node --version": (127, "", "")})
     await install_node22(local, tmp_path / "tmp" / "node.tar")
     command = re.sub(r"(?<=\s)/(?=opt|tmp|usr)", f"{tmp_path}/", local.root_commands[-1])
     subprocess.run(["sh", "-c", command], check=True)
@@ -203,7 +204,7 @@ async def test_a_node_that_is_unpacked_can_be_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("version", ["v22.0.0\n", "v24.1.0"])
 async def test_a_newer_node_is_left_alone(tmp_path, version):
-    local = LocalSandbox(tmp_path, {"node --version": (0, version, "")})
+    local = RecordingSandbox({"node --version": (0, version, "")})
     await install_node22(local)
     assert local.root_commands == ["node --version"]
 

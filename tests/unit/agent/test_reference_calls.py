@@ -30,7 +30,7 @@ from slime.agent.sandbox import E2BSandbox, Sandbox
 from slime.agent.trajectory import TrajectoryManager, TurnRecord
 from slime.utils.types import Sample
 from tests.support.agents import ToolTokenizer
-from tests.support.local_sandbox import LocalSandbox
+from tests.support.local_sandbox import RecordingSandbox
 from tests.support.public_surface import Name, parse_call, read_table
 from tests.unit.agent.test_parsing import NO_PARSERS, TOOLS, xml
 from tests.unit.agent.test_sandbox import FakeE2B
@@ -41,7 +41,7 @@ ASK, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": 
 TURN = TurnRecord([1, 2], [10, 11], "stop", [-0.1, -0.2])
 PARTS = ("reasoning", "text", "tool_uses", "ill_formed")
 STOP = {"name": "stop", "input": {}}
-CONTEXT = HarnessContext("/repo", "sid", "http://gw:1")
+CONTEXT = HarnessContext("/workspace", "sid", "http://gw:1")
 
 
 class Agent(BaseHarness):
@@ -67,7 +67,7 @@ class World:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
         self.e2b = FakeE2B(monkeypatch)
-        self.local = LocalSandbox(root)
+        self.local = RecordingSandbox()
         self.manager = TrajectoryManager()
         self.adapter = OpenAIAdapter(tokenizer=ToolTokenizer(), sglang_url="http://router:1")
         self.adapter.open_session("s")
@@ -174,8 +174,8 @@ def parsed(result: Any, w: World) -> bool:
 
 
 def spawned(result: tuple[int, str], w: World) -> None:
-    assert result == (3, f"blue {w.root}/repo\n")
-    assert (w.root / "repo" / "log").read_text() == result[1]
+    assert result == (3, f"blue {w.local.root}/workspace\n")
+    assert (w.local.root / "workspace" / "log").read_text() == result[1]
 
 
 def is_box(box: Any, w: World) -> None:
@@ -184,7 +184,9 @@ def is_box(box: Any, w: World) -> None:
 
 def logged(code: int, w: World) -> None:
     assert code == 0
-    assert (w.root / "repo" / ".harness" / "trajectory.jsonl").read_text() == f"said 1 {w.root}/repo\n"
+    assert (
+        w.local.root / "workspace" / ".harness" / "trajectory.jsonl"
+    ).read_text() == f"said 1 {w.local.root}/workspace\n"
 
 
 def installed(result: None, w: World) -> None:
@@ -233,14 +235,14 @@ CHAT_TOOL = {
     "type": "function",
     "function": {"name": "stop", "description": "", "parameters": {"type": "object"}},
 }
-RUN_WORDS = {"workdir": "/repo", "start_cmd": "echo said $N $PWD", "env": {"N": "1"}, "time_budget_sec": 60}
+RUN_WORDS = {"workdir": "/workspace", "start_cmd": "echo said $N $PWD", "env": {"N": "1"}, "time_budget_sec": 60}
 WAIT_WORDS: dict[str, Any] = {
     "cmd": "echo $COLOR $PWD; exit 3", "time_budget_sec": 60, "tag": "t", "user": "agent", "env": {"COLOR": "blue"},
-    "workdir": "/repo", "out_file": "/repo/log", "want_output": True,
+    "workdir": "/workspace", "out_file": "/workspace/log", "want_output": True,
 }  # fmt: skip
 BOX_WORDS = {"timeout": 60, "image_metadata_key": "key", "rpc_retries": 2, "size": "xl"}
 EXEC_WORDS: dict[str, Any] = {"user": "agent", "env": {"A": "b"}, "timeout": 5, "check": True, "idempotent": False}
-HARNESS_WORDS = {"workdir": "/repo", "session_id": "sid", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
+HARNESS_WORDS = {"workdir": "/workspace", "session_id": "sid", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
 FINISH_WORDS: dict[str, Any] = {"base_sample": BASE, "reward": 0.5, "extra_metadata": {"task": 1}}
 TURN_WORDS: dict[str, Any] = {"turn": TURN, "prompt_messages": [ASK], "response_message": REPLY, "metadata": {"k": 1}}
 SERVE_WORDS: dict[str, Any] = {
@@ -458,7 +460,7 @@ CALLS: dict[str, list[tuple[Call, Expected]]] = {
         (lambda f, w: f(sandbox_path="/a", user="agent"), lambda r, w: w.e2b.calls == [("read", "/a", "agent")]),
     ],
     f"{A}sandbox.ensure_agent_user": [
-        (lambda f, w: f(w.local, "/repo"), lambda r, w: "chown -R agent: /repo" in w.local.root_commands[0]),
+        (lambda f, w: f(w.local, "/workspace"), lambda r, w: "chown -R agent: /workspace" in w.local.root_commands[0]),
         (lambda f, w: f(sb=w.local, workdir="/x"), lambda r, w: "chown -R agent: /x" in w.local.root_commands[0]),
     ],
     f"{A}sandbox.EXIT_TIME_BUDGET_EXCEEDED": [(lambda f, w: f, -1)],
@@ -480,12 +482,14 @@ CALLS: dict[str, list[tuple[Call, Expected]]] = {
         (lambda f, w: f(sb=w.local, ctx=CONTEXT, prompt="fix", time_budget_sec=60), 4),
     ],
     f"{A}harness.HarnessContext": [
-        (lambda f, w: f("/repo", "sid", "http://gw:1", "slime-actor"), CONTEXT),
+        (lambda f, w: f("/workspace", "sid", "http://gw:1", "slime-actor"), CONTEXT),
         (
-            lambda f, w: f(workdir="/repo", session_id="sid", adapter_url="http://gw:1", model_label="slime-actor"),
+            lambda f, w: f(
+                workdir="/workspace", session_id="sid", adapter_url="http://gw:1", model_label="slime-actor"
+            ),
             CONTEXT,
         ),
-        (lambda f, w: f("/repo", "sid", "http://gw:1"), CONTEXT),
+        (lambda f, w: f("/workspace", "sid", "http://gw:1"), CONTEXT),
     ],
     f"{A}harness.ClaudeCodeHarness": [(lambda f, w: f() is f() and isinstance(f(), BaseHarness), True)],
     f"{A}harness.CodexHarness": [(lambda f, w: f() is f() and isinstance(f(), BaseHarness), True)],
@@ -555,12 +559,13 @@ async def test_calls_as_of_older_releases(row: Name, worlds: Callable[[], World]
         world = worlds()
         target = row.load() if row.kind != "method" else getattr(world.receiver(row.name.partition(".")[0]), row.leaf)
         recorder = Recorder(target) if row.kind != "value" else target
-        result = call(recorder, world)
-        result = await result if inspect.isawaitable(result) else result
-        if callable(expected):
-            assert expected(result, world) is not False
-        else:
-            assert result == expected
+        async with world.local:
+            result = call(recorder, world)
+            result = await result if inspect.isawaitable(result) else result
+            if callable(expected):
+                assert expected(result, world) is not False
+            else:
+                assert result == expected
         made += recorder.calls if row.kind != "value" else []
     if row.kind != "value":
         check_forms(row, made)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,16 +21,17 @@ from slime.agent.sandbox import (
     ensure_agent_user,
     exec_and_wait,
 )
-from tests.support.local_sandbox import LocalSandbox
+from tests.support.local_sandbox import RecordingSandbox
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
+async def local(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RecordingSandbox]:
     monkeypatch.setattr(sandbox, "POLL_S", 0.02)
-    return LocalSandbox(tmp_path)
+    async with RecordingSandbox() as sb:
+        yield sb
 
 
-async def wait_for(local: LocalSandbox, cmd: str, **options: Any) -> tuple[int, str]:
+async def wait_for(local: RecordingSandbox, cmd: str, **options: Any) -> tuple[int, str]:
     return await exec_and_wait(
         local, cmd=cmd, **{"time_budget_sec": 60, "tag": "t1", "user": "agent", **options}
     )  # fmt: skip
@@ -44,9 +46,12 @@ def is_alive(pid: str) -> bool:
 
 
 async def test_a_command_that_succeeds(local):
-    options = {"env": {"COLOUR": "blue"}, "workdir": "/repo"}
+    options = {"env": {"COLOUR": "blue"}, "workdir": "/workspace"}
     assert await wait_for(local, "echo $COLOUR; pwd", **options) == (0, "")
-    assert await wait_for(local, "echo $COLOUR; pwd", want_output=True, **options) == (0, f"blue\n{local.root}/repo\n")
+    assert await wait_for(local, "echo $COLOUR; pwd", want_output=True, **options) == (
+        0,
+        f"blue\n{local.root}/workspace\n",
+    )
 
 
 async def test_a_command_that_fails_tells_its_last_words(local):
@@ -57,21 +62,21 @@ async def test_a_command_that_fails_tells_its_last_words(local):
 
 
 async def test_the_output_goes_where_it_is_wanted(local):
-    assert await wait_for(local, "echo here", out_file="/repo/log") == (0, "")
-    assert (local.root / "repo" / "log").read_text() == "here\n"
+    assert await wait_for(local, "echo here", out_file="/workspace/log") == (0, "")
+    assert (local.root / "workspace" / "log").read_text() == "here\n"
 
 
 async def test_a_missing_work_directory_is_a_failure(local):
-    code, tail = await wait_for(local, "echo never", workdir="/repo/none")
+    code, tail = await wait_for(local, "echo never", workdir="/workspace/none")
     assert code == 1
     assert "No such file or directory" in tail
 
 
 async def test_a_command_that_takes_too_long_is_killed_with_what_it_started(local, monkeypatch):
-    pid_file = local.root / "repo" / "pid"
+    pid_file = local.root / "workspace" / "pid"
     clock = SimpleNamespace(monotonic=lambda: 100.0 if pid_file.exists() else 0.0)
     monkeypatch.setattr(sandbox, "time", clock)
-    cmd = "echo waiting; sleep 1000 & echo $! > /repo/new; mv /repo/new /repo/pid; wait"
+    cmd = "echo waiting; sleep 1000 & echo $! > /workspace/new; mv /workspace/new /workspace/pid; wait"
     assert await wait_for(local, cmd, time_budget_sec=60) == (EXIT_TIME_BUDGET_EXCEEDED, "waiting\n")
     assert EXIT_TIME_BUDGET_EXCEEDED == -1
     async with asyncio.timeout(60):
@@ -92,8 +97,8 @@ async def test_a_spawn_that_is_repeated_runs_once(local, monkeypatch):
         return await real(cmd, **options)
 
     monkeypatch.setattr(local, "exec", twice)
-    assert await wait_for(local, "echo run >> /repo/runs") == (0, "")
-    assert (local.root / "repo" / "runs").read_text() == "run\n"
+    assert await wait_for(local, "echo run >> /workspace/runs") == (0, "")
+    assert (local.root / "workspace" / "runs").read_text() == "run\n"
 
 
 async def test_a_tag_can_be_used_again(local):
@@ -107,15 +112,15 @@ async def test_tags_name_files(local):
 
 
 async def test_the_user_of_agents(local):
-    await ensure_agent_user(local, "/repo/it's here")
+    await ensure_agent_user(local, "/workspace/it's here")
     [cmd] = local.root_commands
     assert "useradd --create-home --shell /bin/bash agent" in cmd
-    assert "chown -R agent: '/repo/it'\"'\"'s here'" in cmd
+    assert "chown -R agent: '/workspace/it'\"'\"'s here'" in cmd
 
 
 async def test_git_trusts_repositories_of_others_for_the_agent(local, monkeypatch):
     """The command really run, but for what needs root; a second time nothing changes."""
-    await ensure_agent_user(local, str(local.root / "repo"))
+    await ensure_agent_user(local, str(local.root / "workspace"))
     [cmd] = local.root_commands
     config = local.root / "gitconfig"
     config.write_text("[safe]\n\tdirectory = /srv\n")
@@ -128,7 +133,7 @@ async def test_git_trusts_repositories_of_others_for_the_agent(local, monkeypatc
 
 
 async def test_images_without_git_are_served_too(local):
-    await ensure_agent_user(local, str(local.root / "repo"))
+    await ensure_agent_user(local, str(local.root / "workspace"))
     [cmd] = local.root_commands
     without = 'id() { :; }; chown() { :; }; git() { echo "git was called"; exit 9; }; command() { return 1; }; '
     done = subprocess.run(["sh", "-c", without + cmd], capture_output=True, text=True, check=False)

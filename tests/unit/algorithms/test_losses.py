@@ -19,7 +19,14 @@ from slime.algorithms.losses import (
     sequence_kl,
 )
 from slime.algorithms.mis import icepop_weights, truncated_importance_weights
-from slime.algorithms.reducers import constant_length, make_reducer, num_trained_tokens, rollout_mean, token_sum
+from slime.algorithms.reducers import (
+    constant_length,
+    make_reducer,
+    num_trained_tokens,
+    rollout_mean,
+    token_sum,
+    turn_mean,
+)
 from tests.unit.algorithms import brute_force
 
 numbers = st.floats(-3, 3, allow_subnormal=False)
@@ -148,6 +155,10 @@ def test_reducers(samples, data: st.DataObject) -> None:
     sums = data.draw(st.lists(st.integers(0, 20), min_size=len(samples), max_size=len(samples)))
     own = [sum(value * mask for value, mask in sample) for sample in samples]
     by_rollout = sum(total / max(size, 1) for total, size in zip(own, sums, strict=True))
+    turns = data.draw(st.lists(st.integers(1, 5), min_size=len(samples), max_size=len(samples)))
+    by_turn = sum(
+        brute_force.masked_mean([v for v, _ in s], [m for _, m in s]) / n for s, n in zip(samples, turns, strict=True)
+    )
     by_sample = sum(brute_force.masked_mean([v for v, _ in s], [m for _, m in s]) for s in samples)
     for reducer, expected in (
         (rollout_mean(masks, sums), by_rollout),
@@ -156,6 +167,7 @@ def test_reducers(samples, data: st.DataObject) -> None:
         (make_reducer(masks), by_sample),
         (make_reducer(masks, sums, calculate_per_token_loss=True), sum(own)),
         (token_sum(masks), sum(own)),
+        (turn_mean(masks, [mask.sum() for mask in masks], turns), by_turn),
         (constant_length(masks, 7), sum(own) / 7),
     ):
         close(reducer(values), expected)

@@ -16,7 +16,7 @@ from slime.algorithms.losses import (
     compute_value_loss,
 )
 from slime.algorithms.mis import icepop_weights, truncated_importance_weights
-from slime.algorithms.reducers import constant_length, rollout_mean, token_sum
+from slime.algorithms.reducers import constant_length, rollout_mean, token_sum, turn_mean
 from tests.unit.algorithms.proofs import LIMIT, PROOFS, largest_error
 
 
@@ -103,6 +103,7 @@ DIFFERENTIABLE = {
 }
 REDUCERS = {
     "rollout mean": lambda: rollout_mean(MASKS, SUMS),
+    "turn mean": lambda: turn_mean(MASKS, [int(mask.sum()) for mask in MASKS], range(1, len(MASKS) + 1)),
     "token sum": lambda: token_sum(MASKS),
     "constant length": lambda: constant_length(MASKS, 7),
 }

@@ -182,6 +182,16 @@ def test_mask_sums_default_to_the_sample_even_when_rollout_ids_are_shared() -> N
     assert RolloutColumns.from_train_data(data).numbers["rollout_mask_sums"].tolist() == [1.0, 3.0]
 
 
+def test_turns_with_a_trained_token_are_counted_by_rollout_id() -> None:
+    data = make_data([(4, 2), (5, 3), (4, 2), (4, 2), (3, 1)])
+    data["rollout_ids"] = [7, None, 7, 7, -3]
+    data["loss_masks"] = [[1, 0], [1, 1, 1], [0, 0], [0, 1], [0]]
+    batch = RolloutColumns.from_train_data(data)
+    assert batch.numbers["rollout_turn_counts"].tolist() == [2, 1, 2, 2, 0]
+    given = RolloutColumns.from_train_data({**data, "rollout_turn_counts": [3, 1, 3, 3, 1]})
+    assert given.numbers["rollout_turn_counts"].tolist() == [3, 1, 3, 3, 1]
+
+
 def test_unknown_fields_travel_and_routed_experts_keep_shape_and_dtype() -> None:
     data = make_data([(4, 2), (5, 3)])
     data["my_weights"] = [0.5, 0.25]
