@@ -86,7 +86,7 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
         content[-1] ^= 1
         shard.write_bytes(content)
         (version_files.version_dir(local, 2) / version_files.CHECKSUMS).unlink()
-        with pytest.raises(WeightSyncError, match=rf"{shard.name} has sha256"):
+        with pytest.raises(WeightSyncError, match=rf"{shard.name} has xxh3-128"):
             load_weights_from_disk(args, [member], str(directory), 3, synchronous_loop=False)  # type: ignore[arg-type]
         assert client.weight_version() == "new"
         assert len(generate(client, PROMPT, 2)["output_ids"]) == 2
