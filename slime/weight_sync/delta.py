@@ -223,9 +223,7 @@ class DeltaWriter:
     def _compare(self, name: str, content: Array) -> Change | None:
         entry, before = self._entries[name], self._content[name]
         if content.size != before.size:
-            raise WeightSyncError(
-                f"{name} had {before.size} bytes when it was last written, and has {content.size} now"
-            )
+            raise WeightSyncError(f"{name} had {before.size} bytes when all was written, and has {content.size} now")
         encoding, kind = self._formats
         encoded = encode(content, before, entry.itemsize, xor=encoding == "xor")
         return None if encoded is None else Change(name, encoded, checksum(content.data, kind))
