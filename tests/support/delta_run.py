@@ -34,9 +34,7 @@ def first_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     weights = {f"layer.{i}.weight": torch.randn(60 + i, 40, generator=make).bfloat16() for i in range(3)}
     return weights | {
         "norm.weight": torch.ones(33, dtype=torch.float32),
-        "quantized.weight": torch.randint(0, 255, (50, 50), generator=make, dtype=torch.uint8).view(
-            torch.float8_e4m3fn
-        ),
+        "quantized.weight": torch.randn(50, 50, generator=make).to(torch.float8_e4m3fn),
         "steps": torch.tensor(seed),
         "nothing": torch.empty(0, 4),
     }
