@@ -107,7 +107,9 @@ def check_changes(args: Any, process: EngineProcess, shared: Path, local: Path) 
     engine = SimpleNamespace(pull_weights=lambda path, deadline: str(delta_files.pull(path, local)))
     member = Member(engine, State.SERVING, process.info)  # type: ignore[arg-type]
     for version in (1, 2, 3):
-        directory = version_files.version_dir(shared, version)
+        directory, held = version_files.version_dir(shared, version), client.weights_checksum()
+        delta_files.pull(directory, local)
+        assert client.weights_checksum() == held  # files that it has read are not its weights
         load_weights_from_disk(args, [member], str(directory), version, synchronous_loop=False)
         assert client.weight_version() == str(version)
         assert (client.weights_checksum() == before) == (version == 1)  # what the engine had already

@@ -34,7 +34,7 @@ class WeightSync(ArgumentGroup):
     update_weight_delta_encoding: Literal["xor", "overwrite"] = flag(
         "xor",
         "how changed values are stored, with --update-weight-mode delta; xor: as differences, which are smaller; "
-        "overwrite: as they are, so that a host that was interrupted goes on where it was",
+        "overwrite: as they are, so that an interrupted update of a host can be continued",
     )
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
         "xxh3-128", "checksum per tensor, with --update-weight-mode delta; blake3 needs the package of that name"
