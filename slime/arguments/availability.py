@@ -30,11 +30,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     # rollout
     "rollout_data_transport": ("nixl",),
     "multimodal_keys": ANY,
-    # algorithm
-    # weight synchronization
-    "update_weight_mode": ("delta",),
-    "update_weight_delta_encoding": ANY,
-    "update_weight_delta_checksum": ANY,
     # teacher server
     "teacher_port": ANY,
     "teacher_warmup_port": ANY,

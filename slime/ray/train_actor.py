@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.observability import tracking
+from slime.observability.logging_utils import log
 from slime.observability.timer import timer
+from slime.observability.tracking import rollout_step
 from slime.ray import worker
 from slime.ray.cluster import own_gpu_index
 from slime.ray.remote import reports_errors
@@ -40,6 +42,8 @@ class TrainRayActor:
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self._share_all_cores = share_all_cores
         self._updater: Any = None
+        self._delta: Any = None
+        self._next_rollout = 0
 
     def import_packages(self) -> None:
         """Import what ``setup`` needs: torch and Megatron, for several seconds."""
@@ -67,7 +71,7 @@ class TrainRayActor:
             loopback = next((name for name in names if name in ("lo", "lo0")), names[0])
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         self.trainer = trainer_class(self.role)(self.args, role=self.role, with_ref=with_ref)
-        start = self.trainer.initialize()
+        start = self._next_rollout = self.trainer.initialize()
         if self._share_all_cores:
             set_threads_to_share(ray.get_runtime_context().get_node_id())
         return start, dict(self.trainer.parallel_config)
@@ -87,6 +91,7 @@ class TrainRayActor:
     @reports_errors
     def train(self, rollout_id: int, shards: Sequence[Any], external_data: Any = None) -> dict[str, Any] | None:
         """Train on this rank's shard (``shards`` are boxed references, one per data-parallel rank)."""
+        self._next_rollout = rollout_id + 1
         shard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)
         with self._onloaded():
             return self.trainer.train(rollout_id, shard, external_data=external_data)
@@ -129,12 +134,24 @@ class TrainRayActor:
         self.trainer.weights_synced(synchronous_loop=synchronous_loop)
 
     @reports_errors
-    def publish_weights(self, version: int, engines: list[EngineInfo]) -> str:
-        """Write the weights as ``version`` for ``--update-weight-transport disk``; return its directory."""
+    def publish_weights(self, version: int, engines: list[EngineInfo], confirmed: int | None) -> str:
+        """Write the weights as ``version`` for ``--update-weight-transport disk``; return its directory.
+
+        ``confirmed`` is the version that all engines have, None for none that is known.
+        """
+        from slime.weight_sync.delta import DeltaWriter
         from slime.weight_sync.disk import publish
 
+        if self.args.update_weight_mode == "delta" and self._delta is None:
+            self._delta = DeltaWriter(self.args)
+        delta = self._delta
         with timer("update_weights"), self.trainer.weights_present():
-            return str(publish(self.args, self.trainer, version, engines))
+            directory = publish(self.args, self.trainer, version, engines, delta=delta, confirmed=confirmed)
+        if delta is not None and self.rank == 0:
+            metrics = {"density": delta.density, "wire_bytes": delta.wire_bytes}
+            step = {"rollout/step": rollout_step(self.args, self._next_rollout)}
+            log(self.args, {f"perf/update_weights_{name}": value for name, value in metrics.items()} | step, *step)
+        return str(directory)
 
     @reports_errors
     def disconnect(self) -> None:

@@ -278,10 +278,10 @@ class RayTrainGroup:
         deadline = 4 * self.args.weight_sync_timeout
         return int(self._call_all("update_weights", "pushing weights", deadline, engines, synchronous_loop)[0])
 
-    def _publish(self, version: int, engines: Sequence[EngineInfo]) -> str:
+    def _publish(self, version: int, engines: Sequence[EngineInfo], confirmed: int | None) -> str:
         """Let the trainers write the weights; with ``--release-train`` they make room for the engines then."""
         what = f"writing weight version {version}"
-        directory = self._call_all("publish_weights", what, SAVE_DEADLINE_S, version, list(engines))[0]
+        directory = self._call_all("publish_weights", what, SAVE_DEADLINE_S, version, list(engines), confirmed)[0]
         if self.args.release_train:
             self.release()
             if self.args.offload_rollout:

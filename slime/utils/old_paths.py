@@ -147,9 +147,11 @@ OLD: dict[str, dict[str, str]] = {
     "slime.utils.trace_utils": _at("slime.observability.trace_utils", _TRACE),
 }
 
+_DELTA = "classes of its own for changed weights: --update-weight-mode delta, slime.utils.weight_delta"
+
 # Modules of features that this version lacks, with everything below them.
 LACKING: dict[str, str] = {
-    "slime.utils.disk_delta": "weight sync by deltas (--update-weight-mode delta)",
+    "slime.utils.disk_delta": _DELTA,
     "slime.utils.reloadable_process_group": "process groups that are rebuilt when an offloaded trainer is onloaded",
     "slime.utils.rocm_checkpoint_writer": "a checkpoint writer for ROCm",
     "slime.utils.accelerator.musa": "MUSA devices (slime.utils.accelerator.register_accelerator adds a kind of device)",
@@ -165,7 +167,7 @@ LACKING: dict[str, str] = {
     f"{_MEGATRON}.kernels": "quantization-aware training (INT4)",
     f"{_MEGATRON}.megatron_to_hf.processors.quantizer_fp8": "pushing weights in FP8",
     f"{_MEGATRON}.megatron_to_hf.processors.quantizer_compressed_tensors": "pushing weights in INT4",
-    f"{_MEGATRON}.update_weight.update_weight_from_disk_delta": "weight sync by deltas (--update-weight-mode delta)",
+    f"{_MEGATRON}.update_weight.update_weight_from_disk_delta": _DELTA,
     "slime_plugins.models.flash_dot_product_attention": "attention by FlashAttention's own module",
     "slime_plugins.models.learnable_softmax_attention": "attention with a learnable softmax offset",
     "slime_plugins.models.glm5.ops": "sparse attention (GLM-5, DeepSeek-V3.2)",

@@ -13,25 +13,42 @@ from slime.backends.megatron_utils.weights import export_hf
 from slime.backends.sglang_utils import version_files
 from slime.servers.types import EngineInfo
 from slime.utils.misc import load_function
+from slime.weight_sync.delta import DeltaWriter
 from slime.weight_sync.fanout import WeightSyncError, attempt
 from slime.weight_sync.quantized import quantizer_of
 from slime.weight_sync.transport import WeightSource
 
 
-def publish(args: Namespace, source: WeightSource, version: int, engines: Sequence[EngineInfo]) -> Path:
+def publish(
+    args: Namespace,
+    source: WeightSource,
+    version: int,
+    engines: Sequence[EngineInfo],
+    *,
+    delta: DeltaWriter | None = None,
+    confirmed: int | None = None,
+) -> Path:
     """Write the weights as version ``version`` below ``--update-weight-disk-dir``; return its directory.
 
-    Collective over the trainer. The directory appears when it is complete; versions of earlier runs, or of earlier
-    pushes that engines have read, are removed before, unless ``--update-weight-disk-keep-files``. Then every rank
-    calls the hook ``--custom-update-weight-post-write-path`` with ``(args, directory, engines)``. Raises
-    WeightSyncError or RuntimeError on every rank when one of them fails.
+    Collective over the trainer. With ``delta`` it holds what changed since version ``confirmed``, which all engines
+    have, or everything where that is due. The directory appears when it is complete; versions of earlier runs, or of
+    earlier pushes that engines have read, are removed before (not those that ``delta`` builds on), unless
+    ``--update-weight-disk-keep-files``. Then every rank calls the hook ``--custom-update-weight-post-write-path`` with
+    ``(args, directory, engines)``. Raises WeightSyncError or RuntimeError on every rank when one of them fails.
     """
     final = version_files.version_dir(args.update_weight_disk_dir, version)
     staging = version_files.staging_dir(final)
-    attempt(partial(_on_first_rank, _clear, args, staging))
-    export_hf(source.model, source.args, staging, quantizer=quantizer_of(source.args))
-    if args.update_weight_local_checkpoint_dir is not None:
-        _write_checksums(staging)
+    needed: list[Path] = []
+    if delta is not None:
+        root = args.update_weight_disk_dir
+        attempt(lambda: needed.extend(version_files.version_dir(root, number) for number in delta.begin(confirmed)))
+    attempt(partial(_on_first_rank, _clear, args, needed))
+    if delta is None or not delta.write(source, staging, version):
+        export_hf(source.model, source.args, staging, quantizer=quantizer_of(source.args))
+        if args.update_weight_local_checkpoint_dir is not None:
+            _write_checksums(staging)
+        if delta is not None:
+            delta.wrote_whole(source, staging, version)
     attempt(partial(_on_first_rank, version_files.replace, staging, final))
     if args.custom_update_weight_post_write_path is not None:
         attempt(partial(_call_hook, args, final, engines))
@@ -43,11 +60,11 @@ def _on_first_rank(action: object, *arguments: object) -> None:
         action(*arguments)  # type: ignore[operator]
 
 
-def _clear(args: Namespace, staging: Path) -> None:
+def _clear(args: Namespace, needed: Sequence[Path]) -> None:
     root = Path(args.update_weight_disk_dir)
     root.mkdir(parents=True, exist_ok=True)
     if not args.update_weight_disk_keep_files:
-        version_files.clear(root)
+        version_files.clear(root, but=needed)
 
 
 def _write_checksums(directory: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils import version_files
+from slime.backends.sglang_utils import delta_files, version_files
+from slime.backends.sglang_utils.engine import EngineProcess
 from slime.ray.engines.control import load_weights_from_disk
 from slime.ray.engines.members import Member, State
 from slime.weight_sync import WeightSyncError
@@ -36,6 +37,9 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
     directory = version_files.version_dir(shared, 2)
     for rank, found in enumerate(results):
         assert found["directory"] == str(directory)
+        whole, *changed = found["densities"]
+        assert whole == 1.0
+        assert all(0.008 < density < 0.012 for density in changed)
         assert found["listed"] == ["weight_v000002"]  # the first was removed, and so was what the earlier run left
         reported = [version_files.version_dir(shared, version) for version in (1, 2)]
         assert found["calls"] == [(rank, str(path), ["http://engine:1"], True) for path in reported]
@@ -80,15 +84,40 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
         client.update_weights_from_disk(str(new), weight_version="new")
         assert client.weights_checksum() == loaded
 
+        check_changes(args, process, Path(f"{shared}-delta"), tmp_path / "applied")
+
         # A file that is not what was written reaches no engine, and leaves it as it was: not even paused.
         shard = sorted(directory.glob("*.safetensors"))[0]
         content = bytearray(shard.read_bytes())
         content[-1] ^= 1
         shard.write_bytes(content)
         (version_files.version_dir(local, 2) / version_files.CHECKSUMS).unlink()
-        with pytest.raises(WeightSyncError, match=rf"{shard.name} has sha256"):
+        with pytest.raises(WeightSyncError, match=rf"{shard.name} has xxh3-128"):
             load_weights_from_disk(args, [member], str(directory), 3, synchronous_loop=False)  # type: ignore[arg-type]
-        assert client.weight_version() == "new"
+        assert client.weight_version() == "export"
         assert len(generate(client, PROMPT, 2)["output_ids"]) == 2
     finally:
         process.stop()
+
+
+def check_changes(args: Any, process: EngineProcess, shared: Path, local: Path) -> None:
+    """Load three versions, of which two are changes: the engine computes what it does with all of the last weights."""
+    client = process.client(timeout=120)
+    before = client.weights_checksum()
+    engine = SimpleNamespace(pull_weights=lambda path, deadline: str(delta_files.pull(path, local)))
+    member = Member(engine, State.SERVING, process.info)  # type: ignore[arg-type]
+    for version in (1, 2, 3):
+        directory, held = version_files.version_dir(shared, version), client.weights_checksum()
+        delta_files.pull(directory, local)
+        assert client.weights_checksum() == held  # files that it has read are not its weights
+        load_weights_from_disk(args, [member], str(directory), version, synchronous_loop=False)
+        assert client.weight_version() == str(version)
+        assert (client.weights_checksum() == before) == (version == 1)  # what the engine had already
+    assert [path.name for path in version_files.versions(local)] == ["weight_v000003"]
+    loaded = client.weights_checksum()
+    params = {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    reply = client.generate({"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}, timeout=300)
+    expected = Reference(shared / "export").log_probs(PROMPT, reply["output_ids"])
+    assert (output_log_probs(dict(reply)) - expected).abs().max() <= 1e-5
+    client.update_weights_from_disk(str(shared / "export"), weight_version="export")
+    assert client.weights_checksum() == loaded

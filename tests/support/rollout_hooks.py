@@ -124,3 +124,9 @@ def note_weight_files(args: Any, version_dir: str, rollout_engines: list[Any]) -
     line = {"directory": version_dir, "engines": len(rollout_engines), "complete": complete}
     with open(os.environ["SLIME_TEST_HOOKED"], "a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def note_pull(source_dir: str, target_version: int) -> None:
+    """``--sglang-custom-pull-weights-pre-read-hook`` that appends its arguments to the file ``SLIME_TEST_HOOKED``."""
+    with open(os.environ.get("SLIME_TEST_HOOKED", os.devnull), "a") as file:
+        file.write(f"{source_dir} {target_version}\n")

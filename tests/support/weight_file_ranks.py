@@ -52,4 +52,34 @@ def publish(checkpoint: str, folder: str, flags: list[str]) -> dict[str, Any]:
         publish(args, source, 3, engines)
     except WeightSyncError as e:
         reported = str(e)
-    return {"directory": found, "listed": listed, "calls": list(CALLS), "reported": reported}
+    args.custom_update_weight_post_write_path = None
+    densities = publish_changes(source, f"{folder}-delta", engines)
+    return {
+        "directory": found, "listed": listed, "calls": list(CALLS), "reported": reported, "densities": densities,
+    }  # fmt: skip
+
+
+def publish_changes(source: Any, folder: str, engines: list[Any]) -> list[float]:
+    """Write the weights of ``source`` to ``folder``, then two times what changed in about one of a hundred elements.
+
+    The weights of the end are exported to ``<folder>/export``. Return how much of each version was written.
+    """
+    import torch
+
+    from slime.backends.megatron_utils.weights import export_hf
+    from slime.weight_sync.delta import DeltaWriter
+    from slime.weight_sync.disk import publish
+
+    args = source.args
+    args.update_weight_mode, args.update_weight_disk_dir = "delta", folder
+    writer, densities = DeltaWriter(args), []
+    for version in (1, 2, 3):
+        publish(args, source, version, engines, delta=writer, confirmed=version - 1 or None)
+        densities.append(writer.density)
+        make = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in (p for chunk in source.model for p in chunk.parameters() if version < 3):
+                chosen = torch.rand(parameter.shape, generator=make) < 0.01
+                parameter[chosen] += torch.randn(int(chosen.sum()), generator=make) / 50
+    export_hf(source.model, args, f"{folder}/export")
+    return densities

@@ -29,7 +29,7 @@ OPTIONAL = {
     "qwen_vl_utils": "the plugins extra", "memray": "for --memory-recorder memray", "pynvml": "comes with sglang",
     "torchvision": "a stand-in", "slime_engine_plugin": "loaded inside engine processes", "sgl_kernel": "a stand-in",
     "huggingface_hub": "comes with transformers", "tokenizers": "comes with transformers",
-    "typer": "comes with transformers",
+    "typer": "comes with transformers", "blake3": "for --update-weight-delta-checksum blake3",
 }  # fmt: skip
 
 

@@ -29,18 +29,28 @@ class WeightSync(ArgumentGroup):
     update_weight_local_checkpoint_dir: str | None = flag(
         None,
         "directory on each engine host to which weights are copied, and verified, before engines load them, with "
-        "--update-weight-transport disk",
+        "--update-weight-transport disk; --update-weight-mode delta needs it",
     )
     update_weight_delta_encoding: Literal["xor", "overwrite"] = flag(
-        "xor", "encoding of changed bytes, with --update-weight-mode delta"
+        "xor",
+        "how changed values are stored, with --update-weight-mode delta; xor: as differences, which are smaller; "
+        "overwrite: as they are, so that an interrupted update of a host can be continued",
     )
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
-        "xxh3-128", "checksum per tensor, with --update-weight-mode delta"
+        "xxh3-128", "checksum per tensor, with --update-weight-mode delta; blake3 needs the package of that name"
+    )
+    update_weight_delta_full_interval: int = flag(
+        20, "versions after which all weights are written again, with --update-weight-mode delta", ge=1
     )
     custom_update_weight_post_write_path: DottedPath | None = flag(
         None,
         "dotted path of a hook that every trainer rank calls after files are written, with --update-weight-transport "
         "disk",
+    )
+    sglang_custom_pull_weights_pre_read_hook: DottedPath | None = flag(
+        None,
+        "dotted path of a hook that is called on the host of each engine before it reads files of weights, with "
+        "--update-weight-local-checkpoint-dir",
     )
     check_weight_update_equal: bool = flag(False, "prove every sync: snapshot, reset, sync, compare and checksums")
     weight_sync_timeout: float = flag(600.0, "seconds one weight sync may take", gt=0)

@@ -56,9 +56,16 @@ DEPENDENCIES: tuple[FlagDependency, ...] = (
         "update_weight_disk_dir", "update_weight_disk_keep_files", "update_weight_local_checkpoint_dir",
         "custom_update_weight_post_write_path",
     )),
-    FlagDependency("--update-weight-mode delta", lambda args: args.update_weight_mode == "delta", (
-        "update_weight_delta_encoding", "update_weight_delta_checksum",
-    )),
+    FlagDependency(
+        "--update-weight-mode delta", lambda args: args.update_weight_mode == "delta" or args.rollout_external, (
+            "update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_delta_full_interval",
+        ),
+    ),
+    FlagDependency(
+        "--update-weight-local-checkpoint-dir", lambda args: args.update_weight_local_checkpoint_dir is not None, (
+            "sglang_custom_pull_weights_pre_read_hook",
+        ),
+    ),
     FlagDependency("--record-memory-history", lambda args: args.record_memory_history, (
         "memory_snapshot_dir", "memory_snapshot_num_steps", "memory_recorder", "memory_snapshot_path",
     )),

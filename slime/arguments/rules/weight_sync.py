@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from importlib.util import find_spec
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
@@ -17,11 +18,11 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             "--update-weight-transport disk needs --update-weight-disk-dir, a directory that trainers and engines share"
         )
+    if args.update_weight_mode == "delta":
+        _check_delta(args)
     _check_directories(args)
     if args.release_train:
         _check_release(args)
-    if args.update_weight_mode == "delta":
-        _check_delta(args)
     if args.keep_old_actor and args.use_rollout_logprobs:
         diagnostics.warn(
             args,
@@ -75,7 +76,7 @@ def _check_directories(args: Namespace) -> None:
             f"--update-weight-local-checkpoint-dir and --update-weight-disk-dir are both {shared}; the local one is a "
             "directory of each engine host itself, give it another name"
         )
-    if local is not None and args.rollout_external and args.update_weight_mode != "delta":
+    if local is not None and args.rollout_external:
         raise ArgumentError(
             "--update-weight-local-checkpoint-dir is filled by processes of the run on the engines' hosts, and the run "
             "has none beside the engines of --rollout-external-engine-addrs; leave it out, and they read "
@@ -135,4 +136,17 @@ def _check_delta(args: Namespace) -> None:
         raise ArgumentError(
             "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine host keeps the "
             "checkpoint that changes are applied to"
+        )
+    if args.rollout_external:
+        diagnostics.warn(
+            args,
+            "--update-weight-mode delta: changes are applied by processes of the run on the engines' hosts, and it has "
+            "none beside the engines of --rollout-external-engine-addrs; they read all weights from "
+            "--update-weight-disk-dir",
+        )
+        args.update_weight_mode, args.update_weight_local_checkpoint_dir = "full", None
+    elif args.update_weight_delta_checksum == "blake3" and find_spec("blake3") is None:
+        raise ArgumentError(
+            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed: pip install "
+            "blake3, or use xxh3-128"
         )

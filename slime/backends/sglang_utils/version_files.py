@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from slime.utils.atomic_file import name_failure
+import xxhash
+
+from slime.utils.atomic_file import name_failure, sync
 
 CHECKSUMS = "checksums.json"
+BeforeRead = Callable[[str, int], object] | None
+_PREFIX = "weight_v"
 # A version, the directory that it is written to first, and what the export makes beside that.
 _NAME = re.compile(r"weight_v\d{6,}|\.{1,2}weight_v\d{6,}\.staging(\.partial|\.old)?")
 _CHUNK = 8 << 20
@@ -29,7 +32,7 @@ class CorruptFileError(RuntimeError):
 
 def version_dir(root: str | Path, version: int) -> Path:
     """Return the directory of ``version`` below ``root``."""
-    return Path(root) / f"weight_v{version:06d}"
+    return Path(root) / f"{_PREFIX}{version:06d}"
 
 
 def staging_dir(directory: Path) -> Path:
@@ -37,51 +40,77 @@ def staging_dir(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.staging")
 
 
-def clear(root: str | Path, *, but: Path | None = None) -> None:
+def versions(root: str | Path) -> list[Path]:
+    """Return the directories of versions below ``root``, of those that were never completed too."""
+    found = (path for path in sorted(Path(root).glob("*")) if _NAME.fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+
+def clear(root: str | Path, *, but: Collection[Path] = ()) -> None:
     """Remove every version below ``root``, and those that were never completed, except ``but``."""
-    for path in Path(root).glob("*"):
-        if path != but and _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+    for path in versions(root):
+        if path not in but:
             shutil.rmtree(path)
 
 
 def digest(path: Path) -> str:
-    """Return the sha256 of a file as hex digits."""
+    """Return the xxh3-128 of a file as hex digits."""
+    summed = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(_CHUNK):
+            summed.update(chunk)
+    return summed.hexdigest()
 
 
 def write_checksums(directory: Path, digests: dict[str, str]) -> None:
-    """Write the sha256 of every file of ``directory`` (name -> hex digits) beside them."""
+    """Write the xxh3-128 of every file of ``directory`` (name -> hex digits) beside them."""
     (directory / CHECKSUMS).write_text(json.dumps(dict(sorted(digests.items())), indent=1) + "\n")
 
 
-def pull(source: str | Path, local_root: str | Path) -> Path:
-    """Copy the version ``source`` to ``local_root`` on this host, verified; return the copy. Older ones are removed.
-
-    Several engines of a host may ask at once: the first one copies, the others wait and take what it has. Raises
-    FileNotFoundError when this host does not see ``source``, CorruptFileError naming the file that differs from its
-    checksum, OSError naming the file and the space left on a full disk.
-    """
-    source, local_root = Path(source), Path(local_root)
+def read(path: Path) -> str:
+    """Return the text of a file of a version; raises FileNotFoundError saying that this host does not see it."""
     try:
-        listed = (source / CHECKSUMS).read_text()
+        return path.read_text()
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{source / CHECKSUMS} is not there on this host: --update-weight-disk-dir must be a directory that "
-            "trainers and engine hosts share"
+            f"{path} is not there on this host: --update-weight-disk-dir must be a directory that trainers and engine "
+            "hosts share"
         ) from None
-    local_root.mkdir(parents=True, exist_ok=True)
+
+
+def pull(source: str | Path, local_root: str | Path, before_read: BeforeRead = None) -> Path:
+    """Copy the version ``source`` to ``local_root`` on this host, verified; return the copy. Older ones are removed.
+
+    Several engines of a host may ask at once: the first one copies, the others wait and take what it has. Each calls
+    ``before_read(directory of all versions, number)`` first. Raises FileNotFoundError when this host does not see
+    ``source``, CorruptFileError naming the file that differs from its checksum, OSError naming the file and the space
+    left on a full disk.
+    """
+    source, local_root = Path(source), Path(local_root)
     target = local_root / source.name
-    with _only_one(local_root / ".lock"):
+    with reading(source, local_root, before_read):
+        listed = read(source / CHECKSUMS)
         copied = target / CHECKSUMS  # written last
         if not copied.is_file() or copied.read_text() != listed:
-            _copy(source, target, json.loads(listed))
+            copy_listed(source, target)
             copied.write_text(listed)
-        clear(local_root, but=target)
+        clear(local_root, but=[target])
     return target
 
 
-def _copy(source: Path, target: Path, digests: dict[str, str]) -> None:
+@contextlib.contextmanager
+def reading(source: Path, local_root: Path, before_read: BeforeRead) -> Iterator[None]:
+    """Hold the lock of ``local_root``, and call ``before_read`` first; see ``pull``."""
+    local_root.mkdir(parents=True, exist_ok=True)
+    with _only_one(local_root / ".lock"):
+        if before_read is not None:
+            before_read(str(source.parent), int(source.name.removeprefix(_PREFIX)))
+        yield
+
+
+def copy_listed(source: Path, target: Path) -> None:
+    """Copy the files of the version ``source`` to ``target``, anew, but for their checksums, which they must have."""
+    digests: dict[str, str] = json.loads(read(source / CHECKSUMS))
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for name, expected in digests.items():
@@ -91,14 +120,14 @@ def _copy(source: Path, target: Path, digests: dict[str, str]) -> None:
             raise name_failure(e, target / name) from e
         if found != expected:
             raise CorruptFileError(
-                f"{source / name} has sha256 {found}, but was written with {expected}: the file system changed it on "
+                f"{source / name} has xxh3-128 {found}, but was written with {expected}: the file system changed it on "
                 "its way, or another process writes to --update-weight-disk-dir"
             )
 
 
 def _copy_file(source: Path, target: Path) -> str:
-    """Copy and return the sha256 of what was copied."""
-    summed = hashlib.sha256()
+    """Copy and return the xxh3-128 of what was copied."""
+    summed = xxhash.xxh3_128()
     with open(source, "rb") as read, open(target, "wb") as write:
         while chunk := read.read(_CHUNK):
             summed.update(chunk)
@@ -118,6 +147,7 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def replace(staging: Path, final: Path) -> None:
-    """Give a complete version its name."""
+    """Give a complete version its name, for good."""
     shutil.rmtree(final, ignore_errors=True)
     os.replace(staging, final)
+    sync(final.parent)

@@ -11,13 +11,14 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from slime.arguments.placement import EnginePlan
-from slime.backends.sglang_utils import version_files
+from slime.backends.sglang_utils import delta_files, version_files
 from slime.backends.sglang_utils.engine import PORT_ATTEMPTS, EngineProcess
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
 from slime.ray import worker
 from slime.ray.cluster import on_slot
 from slime.ray.engines.members import SlotsLostError
 from slime.ray.remote import Peer, RemoteFailure, one_line_kind, reports_errors, wait_all
+from slime.rollout.hooks.hook import find_hook
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip
 
@@ -226,8 +227,10 @@ class EngineActor:
 
     @reports_errors
     def pull_weights(self, directory: str) -> str:
-        """Copy a version of the weights to ``--update-weight-local-checkpoint-dir`` of this host; return the copy."""
-        return str(version_files.pull(directory, self.args.update_weight_local_checkpoint_dir))
+        """Bring ``--update-weight-local-checkpoint-dir`` of this host to a version of the weights; return its path."""
+        pull = delta_files.pull if self.args.update_weight_mode == "delta" else version_files.pull
+        hook = find_hook(self.args, "sglang_custom_pull_weights_pre_read_hook")
+        return str(pull(directory, self.args.update_weight_local_checkpoint_dir, hook))
 
     def poll(self) -> str | None:
         """Return None while the engine runs, else what ended it with its last log lines."""

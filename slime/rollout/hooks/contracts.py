@@ -78,5 +78,8 @@ CONTRACTS: dict[str, Contract] = {
     "custom_eval_rollout_log_function_path": Contract(
         "--custom-eval-rollout-log-function-path", "fn(rollout_id, args, data, extra_metrics)", 4
     ),
+    "sglang_custom_pull_weights_pre_read_hook": Contract(
+        "--sglang-custom-pull-weights-pre-read-hook", "fn(source_dir, target_version)", 2
+    ),
 }
 """By the attribute of the arguments that holds the dotted path (of sample hooks: several)."""

@@ -39,6 +39,7 @@ FORMS: dict[str, list[str]] = {
     "custom_rollout_log_function_path": ["rollout_id, args, samples, rollout_extra_metrics, rollout_time"],
     "custom_eval_rollout_log_function_path": ["rollout_id, args, data, extra_metrics"],
     "custom_engine_scaling_path": ["args, engines"],
+    "sglang_custom_pull_weights_pre_read_hook": ["source_dir, target_version"],
     "custom_megatron_init_path": ["args"],
     "custom_megatron_before_log_prob_hook_path": ["args, model, store_prefix"],
     "custom_megatron_before_train_step_hook_path": ["args, rollout_id, step_id, model, optimizer, opt_param_scheduler"],

@@ -21,7 +21,7 @@ class Sides:
         given = {"release_train": False, "update_weight_disk_keep_files": False, **flags}
         self.files = WeightFiles(run_args(**given), self.publish, self.load)
 
-    def publish(self, version: int, engines: Any) -> str:
+    def publish(self, version: int, engines: Any, confirmed: int | None) -> str:
         directory = self.folder / f"weight_v{version:06d}"
         directory.mkdir()
         self.log.append(f"write {version}")

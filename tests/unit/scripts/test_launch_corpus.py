@@ -18,10 +18,7 @@ from tests.support.imports import ROOT
 DATA = ROOT / "tests" / "data" / "arguments"
 # Script -> the flags whose features this version refuses; a dry run says so and continues.
 REFUSED = {
-    "run-delta-weight-sync.sh": {
-        "--use-distributed-post", "--update-weight-mode", "--update-weight-delta-encoding",
-        "--update-weight-delta-checksum",
-    },
+    "run-delta-weight-sync.sh": {"--use-distributed-post"},
     "run-geo3k-vlm.sh": {"--spec", "--multimodal-keys"},
     "run-glm5-744B-A40B.sh": {
         "--spec", "--freeze-indexer", "--allgather-cp", "--megatron-deepgemm-forward-layers",
@@ -32,7 +29,7 @@ REFUSED = {
     "run-megatron-server.sh": {"--megatron-server-warmup"},
     "run-qwen3-4B-0.2-refused.sh": {
         "--over-sampling-filter-path", "--use-dynamic-global-batch-size", "--true-on-policy-mode",
-        "--slime-router-middleware-paths", "--update-weight-mode",
+        "--slime-router-middleware-paths",
     },
     "run-qwen3-next-80B-A3B.sh": {"--qwen-gdn-backend"},
 }  # fmt: skip

@@ -135,6 +135,6 @@ def test_a_copy_is_made_and_verified_before_engines_pause(tmp_path: Path, monkey
     assert log == ["health", "copy", "pause retract", "flush", "load local/weight_v000007", "continue"]
     (directory / "model.safetensors").write_text("WEIGHTS")
     (tmp_path / "local" / "weight_v000007" / version_files.CHECKSUMS).unlink()
-    with pytest.raises(WeightSyncError, match=r"(?s)copy .*1 of 1 engines.*http://a: CorruptFileError: .*has sha256"):
+    with pytest.raises(WeightSyncError, match=r"(?s)copy .*1 of 1 engines.*http://a: CorruptFileError: .*has xxh3-128"):
         load(args, directory, 8, monkeypatch)
     assert Client.log == ["health", "copy"]

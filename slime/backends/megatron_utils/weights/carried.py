@@ -69,6 +69,17 @@ def copy_tensors(
     return files, size
 
 
+def copies_of(source: Path, family: Family, written: Collection[str]) -> dict[str, str]:
+    """Return the tensors of the checkpoint ``source`` that repeat one of those ``written``: name -> name of that."""
+    copies = {}
+    with HfCheckpoint(source) as checkpoint:
+        for name in sorted(mtp_names(checkpoint, family)):
+            original = family.copy_of(name)
+            if original is not None:
+                copies[name] = original if original in written else family.embedding  # of a tied output layer
+    return copies
+
+
 def write_copies(source: Path, target: Path, family: Family, written: Mapping[str, str]) -> tuple[dict[str, str], int]:
     """Write the tensors of ``source`` that repeat another one to ``target``, as that one is there now.
 
@@ -78,15 +89,9 @@ def write_copies(source: Path, target: Path, family: Family, written: Mapping[st
     from safetensors.torch import save_file
 
     tensors = {}
-    with HfCheckpoint(source) as checkpoint:
-        for name in sorted(mtp_names(checkpoint, family)):
-            original = family.copy_of(name)
-            if original is None:
-                continue
-            if original not in written:  # a tied output layer
-                original = family.embedding
-            with safe_open(target / written[original], framework="pt") as file:
-                tensors[name] = file.get_tensor(original)
+    for name, original in copies_of(source, family, written).items():
+        with safe_open(target / written[original], framework="pt") as file:
+            tensors[name] = file.get_tensor(original)
     if not tensors:
         return {}, 0
     file_name = "copies-00001.safetensors"

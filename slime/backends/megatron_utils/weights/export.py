@@ -90,7 +90,7 @@ def _plan(
         return None
     shards: list[list[Described]] = []
     room = 0
-    for described in _described(describe_hf_weights(model_chunks, args), quantizer):
+    for described in described_weights(model_chunks, args, quantizer):
         size = _bytes(described)
         if size > room or not shards:
             shards.append([])
@@ -100,7 +100,11 @@ def _plan(
     return mpu.get_pipeline_model_parallel_rank(), shards
 
 
-def _described(weights: Sequence[Described], quantizer: Quantizer | None) -> Sequence[Described]:
+def described_weights(
+    model_chunks: Sequence[torch.nn.Module], args: Namespace, quantizer: Quantizer | None
+) -> Sequence[Described]:
+    """Return ``(name, shape, dtype)`` of what this stage exports, in that order; not collective."""
+    weights = describe_hf_weights(model_chunks, args)
     if quantizer is None:
         return weights
     empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in weights)

@@ -38,7 +38,7 @@ def test_a_changed_file_is_named_and_the_next_try_starts_afresh(tmp_path: Path) 
     shared, local = tmp_path / "shared", tmp_path / "local"
     source = written(shared, 1)
     (source / "model.safetensors").write_bytes(b"weightz")
-    with pytest.raises(CorruptFileError, match=r"model\.safetensors has sha256 [0-9a-f]{64}, but was written with"):
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors has xxh3-128 [0-9a-f]{32}, but was written with"):
         pull(source, local)
     assert not (local / "weight_v000001" / version_files.CHECKSUMS).exists()
     (source / "model.safetensors").write_bytes(b"weights")
@@ -79,7 +79,7 @@ def test_clearing_leaves_what_is_no_version(tmp_path: Path) -> None:
     mine = ["best_weight_v000001", "mine", "weight_v000001.backup", "weight_vX"]
     for name in ("weight_v000001", ".weight_v000002.staging", "..weight_v000002.staging.partial", *mine):
         (tmp_path / name).mkdir()
-    version_files.clear(tmp_path, but=kept)
+    version_files.clear(tmp_path, but=[kept])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*mine, "weight_v000003"])
     version_files.clear(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == mine
