@@ -11,6 +11,7 @@ from slime.arguments.groups.configuration import Configuration
 from slime.arguments.groups.data import Batch, Data
 from slime.arguments.groups.debug import ContinuousIntegration, Debug, Profiling
 from slime.arguments.groups.elastic_engines import ElasticEngines
+from slime.arguments.groups.environments import Environments
 from slime.arguments.groups.eval import Eval
 from slime.arguments.groups.fault_tolerance import FaultTolerance
 from slime.arguments.groups.logging import Logging
@@ -21,9 +22,9 @@ from slime.arguments.groups.train import MegatronHooks, Train
 from slime.arguments.groups.weight_sync import WeightSync
 
 ALL_GROUPS: tuple[type[ArgumentGroup], ...] = (
-    Cluster, Train, Rollout, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint, WeightSync,
-    Logging, Configuration, Debug, MegatronHooks, FaultTolerance, ElasticEngines, ExternalEngines, Distillation,
-    MultiTokenPrediction, Profiling, ContinuousIntegration, TeacherServer,
+    Cluster, Train, Rollout, Environments, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint,
+    WeightSync, Logging, Configuration, Debug, MegatronHooks, FaultTolerance, ElasticEngines, ExternalEngines,
+    Distillation, MultiTokenPrediction, Profiling, ContinuousIntegration, TeacherServer,
 )  # fmt: skip
 
 

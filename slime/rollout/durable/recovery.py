@@ -128,9 +128,11 @@ def _setting(args: Any) -> dict[str, Any]:
     return setting
 
 
-def _same_prompt(one: Group, other: Group) -> bool:
-    first, second = next(iter_samples(one)), next(iter_samples(other))
-    return len(one) == len(other) and (first.prompt, first.label) == (second.prompt, second.label)
+def _same_prompt(found: Group, drawn: Group) -> bool:
+    """True when a recovered group is of the prompt that was drawn; the generate function fills a blank one."""
+    first, second = next(iter_samples(found)), next(iter_samples(drawn))
+    same = second.prompt in ("", first.prompt) and first.label == second.label
+    return len(found) == len(drawn) and same
 
 
 Unconsumed = Callable[[], list[Group]]
