@@ -25,8 +25,11 @@ _OF_QUICKSTART = ("--prompt-data", "--label-key", "--custom-rm-path", "--eval-pr
 
 @dataclass(frozen=True)
 class SmallExample:
-    """``flags`` are added to GRPO's, in which ``replaced`` have other values. ``data_sets`` are evaluated: their
-    files, ``<name>.jsonl``, and ``sft.jsonl`` are written by ``python -m <package>.make_data --out DIR --seed N``."""
+    """``flags`` (``{data}`` in them is the directory) are added to GRPO's, in which ``replaced`` have other values.
+
+    ``python -m <package>.make_data --out DIR --seed N`` writes ``sft.jsonl`` and a file ``<name>.jsonl`` for each of
+    the ``data_sets``, which are evaluated.
+    """
 
     package: str
     what: str
@@ -47,7 +50,7 @@ class SmallExample:
         evaluated = [word for name in self.data_sets for word in (name, str(paths.data / f"{name}.jsonl"))]
         words += ["--input-key", "messages", "--eval-prompt-data", *evaluated]
         words += ["--custom-generate-function-path", "slime.rollout.environments.generate"]
-        return [*words, *self.flags]
+        return words + [flag.format(data=paths.data) for flag in self.flags]
 
     def evaluations(self, run_dir: Path) -> dict[str, list[tuple[int, float]]]:
         """Return (rollout, mean reward) of every evaluation, by data set."""

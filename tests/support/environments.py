@@ -25,6 +25,9 @@ class Guess(Environment):
             return Step(reward=1.0, done=True)
         return Step("higher" if guess < self.number else "lower", reward=-0.125)
 
+    async def cut_off(self) -> float:
+        return -2.0
+
     def close(self) -> None:
         CLOSED.append(self.task.environment)
 

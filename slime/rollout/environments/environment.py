@@ -76,6 +76,10 @@ class Environment:
         """
         return {"role": "user", "content": str(observation)}
 
+    def cut_off(self) -> float | Awaitable[float]:
+        """Return what is added to the reward of an episode that is cut before a step was ``done``."""
+        return 0.0
+
     def close(self) -> Awaitable[None] | None:
         """Release what the episode holds; called once, also after a failure or a cancellation."""
         return None

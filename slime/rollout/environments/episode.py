@@ -151,6 +151,7 @@ class Episode:
             self._compare(turns)
         if not done:
             sample.status = Sample.Status.TRUNCATED
+            self.reward += await self._call("cut_off", environment.cut_off)
 
     async def _begin(self, environment: Environment) -> ChatTurns:
         sample = self.sample

@@ -171,7 +171,7 @@ def test_out_of_turns_is_truncated(play):
     sample = play({"path": HERE + "Guess", "max_turns": 2}, says("2", "3", "5"))
     assert sample.status == Sample.Status.TRUNCATED
     assert trained(sample) == f"2{END}3{END}"
-    assert sample.reward == -0.25
+    assert sample.reward == -2 * 0.125 - 2.0
 
 
 def test_a_rollout_replaces_groups_whose_environment_fails(cluster, make_args, tmp_path):
