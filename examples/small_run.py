@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,11 @@ class SmallExample:
     flags: tuple[str, ...]
     replaced: dict[str, str]
     rollouts: int
+    service: Callable[[Paths], AbstractContextManager[list[str]]] = lambda paths: nullcontext([])
+    """What runs beside GRPO, and yields more flags of it."""
 
     def grpo(self, paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]:
-        """Return the arguments of ``train.py`` for GRPO."""
+        """Return the arguments of ``train.py`` for GRPO, without those of the service."""
         words = recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)
         for flag in _OF_QUICKSTART:
             words = without(words, flag)
@@ -75,10 +79,11 @@ class SmallExample:
             )  # fmt: skip
         flags = self.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)
         run_dir = Path(flags[flags.index("--run-dir") + 1])
-        seconds["grpo"] = run_stage(
-            "GRPO", ["python", "train.py", *flags], logs / f"{run_dir.name}.log", deadline_s=DEADLINES["grpo"],
-            metrics=run_dir / "metrics.jsonl", describe=self.describe,
-        )  # fmt: skip
+        with self.service(paths) as more:
+            seconds["grpo"] = run_stage(
+                "GRPO", ["python", "train.py", *flags, *more], logs / f"{run_dir.name}.log",
+                deadline_s=DEADLINES["grpo"], metrics=run_dir / "metrics.jsonl", describe=self.describe,
+            )  # fmt: skip
         found = self.evaluations(run_dir)
         if missing := [name for name, ones in found.items() if len(ones) < 2]:
             raise StageError(f"{run_dir / 'metrics.jsonl'} has fewer than two evaluations of {', '.join(missing)}")

@@ -12,6 +12,7 @@ import pytest
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
 from examples.quickstart.recipe import Paths
 from examples.retool.run import EXAMPLE as RETOOL
+from examples.search_r1.run import EXAMPLE as SEARCH
 from examples.small_run import without
 from slime.arguments import parse_args
 from slime.arguments.files.environments import environments_of
@@ -21,7 +22,7 @@ from tests.support.arguments import CONFIG
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("example", [ADAPTIVE, RETOOL])
+@pytest.mark.parametrize("example", [ADAPTIVE, RETOOL, SEARCH])
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
@@ -30,7 +31,8 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     paths.data.mkdir()
     module = load_function(f"{example.package}.make_data.make_data")
     module(paths.data, seed=1, demonstrations=50)
-    args = parse_args(example.grpo(paths, 0, rollouts=20, shuffled=True))
+    with example.service(paths) as more:
+        args = parse_args([*example.grpo(paths, 0, rollouts=20, shuffled=True), *more])
     for entry in environments_of(args).values():
         load_function(entry.path)
     assert [dataset.name for dataset in args.eval_datasets] == list(example.data_sets)
@@ -41,7 +43,9 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     assert len(rows) == 50
 
 
-@pytest.mark.parametrize("script", ["adaptive_environments/run.sh", "retool/run.sh", "retool/run-sft.sh"])
+@pytest.mark.parametrize(
+    "script", ["adaptive_environments/run.sh", "retool/run.sh", "retool/run-sft.sh", "search_r1/run.sh"]
+)
 def test_the_scripts_are_accepted(script, tmp_path):
     done = subprocess.run(
         [str(ROOT / "examples" / script)], env={**os.environ, "SLIME_DRY_RUN": "1"}, capture_output=True, text=True,
