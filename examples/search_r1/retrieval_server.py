@@ -3,8 +3,8 @@
 python -m examples.search_r1.retrieval_server --corpus corpus.jsonl --port 8000
 
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers, per query, ``{"result":
-[[{"document": {"id": ..., "contents": "\\"Title\\"\\ntext"}, "score": 1.5}]]}``; where scores are not asked for, documents.
-``GET /healthz`` answers when the index is there. Lines of the corpus are documents.
+[[{"document": {"id": ..., "contents": "\\"Title\\"\\ntext"}, "score": 1.5}]]}``; without scores there are
+plain documents. ``GET /healthz`` answers when the index is there. Lines of the corpus are documents.
 """
 
 from __future__ import annotations
