@@ -136,3 +136,26 @@ def test_a_resumed_run_goes_on_where_it_was(make, tmp_path: Path):
     fewer.load(0)
     assert level(fewer) == 1
     assert {group[0].metadata["environment"] for group in fewer.get_samples(30)} == {"a", "b", "new"}
+
+
+def test_groups_of_the_journal_count_once_in_a_resumed_run(make, tmp_path: Path):
+    """They were counted after the checkpoint that the run is resumed from, so its state does not have them."""
+    flags = {"save": str(tmp_path), "load": str(tmp_path), "rollout_batch_size": 2, "save_interval": 2}
+    entries = [entry("a", difficulty=LEVELS)]
+    one = make(entries, **flags, num_rollout=100)
+    one.load(-1)
+    for sample in (group := one.get_samples(1)[0]):
+        sample.append_response_tokens(tokens=[5], log_probs=[-1.0], text="x")
+        sample.status, sample.reward, sample.prompt = Sample.Status.COMPLETED, 1.0, [{"role": "user", "content": "q"}]
+        sample.environment_episode = {"success": True}
+    one.record_completed(group)
+    one._recovery.journal.flush()
+    two = EnvironmentDataSource(one.args)
+    two.load(-1)
+    (again,) = two.get_samples(1)
+    assert [s.prompt for s in again] == [[{"role": "user", "content": "q"}]] * 2
+    assert two.metadata["environments"]["a"]["recent"] == []
+    for _ in range(2):
+        two.record_completed(again)
+    assert two.metadata == one.metadata
+    assert two.metadata["environments"]["a"] == {"drawn": 1, "level": 1, "recent": [1, 1]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from slime.arguments.files import environments as files
 from slime.ray.rollout_metrics import environment_metrics
+from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.environments import EnvironmentDataSource
 from slime.rollout.environments.episode import EnvironmentFailure, generate
@@ -216,3 +218,37 @@ def test_the_sample_must_name_one_of_several_environments(make_args):
     args = make_args(environment_path=[HERE + "Guess", HERE + "Inline"], custom_generate_function_path=PATH)
     with pytest.raises(ValueError, match=r'metadata\["environment"\] names none, expected one of Guess, Inline'):
         run(generate(args, Sample(index=0), {}))
+
+
+async def test_an_episode_that_is_cancelled_is_closed_and_leaves_its_sample_alone(cluster, make_args, tmp_path):
+    path = tmp_path / "slow.yaml"
+    entry = {"path": HERE + "Slow", "options": {"hangs_in": "step"}}
+    path.write_text(yaml.safe_dump({"environments": [entry]}))
+    args = make_args(environment_config=str(path), custom_generate_function_path=PATH, rollout_max_response_len=400)
+    environments.CLOSED.clear()
+    sample = Sample(index=0, metadata={"seed": 1})
+    before = dict(sample.__dict__)
+    task = asyncio.ensure_future(generate(args, sample, dict(GenerateState(args).sampling_params)))
+    while not cluster.requests:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # in the step
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert environments.CLOSED == ["Slow"]
+    assert sample.__dict__ == before
+
+
+def test_an_episode_of_a_rollout_that_ends_is_given_back(play, cluster, monkeypatch):
+    """The engine was told to stop: there is no more of this episode, and it is no failure."""
+
+    async def aborts(args, sample, sampling_params, evaluation=False):
+        sample.append_response_tokens(args, tokens=[65], log_probs=[-1.0], text="A")
+        sample.status = Sample.Status.ABORTED
+        return sample
+
+    monkeypatch.setattr(sglang_rollout, "generate", aborts)
+    sample = play({"path": HERE + "Guess"}, says("2"))
+    assert sample.status == Sample.Status.ABORTED
+    assert (sample.tokens, sample.response_length, sample.reward) == ([], 0, None)
+    assert "abort_reason" not in sample.metadata
