@@ -80,7 +80,7 @@ def environments_of(args: Namespace) -> dict[str, EnvironmentEntry]:
     """The environments of a run by name; none without ``--environment-config`` and ``--environment-path``."""
     if args.environment_config is not None:
         return read(args.environment_config)
-    entries = [_named(EnvironmentEntry(path=path)) for path in args.environment_path]
+    entries = [_named(EnvironmentEntry(path=path)) for path in args.environment_path or ()]
     return {entry.name: entry for entry in entries}
 
 

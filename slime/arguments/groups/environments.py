@@ -10,8 +10,8 @@ class Environments(ArgumentGroup):
 
     title = "environments"
 
-    environment_path: list[DottedPath] = flag(
-        [],
+    environment_path: list[DottedPath] | None = flag(
+        None,
         "dotted paths of environment classes, with --custom-generate-function-path "
         "slime.rollout.environments.generate; all have the same weight",
     )

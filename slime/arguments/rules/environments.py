@@ -21,10 +21,10 @@ def check(args: Namespace) -> None:
             f"--environment-config {args.environment_config} and --environment-path both name environments; list "
             "them in the file"
         )
-    entries = environments_of(args)
-    if len(entries) < len(args.environment_path):
+    entries, paths = environments_of(args), args.environment_path or []
+    if len(entries) < len(paths):
         raise ArgumentError(
-            f"--environment-path {' '.join(args.environment_path)}: two classes have the same name; give them names "
+            f"--environment-path {' '.join(paths)}: two classes have the same name; give them names "
             "in a file for --environment-config"
         )
     of_data_sets = [dataset.custom_generate_function_path for dataset in args.eval_datasets]
