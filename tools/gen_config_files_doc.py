@@ -16,7 +16,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le
 
 from slime.arguments.command_line import all_flags
-from slime.arguments.files import eval_config, role_config, sglang_config
+from slime.arguments.files import environments, eval_config, role_config, sglang_config
 from slime.arguments.files.eval_config import FALLBACKS
 from slime.arguments.files.schema import FileModel, spellings
 
@@ -25,6 +25,7 @@ MODELS: dict[str, type[FileModel]] = {
     model.__name__: model
     for model in (
         eval_config.EvalSection, eval_config.EvalDataset, role_config.RoleConfig, role_config.RoleEntry,
+        environments.EnvironmentEntry, environments.Difficulty, environments.McpServer,
         sglang_config.SglangFile, sglang_config.ModelConfig, sglang_config.ServerGroupConfig,
     )
 }  # fmt: skip
@@ -55,7 +56,7 @@ def _default(model: type[FileModel], name: str) -> str:
         options = {flag.dest: flag.option for flag in all_flags()}
         return ", ".join(f"`{options[dest]}`" for dest in FALLBACKS[name] if dest in options)
     value = field.get_default(call_default_factory=True)
-    return "" if value in (None, [], {}) else f"`{value}`"
+    return "" if value in (None, "", [], {}) else f"`{value}`"
 
 
 def _limit(limit: Any) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.arguments.files.environments import environments_of
 from slime.first_look import Findings
-from slime.rollout.hooks.contracts import CONTRACTS, Contract
+from slime.rollout.hooks.contracts import CONTRACTS, ENVIRONMENT, Contract
 from slime.rollout.hooks.hook import checked_hook
 from slime.utils.user_code import root_cause, users_line
 
@@ -56,6 +57,8 @@ def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
         value = getattr(args, name, None) or []
         for path in [value] if isinstance(value, str) else value:
             yield path, contract, contract.flag
+    for entry in environments_of(args).values() if not replays else []:
+        yield entry.path, ENVIRONMENT, f"environment {entry.name!r}"
     for dataset in [] if replays or args.eval_interval is None else args.eval_datasets:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             if path := getattr(dataset, name, None):

@@ -7,7 +7,7 @@ import math
 import numbers
 import zlib
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -96,6 +96,23 @@ def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
+def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return ``environment/<name>/...`` of every environment that ``samples`` have episodes of."""
+    episodes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        if (episode := getattr(sample, "environment_episode", None)) is not None:
+            episodes[episode["environment"]].append(episode)
+    found: dict[str, float] = {}
+    for name, ones in episodes.items():
+        found[f"environment/{name}/episodes"] = float(len(ones))
+        for key in ("reward", "success", "turns", "tool_calls", "seconds", "difficulty", "rewritten_by_template"):
+            if values := [float(one[key]) for one in ones if one[key] is not None]:
+                found[f"environment/{name}/{key}"] = sum(values) / len(values)
+        if calls := sum(one["tool_calls"] for one in ones):
+            found[f"environment/{name}/tool_error_rate"] = sum(one["tool_errors"] for one in ones) / calls
+    return found
+
+
 def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return ``eval/*``: per data set its mean reward, the share of truncated samples and what rollouts report too."""
     found: dict[str, float] = {}
@@ -141,7 +158,8 @@ def eval_summary(data: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return what training and evaluation rollouts have in common: lengths, truncation, repetition, cache, versions."""
+    """Return what training and evaluation rollouts have in common: lengths, truncation, repetition, cache, episodes,
+    versions."""
     found = statistics([s.effective_response_length for s in samples], "response_len/")
     found["truncated_ratio"] = _share(s.status == Sample.Status.TRUNCATED for s in samples)
     found["repetition_frac"] = _share(is_repetitive(s.response) for s in samples)
@@ -156,6 +174,7 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
         cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
         found["prefix_cache_hit_rate"] = cached / prompt_tokens
         found["avg_cached_tokens_per_sample"] = cached / len(samples)
+    found |= environment_metrics(samples)
     named = {v for s in samples for v in (*s.weight_versions, *(span["version"] for span in s.weight_version_spans))}
     versions = [int(v) for v in named if str(v).isdigit()]
     if versions:

@@ -92,10 +92,10 @@ class RolloutDataSource(DataSource):
         draws = args.load_debug_rollout_data is None and args.num_rollout != 0
         if args.rollout_global_dataset and (args.prompt_data or draws):
             self.dataset = self._load_dataset()
-            if args.rollout_shuffle:
+            if self.dataset is not None and args.rollout_shuffle:
                 self.dataset.shuffle(self.epoch_id)
 
-    def _load_dataset(self) -> Dataset:
+    def _load_dataset(self) -> Dataset | None:
         args = self.args
         if not args.prompt_data:
             raise ValueError("--prompt-data is needed (or --disable-rollout-global-dataset, to make prompts yourself)")

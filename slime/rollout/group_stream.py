@@ -324,11 +324,15 @@ class GroupStream(ABC):
     def _gave_up(self, job: GroupJob) -> None:
         """The generate function gave up on a group; that may happen to a few."""
         self.aborted += 1
+        reported = [s.metadata for s in iter_samples(job.result) if "abort_reason" in (s.metadata or {})]
+        for metadata in reported:
+            self.counts[f"aborted/{metadata['abort_reason']}"] += 1
         if self.aborted > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
+            why = f": {reported[-1].get('abort_error', reported[-1]['abort_reason'])}" if reported else ""
             self.stop_with(
                 RuntimeError(
                     f"rollout {self.rollout_id}: {self.aborted} groups have ABORTED samples though nothing was "
-                    f"aborted, the last one {job.name()}; check the generate function"
+                    f"aborted, the last one {job.name()}{why}; check the generate function"
                 )
             )
 

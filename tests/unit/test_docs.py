@@ -186,9 +186,12 @@ def test_every_metric_of_a_rollout_is_documented():
     for sample in samples:
         sample.spec_info.spec_draft_token_num = sample.spec_info.spec_verify_ct = 2
         sample.prefix_cache_info.total_prompt_tokens = 4
+        counts = dict.fromkeys(("reward", "success", "turns", "tool_errors", "seconds", "rewritten_by_template"), 0)
+        sample.environment_episode = {"environment": "maze", "difficulty": 1, "tool_calls": 2, **counts}
     names = set(rollout_metrics(args, samples, 1.0)) | set(asked_for_metrics(args, samples))
     names |= set(eval_metrics(args, {"sums": {"rewards": [1.0] * 4, "truncated": [0] * 4, "samples": samples}}))
     assert {"rollout/zero_std/count_1.0", "passrate/pass@2", "eval/sums-pass@1"} <= names
+    assert "eval/sums/environment/maze/tool_error_rate" in names
     assert undocumented(names) == []
     assert undocumented(["rollout/nonsense", "train/loss", "nonsense"]) == ["nonsense", "rollout/nonsense"]
 

@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 DECIDES_WHAT_IS_GENERATED = (
     "apply_chat_template", "apply_chat_template_kwargs", "custom_generate_function_path", "custom_rm_path",
-    "data_source_path", "group_rm", "hf_checkpoint", "input_key", "label_key", "metadata_key",
-    "multimodal_keys", "n_samples_per_prompt", "partial_rollout", "prompt_data", "ref_load", "reward_key", "rm_type",
-    "rm_url", "rollout_function_path", "rollout_max_context_len", "rollout_max_prompt_len", "rollout_max_response_len",
-    "rollout_sample_hook_path", "rollout_seed", "rollout_shuffle", "rollout_skip_special_tokens", "rollout_stop",
-    "rollout_stop_token_ids", "rollout_temperature", "rollout_top_k", "rollout_top_p", "tool_key",
-    "use_rollout_routing_replay",
+    "data_source_path", "environment_config", "environment_path", "group_rm", "hf_checkpoint", "input_key",
+    "label_key", "metadata_key", "multimodal_keys", "n_samples_per_prompt", "partial_rollout", "prompt_data",
+    "ref_load", "reward_key", "rm_type", "rm_url", "rollout_function_path", "rollout_max_context_len",
+    "rollout_max_prompt_len", "rollout_max_response_len", "rollout_sample_hook_path", "rollout_seed",
+    "rollout_shuffle", "rollout_skip_special_tokens", "rollout_stop", "rollout_stop_token_ids",
+    "rollout_temperature", "rollout_top_k", "rollout_top_p", "tool_key", "use_rollout_routing_replay",
 )  # fmt: skip
 """Groups in the journal are used only if these arguments are unchanged: the run would generate the same again."""
 
@@ -128,9 +128,11 @@ def _setting(args: Any) -> dict[str, Any]:
     return setting
 
 
-def _same_prompt(one: Group, other: Group) -> bool:
-    first, second = next(iter_samples(one)), next(iter_samples(other))
-    return len(one) == len(other) and (first.prompt, first.label) == (second.prompt, second.label)
+def _same_prompt(found: Group, drawn: Group) -> bool:
+    """True when a recovered group is of the prompt that was drawn; the generate function fills a blank one."""
+    first, second = next(iter_samples(found)), next(iter_samples(drawn))
+    same = second.prompt in ("", first.prompt) and first.label == second.label
+    return len(found) == len(drawn) and same
 
 
 Unconsumed = Callable[[], list[Group]]

@@ -83,3 +83,8 @@ CONTRACTS: dict[str, Contract] = {
     ),
 }
 """By the attribute of the arguments that holds the dotted path (of sample hooks: several)."""
+
+ENVIRONMENT = Contract(
+    "--environment-path", "a class C(args, task) with reset, step, format_observation and close", 2, what="a class"
+)
+"""The classes of ``slime.arguments.files.environments.environments_of``."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.cancelling import caller_is_cancelled
-from slime.rollout.hooks.contracts import CONTRACTS, Contract
+from slime.rollout.hooks.contracts import CONTRACTS, ENVIRONMENT, Contract
 from slime.rollout.hooks.sync_or_async import finish, in_thread, innermost, is_coroutine_function
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -150,8 +150,12 @@ def check_hooks(args: Any) -> None:
 
     Replayed rollouts need none of the hooks of generation, whose modules may be missing where they are replayed.
     """
+    from slime.arguments.files.environments import environments_of  # no reward worker needs what it imports
+
     replays = args.load_debug_rollout_data
     find_hooks(args, *(name for name, contract in CONTRACTS.items() if not (replays and contract.generates)))
+    for entry in environments_of(args).values() if not replays else []:
+        checked_hook(entry.path, ENVIRONMENT, f"environment {entry.name!r}")
     for dataset in args.eval_datasets if not replays else []:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             if path := getattr(dataset, name, None):

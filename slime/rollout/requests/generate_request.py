@@ -62,7 +62,7 @@ def generate_payload(
 
     A prompt that leaves no room at all takes its sample out of training, with a warning.
     """
-    left = _tokens_left(args, sample, sampling_params, evaluation)
+    left = tokens_left(args, sample, sampling_params, evaluation)
     assert left >= 0, (
         f"sample index={sample.index} has {sample.response_length} response tokens, "
         f"{-left} more than max_new_tokens allows"
@@ -127,7 +127,7 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
     )
 
 
-def _tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
+def tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
     limit = sampling_params.get("max_new_tokens")
     contexts = (
         args.eval_max_context_len if evaluation else args.rollout_max_context_len,

@@ -40,6 +40,7 @@ CONSUMED_WHILE_PARSING = {
          "eval_max_response_len", "eval_min_new_tokens", "n_samples_per_eval_prompt"),
         "files/eval_config.py",  # values of the data sets
     ),
+    **dict.fromkeys(("environment_path", "environment_config"), "files/environments.py"),  # environments_of
     "recompute_activations": "rules/megatron.py",  # decides recompute_granularity
     "use_gated_attention": "rules/megatron.py",  # decides attention_output_gate
     "num_layers_per_virtual_pipeline_stage": "rules/parallelism.py",  # these two: virtual_pipeline_model_parallel_size

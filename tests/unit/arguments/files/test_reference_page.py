@@ -7,7 +7,7 @@ import re
 import pytest
 
 from slime.arguments.command_line import all_flags
-from slime.arguments.files import custom_config, eval_config, role_config, run_config, sglang_config
+from slime.arguments.files import custom_config, environments, eval_config, role_config, run_config, sglang_config
 from tools import gen_config_files_doc
 
 PAGE = gen_config_files_doc.PAGE.read_text(encoding="utf-8")
@@ -15,6 +15,7 @@ READERS = {
     "--config": lambda path: run_config.read(path, all_flags()),
     "--custom-config-path": lambda path: custom_config.read(path, all_flags()),
     "--eval-config": eval_config.read,
+    "--environment-config": environments.read,
     "--sglang-config": sglang_config.read,
     "--megatron-config-path": role_config.read_roles,
 }

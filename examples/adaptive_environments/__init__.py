@@ -1,0 +1,1 @@
+"""Two environments in one run, whose difficulty follows success."""

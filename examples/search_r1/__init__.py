@@ -1,0 +1,1 @@
+"""Questions that are answered with a search engine."""

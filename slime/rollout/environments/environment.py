@@ -1,0 +1,101 @@
+"""What an environment is: the class that a user writes, its task, and what a step returns."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.rollout.environments.tools import ToolRegistry
+from slime.utils.types import Sample
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one episode is about. The samples of a group have the same task: their rewards are compared.
+
+    ``difficulty`` is a level from 0, ``seed`` is for tasks that are made up on the spot. ``prompt``, ``label`` and
+    ``metadata`` are those of the sample (empty where there is no prompt file). ``options`` are the entry's of
+    ``--environment-config``.
+    """
+
+    environment: str
+    difficulty: int
+    seed: int
+    prompt: str | Messages = ""
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: bool = False
+
+
+@dataclass
+class Step:
+    """What an action led to. ``observation`` goes through ``format_observation``; rewards of an episode are added up.
+
+    ``tool_calls`` and ``tool_errors`` are counted for metrics.
+    """
+
+    observation: Any = None
+    reward: float = 0.0
+    done: bool = False
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+
+class Environment:
+    """One episode: made, ``reset``, stepped until it is done or out of turns, and closed, whatever happens.
+
+    Every method may be a coroutine function. A plain one runs in a thread, one at a time per episode. What a method
+    raises, and a method that takes longer than ``step_timeout``, is a failure of the environment: the sample is
+    ABORTED, without a reward, and its group is drawn again.
+    """
+
+    tools: ToolRegistry | None = None
+    """The tools whose schemas the chat template gets; set here or in ``reset``."""
+
+    def __init__(self, args: Namespace, task: Task) -> None:
+        self.args = args
+        self.task = task
+
+    def reset(self) -> str | Messages | Awaitable[str | Messages | None] | None:
+        """Begin, and return the prompt: chat messages, or a text that is used as it is. None: that of the sample."""
+        return None
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Return what ``action`` leads to: the text of the model's turn, without the tokens that ended it."""
+        raise NotImplementedError(f"{type(self).__name__} has no method step")
+
+    def format_observation(self, observation: Any) -> str | dict[str, Any] | Messages:
+        """Return how the model sees an observation: one message or several of the chat, or a text.
+
+        Messages end the model's message and begin its next one; a text is appended to the message as it is.
+        """
+        return {"role": "user", "content": str(observation)}
+
+    def cut_off(self) -> float | Awaitable[float]:
+        """Return what is added to the reward of an episode that is cut before a step was ``done``."""
+        return 0.0
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what the episode holds; called once, also after a failure or a cancellation."""
+        return None
+
+
+def task_of(sample: Sample, name: str, start: int, options: Mapping[str, Any], evaluation: bool) -> Task:
+    """Return the task of ``sample``, with the difficulty ``start`` unless its metadata says another."""
+    metadata = sample.metadata or {}
+    number = sample.group_index if sample.group_index is not None else sample.index
+    return Task(
+        environment=name,
+        difficulty=int(metadata.get("difficulty", start)),
+        seed=int(metadata.get("seed", number or 0)),
+        prompt=sample.prompt,
+        label=sample.label,
+        metadata=metadata,
+        options=options,
+        evaluation=evaluation,
+    )

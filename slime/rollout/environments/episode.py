@@ -1,0 +1,268 @@
+"""``--custom-generate-function-path slime.rollout.environments.generate``: one episode of one sample.
+
+The engine's turns come from ``slime.rollout.sglang_rollout.generate``. The episode is made on a copy of the sample,
+which takes its place when it is complete: one that fails or is cancelled leaves the sample as it was drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from slime.arguments.files.environments import EnvironmentEntry, environments_of
+from slime.rollout import sglang_rollout
+from slime.rollout.cancelling import CANCEL_GRACE_S
+from slime.rollout.environments.environment import Environment, Messages, Step, task_of
+from slime.rollout.environments.turns import ChatTurns
+from slime.rollout.groups import without_response
+from slime.rollout.hooks.hook import place_of
+from slime.rollout.hooks.sync_or_async import in_thread, is_coroutine_function
+from slime.rollout.requests.generate_request import tokens_left
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+EVAL_ATTEMPTS = 3
+"""An evaluation needs every sample: an episode that fails begins again, then the run stops."""
+CLOSE_S = CANCEL_GRACE_S - 1
+LOGGED_PER_REASON = 3
+
+_failures: Counter[str] = Counter()
+_template_warned: set[str] = set()
+
+
+class EnvironmentFailure(Exception):
+    """An environment that raised or took too long. ``reason`` is ``<environment>.<method>.<type of the error>``."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+async def generate(
+    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample:
+    """Play an episode of the sample's environment and return the sample, with its reward.
+
+    The engine's tokens have loss mask 1, all others 0. A failure of the environment makes the sample ABORTED, with
+    ``metadata["abort_reason"]`` and ``["abort_error"]``; in an evaluation it is raised after ``EVAL_ATTEMPTS``.
+    """
+    entry = entry_of(args, sample)
+    for attempt in range(1, EVAL_ATTEMPTS + 1):
+        try:
+            played = await Episode(args, entry, sample, evaluation).play(sampling_params)
+        except EnvironmentFailure as e:
+            _log(e, sample)
+            if not evaluation:
+                sample.status = Sample.Status.ABORTED
+                sample.metadata = {**(sample.metadata or {}), "abort_reason": e.reason, "abort_error": str(e)}
+                return sample
+            if attempt == EVAL_ATTEMPTS:
+                raise
+            continue
+        if played.status == Sample.Status.ABORTED:  # the rollout ends
+            sample.status = Sample.Status.ABORTED
+        else:
+            sample.__dict__.update(played.__dict__)
+        return sample
+    raise AssertionError("every attempt returns or raises")
+
+
+def entry_of(args: Namespace, sample: Sample) -> EnvironmentEntry:
+    """Return the environment that ``metadata["environment"]`` names; without a name the run's only one."""
+    entries = environments_of(args)
+    name = (sample.metadata or {}).get("environment")
+    if name is None and len(entries) == 1:
+        return next(iter(entries.values()))
+    if name not in entries:
+        said = "names none" if name is None else f"names {name!r}"
+        raise ValueError(
+            f'sample index={sample.index}: metadata["environment"] {said}, expected one of {", ".join(entries)}; '
+            "--data-source-path slime.rollout.environments.EnvironmentDataSource draws one by weight"
+        )
+    return entries[name]
+
+
+class Episode:
+    """One attempt at one sample."""
+
+    def __init__(self, args: Namespace, entry: EnvironmentEntry, sample: Sample, evaluation: bool) -> None:
+        self.args, self.entry, self.evaluation = args, entry, evaluation
+        self.sample = without_response(sample)
+        self.sample.session_id = sample.session_id
+        self.sample.trace = sample.trace  # open spans are closed in it
+        self.sample.tokens = []
+        for name in ("abort_reason", "abort_error"):
+            self.sample.metadata.pop(name, None)
+        self.reward = 0.0
+        self.turns = self.tool_calls = self.tool_errors = 0
+        self.as_rendered = True
+
+    async def play(self, sampling_params: dict[str, Any]) -> Sample:
+        """Return the sample of the episode. Raises EnvironmentFailure."""
+        bounds = self.entry.difficulty
+        task = task_of(self.sample, self.entry.name, bounds.start if bounds else 0, self.entry.options, self.evaluation)
+        kind = load_function(self.entry.path, "--environment-path")
+        environment = await self._call("__init__", kind, self.args, task)
+        if not isinstance(environment, Environment):
+            raise TypeError(
+                f"environment {self.entry.path!r} ({place_of(kind)}) made {type(environment).__name__}, expected a "
+                "slime.rollout.environments.Environment"
+            )
+        try:
+            await self._play(environment, sampling_params)
+        finally:
+            await self._close(environment)
+        return self._finished()
+
+    async def _play(self, environment: Environment, sampling_params: dict[str, Any]) -> None:
+        sample, args = self.sample, self.args
+        turns = await self._begin(environment)
+        done = False
+        while not done and self.turns < self.entry.max_turns:
+            length, said = len(sample.tokens), len(sample.response)
+            sample.status = Sample.Status.PENDING
+            await sglang_rollout.generate(args, sample, sampling_params, self.evaluation)
+            if sample.status == Sample.Status.ABORTED:
+                return
+            self.turns += 1
+            if sample.status != Sample.Status.COMPLETED:
+                break
+            tokens, text = sample.tokens[length:], sample.response[said:]
+            turns.text += text
+            action = turns.action(tokens, text)
+            step = await self._step(environment, action)
+            done = step.done
+            if done or self.turns == self.entry.max_turns:
+                break
+            ids, text = turns.observe(action, tokens, await self._observation(environment, step))
+            left = tokens_left(args, sample, sampling_params, self.evaluation)
+            if len(ids) >= left:  # no room for another turn
+                break
+            sample.append_response_tokens(args, tokens=ids, text=text, trainable=False)
+            turns.text += text
+            self._compare(turns)
+        if not done:
+            sample.status = Sample.Status.TRUNCATED
+            self.reward += await self._call("cut_off", environment.cut_off)
+
+    async def _begin(self, environment: Environment) -> ChatTurns:
+        sample = self.sample
+        if sample.multimodal_inputs:
+            raise NotImplementedError(
+                f"environment {self.entry.name!r}: sample index={sample.index} has images, whose requests are sent as "
+                "text; use a --custom-generate-function-path of your own"
+            )
+        prompt = await self._call("reset", environment.reset)
+        prompt = sample.prompt if prompt is None else prompt
+        if not prompt:
+            raise ValueError(
+                f"environment {self.entry.name!r}: reset returned no prompt and sample index={sample.index} has none; "
+                "return messages, or give --prompt-data"
+            )
+        sample.prompt = sample.prompt or prompt
+        schemas = environment.tools.schemas() if environment.tools is not None else None
+        kwargs = self.args.apply_chat_template_kwargs or {}
+        turns = ChatTurns(sglang_rollout.GenerateState(self.args).tokenizer, schemas, kwargs)
+        sample.tokens = turns.begin(prompt)
+        return turns
+
+    async def _step(self, environment: Environment, action: str) -> Step:
+        step = await self._call("step", environment.step, action)
+        if not isinstance(step, Step):
+            raise TypeError(
+                f"environment {self.entry.name!r} ({place_of(type(environment))}): step returned "
+                f"{type(step).__name__}, expected a slime.rollout.environments.Step"
+            )
+        self.reward += step.reward
+        self.tool_calls += step.tool_calls
+        self.tool_errors += step.tool_errors
+        return step
+
+    async def _observation(self, environment: Environment, step: Step) -> str | Messages:
+        found = await self._call("format_observation", environment.format_observation, step.observation)
+        return [found] if isinstance(found, dict) else found
+
+    async def _call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method within ``step_timeout``; EnvironmentFailure for what it raises. Its time is counted."""
+        limit, began = self.entry.step_timeout, time.monotonic()
+        where = f"environment {self.entry.name!r}, {method}" + (f" after turn {self.turns}" if self.turns else "")
+        try:
+            async with asyncio.timeout(limit) as scope:
+                return await _result_of(function, *arguments)
+        except NotImplementedError:
+            raise
+        except TimeoutError as e:
+            said = f"took more than {limit:g} s (step_timeout)" if scope.expired() else f"raised {e!r}"
+            raise EnvironmentFailure(f"{self.entry.name}.{method}.TimeoutError", f"{where} {said}") from e
+        except Exception as e:
+            raise EnvironmentFailure(
+                f"{self.entry.name}.{method}.{type(e).__name__}",
+                f"{where} raised {type(e).__name__}: {e}. For what the model did wrong return an observation, or raise "
+                "slime.rollout.environments.ToolError in a tool",
+            ) from e
+        finally:
+            self.sample.non_generation_time += time.monotonic() - began
+
+    async def _close(self, environment: Environment) -> None:
+        """Close it; what goes wrong is logged, since the episode is over."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await _result_of(environment.close)
+        except Exception as e:  # noqa: BLE001  (whatever a user's close raises)
+            logger.warning("environment %r, close: %r", self.entry.name, e)
+
+    def _compare(self, turns: ChatTurns) -> None:
+        """Say once where the chat template would write earlier turns in another way than they were generated."""
+        self.as_rendered = self.as_rendered and turns.is_as_rendered()
+        if not self.as_rendered and self.entry.name not in _template_warned:
+            _template_warned.add(self.entry.name)
+            logger.warning(
+                "environment %r: the chat template writes the conversation in another way than it was generated (it "
+                "may leave earlier reasoning out). Engine and trainer have the tokens as they were generated; what "
+                "serves the model later may render others", self.entry.name,
+            )  # fmt: skip
+
+    def _finished(self) -> Sample:
+        sample = self.sample
+        if sample.status == Sample.Status.ABORTED:
+            return sample
+        keys = [key for key in (self.args.reward_key, self.args.eval_reward_key) if key]
+        sample.reward = dict.fromkeys(keys, self.reward) if keys else self.reward
+        sample.metadata = {**sample.metadata, "environment": self.entry.name, "round_number": self.turns}
+        sample.environment_episode = {  # type: ignore[attr-defined]  # a further attribute, for environment/* metrics
+            "environment": self.entry.name,
+            "difficulty": sample.metadata.get("difficulty"),
+            "reward": self.reward,
+            "success": self.reward >= self.entry.success_reward,
+            "turns": self.turns,
+            "tool_calls": self.tool_calls,
+            "tool_errors": self.tool_errors,
+            "seconds": sample.non_generation_time,
+            "rewritten_by_template": not self.as_rendered,
+        }
+        return sample
+
+
+async def _result_of(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a coroutine function on the event loop, a plain one in a thread; an awaitable that it returns is awaited."""
+    if is_coroutine_function(function):
+        return await function(*arguments)
+    result = await in_thread(function, *arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _log(failure: EnvironmentFailure, sample: Sample) -> None:
+    _failures[failure.reason] += 1
+    if (count := _failures[failure.reason]) <= LOGGED_PER_REASON:
+        logger.error(
+            "sample index=%s group_index=%s: %s (number %d of its kind; the first %d are logged)",
+            sample.index, sample.group_index, failure, count, LOGGED_PER_REASON, exc_info=failure,
+        )  # fmt: skip

@@ -1,0 +1,62 @@
+"""What the small versions of the examples with environments run, without the loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
+from examples.quickstart.recipe import Paths
+from examples.retool.run import EXAMPLE as RETOOL
+from examples.search_r1.run import EXAMPLE as SEARCH
+from examples.small_run import without
+from slime.arguments import parse_args
+from slime.arguments.files.environments import environments_of
+from slime.utils.misc import load_function
+from tests.support.arguments import CONFIG
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("example", [ADAPTIVE, RETOOL, SEARCH])
+def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    paths = Paths(tmp_path)
+    paths.sft_model.mkdir(parents=True)
+    (paths.sft_model / "config.json").write_text(json.dumps(CONFIG))
+    paths.data.mkdir()
+    module = load_function(f"{example.package}.make_data.make_data")
+    module(paths.data, seed=1, demonstrations=50)
+    with example.service(paths) as more:
+        args = parse_args([*example.grpo(paths, 0, rollouts=20, shuffled=True), *more])
+    for entry in environments_of(args).values():
+        load_function(entry.path)
+    assert [dataset.name for dataset in args.eval_datasets] == list(example.data_sets)
+    assert args.custom_reward_post_process_path == "examples.quickstart.reward.shuffled_rewards"
+    assert args.custom_rm_path is None
+    assert args.rm_type is None
+    rows = (paths.data / "sft.jsonl").read_text().splitlines()
+    assert len(rows) == 50
+
+
+@pytest.mark.parametrize(
+    "script", ["adaptive_environments/run.sh", "retool/run.sh", "retool/run-sft.sh", "search_r1/run.sh"]
+)
+def test_the_scripts_are_accepted(script, tmp_path):
+    done = subprocess.run(
+        [str(ROOT / "examples" / script)], env={**os.environ, "SLIME_DRY_RUN": "1"}, capture_output=True, text=True,
+        timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "has no effect" not in done.stdout + done.stderr
+
+
+def test_a_flag_goes_with_its_values():
+    words = ["--a", "1", "2", "--b", "--c", "3"]
+    assert without(words, "--a") == ["--b", "--c", "3"]
+    assert without(words, "--b") == ["--a", "1", "2", "--c", "3"]
+    assert without(words, "--c") == ["--a", "1", "2", "--b"]
