@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -178,7 +179,7 @@ def _patch(directory: Path, source: Path, step: Manifest) -> None:
             pass
 
 
-def _mapped(path: Path, mode: str) -> Array:
+def _mapped(path: Path, mode: Literal["r", "r+"]) -> Array:
     return np.asarray(np.memmap(path, np.uint8, mode)) if path.stat().st_size else np.empty(0, np.uint8)
 
 
