@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from slime.arguments.errors import ArgumentError
@@ -50,12 +50,15 @@ class Rollout(Protocol):
     def onload_kv(self) -> None: ...
     def check_weights(self, action: str) -> Any: ...
     def check_equal_checksums(self) -> None: ...
+    def check_canary(self, expected: Sequence[float]) -> None: ...
     def weights_updated(self, version: int, step: int) -> None: ...
 
 
 class Trainer(Protocol):
     """What the loop needs of the trainers (``slime.ray.train_group.RayTrainGroup``)."""
 
+    @property
+    def canary(self) -> Sequence[float] | None: ...
     def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
     def wait(self, refs: list[Any], what: str) -> list[Any]: ...
     def save_model(self, rollout_id: int, force_sync: bool = False, keep: bool = True) -> None: ...
@@ -216,6 +219,8 @@ class Loop:
         if self.args.check_weight_update_equal and self.args.start_rollout_id == 0:
             # Engines and trainer have loaded the same checkpoint; a resumed trainer is ahead of the engines' snapshot.
             self.rollout.check_weights("compare")
+        if self.trainer.canary is not None:
+            self.rollout.check_canary(self.trainer.canary)
 
     def sync_weights(self, step: int) -> None:
         """Push the trainer's weights, those after rollout ``step - 1``, to the engines.

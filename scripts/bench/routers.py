@@ -5,7 +5,12 @@ takes the time. The routers take turns, ``--rounds`` times each; the lines at th
 over the rounds, its median and range. Latency is of one request at a time, throughput of ``--concurrency`` at a time
 through the client that rollouts use, CPU is the router's own per request. ``direct`` is without a router, for both.
 
+With ``--loop`` they take turns in whole runs of ``train.py`` instead (a tiny model, two real engines): ``start_s`` is
+from the command to the first rollout, ``rollout_s`` and ``step_s`` the median seconds of generating and of a whole
+step after the first two.
+
     python -m scripts.bench.routers --rounds 5
+    python -m scripts.bench.routers --rounds 3 --loop 12
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +33,8 @@ from slime.backends.sglang_utils.router import RouterProcess
 from slime.servers.types import EngineInfo
 from slime.utils.http_client import HttpClient
 from tests.support.engines import engine_args
+from tests.support.run_train import Run, rl_flags, sums_file
+from tools.tiny_model import make_tiny_checkpoint
 
 PACKAGES = ("sglang_router", "smg")
 
@@ -90,7 +98,33 @@ def measure(package: str, engines: list[str], words: argparse.Namespace, folder:
         router.stop()
 
 
-def table(costs: dict[str, list[Cost]]) -> list[str]:
+@dataclass
+class LoopCost:
+    """Of one run of ``train.py``."""
+
+    start_s: float
+    rollout_s: float
+    step_s: float
+
+
+def measure_loop(package: str, words: argparse.Namespace, folder: Path) -> LoopCost:
+    """Train for ``--loop`` rollouts with the router of ``package``."""
+    flags = rl_flags(folder / "model", folder / "sums.jsonl")
+    more = f"""--rollout-num-gpus 2 --num-rollout {words.loop} --rollout-max-response-len 64
+        --sglang-router-package {package} --custom-rm-path tests.support.rollout_hooks.parity_reward"""
+    began = time.monotonic()
+    with Run([*flags, *more.split()], folder / f"run_{began:.0f}") as run:
+        run.wait_for(r"rollout 0 of ", 600)
+        first = time.monotonic() - began
+        done = run.finish(60.0 * words.loop)
+    assert done.returncode == 0, done.output
+    stages = [done.metric(f"perf/stage/{name}_time") for name in ("generate", "train", "sync_weights")]
+    seconds = [[stage[step] for stage in stages] for step in range(2, words.loop)]
+    generating = statistics.median(generate for generate, *_ in seconds)
+    return LoopCost(first - sum(stage[0] for stage in stages), generating, statistics.median(map(sum, seconds)))
+
+
+def table(costs: Mapping[str, Sequence[Cost | LoopCost]]) -> list[str]:
     """Return a line per quantity: medians of both, and the ratio of every round's pair, median and range."""
     lines = []
     for name in asdict(costs["smg"][0]):
@@ -103,6 +137,20 @@ def table(costs: dict[str, list[Cost]]) -> list[str]:
     return lines
 
 
+def compare_loops(words: argparse.Namespace) -> None:
+    """Print what whole runs with either router take."""
+    costs: dict[str, list[LoopCost]] = {package: [] for package in PACKAGES}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_tiny_checkpoint(folder / "model")
+        sums_file(folder / "sums.jsonl")
+        for number in range(words.rounds):
+            for package in PACKAGES if number % 2 == 0 else PACKAGES[::-1]:
+                costs[package].append(measure_loop(package, words, folder))
+                print(package, SimpleNamespace(**asdict(costs[package][-1])), flush=True)
+    print("\n".join(table(costs)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -112,7 +160,11 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=200, help="requests one at a time")
     parser.add_argument("--requests", type=int, default=2000, help="requests --concurrency at a time")
     parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--loop", type=int, default=0, help="rollouts of whole runs of train.py (at least 4)")
     words = parser.parse_args()
+    if words.loop:
+        compare_loops(words)
+        return
     costs: dict[str, list[Cost]] = {package: [] for package in PACKAGES}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         engines = [stack.enter_context(standin_process("--tokens", words.tokens)) for _ in range(words.engines)]

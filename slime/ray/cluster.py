@@ -105,8 +105,12 @@ class Cluster:
         }
 
     def whole_cpu(self) -> dict[str, Any]:
-        """Return Ray actor options of a process that needs no slot: a CPU where there are many, nothing otherwise."""
-        return {"num_cpus": 1 if self.device_type == "cuda" else 0, "num_gpus": 0}
+        """Return Ray actor options of a process that needs no slot: a CPU where there are many, nothing otherwise.
+
+        It is on this host if it can be: the run ends with it, and Ray puts what needs nothing on any node.
+        """
+        here = NodeAffinitySchedulingStrategy(self.node_id, soft=True)
+        return {"num_cpus": 1 if self.device_type == "cuda" else 0, "num_gpus": 0, "scheduling_strategy": here}
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, dict[str, str]]:
         """Return the ``runtime_env`` of an actor of this run; ``extra`` wins."""

@@ -12,6 +12,7 @@ import ray
 
 from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.observability import tracking
+from slime.ray.engines import canary
 from slime.ray.remote import DAY_S, EnginesNeedWeights, LivenessMonitor, Peer, wait_one
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,11 @@ class RolloutHandle:
             layout = str([rank.get("parallelism_info") for rank in entry.get("ranks", ())])
             if first.setdefault(layout, entry) != entry:
                 raise RuntimeError(f"after a weight sync the engines hold different weights; their checksums: {found}")
+
+    def check_canary(self, expected: Sequence[float]) -> None:
+        """Compare the engines' log-probs of a fixed prompt with the trainer's; see ``canary.compare``."""
+        found = self._wait(self.manager.ask_canary.remote(), "comparing engines and trainer", CONTROL_DEADLINE_S)
+        canary.compare(self.args, expected, found)
 
     def prepare_engines(self) -> None:
         """Before trainers allocate memory: snapshot the weights for ``--check-weight-update-equal``, and offload."""

@@ -84,6 +84,11 @@ class TrainRayActor:
             self.sleep()
         return start
 
+    @reports_errors
+    def canary(self, tokens: Sequence[int]) -> list[float] | None:
+        """Return the log-probs of ``tokens[1:]`` on the last pipeline stage, None elsewhere."""
+        return self.trainer.canary(tokens)
+
     def layout(self) -> dict[str, int]:
         """Return the parallel configuration of this rank."""
         return dict(self.trainer.parallel_config)

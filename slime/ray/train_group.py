@@ -15,6 +15,7 @@ from slime.arguments.rules.loop import generates_always
 from slime.arguments.rules.roles import role_args
 from slime.observability import tracking
 from slime.ray import cluster
+from slime.ray.engines import canary
 from slime.ray.release import QUIT_DEADLINE_S, TransientCheckpoints, end_actors, resume_args
 from slime.ray.remote import DAY_S, LivenessMonitor, Peer, RemoteFailure, wait_all, wait_one
 from slime.ray.rollout_handle import handle_of
@@ -70,6 +71,8 @@ class RayTrainGroup:
         self._files = WeightFiles(args, self._publish, self._load)
         self._saved: int | None = None
         self._start: int | None = None
+        self.canary: list[float] | None = None
+        """Log-probs of ``canary.TOKENS`` with the weights that the run starts from; ``create`` asks for them."""
         self._next: int | None = None  # the rollout after the last one whose training was started here
         self._reported_step: int | None = None
         self._transient = TransientCheckpoints(args)
@@ -114,6 +117,9 @@ class RayTrainGroup:
         start = int(starts.pop())
         if self._start is None:
             self._start = start
+            if self.role == "actor" and not self.args.debug_train_only:
+                found = self._call_all("canary", "log-probs of a fixed prompt", START_DEADLINE_S, canary.TOKENS)
+                self.canary = next(log_probs for log_probs in found if log_probs is not None)
         return start
 
     @property

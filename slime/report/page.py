@@ -266,6 +266,8 @@ CHARTS = (
     Chart("Generation speed", "tokens per second and slot of the engines", (r"perf/tokens_per_gpu_per_sec",)),
     Chart("Engines", "that get requests; since the start: lost, back again, added, removed; restarts of routers", (
         r"rollout/engines/(serving|lost|restarted|added|removed|router_restarts)",)),
+    Chart("Engines of each model", "the same, where several are served, and rejected answers", (
+        r"rollout/engines/[^/]+/(serving|lost|restarted|router_restarts|rejected_answers)",)),
     Chart("Rejected answers", "of engines, since the start of the run", (r"rollout/engines/rejected_answers",)),
     Chart("Training speed", "tokens per second", (r"perf/actor_train_tok_per_s",)),
     Chart("Time per stage", "seconds of each step of the loop, stacked", tuple(

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from slime.servers.http import BlockingHttp, RouterError, RouterTimeoutError
+from slime.utils.http_replies import engine_of
 
 _POLL_S = 0.2
 _TIMEOUT_S = 30.0
@@ -58,31 +59,31 @@ def list_workers(router_url: str, *, api_key: str | None = None, timeout: float 
     return list(_http(router_url, api_key, timeout).get("/workers").json()["workers"])
 
 
-def find_worker(router_url: str, engine_url: str, *, api_key: str | None = None) -> dict[str, Any] | None:
-    """Return the router's entry of ``engine_url``, or None."""
+def find_workers(router_url: str, engine_url: str, *, api_key: str | None = None) -> list[dict[str, Any]]:
+    """Return the router's entries of ``engine_url``: under --router-dp-aware one for every data-parallel rank."""
     wanted = engine_url.rstrip("/")
-    return next((w for w in list_workers(router_url, api_key=api_key) if w["url"].rstrip("/") == wanted), None)
+    return [w for w in list_workers(router_url, api_key=api_key) if engine_of(w["url"]).rstrip("/") == wanted]
 
 
 def wait_worker_ready(
     router_url: str, engine_url: str, *, deadline_s: float = 60.0, api_key: str | None = None
-) -> dict[str, Any]:
-    """Wait until the router lists ``engine_url`` as healthy; return its entry.
+) -> list[dict[str, Any]]:
+    """Wait until the router lists ``engine_url``, with all its ranks, as healthy; return its entries.
 
     Raises:
-        RouterTimeoutError: it does not within ``deadline_s`` seconds; the message shows the last entry seen.
+        RouterTimeoutError: it does not within ``deadline_s`` seconds; the message shows the last entries seen.
     """
     deadline = time.monotonic() + deadline_s
     while True:
-        worker = find_worker(router_url, engine_url, api_key=api_key)
-        if worker is not None and worker.get("is_healthy"):
-            return worker
+        workers = find_workers(router_url, engine_url, api_key=api_key)
+        if workers and len(workers) >= _ranks(workers[0]) and all(worker.get("is_healthy") for worker in workers):
+            return workers
         if time.monotonic() > deadline:
             raise RouterTimeoutError(
                 "GET",
                 f"{router_url}/workers",
                 status=200,
-                body=f"worker {engine_url} is {'not listed' if worker is None else worker} after {deadline_s:g} s",
+                body=f"worker {engine_url} is {workers or 'not listed'} after {deadline_s:g} s",
                 hint="The router asks the engine for its health and model before it lists it; see both logs.",
             )
         time.sleep(_POLL_S)
@@ -90,12 +91,16 @@ def wait_worker_ready(
 
 def remove_worker(router_url: str, engine_url: str, *, api_key: str | None = None) -> bool:
     """Take ``engine_url`` off the router; False when the router does not list it."""
-    worker = find_worker(router_url, engine_url, api_key=api_key)
-    if worker is None:
-        return False
-    try:
-        _http(router_url, api_key).delete(f"/workers/{worker['id']}")
-    except RouterError as e:
-        if e.status != 404:  # it has been removed since
-            raise
-    return True
+    workers = find_workers(router_url, engine_url, api_key=api_key)
+    for worker in workers:
+        try:
+            _http(router_url, api_key).delete(f"/workers/{worker['id']}")
+        except RouterError as e:
+            if e.status != 404:  # it has been removed since
+                raise
+    return bool(workers)
+
+
+def _ranks(worker: dict[str, Any]) -> int:
+    """How many entries the router makes of the engine of ``worker``."""
+    return int(worker.get("dp_size", 1)) if engine_of(worker["url"]) != worker["url"] else 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.engines import Reference
-from tests.support.run_train import Finished, rl_flags, run_train, sums_file
+from tests.support.run_train import Finished, canary, rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -40,6 +40,7 @@ sglang:
     run = run_train([*flags, *extra.split()], tmp_path / "run", script="train_async.py")
 
     check_answers(run)
+    assert canary(run.output) <= TOLERANCE
     assert run.metric("train/train_rollout_logprob_abs_diff")[0] <= TOLERANCE
     logs = run.run_dir / "logs"
     assert all((logs / f"engine_{rank}.log").read_text().count("POST /generate") > 3 for rank in range(4))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.backends.sglang_utils.ports import reserve_ports
 from tests.support.engines import Reference, output_log_probs
 from tests.support.plain_engine import PlainEngine
-from tests.support.run_train import Finished, Run, read_metric, rl_flags, run_train, sums_file
+from tests.support.run_train import Finished, Run, canary, read_metric, rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -79,6 +80,31 @@ def test_engines_of_others_take_the_weights_and_go_on(
     check(run, engines, tmp_path / "hf" / "1", "3")
     assert engines[1].client.weights_checksum() != first
     assert KEY not in run.output
+
+
+@pytest.mark.soak
+def test_prefill_and_decode_engines_of_others(checkpoint: Path, tmp_path: Path):
+    pytest.importorskip("nixl", reason="prefill and decode engines on a CPU need nixl, which make setup installs")
+    words = ["--disaggregation-transfer-backend", "nixl", "--disaggregation-mode"]
+    of_prefill = ["prefill", "--disaggregation-bootstrap-port", str(reserve_ports(1)[0])]
+    made = [
+        PlainEngine(checkpoint, tmp_path / f"{kind[0]}.log", KEY, *words, *kind, plugin=True)
+        for kind in (of_prefill, ["decode"])
+    ]
+    try:
+        for engine in made:
+            engine.start()
+        for engine in made:
+            engine.wait_ready()
+        run = run_train(flags_of(checkpoint, tmp_path, made, "--num-rollout 2"), tmp_path / "run")
+        assert canary(run.output) <= 1e-5
+        assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+        assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0}
+        assert [engine.client.weight_version() for engine in made] == ["3"] * 2
+        assert all(engine.is_running for engine in made)
+    finally:
+        for engine in made:
+            engine.kill()
 
 
 @pytest.mark.soak

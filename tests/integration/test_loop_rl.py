@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.rollout.debug_data import load_rollout
-from tests.support.run_train import Finished, Run, read_metric, rl_flags, run_train, sums_file
+from tests.support.run_train import Finished, Run, canary, read_metric, rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -60,6 +60,7 @@ def test_engines_and_trainer_agree_and_weights_arrive(whole):
     assert sorted(run.metric("train/loss")) == [0, 1, 2]
     # fp32, and the engines have the trainer's weights: before the first rollout, and after every sync
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    assert canary(run.output) <= 1e-5
     assert run.metric("rollout/weight_version/min") == {0: 1.0, 1: 2.0, 2: 3.0}
     assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0, 2: 3.0}
     # the reference model is where training started

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,10 @@ from slime.backends.sglang_utils.ports import reserve_ports
 from slime.backends.sglang_utils.router import RouterProcess
 from slime.rollout.requests.generate_request import generate_payload
 from slime.rollout.requests.generate_state import train_sampling_params
+from slime.servers.router_client import list_workers
 from slime.servers.types import EngineInfo
 from slime.utils.http_client import HttpClient
+from slime.utils.http_replies import engine_of
 from slime.utils.types import Sample
 from tests.support.engines import engine_args
 from tests.support.rollout_args import rollout_args
@@ -84,6 +89,41 @@ def test_requests_with_one_routing_key_go_to_one_engine(tmp_path: Path, policy: 
 
 def _routing_key(headers: dict[str, str]) -> str:
     return {name.lower(): value for name, value in headers.items()}["x-smg-routing-key"]
+
+
+def test_every_data_parallel_rank_is_a_destination(tmp_path: Path) -> None:
+    pytest.importorskip("smg")
+    args = engine_args("none", router_dp_aware=True, router_policy="round_robin")
+    router = RouterProcess(args, "127.0.0.1", log_path=tmp_path / "router.log")
+    with StandInCluster(2, dp_size=3) as cluster, requests.Session() as client:
+        infos = [EngineInfo(engine.url) for engine in cluster.engines]
+        try:
+            router.start()
+            router.wait_ready(60)
+            for info in infos:
+                router.add_engine(info)
+
+            def ask(times: int) -> None:
+                body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+                for _ in range(times):
+                    client.post(f"{router.url}/generate", json=body, timeout=60).raise_for_status()
+
+            ask(12)
+            for engine in cluster.engines:
+                assert Counter(request["data_parallel_rank"] for request in engine.requests) == {0: 2, 1: 2, 2: 2}
+            assert router.remove_engine(infos[0])
+            wait_until(lambda: {engine_of(w["url"]) for w in list_workers(router.url)} == {infos[1].url})
+            ask(6)
+        finally:
+            router.stop()
+    assert [len(engine.requests) for engine in cluster.engines] == [6, 12]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("package", ["smg", "sglang_router"])

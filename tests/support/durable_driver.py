@@ -53,6 +53,8 @@ class Rollout:
 class CountingTrainer:
     """ "Trains" by noting the groups of each step; saves and loads what it noted."""
 
+    canary = None
+
     def __init__(self, args: Any) -> None:
         self.args = args
         tracker = Path(args.save) / TRACKER

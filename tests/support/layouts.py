@@ -205,8 +205,12 @@ def layout_data(seed: int, *, reverse: bool = False) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case reported, which weights it ended with, and the largest change of one from the start."""
+    """What a case reported, which weights it ended with, and the largest change of one from the start.
 
+    ``canary``: the log-probs of ``CANARY`` before training.
+    """
+
+    canary: list[float]
     steps: list[dict[str, float]]
     rollouts: list[dict[str, float]]
     weights: dict[str, np.ndarray]
@@ -226,6 +230,7 @@ class Difference:
 # What still counts as equal. The loss of a policy gradient is a sum of terms of about one that all but cancel: in fp32
 # it may also be 1e-6 apart where that is more than 1e-5 of what is left (LOSS_FLOOR).
 TOLERANCES = {FLOAT64: Difference(1e-10, 1e-10, 1e-10, 1e-10), FP32: Difference(1e-5, 1e-5, 2e-6, 1e-4)}
+CANARY = [7, 3, 200, 3, 11, 90, 91, 92, 93, 250, 1]
 LOSS_FLOOR = {FLOAT64: 0.0, FP32: 0.1}
 # Adam divides by the gradient's size: with the usual eps the rounding of tiny gradients would be amplified to as much
 # as a step, and runs would drift apart after the first.
@@ -283,10 +288,12 @@ def train_cases(paths: dict[str, str], precision: str, cases: list[tuple[str, st
         with_ref = algorithm in WITH_REF
         trainer, _ = new_trainer(checkpoint, load=checkpoint, ref_load=reference, with_ref=with_ref, **flags)
         start = _float64(hf_weights(trainer.model, trainer.args))
+        canary = trainer.canary(CANARY)
         reports = [train_once(trainer, i, layout_data(i, reverse=layout.reverse)) for i in range(ROLLOUTS)]
         weights = _float64(hf_weights(trainer.model, trainer.args))
         results.append(
             {
+                "canary": canary,
                 "steps": [step for report in reports for step in report["steps"]],
                 "rollouts": [report["rollout"] for report in reports],
                 "weights": weights,
@@ -329,3 +336,5 @@ def assert_equal(result: Result, reference: Result, precision: str) -> None:
     seen = difference(result, reference, loss_floor=LOSS_FLOOR[precision])
     allowed = asdict(TOLERANCES[precision])
     assert {name: value for name, value in asdict(seen).items() if value > allowed[name]} == {}
+    assert len(result.canary) == len(CANARY) - 1
+    assert np.abs(np.subtract(result.canary, reference.canary)).max() <= allowed["metrics"]

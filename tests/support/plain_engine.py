@@ -1,6 +1,6 @@
 """A SGLang server as anybody starts it: nothing of slime's is in it but stand-ins for packages without a CPU build.
 
-With slime's plug-in its weight checker works without CUDA.
+With slime's plug-in its weight checker, and prefill and decode engines, work without CUDA.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READY_S = 240.0
 class PlainEngine:
     """``python -m sglang.launch_server`` on a port of its own, which it keeps when it is started again."""
 
-    def __init__(self, checkpoint: Path, log: Path, key: str, *, plugin: bool = False) -> None:
+    def __init__(self, checkpoint: Path, log: Path, key: str, *more: str, plugin: bool = False) -> None:
         self.log, self.key = log, key
         self._path = os.pathsep.join(map(str, [CPU_STANDINS, ENGINE_PLUGIN] if plugin else [CPU_STANDINS]))
         self.port, self._nccl_port = reserve_ports(2)
@@ -30,7 +30,7 @@ class PlainEngine:
             --api-key {key} --device cpu --attention-backend torch_native --dtype float32 --mem-fraction-static 0.3
             --max-total-tokens 20000 --max-running-requests 32 --disable-overlap-schedule --sleep-on-idle
             --skip-server-warmup"""
-        self._command = [sys.executable, "-m", "sglang.launch_server", *words.split()]
+        self._command = [sys.executable, "-m", "sglang.launch_server", *words.split(), *more]
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -242,6 +242,13 @@ def run_train(
         return finished
 
 
+def canary(output: str) -> float:
+    """How far engines and trainer were apart after the first push, as the run has said."""
+    found = re.search(r"after the first push, log-probs .* differ .* by (\S+) on average", output)
+    assert found, output
+    return float(found[1])
+
+
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -59,11 +59,16 @@ class RolloutRecorder(Recorder):
     def check_equal_checksums(self):
         self._call("checksums")
 
+    def check_canary(self, expected):
+        self._call(f"canary {expected}")
+
     def weights_updated(self, version, step):
         self._call(f"version {version} is step {step}")
 
 
 class TrainerRecorder(Recorder):
+    canary: list[float] | None = None
+
     def async_train(self, rollout_id, data, external_data=None):
         assert data == f"data {rollout_id}"
         return [rollout_id]
@@ -311,6 +316,18 @@ def test_proof_of_the_first_sync():
     assert calls.count("checksums") == 2
     # a resumed trainer is ahead of the checkpoint that engines took their snapshot of
     assert "check compare" not in run(check_weight_update_equal=True, start_rollout_id=1)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_engines_are_compared_with_the_trainer_once_they_can_generate(offloads):
+    calls: list[str] = []
+    trainer = TrainerRecorder(calls)
+    trainer.canary = [-1.0]
+    args = loop_args(num_rollout=1, offload_rollout=offloads)
+    Loop(args, RolloutRecorder(calls), trainer, None, overlap=False).run()
+    before = ["engine weights on", "sync", "engine caches on"] if offloads else ["sync"]
+    assert calls[: calls.index("canary [-1.0]")] == before
+    assert calls.count("canary [-1.0]") == 1
 
 
 def test_resume_continues_and_a_finished_run_does_nothing(caplog):

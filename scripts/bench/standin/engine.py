@@ -73,8 +73,8 @@ class StandInEngine:
 
     ``slots`` requests run at a time (None: all), the others wait, at most ``max_waiting``: more are answered 503.
     ``failures`` apply to the next requests one by one, ``faults`` any of them, and until ``unavailable_until``
-    (time.monotonic) all are answered 503. Calls of the paths in ``hangs_on`` are never answered. ``record`` keeps the
-    bodies and headers of requests.
+    (time.monotonic) all are answered 503. ``dp_size`` is how many data-parallel ranks it says that it has. Calls of the
+    paths in ``hangs_on`` are never answered. ``record`` keeps the bodies and headers of requests.
     """
 
     reply: Callable[[list[int], dict[str, Any]], list[int]] = hashed_reply
@@ -83,6 +83,7 @@ class StandInEngine:
     slots: int | None = None
     max_waiting: int | None = None
     weight_version: str = "0"
+    dp_size: int = 1
     record: bool = True
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -115,7 +116,12 @@ class StandInEngine:
         if path == "/health_generate":
             return Response(503) if time.monotonic() < self.unavailable_until else Response()
         if path in INFO_PATHS:
-            info = {"model_path": "stand-in", "weight_version": self.weight_version, "tp_size": 1}
+            info = {
+                "model_path": "stand-in",
+                "weight_version": self.weight_version,
+                "tp_size": 1,
+                "dp_size": self.dp_size,
+            }
             return Response.of_json(info)
         if path == "/stats":
             self._count(0)

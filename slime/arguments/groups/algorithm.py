@@ -108,12 +108,14 @@ class OffPolicy(ArgumentGroup):
     )
     mismatch_alarm_threshold: float = flag(
         0.1,
-        "warn, once per rollout, when log-probs of engine and trainer for the same tokens differ by more on average; "
-        "0: never",
+        "warn, once per rollout and after the first push of weights, when log-probs of engine and trainer for the same "
+        "tokens differ by more on average; 0: never",
         ge=0,
     )
     mismatch_stop_threshold: float | None = flag(
-        None, "stop the run, before the step, when they differ by more on average; default: never", gt=0
+        None,
+        "stop the run, before the step or the first rollout, when they differ by more on average; default: never",
+        gt=0,
     )
     use_routing_replay: bool = flag(False, "record expert routing in the log-prob pass and replay it in training")
     use_rollout_routing_replay: bool = flag(False, "replay the engine's expert routing in training")

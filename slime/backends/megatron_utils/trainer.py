@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.balancing import build_balancing
+from slime.backends.megatron_utils.canary import canary_log_probs
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
@@ -136,6 +137,10 @@ class MegatronTrainer:
         self._profiling = Profiling(self.args, rank=torch.distributed.get_rank(), role=self.role)
         self._waiting_since = time.monotonic()
         return start_rollout_id
+
+    def canary(self, tokens: Sequence[int]) -> list[float] | None:
+        """Return the log-probs of ``tokens[1:]`` on the last pipeline stage, None elsewhere; not while offloaded."""
+        return canary_log_probs(self.args, self.model, tokens, self.device)
 
     def _build_model(self) -> list[torch.nn.Module]:
         from slime.backends.megatron_utils.model_provider import get_model

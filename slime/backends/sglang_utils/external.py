@@ -45,6 +45,8 @@ class ExternalEngineInfo:
     ep_size: int = 1
     moe_dp_size: int = 1
     disaggregation_bootstrap_port: int | None = None
+    disaggregation_transfer_backend: str | None = None
+    page_size: int | None = None
     model_path: str = ""
     weight_version: str = "default"
     sglang_version: str = ""
@@ -87,9 +89,29 @@ def discover_external_engines(args: Namespace) -> list[ExternalEngineInfo]:
     if refused := [error for future in futures if isinstance(error := future.exception(), ArgumentError)]:
         raise ArgumentError("\n".join(map(str, refused)))
     infos = [future.result() for future in futures]
+    _check_kinds(infos)
     for number, info in enumerate(infos):
         logger.info("external engine %d: %s", number, info)
     return infos
+
+
+def _check_kinds(infos: Sequence[ExternalEngineInfo]) -> None:
+    """Raise ArgumentError unless all engines are regular, or prefill and decode engines that fit each other."""
+    kinds = {info.worker_type for info in infos}
+    if kinds == {"regular"}:
+        return
+    if kinds != {"prefill", "decode"}:
+        raise ArgumentError(
+            f"{OPTION} names {' and '.join(sorted(kinds))} engines: prefill and decode engines need each other, and "
+            "regular ones get no requests beside them"
+        )
+    for name in ("disaggregation_transfer_backend", "page_size"):
+        found = {str(getattr(info, name)) for info in infos}
+        if len(found) > 1:
+            raise ArgumentError(
+                f"{OPTION}: prefill and decode engines differ in {name} ({', '.join(sorted(found))}); start all of "
+                "them with the same"
+            )
 
 
 def apply_external_engine_info_to_args(args: Namespace, infos: Sequence[ExternalEngineInfo]) -> None:
@@ -135,6 +157,8 @@ def inspect(args: Namespace, url: str, api_key: str | None) -> ExternalEngineInf
         ep_size=_size(server, "ep_size", "expert_parallel_size"),
         moe_dp_size=_size(server, "moe_dp_size", "moe_data_parallel_size"),
         disaggregation_bootstrap_port=server.get("disaggregation_bootstrap_port"),
+        disaggregation_transfer_backend=server.get("disaggregation_transfer_backend"),
+        page_size=server.get("page_size"),
         model_path=str(server.get("model_path", "")),
         weight_version=str(model.get("weight_version", "default")),
         sglang_version=str(server.get("version", "")),
@@ -181,8 +205,10 @@ def _wrong_model(args: Namespace, server: Mapping[str, Any], model: Mapping[str,
 def _wrong_settings(args: Namespace, server: Mapping[str, Any]) -> str | None:
     """Return which of the engine's own settings the run cannot work with."""
     kind, dp_size = _worker_type(server), _size(server, "dp_size", "data_parallel_size")
-    if kind != "regular":
-        return f"{kind} engines that others started are not available yet in this version; name regular ones"
+    if kind == "encoder":
+        return "it is an encoder engine, which takes no weights and answers no prompts; name those that it works for"
+    if kind != "regular" and args.use_rollout_routing_replay:
+        return f"--use-rollout-routing-replay excludes {kind} engines: the experts of prompts do not reach the others"
     if args.use_rollout_routing_replay and not server.get("enable_return_routed_experts"):
         return "--use-rollout-routing-replay needs an engine that was started with --enable-return-routed-experts"
     if args.debug_rollout_only:  # it keeps its weights
@@ -194,6 +220,8 @@ def _wrong_settings(args: Namespace, server: Mapping[str, Any]) -> str | None:
             f"its {dp_size} data-parallel copies would join the push of weights with the same ranks; start one server "
             "per copy, or give --update-weight-transport disk"
         )
+    if kind != "regular" and args.weight_sync_pause_mode not in ("auto", "abort"):
+        return f"{kind} engines need --weight-sync-pause-mode abort: requests on their way to another cannot be kept"
     if args.weight_sync_pause_mode == "in_place" and not server.get("disable_radix_cache"):
         return "--weight-sync-pause-mode in_place needs an engine that was started with --disable-radix-cache"
     return None

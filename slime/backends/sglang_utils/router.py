@@ -106,7 +106,7 @@ class RunningRouter(Router):
 
     def add_engine(self, engine: EngineInfo, *, deadline_s: float = WORKER_DEADLINE_S) -> None:
         """See :meth:`Router.add_engine`."""
-        if engine.life and router_client.find_worker(self.url, engine.url, api_key=self._api_key) is not None:
+        if engine.life and router_client.find_workers(self.url, engine.url, api_key=self._api_key):
             self._found.add(engine.url)
             router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
             return
@@ -263,7 +263,8 @@ def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> Route
     model but the engines' own, and sglang-router sends them all on.
 
     Raises:
-        ValueError: that router is not installed, or a policy or prefill and decode engines need ``smg``.
+        ValueError: that router is not installed, or a policy, prefill and decode engines or --router-dp-aware need
+            ``smg``.
     """
     has_smg, has_sglang_router = (importlib.util.find_spec(name) is not None for name in ("smg", "sglang_router"))
     asked = args.sglang_router_package
@@ -274,7 +275,7 @@ def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> Route
     names_models = has_sglang_router and (args.serve_only or args.rollout_buffer_url is not None)
     policies = {args.router_policy, args.router_prefill_policy, args.router_decode_policy}
     needs_smg = sorted(SMG_ONLY_POLICIES & policies)
-    if has_smg and (asked == "smg" or (asked == "auto" and (needs_smg or not names_models))):
+    if has_smg and (asked == "smg" or (asked == "auto" and (needs_smg or args.router_dp_aware or not names_models))):
         return "smg"
     if needs_smg:
         why = "--sglang-router-package says otherwise" if has_smg else "which is not installed"
@@ -287,6 +288,11 @@ def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> Route
         raise ValueError(
             "Prefill and decode engines need the router `smg` (pip install smg; --sglang-router-package auto): with "
             "sglang-router the requests of a decode engine that dies are never answered."
+        )
+    if args.router_dp_aware:
+        raise ValueError(
+            "--router-dp-aware needs the router `smg` (pip install smg; --sglang-router-package auto): sglang-router "
+            "never removes an engine again whose data-parallel ranks it has listed."
         )
     if not has_sglang_router:
         raise ValueError("No router is installed: expected the package smg or sglang-router (pip install smg).")

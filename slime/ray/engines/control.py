@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from slime.arguments.placement import engine_sizes, models_of
+from slime.ray.engines import canary
 from slime.ray.engines.elastic import ElasticFleet
 from slime.ray.engines.members import EngineChangeError, Member, State
 from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
@@ -208,6 +209,14 @@ class EngineControl:
             return []
         self._wait_for_engines()
         return self.fleet.check_weights(action)
+
+    @reports_errors
+    def ask_canary(self) -> dict[str, list[float]]:
+        """Return, by engine, the log-probs of a fixed prompt with the trainer's weights; see ``canary.ask``."""
+        if self.fleet is None:
+            return {}
+        self._wait_for_engines()
+        return canary.ask(self.args, self.fleet.models)
 
     def wait_until_weights_needed(self) -> None:
         """Return when the run is over; raise ``EnginesNeedWeights`` when no engine serves and restarted ones wait for

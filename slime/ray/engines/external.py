@@ -7,6 +7,7 @@ import itertools
 import time
 from argparse import Namespace
 
+from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.external import external_engine_infos_from_args, inspect
 from slime.servers.engine_client import EngineClient
@@ -52,6 +53,8 @@ class ExternalEngine:
         generate within ``--engine-ready-timeout``.
         """
         found = inspect(self.args, self.url, self._api_key)
+        if found.worker_type != self.plan.worker_type:
+            raise ArgumentError(f"{self} was a {self.plan.worker_type} engine, and is a {found.worker_type} engine now")
         client = self._client(GENERATE_TIMEOUT_S)
         client.resume()
         self._leave_groups(client)
@@ -73,6 +76,7 @@ class ExternalEngine:
             worker_type=found.worker_type,
             rank=self.plan.rank,
             api_key=self._api_key,
+            bootstrap_port=found.disaggregation_bootstrap_port,
             life=next(_lives),
         )
 

@@ -297,15 +297,19 @@ class EngineFleet:
 
         Of several models each has its own beside those of all.
         """
+        several = self.models if len(self.models) > 1 else ()
+        rejected = self.members.rejected_of
         rare = {
             "router_restarts": sum(model.router_restarts for model in self.models),
-            "rejected_answers": self.members.rejected_of.total(),
+            "rejected_answers": rejected.total(),
+            **{f"{model.name}/router_restarts": model.router_restarts for model in several},
+            **{f"{model.name}/rejected_answers": rejected[model.name] for model in several},
         }
         faults = {f"rollout/engines/{name}": count for name, count in rare.items() if count}
         if self._restarts is None and not self.members.lost:
             return faults
         counts = _counts("", self.members.of(State.SERVING), self.members.lost, self.members.restarted)
-        for model in self.models if len(self.models) > 1 else ():
+        for model in several:
             lost, restarted = self.members.lost_of[model.name], self.members.restarted_of[model.name]
             counts |= _counts(f"{model.name}/", model.of(State.SERVING), lost, restarted)
         return counts | faults

@@ -14,6 +14,9 @@ from slime.ray.cluster import SLOT, Cluster, describe_resources, device_of_clust
 from slime.ray.program import handle_sigterm
 from tests.support.arguments import run_args
 
+HERE = "a1" * 28
+"""The id of this node, in the form that Ray checks."""
+
 
 def make_cluster(device: Any = "cpu", *, has_slots: bool = True, janitor: Any = None) -> Cluster:
     return Cluster(
@@ -21,7 +24,7 @@ def make_cluster(device: Any = "cpu", *, has_slots: bool = True, janitor: Any = 
         own=True,
         device_type=device,
         slot=slot_resources(device, has_slots=has_slots),
-        node_id="here",
+        node_id=HERE,
         janitor=janitor,
     )
 
@@ -179,3 +182,12 @@ def test_a_handler_of_sigterm_survives_the_start_of_ray(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is ours
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_the_run_ends_with_is_on_this_host() -> None:
+    """Ray would put an actor that needs nothing on any node, with which the run would be lost."""
+    for device, cpus in (("cpu", 0), ("cuda", 1)):
+        options = make_cluster(device).whole_cpu()
+        where = options["scheduling_strategy"]
+        assert (where.node_id, where.soft) == (HERE, True)
+        assert (options["num_cpus"], options["num_gpus"]) == (cpus, 0)

@@ -111,6 +111,38 @@ def test_what_engines_are_is_asked_and_noted(servers: Any) -> None:
     assert str(plans[1]) == "external engine 1"
 
 
+def test_prefill_and_decode_engines(servers: Any, attached: Any) -> None:
+    """They are registered as what they are, and the run needs both kinds, of one transport, to go on."""
+    settings = {"disaggregation_transfer_backend": "mooncake", "page_size": 1}
+    prefill = servers(disaggregation_mode="prefill", disaggregation_bootstrap_port=8999, **settings)
+    decode = servers(disaggregation_mode="decode", **settings)
+    run = attached(prefill, decode, use_fault_tolerance=True)
+    found = {info.worker_type: info for info in infos(run)}
+    assert found["prefill"].bootstrap_port == 8999
+    assert found["decode"].url == decode.url
+    assert run.fleet.models[0].answers(State.SERVING)
+    assert run.fleet.args.sglang_model_engines == {"default": 1}  # of those that hold requests until the end
+
+    decode.die()
+    look(run)
+    assert not run.fleet.models[0].answers(State.SERVING)
+    decode.server["disaggregation_mode"] = "prefill"
+    decode.restart()
+    time.sleep(0.2)
+    assert run.member(1).state is State.DEAD
+    decode.server["disaggregation_mode"] = "decode"
+    run.wait_for(1, State.NEW)
+
+    regular = servers()
+    with pytest.raises(
+        ArgumentError, match=r"names decode and prefill and regular engines: .* no requests beside them"
+    ):
+        discover_external_engines(args_for(prefill, decode, regular))
+    decode.server["page_size"] = 64
+    with pytest.raises(ArgumentError, match=r"differ in page_size \(1, 64\)"):
+        discover_external_engines(args_for(prefill, decode))
+
+
 def test_addresses_become_urls() -> None:
     for addr in ("h:1", "http://h:1", "http://h:1/"):
         assert normalize_external_engine_addr(addr) == "http://h:1"
@@ -142,8 +174,18 @@ def test_an_engine_of_another_model_is_refused(servers: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "flags", "words"),
     [
-        ({"disaggregation_mode": "decode"}, {}, "decode engines that others started are not available yet"),
-        ({"encoder_only": True}, {}, "encoder engines that others started"),
+        ({"encoder_only": True}, {}, "it is an encoder engine, which takes no weights"),
+        ({"disaggregation_mode": "decode"}, {}, "names decode engines: prefill and decode engines need each other"),
+        (
+            {"disaggregation_mode": "prefill"},
+            {"weight_sync_pause_mode": "retract"},
+            "prefill engines need --weight-sync-pause-mode abort",
+        ),
+        (
+            {"disaggregation_mode": "decode", "enable_return_routed_experts": True},
+            {"use_rollout_routing_replay": True},
+            "--use-rollout-routing-replay excludes decode engines",
+        ),
         ({"quantization": "fp8"}, {}, "--quantization fp8, and pushes of weights are not quantized"),
         ({"dp_size": 2}, {}, "start one server per copy"),
         ({"dp_size": 2}, {"update_weight_transport": "disk"}, None),

@@ -64,7 +64,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def connected(monkeypatch: pytest.MonkeyPatch, device: Any, *, own: bool = False) -> None:
     slot = slot_resources(device, has_slots=own)
-    one = Cluster(run_id="r", own=own, device_type=device, slot=slot, node_id="n9", janitor=None)  # type: ignore[arg-type]
+    one = Cluster(run_id="r", own=own, device_type=device, slot=slot, node_id="9" * 56, janitor=None)  # type: ignore[arg-type]
     monkeypatch.setattr(cluster, "_current", one)
 
 

@@ -182,7 +182,8 @@ def test_collectives_of_trainers_start_before_what_they_overlap_with(monkeypatch
 
 @pytest.mark.usefixtures("one_node")
 def test_ranks_meet_and_tell_the_manager_their_layout() -> None:
-    ranks = [Remote(master=("127.0.0.1", 20001), setup=(3, {"dp_size": 2})) for _ in range(2)]
+    found = [None, [-1.5, -2.5]]  # the last pipeline stage has them
+    ranks = [Remote(master=("127.0.0.1", 20001), setup=(3, {"dp_size": 2}), canary=values) for values in found]
     manager = Remote()
     group = RayTrainGroup(handle_args(), 1, 2, (None, [0, 1], [0, 1]), with_ref=True)
     group._actors = ranks  # type: ignore[assignment]
@@ -190,6 +191,7 @@ def test_ranks_meet_and_tell_the_manager_their_layout() -> None:
     assert ranks[0].calls[0] == ("master", True)  # one node: loopback
     assert all(("setup", ("127.0.0.1", 20001), True) in rank.calls for rank in ranks)
     assert ("set_train_parallel_config", {"dp_size": 2}) in manager.calls
+    assert group.canary == [-1.5, -2.5]
 
 
 @pytest.mark.usefixtures("one_node")

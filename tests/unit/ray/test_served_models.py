@@ -179,6 +179,12 @@ def test_metrics_are_of_all_and_of_each_model(served: Any, world: Any) -> None:
     }  # fmt: skip
     totals = {"rollout/engines/serving": 2, "rollout/engines/lost": 1, "rollout/engines/restarted": 1}
     assert run.fleet.counts() == totals | each
+    run.fleet.members.rejected_of["judge"] = 2
+    run.fleet.models[1].router_restarts = 1
+    rare = {"rejected_answers": 2, "router_restarts": 1}
+    rare |= {f"judge/{name}": count for name, count in rare.items()}
+    counts = totals | each | {f"rollout/engines/{name}": count for name, count in rare.items()}
+    assert run.fleet.counts() == counts
 
 
 def test_the_only_actor_comes_back_with_weights_while_the_judge_goes_on(served: Any) -> None:

@@ -115,13 +115,16 @@ def test_every_metric_is_shown_exactly_once():
         "x/y",
         "eval/a",
         "eval/a-pass@1",
+        "rollout/engines/judge/lost",
+        "rollout/engines/lost",
     ]
     placed, others = arrange(names)
     shown = [name for _, group in placed for name in group] + others
     assert sorted(shown) == sorted(names)
     assert {c.title: group for c, group in placed} == {
         "Evaluation": ["eval/a"], "Loss": ["train/loss", "train/pg_loss"], "Pass rate": ["eval/a-pass@1"],
-        "Time per stage": ["perf/stage/eval_time"],
+        "Time per stage": ["perf/stage/eval_time"], "Engines": ["rollout/engines/lost"],
+        "Engines of each model": ["rollout/engines/judge/lost"],
     }  # fmt: skip
 
 

@@ -38,9 +38,19 @@ def test_waiting_ends_when_the_router_lists_the_engine_as_healthy() -> None:
         [workers(), workers({"url": ENGINE, "is_healthy": False}), workers({"url": ENGINE + "/", "is_healthy": True})]
     )
     with http_stub(lambda seen: next(states)) as stub:
-        worker = router_client.wait_worker_ready(stub.url, ENGINE, deadline_s=10)
+        (worker,) = router_client.wait_worker_ready(stub.url, ENGINE, deadline_s=10)
     assert worker["is_healthy"]
     assert len(stub.seen) == 3
+
+
+def test_an_engine_is_ready_with_all_its_data_parallel_ranks_and_leaves_with_them() -> None:
+    ranks = [{"url": f"{ENGINE}@{rank}", "is_healthy": True, "dp_size": 2} for rank in range(2)]
+    other = {"url": "http://127.0.0.1:15002@0", "is_healthy": True, "dp_size": 2}
+    listed = iter([workers(other, ranks[0]), workers(other, *ranks), workers(other, *ranks)])
+    with http_stub(lambda seen: next(listed) if seen.method == "GET" else (202, {})) as stub:
+        assert len(router_client.wait_worker_ready(stub.url, ENGINE, deadline_s=10)) == 2
+        assert router_client.remove_worker(stub.url, ENGINE)
+    assert [s.path for s in stub.seen if s.method == "DELETE"] == ["/workers/id-1", "/workers/id-2"]
 
 
 def test_waiting_has_a_deadline_and_shows_what_the_router_says() -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from slime.backends.sglang_utils.router import SMG_PATIENCE, choose_package, router_fields
 from slime.backends.sglang_utils.router_main import router_options
-from tests.support.arguments import run_args
+from tests.support.arguments import known, run_args
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    known()  # looks for the packages whose flags there are
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in packages else None)
 
 
@@ -81,9 +82,14 @@ def test_smg_waits_for_engines_that_pause_and_keeps_sessions_where_they_are() ->
     assert sticky["worker_overload_protection"] is False
 
 
-def test_data_parallel_ranks_can_be_workers_of_their_own() -> None:
-    for package in ("smg", "sglang_router"):
-        assert router_fields(run_args(router_dp_aware=True), host="h", port=1, package=package)["dp_aware"] is True
+def test_data_parallel_ranks_can_be_workers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = run_args(router_dp_aware=True)
+    assert router_fields(args, host="h", port=1, package="smg")["dp_aware"] is True
+    installed(monkeypatch, "sglang_router", "smg")
+    assert choose_package(run_args(router_dp_aware=True, serve_only=True)) == "smg"
+    installed(monkeypatch, "sglang_router")
+    with pytest.raises(ValueError, match=r"--router-dp-aware needs the router `smg`"):
+        choose_package(args)
 
 
 def test_only_flags_that_were_set_and_what_slime_decides() -> None:
