@@ -344,7 +344,7 @@ from slime.agent.processes import Limits
 async def main():
     for paths in {default_paths(), "words"}:
         async with LocalSandbox(paths=paths, limits=Limits(processes=30)) as box:
-            code, out, _ = await box.exec("id -u; ulimit -u; touch /tmp/x /home/agent/y; ls -d /workspace")
+            code, out, _ = await box.exec("id -u; ulimit -u; touch /tmp/x ~/y; ls -d /workspace")
             user, processes, workspace = out.split()
             assert (code, user) == (0, str(os.geteuid())), (code, user)
             assert 30 <= int(processes) < 1000, processes
