@@ -204,7 +204,12 @@ def test_a_host_that_was_interrupted(encoding: str, make_run: MakeRun, monkeypat
     State(changes.base, changes.version, delta_files._boot()).write(local)
     copied: list[Path] = []
     copy = version_files.copy_listed
-    monkeypatch.setattr(version_files, "copy_listed", lambda a, b: (copied.append(a), copy(a, b)))
+
+    def noting(source: Path, target: Path) -> None:
+        copied.append(source)
+        copy(source, target)
+
+    monkeypatch.setattr(version_files, "copy_listed", noting)
     assert content_of(pull(run.shared / "weight_v000002", hosts[0])) == run.expected[2]
     assert len(copied) == (encoding == "xor")
 

@@ -77,7 +77,11 @@ def test_a_weight_that_does_not_become_what_its_checksum_says_stays(tmp_path: Pa
 
 def test_where_tensors_lie(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    tensors = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.array(7, np.int64), "z": np.empty((0, 4))}
+    tensors: dict[str, Any] = {
+        "x": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "y": np.array(7, np.int64),
+        "z": np.empty((0, 4)),
+    }
     save_file(tensors, path, metadata={"k": "v"})
     spans, metadata = read_header(path)
     data = path.read_bytes()
