@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.rollout.environments.turns import ChatTurns
+from tools.tiny_model import make_tokenizer
 
 SPECIAL = {"<s>": 1, "<e>": 2, "<u>": 3, "<pad>": 4}
 """Special texts of one token; all other characters are their code point, pairs of letters one token."""
@@ -144,3 +145,28 @@ def test_a_template_without_the_models_words_is_refused():
     chat.begin([{"role": "user", "content": "q"}])
     with pytest.raises(ValueError, match="does not write the content of the assistant's last message"):
         chat.observe("a", [97], [{"role": "user", "content": "o"}])
+
+
+def test_a_byte_level_tokenizer_has_the_tokens_of_the_whole_conversation(tmp_path):
+    """Without merges the tokens of a text are those of its parts: what is held is the whole conversation's encoding."""
+    from transformers import AutoTokenizer
+
+    make_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    chat = ChatTurns(tokenizer, None, {})
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "ä+1="}]
+    held = chat.begin(messages)
+    for said, ends_itself in (("über", True), ("", True), ("x <|im_start|>", False), ("2", True)):
+        generated = tokenizer.encode(said + "<|im_end|>" * ends_itself, add_special_tokens=False)
+        text = tokenizer.decode(generated, skip_special_tokens=False)
+        action = chat.action(generated, text)
+        observation = [{"role": "user", "content": f"{len(held)} tokens"}]
+        chat.text += text
+        ids, more = chat.observe(action, generated, observation)
+        chat.text += more
+        held += generated + ids
+        messages += [{"role": "assistant", "content": said}, *observation]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if ends_itself:
+            assert action == said
+        assert held == tokenizer.encode(whole, add_special_tokens=False)
