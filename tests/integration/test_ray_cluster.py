@@ -50,7 +50,7 @@ class RayHead:
         self.process = spawn(command.split(), {**self.env, "OMP_NUM_THREADS": "1"}, root / "head.log", "the Ray head")
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while (listed := self.ray("job", "list")).returncode != 0:
             assert self.process.poll() is None, self.process.last_lines()
             assert time.monotonic() < deadline, (listed.stderr, self.process.last_lines())
