@@ -14,6 +14,7 @@ from slime.arguments.groups.elastic_engines import ElasticEngines
 from slime.arguments.groups.eval import Eval
 from slime.arguments.groups.fault_tolerance import FaultTolerance
 from slime.arguments.groups.logging import Logging
+from slime.arguments.groups.lora import Lora
 from slime.arguments.groups.reward import Reward
 from slime.arguments.groups.rollout import Rollout
 from slime.arguments.groups.teacher_server import TeacherServer
@@ -21,7 +22,7 @@ from slime.arguments.groups.train import MegatronHooks, Train
 from slime.arguments.groups.weight_sync import WeightSync
 
 ALL_GROUPS: tuple[type[ArgumentGroup], ...] = (
-    Cluster, Train, Rollout, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint, WeightSync,
+    Cluster, Train, Lora, Rollout, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint, WeightSync,
     Logging, Configuration, Debug, MegatronHooks, FaultTolerance, ElasticEngines, ExternalEngines, Distillation,
     MultiTokenPrediction, Profiling, ContinuousIntegration, TeacherServer,
 )  # fmt: skip

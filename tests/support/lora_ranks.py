@@ -1,0 +1,121 @@
+"""What the ranks of the tests of adapters do, and the adapter that they start from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.trainer import make_train_data
+from tests.support.trainer_ranks import hf_weights, new_trainer, parameters, train_once
+
+RANK, ALPHA = 3, 6.0
+LORA = {"lora_rank": RANK, "lora_alpha": ALPHA}
+SGD = {
+    "optimizer": "sgd", "sgd_momentum": 0.0, "use_distributed_optimizer": False, "weight_decay": 0.0,
+    "clip_grad": 1e9, "lr": 0.5,
+}  # fmt: skip
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+
+
+def write_random_adapter(checkpoint: str, directory: Path, names: list[str], seed: int = 0) -> str:
+    """Write, as PEFT would, an adapter with random A and B for the projections ``names`` of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in load_file(Path(checkpoint) / "model.safetensors").items():
+        if name.removesuffix(".weight").rpartition(".")[2] in names:
+            start = f"base_model.model.{name.removesuffix('.weight')}"
+            out, inputs = weight.shape
+            tensors[f"{start}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
+            tensors[f"{start}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) / 10
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": names, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def adapters(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return copies of all adapters by PEFT's names (collective)."""
+    from slime.backends.megatron_utils.lora.peft import iter_adapters
+
+    return {name: tensor.detach().clone() for name, tensor in iter_adapters(trainer.model, trainer.args)}
+
+
+def adapter_gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of the last step by PEFT's names (collective)."""
+    trained = [(p, p.data) for chunk in trainer.model for p in chunk.parameters() if p.requires_grad]
+    for p, _ in trained:
+        p.data = p.main_grad.to(p.dtype)
+    found = adapters(trainer)
+    for p, data in trained:
+        p.data = data
+    return found
+
+
+def gradient_scenarios(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Take one step of plain SGD per scenario: {"checkpoint", "adapter", "args"}; return metrics and gradients."""
+    results = []
+    for scenario in scenarios:
+        flags = {**SGD, **KL, **LORA, "lora_adapter_path": scenario["adapter"], **scenario["args"]}
+        trainer, _ = new_trainer(scenario["checkpoint"], with_ref=True, **flags)
+        read, merged = adapters(trainer), hf_weights(trainer.model, trainer.args)
+        report = train_once(trainer, 0, make_train_data(seed=3))
+        results.append({**report, "read": read, "merged": merged, "gradients": adapter_gradients(trainer)})
+    return results
+
+
+def log_probs(trainer: Any, *, of_reference: bool = False) -> list[torch.Tensor]:
+    """Return the log-probs of made-up samples, with the actor's weights or the reference's."""
+    from slime.backends.megatron_utils.data import prepare_rollout_data
+    from tests.support.trainer import make_shards
+
+    shard = make_shards(trainer.args, make_train_data(seed=5), trainer.parallel_config)[0]
+    data = prepare_rollout_data(trainer.args, shard, trainer.device)
+    with trainer._passes._policy("ref" if of_reference else "actor"):
+        return [x.clone() for x in trainer._passes._forward_only(data, "")["log_probs"]]
+
+
+def life_of_adapters(checkpoint: str, other: str, folder: str) -> dict[str, Any]:
+    """Start, train, save, resume and export on one process; the test module says what each entry must be."""
+    found: dict[str, Any] = {}
+    plain, _ = new_trainer(checkpoint)
+    found["base"] = log_probs(plain)
+    base = hf_weights(plain.model, plain.args)
+
+    save, hf = f"{folder}/save", f"{folder}/hf"
+    flags = {**KL, **LORA, "save": save, "save_hf": hf, "with_ref": True, "lr": 1e-2}
+    trainer, found["start"] = new_trainer(checkpoint, **flags)
+    found["at first"] = log_probs(trainer)
+    found["trained"] = [n for c in trainer.model for n, p in c.named_parameters() if p.requires_grad]
+    train_once(trainer, 0, make_train_data(seed=0))
+    trainer.save(0, force_sync=True)
+    found["saved"], found["merged"] = adapters(trainer), hf_weights(trainer.model, trainer.args)
+    found["weights of the base"] = base
+    found["after a step"], found["reference"] = log_probs(trainer), log_probs(trainer, of_reference=True)
+    found["bytes of copies"] = trainer._backup.host_bytes
+    train_once(trainer, 1, make_train_data(seed=1))
+    found["uninterrupted"] = parameters(trainer)
+
+    trainer, found["start again"] = new_trainer(checkpoint, load=save, **flags)
+    found["loaded"] = adapters(trainer)
+    train_once(trainer, 1, make_train_data(seed=1))
+    found["resumed"] = parameters(trainer)
+    merged, _ = new_trainer(hf)
+    found["log-probs of the export"] = log_probs(merged)
+    imported, _ = new_trainer(checkpoint, lora_adapter_path=f"{save}/iter_0000000/adapter", **flags)
+    found["imported"] = adapters(imported)
+
+    for name, (path, changed) in {
+        "another base": (other, flags), "another rank": (checkpoint, {**flags, "lora_rank": 5}), "no adapters":
+        (checkpoint, {"save": save}), "unknown targets": (checkpoint, {**flags, "lora_target_modules": ["q_porj"]}),
+    }.items():  # fmt: skip
+        try:
+            new_trainer(path, load=save, **changed)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
