@@ -23,11 +23,16 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
         trainer: the rank's ``MegatronTrainer`` (its ``model`` is read, never written).
         synchronous_loop: True when nothing generates while weights are pushed; decides what ``--weight-sync-pause-mode
             auto`` means.
+
+    With ``--lora-sync adapter`` the engines get adapters alone, and are not paused.
     """
+    from slime.weight_sync.adapters import AdapterTransport
     from slime.weight_sync.distributed import DistributedTransport
     from slime.weight_sync.quantized import quantizer_of
     from slime.weight_sync.tensor import TensorTransport
 
+    if args.lora_rank and args.lora_sync == "adapter":
+        return WeightUpdater(args, trainer, AdapterTransport(args), pause_mode=None)
     quantizer_of(args)  # raises on every rank where weights cannot be quantized, before they are gathered
     transport = TensorTransport(args) if args.colocate else DistributedTransport(args)
     return WeightUpdater(args, trainer, transport, pause_mode=resolve_pause_mode(args, synchronous_loop))

@@ -119,3 +119,30 @@ def life_of_adapters(checkpoint: str, other: str, folder: str) -> dict[str, Any]
         except ValueError as error:
             found[name] = str(error)
     return found
+
+
+def push_adapters(checkpoint: str, directories: list[str], engine: dict[str, Any]) -> dict[str, Any]:
+    """Push one adapter after the other to an engine; return versions and bytes."""
+    from types import SimpleNamespace
+
+    from slime.backends.megatron_utils.lora.peft import load_adapter
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import load_hf
+    from slime.servers.types import EngineInfo
+    from slime.weight_sync import create_updater
+    from tests.support.megatron_model import model_args, switch_layout
+
+    flags = ("--lora-rank", RANK, "--lora-alpha", ALPHA, "--lora-sync", "adapter")
+    args = model_args(checkpoint, *flags)
+    switch_layout(args)
+    model = get_model(args, wrap_with_ddp=False)
+    load_hf(model, checkpoint, args)
+    updater = create_updater(args, SimpleNamespace(model=model, args=args), synchronous_loop=True)
+    updater.connect([EngineInfo(**engine)])
+    versions, sent = [], []
+    for directory in directories:
+        load_adapter(model, args, directory)
+        versions.append(updater.update())
+        sent.append(updater.bytes_sent)
+    updater.disconnect()
+    return {"versions": versions, "bytes": sent}

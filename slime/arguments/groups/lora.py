@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from slime.arguments.group import ArgumentGroup, flag
 
 
@@ -17,4 +19,9 @@ class Lora(ArgumentGroup):
         "projections with adapters, by the last part of their Hugging Face names: q_proj up_proj ...; all-linear: all",
     )
     lora_dropout: float = flag(0.0, "dropout on the input of adapters while training", ge=0, lt=1)
+    lora_sync: Literal["merged", "adapter"] = flag(
+        "merged",
+        "what engines are sent; merged: all weights, with the adapters merged into them; adapter: the adapters alone, "
+        "while they go on generating",
+    )
     lora_adapter_path: str | None = flag(None, "directory with an adapter saved by PEFT to start from")

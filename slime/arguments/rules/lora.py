@@ -6,7 +6,25 @@ from argparse import Namespace
 from pathlib import Path
 
 from slime.arguments.errors import ArgumentError
+from slime.arguments.placement import models_of
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint
+from slime.arguments.rules.hf_config import config_of
+
+ADAPTED_BY_ENGINES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Projections whose adapters SGLang loads; of models with experts those of attention."""
+FAMILIES_OF_ENGINES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
+_ATTENTION = 4
+
+
+def takes_adapters(args: Namespace) -> bool:
+    """Whether the engines that are trained get adapters alone."""
+    return bool(args.lora_rank) and args.lora_sync == "adapter" and not args.debug_rollout_only
+
+
+def adapted_modules(args: Namespace) -> list[str]:
+    """Return the projections with adapters, for the engines."""
+    wanted: list[str] = args.lora_target_modules
+    return list(ADAPTED_BY_ENGINES) if wanted == ["all-linear"] else list(wanted)
 
 
 def check(args: Namespace) -> None:
@@ -40,6 +58,50 @@ def check(args: Namespace) -> None:
             "another one; leave it out"
         )
     _check_load(args)
+    if takes_adapters(args) and not args.debug_train_only:
+        _check_engines(args)
+
+
+def _check_engines(args: Namespace) -> None:
+    """What engines must be to be sent adapters alone: their weights are the base, from start to end."""
+    sync, way_out = "--lora-sync adapter", "use --lora-sync merged"
+    if Path(args.ref_load).absolute() != Path(args.hf_checkpoint).absolute():
+        raise ArgumentError(
+            f"{sync} leaves the engines with the weights of --hf-checkpoint {args.hf_checkpoint}, and the model under "
+            f"the adapters is --ref-load {args.ref_load}; leave --ref-load out, or {way_out}"
+        )
+    found = config_of(args)
+    family = str(found[0].get("model_type")) if found is not None else "unknown"
+    if family not in FAMILIES_OF_ENGINES:
+        raise ArgumentError(
+            f"{sync}: engines are sent adapters of the families {', '.join(sorted(FAMILIES_OF_ENGINES))}, not of "
+            f"{family}; {way_out}"
+        )
+    allowed = ADAPTED_BY_ENGINES[:_ATTENTION] if args.num_experts else ADAPTED_BY_ENGINES
+    if args.num_experts and args.lora_target_modules == ["all-linear"]:
+        raise ArgumentError(
+            f"{sync}: engines take adapters of attention only in a model with experts; give --lora-target-modules "
+            f"{' '.join(allowed)}, or {way_out}"
+        )
+    if other := sorted(set(args.lora_target_modules) - {*allowed, "all-linear"}):
+        raise ArgumentError(f"{sync}: engines take no adapters of {', '.join(other)}; {way_out}")
+    _check_pushes(args, sync, way_out)
+
+
+def _check_pushes(args: Namespace, sync: str, way_out: str) -> None:
+    for option, given, why in (
+        ("--update-weight-transport disk", args.update_weight_transport == "disk", "adapters go within requests"),
+        ("--check-weight-update-equal", args.check_weight_update_equal, "engines cannot check adapters"),
+        ("--rollout-external-engine-addrs", args.rollout_external, "it needs slime's plug-in in the engines"),
+        ("--offload-rollout", args.offload_rollout, "engines that release their weights need all of them again"),
+        ("--sglang-dp-size", (args.sglang_dp_size or 1) > 1, "SGLang loads adapters into one copy of the model"),
+        ("--sglang-pp-size", (args.sglang_pp_size or 1) > 1, "pipeline stages of engines are untested with adapters"),
+        ("--sglang-tokenizer-worker-num", (args.sglang_tokenizer_worker_num or 1) > 1, "one process must know them"),
+    ):
+        if given:
+            raise ArgumentError(f"{option}: not together with {sync}, {why}; leave it out, or {way_out}")
+    if any(model.update_weights and model.has_pd_disaggregation for model in models_of(args) or ()):
+        raise ArgumentError(f"{sync}: prefill and decode engines cannot be sent adapters alone; {way_out}")
 
 
 def _check_load(args: Namespace) -> None:
