@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.support import plain_grpo
 from tests.support.distributed import run_distributed
 from tests.support.lora_ranks import ALPHA, KL, RANK, SGD, write_random_adapter
 from tests.support.trainer import make_train_data, tiny_checkpoint, trainer_args
+
+pytestmark = pytest.mark.integration
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
@@ -29,6 +32,17 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, EP2": ("experts", {"expert_model_parallel_size": 2}),
     "experts, TP2+SP, ETP2": ("experts", {**TP2, **SP}),
     "experts, TP2+SP, ETP1": ("experts", {**TP2, **SP, "expert_tensor_parallel_size": 1}),
+}
+
+# Two steps of Adam, whose second forward pass waits for parameters that are gathered while it runs.
+ADAM: dict[str, Any] = {
+    "optimizer": "adam", "use_distributed_optimizer": True, "lr": 1e-2, "clip_grad": 1.0, "global_batch_size": 4,
+}  # fmt: skip
+OVERLAPPED: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+STEPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("experts", ADAM),
+    "experts, overlapped": ("experts", {**ADAM, **OVERLAPPED}),
+    "experts, EP2, overlapped": ("experts", {**ADAM, **OVERLAPPED, "expert_model_parallel_size": 2}),
 }
 
 
@@ -53,8 +67,6 @@ class Models:
         return load_file(Path(self.merged[name]) / "model.safetensors")
 
     def _merge(self, name: str, out: Path) -> str:
-        import shutil
-
         shutil.copytree(self.paths[name], out)
         adapter, weights = self.adapter(name), load_file(out / "model.safetensors")
         for key in list(weights):
@@ -76,17 +88,24 @@ def _scenario(models: Models, name: str, args: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def alone(models: Models) -> dict[str, dict[str, Any]]:
-    scenarios = [_scenario(models, name, {}) for name in models.paths]
-    results = run_distributed("tests.support.lora_ranks:gradient_scenarios", 1, {"scenarios": scenarios}, timeout=300)
-    return dict(zip(models.paths, results[0], strict=True))
+def one_rank(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("life"))
+    life = {"checkpoint": models.paths["dense"], "other": models.other, "folder": folder}
+    arguments = {"scenarios": [_scenario(models, name, {}) for name in models.paths], "life": life}
+    found = run_distributed("tests.support.lora_ranks:on_one_rank", 1, arguments, timeout=300)[0]
+    return {**found, "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def alone(models: Models, one_rank: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return dict(zip(models.paths, one_rank["gradients"], strict=True))
 
 
 @pytest.fixture(scope="module")
 def on_two(models: Models) -> dict[str, dict[str, Any]]:
-    scenarios = [_scenario(models, name, args) for name, args in LAYOUTS.values()]
+    scenarios = [_scenario(models, name, args) for name, args in (LAYOUTS | STEPS).values()]
     results = run_distributed("tests.support.lora_ranks:gradient_scenarios", 2, {"scenarios": scenarios}, timeout=600)
-    return dict(zip(LAYOUTS, results[-1], strict=True))
+    return dict(zip(LAYOUTS | STEPS, results[-1], strict=True))
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
@@ -134,6 +153,15 @@ def test_every_layout_has_the_same_gradients(
         assert seen["steps"][0][metric] == pytest.approx(expected["steps"][0][metric], rel=1e-5, abs=2e-7), metric
 
 
+@pytest.mark.parametrize("overlapped", ["experts, overlapped", "experts, EP2, overlapped"])
+def test_steps_see_the_parameters_of_the_step_before(overlapped: str, on_two: dict[str, dict[str, Any]]) -> None:
+    seen, expected = on_two[overlapped], on_two["experts"]
+    for step, other in zip(seen["steps"], expected["steps"], strict=True):
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    for name, tensor in expected["after"].items():
+        torch.testing.assert_close(seen["after"][name], tensor, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", ["dense", "experts", *LAYOUTS])
 def test_an_adapter_is_read_and_merged(
     case: str, models: Models, on_two: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]
@@ -156,11 +184,8 @@ def _assert_close(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.fixture(scope="module")
-def life(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("life"))
-    arguments = {"checkpoint": models.paths["dense"], "other": models.other, "folder": folder}
-    found = run_distributed("tests.support.lora_ranks:life_of_adapters", 1, arguments, timeout=300)[0]
-    return {**found, "folder": folder}
+def life(one_rank: dict[str, Any]) -> dict[str, Any]:
+    return {**one_rank["life"], "folder": one_rank["folder"]}
 
 
 def _largest(seen: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -214,6 +239,7 @@ def test_the_export_has_the_adapters_merged(life: dict[str, Any]) -> None:
         ("another base", "belong to the base"),
         ("another rank", "--lora-rank 3, this run 5"),
         ("no adapters", "give --lora-rank 3 --lora-alpha 6"),
+        ("conversion", "holds adapters alone (--lora-rank), and no whole model"),
         ("unknown targets", "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
     ],
 )

@@ -65,8 +65,16 @@ def gradient_scenarios(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
         trainer, _ = new_trainer(scenario["checkpoint"], with_ref=True, **flags)
         read, merged = adapters(trainer), hf_weights(trainer.model, trainer.args)
         report = train_once(trainer, 0, make_train_data(seed=3))
-        results.append({**report, "read": read, "merged": merged, "gradients": adapter_gradients(trainer)})
+        after = adapters(trainer)
+        results.append(
+            {**report, "read": read, "merged": merged, "after": after, "gradients": adapter_gradients(trainer)}
+        )
     return results
+
+
+def on_one_rank(scenarios: list[dict[str, Any]], life: dict[str, str]) -> dict[str, Any]:
+    """Do all that one process does: ``gradient_scenarios`` and ``life_of_adapters``."""
+    return {"gradients": gradient_scenarios(scenarios), "life": life_of_adapters(**life)}
 
 
 def log_probs(trainer: Any, *, of_reference: bool = False) -> list[torch.Tensor]:
@@ -110,6 +118,12 @@ def life_of_adapters(checkpoint: str, other: str, folder: str) -> dict[str, Any]
     imported, _ = new_trainer(checkpoint, lora_adapter_path=f"{save}/iter_0000000/adapter", **flags)
     found["imported"] = adapters(imported)
 
+    try:
+        from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
+
+        TorchDistCheckpoint(save)
+    except ValueError as error:
+        found["conversion"] = str(error)
     for name, (path, changed) in {
         "another base": (other, flags), "another rank": (checkpoint, {**flags, "lora_rank": 5}), "no adapters":
         (checkpoint, {"save": save}), "unknown targets": (checkpoint, {**flags, "lora_target_modules": ["q_porj"]}),
@@ -146,3 +160,82 @@ def push_adapters(checkpoint: str, directories: list[str], engine: dict[str, Any
         sent.append(updater.bytes_sent)
     updater.disconnect()
     return {"versions": versions, "bytes": sent}
+
+
+def all_families(checkpoints: dict[str, str], layouts: dict[str, tuple[Any, ...]], scratch: str) -> dict[str, Any]:
+    """Return by layout and family how far adapters are from what their merged weights compute (see ``_compare``)."""
+    from tests.support.megatron_model import model_args, switch_layout
+    from tests.support.model_families import families_of
+
+    results = {}
+    for layout, flags in layouts.items():
+        switch_layout(model_args(checkpoints["deepseek_v3" if layout == "ep2" else "glm4"], *flags))
+        for name in families_of(layout):
+            merged = f"{scratch}/{layout}-{name}"
+            results[f"{layout}/{name}"] = _compare(checkpoints[name], flags, merged)
+    return results
+
+
+def _compare(checkpoint: str, flags: tuple[Any, ...], merged: str) -> dict[str, Any]:
+    """Run a model with random adapters, and one with what it exports: ``W + s B A``, whose gradient is G.
+
+    Returns the names of the adapters, the largest difference of the logits, and that of the gradients from
+    ``dB = s G A'`` and ``dA = s B' G``, over the norm of all.
+    """
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import export_hf, load_hf
+    from tests.support.megatron_model import hf_gradients, model_args, run_pack
+
+    lora = ("--lora-rank", RANK, "--lora-alpha", ALPHA, "--moe-router-bias-update-rate", 0)
+    args = model_args(checkpoint, *flags, *lora)
+    args.use_distributed_optimizer = False  # so that every rank has all gradients
+    model = get_model(args)
+    load_hf(model, checkpoint, args)
+    adapters = _randomize(model, args)
+    forward = run_pack(model, args)
+    export_hf(model, args, merged)
+    with torch.no_grad():
+        for parameter in (p for chunk in model for p in chunk.parameters() if p.requires_grad):
+            parameter.copy_(parameter.main_grad)
+    seen = _all_adapters(model, args)
+
+    args.lora_rank = 0
+    whole = get_model(args)
+    load_hf(whole, merged, args)
+    expected = run_pack(whole, args)
+    weights = dict(hf_gradients(whole, args))
+    errors = {}
+    for name, gradient in seen.items():
+        start = name.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
+        weight = weights[start.removeprefix("base_model.model.") + ".weight"]
+        a, b = adapters[f"{start}.lora_A.weight"], adapters[f"{start}.lora_B.weight"]
+        chain = ALPHA / RANK * (b.T @ weight if name.endswith("lora_A.weight") else weight @ a.T)
+        errors[name] = (gradient - chain).norm()
+    total = torch.stack([gradient.norm() for gradient in seen.values()]).norm()
+    assert (forward is None) == (expected is None)
+    apart = 0.0 if forward is None or expected is None else (forward["logits"] - expected["logits"]).abs().max()
+    return {"names": sorted(seen), "logits": float(apart), "gradients": float(max(errors.values()) / total)}
+
+
+def _randomize(model: Any, args: Any) -> dict[str, torch.Tensor]:
+    """Give every adapter random numbers that its name decides; return them whole."""
+    import zlib
+
+    from slime.backends.megatron_utils.lora.peft import adapter_weights_of
+    from slime.backends.megatron_utils.parallel import unwrap
+    from slime.backends.megatron_utils.weights.naming import model_dims, model_family
+
+    dims = model_dims(args, unwrap(model[0]).config)
+    with torch.no_grad():
+        for weight in adapter_weights_of(model, args, model_family(args)):
+            generator = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
+            full = torch.randn(weight.hf_shapes(dims)[0], generator=generator) / 10
+            ranks = weight.tensor_ranks
+            weight.parameter.copy_(weight.rule.layout.shard([full], ranks.rank, ranks.size, dims))
+    return _all_adapters(model, args)
+
+
+def _all_adapters(model: Any, args: Any) -> dict[str, torch.Tensor]:
+    from slime.backends.megatron_utils.lora.peft import iter_adapters
+
+    return {name: tensor.detach().clone() for name, tensor in iter_adapters(model, args)}

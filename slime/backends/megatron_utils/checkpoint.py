@@ -253,11 +253,11 @@ class CheckpointSaver:
         asynchronous = self._args.async_save and not force_sync
         directory = str(checkpoint_dir.iteration_dir(root, iteration)) + ".writing"
         _check_space(state, root)
+        request = self._write(sharded, directory, content)
         if state.adapters is not None:
             from slime.backends.megatron_utils.lora.peft import write_adapter
 
             write_adapter(state.model, self._args, Path(directory) / ADAPTER_DIRECTORY)
-        request = self._write(sharded, directory, content)
         self._pending = _PendingSave(request, root, iteration, asynchronous)
         if not asynchronous:
             self.finish()

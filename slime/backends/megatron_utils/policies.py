@@ -137,7 +137,8 @@ def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: Weig
     source, step = args.opd_teacher_load, args.opd_teacher_ckpt_step
     try:
         if is_megatron_checkpoint(source):
-            load_checkpoint(args, source, TrainerState(model), step=step, weights_only=True)
+            state = TrainerState(model, base_only=bool(args.lora_rank))
+            load_checkpoint(args, source, state, step=step, weights_only=True)
         elif step is not None:
             raise ValueError(
                 f"--opd-teacher-ckpt-step {step}: {source} is no Megatron checkpoint with steps to choose from"

@@ -55,6 +55,10 @@ class Projection(torch.nn.Module):
         self.lora_A = torch.nn.Parameter(lora_a)
         self.lora_B = torch.nn.Parameter(torch.zeros(*lora_a.shape[:-2], rows, lora_a.shape[-2]))
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return A and B. It is called while training: Megatron's hooks wait for parameters that are being gathered."""
+        return self.lora_A, self.lora_B
+
 
 class Adapter(torch.nn.Module):
     """The adapters of one linear layer whose weight has ``rule``.
@@ -150,11 +154,11 @@ class LinearAdapter(Adapter):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``alpha / r * B(A x)`` for ``x [s, b, in]``, laid out like the layer's output."""
-        projections = [self.projection(name) for name in self.targets]
-        z = F.linear(self._dropped(x), torch.cat([p.lora_A for p in projections]))
+        pairs = {name: self.projection(name)() for name in self.targets}
+        z = F.linear(self._dropped(x), torch.cat([a for a, _ in pairs.values()]))
         z = self._exchanged(z) * self.form.scale
-        parts = zip(self.targets, z.split(self.form.rank, dim=-1), strict=True)
-        return self.in_order({name: F.linear(part, self.projection(name).lora_B) for name, part in parts}, z)
+        parts = zip(pairs.items(), z.split(self.form.rank, dim=-1), strict=True)
+        return self.in_order({name: F.linear(part, b) for (name, (_, b)), part in parts}, z)
 
     def _exchanged(self, z: Tensor) -> Tensor:
         """Make ``z = A x`` that of all tokens (column-parallel) or of the whole input (row-parallel)."""

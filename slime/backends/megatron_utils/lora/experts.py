@@ -51,7 +51,7 @@ class ExpertAdapter(Adapter):
         """Return what is added to the output of the local expert ``number`` for its tokens ``x [tokens, in]``."""
         parts = {}
         for name in self.targets:
-            a, b = self.projection(name).lora_A[number], self.projection(name).lora_B[number]
+            a, b = (parameter[number] for parameter in self.projection(name)())
             if self.kind == "column":
                 a = _summed_gradient(a)
             else:
