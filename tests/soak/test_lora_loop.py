@@ -31,7 +31,7 @@ def test_engines_have_what_was_trained(sync: str, tmp_path: Path) -> None:
     assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0, 2: 3.0}
     kl = run.metric("train/kl_loss")
     assert abs(kl[0]) < 1e-8
-    assert kl[1] > 1e-6
+    assert abs(kl[1]) > 1e-6
     assert json.loads((tmp_path / "save" / "iter_0000002" / "adapter" / "adapter_config.json").read_text())["r"] == 8
     again = run_train([*flags, "--num-rollout", "5"], tmp_path / "again")
     assert sorted(again.metric("train/loss")) == [3, 4]
