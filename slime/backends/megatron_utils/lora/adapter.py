@@ -93,6 +93,10 @@ class Adapter(torch.nn.Module):
         assert isinstance(found, Projection)
         return found
 
+    def hook(self, linear: torch.nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, Any]) -> Any:
+        """Forward hook of the layer: add what the adapters make of its inputs to its output."""
+        raise NotImplementedError
+
     def in_order(self, by_name: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """Return the projections' parts ``[..., rows]`` as the layer's output has them, zeros where there is none."""
         parts = [

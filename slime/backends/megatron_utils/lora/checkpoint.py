@@ -105,7 +105,7 @@ def _adapters(chunk: torch.nn.Module) -> dict[str, Any]:
                 is_cut = (adapter.kind, part) in (("column", "lora_B"), ("row", "lora_A"))
                 if is_cut:
                     cut.append((parameter.dim() - (2 if part == "lora_B" else 1), ranks.rank, ranks.size))
-                place = f"{adapter.rule.megatron[0]}".replace("{layer}", str(adapter.layer)).replace("{expert}", "")
+                place = adapter.rule.megatron[0].replace("{layer}", str(adapter.layer)).replace("{expert}", "")
                 entries[f"{name}.{ADAPTER}.{target}.{part}"] = ShardedTensor.from_rank_offsets(
                     f"{place}.{ADAPTER}.{target}.{part}",
                     cast(Any, parameter),

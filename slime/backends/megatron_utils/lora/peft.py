@@ -77,7 +77,7 @@ def iter_adapters(model: Sequence[torch.nn.Module], args: Namespace) -> Iterator
 def target_names(model: Sequence[torch.nn.Module]) -> list[str]:
     """Return the projections that have adapters, on any rank, sorted (collective)."""
     own = {name for chunk in model for _, _, adapter in adapters_of(chunk) for name in adapter.targets}
-    return sorted(set().union(*gather_from_world(own)))
+    return sorted({name for names in gather_from_world(own) for name in names})
 
 
 def peft_config(args: Namespace, targets: Sequence[str]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def load_adapter(model: Sequence[torch.nn.Module], args: Namespace, directory: s
     from safetensors import safe_open
 
     directory = Path(directory)
-    for file in (WEIGHTS, CONFIG):
-        if not (directory / file).is_file():
-            raise ValueError(f"--lora-adapter-path {directory} has no {file}; expected an adapter that PEFT has saved")
+    for part in (WEIGHTS, CONFIG):
+        if not (directory / part).is_file():
+            raise ValueError(f"--lora-adapter-path {directory} has no {part}; expected an adapter that PEFT has saved")
     _check_config(args, directory, target_names(model))
     weights = adapter_weights_of(model, args, model_family(args))
     dims = model_dims(args, unwrap(model[0]).config)

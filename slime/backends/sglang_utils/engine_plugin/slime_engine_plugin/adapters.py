@@ -87,7 +87,7 @@ def without_pinned_memory() -> None:
     """Let torch take memory that is not pinned where pinned memory is asked for."""
     for name in ("tensor", "zeros", "empty", "ones", "arange", "full"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    setattr(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)  # noqa: B010
 
 
 def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
