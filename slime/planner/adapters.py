@@ -11,13 +11,13 @@ from slime.utils.model_shape import LayerKind, ModelShape
 
 
 class _Projection(NamedTuple):
-    """``cut``: how tensor parallelism cuts it. ``count``: routed experts that have one of their own, else 1."""
+    """``cut``: how tensor parallelism cuts it. ``owners``: routed experts that have one of their own, else 1."""
 
     name: str
     inputs: int
     outputs: int
     cut: Literal["rows", "columns", "none"]
-    count: int = 1
+    owners: int = 1
     expert: bool = False
 
 
@@ -41,7 +41,7 @@ def _on_rank(projection: _Projection, rank: int, parallel: Parallel) -> int:
     ranks = parallel.etp if projection.expert else parallel.tp
     inputs = projection.inputs // ranks if projection.cut == "columns" else projection.inputs
     outputs = projection.outputs // ranks if projection.cut == "rows" else projection.outputs
-    count = projection.count // parallel.ep if projection.expert else 1
+    count = projection.owners // parallel.ep if projection.expert else 1
     return rank * (inputs + outputs) * count
 
 
@@ -61,7 +61,7 @@ def _of_layer(shape: ModelShape, kind: LayerKind) -> Iterator[_Projection]:
         return
     experts = shape.experts
     assert experts is not None
-    yield from (p._replace(count=experts.number, expert=True) for p in _mlp(shape, experts.ffn))
+    yield from (p._replace(owners=experts.number, expert=True) for p in _mlp(shape, experts.ffn))
     if experts.shared:
         yield from _mlp(shape, experts.shared)
 

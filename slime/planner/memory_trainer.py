@@ -139,8 +139,7 @@ def _trained(args: Namespace, size: ModelSize, rank: RankSize) -> tuple[RankSize
     if not args.lora_rank:
         return rank, 0
     dense, expert = adapter_parameters(args, size.shape, rank, size.parallel)
-    sizes = {"dense": dense, "expert": expert, "dense_buffer": dense, "expert_buffer": expert}
-    return replace(rank, **sizes), rank.total
+    return replace(rank, dense=dense, expert=expert, dense_buffer=dense, expert_buffer=expert), rank.total
 
 
 def gradient_size(args: Namespace) -> int:

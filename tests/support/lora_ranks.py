@@ -72,8 +72,8 @@ def gradient_scenarios(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def on_one_rank(scenarios: list[dict[str, Any]], life: dict[str, str]) -> dict[str, Any]:
-    """Do all that one process does: ``gradient_scenarios`` and ``life_of_adapters``."""
+def scenarios_and_life(scenarios: list[dict[str, Any]], life: dict[str, str]) -> dict[str, Any]:
+    """Do ``gradient_scenarios`` and ``life_of_adapters`` in one launch."""
     return {"gradients": gradient_scenarios(scenarios), "life": life_of_adapters(**life)}
 
 
@@ -82,14 +82,15 @@ def log_probs(trainer: Any, *, of_reference: bool = False) -> list[torch.Tensor]
     from slime.backends.megatron_utils.data import prepare_rollout_data
     from tests.support.trainer import make_shards
 
-    shard = make_shards(trainer.args, make_train_data(seed=5), trainer.parallel_config)[0]
+    shards = make_shards(trainer.args, make_train_data(seed=5), trainer.parallel_config)
+    shard = shards[trainer.parallel_config["dp_rank"]]
     data = prepare_rollout_data(trainer.args, shard, trainer.device)
     with trainer._passes._policy("ref" if of_reference else "actor"):
         return [x.clone() for x in trainer._passes._forward_only(data, "")["log_probs"]]
 
 
 def life_of_adapters(checkpoint: str, other: str, folder: str) -> dict[str, Any]:
-    """Start, train, save, resume and export on one process; the test module says what each entry must be."""
+    """Start, train, save, resume and export; the test module says what each entry must be."""
     found: dict[str, Any] = {}
     plain, _ = new_trainer(checkpoint)
     found["base"] = log_probs(plain)

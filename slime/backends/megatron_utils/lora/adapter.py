@@ -114,9 +114,9 @@ class Adapter(torch.nn.Module):
         """
         products = {}
         for name in self.targets:
-            a, b = self.projection(name).lora_A, self.projection(name).lora_B
-            a, b = (a, b) if expert is None else (a[expert], b[expert])
-            products[name] = (b.float() @ a.float()).T
+            pair = (self.projection(name).lora_A, self.projection(name).lora_B)
+            a, b = (part.float() if expert is None else part[expert].float() for part in pair)
+            products[name] = (b @ a).T
         delta = self.in_order(products, weight.detach().float().T).T
         return (weight.detach().float() + self.form.scale * delta).to(weight.dtype)
 

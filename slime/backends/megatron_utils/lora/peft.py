@@ -37,7 +37,7 @@ _UNUSED: dict[str, Any] = {
 def adapter_weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family: Family) -> list[Weight]:
     """Return this rank's parameters of adapters as weights with PEFT's names; those of experts one by one."""
     del args, family  # adapters know their rules
-    weights = []
+    weights: list[Weight] = []
     for chunk in model_chunks:
         for _, _, adapter in adapters_of(chunk):
             for hf, name in zip(adapter.rule.hf, adapter.rows, strict=True):
