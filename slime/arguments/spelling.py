@@ -45,6 +45,9 @@ SYNONYMS: dict[str, str] = {
     "use-critic": "--advantage-estimator ppo",
     "kl-loss": "--use-kl-loss",
     "resume": "--load",
+    "lora-r": "--lora-rank",
+    "lora-path": "--lora-adapter-path",
+    "target-modules": "--lora-target-modules",
 }
 _PREFIXES = ("rollout-", "sglang-", "router-")
 
@@ -85,7 +88,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 def _is_slip(stem: str, known: str) -> bool:
     """Whether ``stem`` is ``known`` with slips: words that are misspelled, or left out behind the first.
 
-    A first word more or less is another thing: ``lora-rank`` is neither ``q-lora-rank`` nor ``local-rank``.
+    A first word more or less is another thing: ``lora-rank`` is not ``q-lora-rank``, and ``actor-lr`` is not ``lr``.
     """
     words, others = stem.split("-"), known.split("-")
     if stem.replace("-", "") == known.replace("-", ""):

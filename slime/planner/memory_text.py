@@ -7,7 +7,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from slime.planner.memory import CAPACITIES, GIB, EnginesMemory, Memory, memory
-from slime.planner.memory_trainer import TrainerMemory, element_size, memory_by_part, overwrites_logits, state_bytes
+from slime.planner.memory_trainer import (
+    TrainerMemory,
+    element_size,
+    gradient_size,
+    memory_by_part,
+    overwrites_logits,
+    state_bytes,
+)
 from slime.planner.model_size import ModelSize
 
 WIDTH = 98  # and two for the indent
@@ -54,11 +61,12 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
     width = {2: "fp16" if args.fp16 else "bf16", 4: "fp32"}[element_size(args)]
     logits_in = width if overwrites_logits(args) else "fp32"
     recompute = args.recompute_granularity or "no"
+    of_adapters = " of the adapters" if args.lora_rank else ""
     held = f", {trainer.in_flight:g} micro-batches" if trainer.in_flight > 1 else ""
     explained = {
-        "parameters": f"{_billions(rank.total)} in {width}",
-        "gradients": "fp32" if trainer.gradients > trainer.parameters or width == "fp32" else width,
-        "optimizer": f"{state_bytes(args):g} bytes per parameter, {shared}",
+        "parameters": f"{_billions(rank.total)} in {width}" + (" and adapters" if args.lora_rank else ""),
+        "gradients": ("fp32" if gradient_size(args) == 4 else width) + of_adapters,
+        "optimizer": f"{state_bytes(args):g} bytes per parameter{of_adapters}, {shared}",
         "activations": f"{trainer.tokens:,} tokens{held}, {recompute} recomputation",
         "logits": f"{trainer.tokens:,} x {size.shape.vocab // parallel.tp:,} in {logits_in}, with their gradient",
         "one layer's backward": "gradients of activations" + (", recomputed ones" if recompute == "full" else ""),
@@ -78,7 +86,7 @@ def _host_copies(args: Namespace, trainer: TrainerMemory) -> str:
     what = []
     if trainer.offloaded:
         what.append("the offloaded trainer")
-    if (args.kl_coef or 0) != 0 or args.use_kl_loss:
+    if ((args.kl_coef or 0) != 0 or args.use_kl_loss) and not args.lora_rank:
         what.append("actor and reference")
     if args.optimizer_cpu_offload:
         what.append("optimizer state")

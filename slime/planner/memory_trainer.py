@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from slime.planner.adapters import adapter_parameters
 from slime.planner.model_size import Chunk, ModelSize, Parallel, RankSize
 from slime.utils.model_shape import Experts, Latent, LayerKind, LinearAttention, ModelShape
 
@@ -103,38 +104,49 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     kept = kept_of(args, element)
     activations, recomputed = _activations(args, size, rank, tokens, kept)
     activations += element * _embedding_copy(args, size, rank)
-    parameters = element * (rank.dense_buffer + rank.expert_buffer)
-    optimizer = int(state_bytes(args) * _shard(args, rank, parallel))
-    with_reference = (args.kl_coef or 0) != 0 or args.use_kl_loss
+    trained, frozen = _trained(args, size, rank)
+    parameters = element * (trained.dense_buffer + trained.expert_buffer + frozen)
+    optimizer = int(state_bytes(args) * _shard(args, trained, parallel))
+    # With adapters the reference is the model without them.
+    with_reference = ((args.kl_coef or 0) != 0 or args.use_kl_loss) and not args.lora_rank
     with_teacher = bool(args.use_opd) and args.opd_type == "megatron"
     old = (2 if args.update_weights_interval == 1 else 1) * bool(args.keep_old_actor)
     others = with_reference + with_teacher + old
     copies = others + bool(others)  # the actor's own, while another plays
     # 16-bit parameters are written anew from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
     rebuilt = element < 4 and not args.use_precision_aware_optimizer
-    offloaded_state = optimizer + (0 if rebuilt else parameters)
-    optimizer_on_host = int(_shard(args, rank, parallel) * _state_size(args) * _offloaded(args))
+    offloaded_state = optimizer + (element * frozen if rebuilt else parameters)
+    optimizer_on_host = int(_shard(args, trained, parallel) * _state_size(args) * _offloaded(args))
+    copied = trained.total + (frozen if with_teacher else 0)  # another policy differs in what is trained alone
     return TrainerMemory(
         stage=rank.stage,
         tokens=tokens,
         in_flight=sum(_in_flight(args, parallel, rank.stage)) / parallel.vpp,
         parameters=parameters,
-        gradients=_gradient_size(args, element) * (rank.dense_buffer + rank.expert_buffer),
+        gradients=gradient_size(args) * (trained.dense_buffer + trained.expert_buffer),
         optimizer=optimizer,
         activations=activations,
         logits=_logits(args, size, tokens, element) if any(chunk.output for chunk in rank.chunks) else 0,
         recomputed=recomputed,
         transfer=_transfer(args, size, element),
-        host=element * rank.total * copies + optimizer_on_host + (offloaded_state if args.offload_train else 0),
+        host=element * copied * copies + optimizer_on_host + (offloaded_state if args.offload_train else 0),
         offloaded=bool(args.offload_train),
     )
 
 
-def _gradient_size(args: Namespace, element: int) -> int:
-    """Gradients are kept in fp32, but for fp16 and ``--grad-reduce-in-bf16``."""
+def _trained(args: Namespace, size: ModelSize, rank: RankSize) -> tuple[RankSize, int]:
+    """Return the sizes of what is trained, and how many parameters are not: those below the adapters."""
+    if not args.lora_rank:
+        return rank, 0
+    dense, expert = adapter_parameters(args, size.shape, rank, size.parallel)
+    return replace(rank, dense=dense, expert=expert, dense_buffer=dense, expert_buffer=expert), rank.total
+
+
+def gradient_size(args: Namespace) -> int:
+    """Return the bytes of a gradient: fp32, but for fp16 and ``--grad-reduce-in-bf16``."""
     asked = args.accumulate_allreduce_grads_in_fp32
     bf16 = not args.fp16 and not args.grad_reduce_in_bf16
-    return 4 if asked or bf16 else element
+    return 4 if asked or bf16 else element_size(args)
 
 
 def state_bytes(args: Namespace) -> float:

@@ -228,6 +228,31 @@ class EngineClient:
             },
         )
 
+    def load_lora_adapter_from_tensors(
+        self, *, lora_name: str, config_dict: dict[str, Any], serialized_named_tensors: Sequence[str]
+    ) -> None:
+        """Load an adapter under a new name; requests go on. Of an engine that runs with ``--enable-lora``.
+
+        Args:
+            lora_name: as requests may name it.
+            config_dict: PEFT's ``adapter_config.json``.
+            serialized_named_tensors: one text per engine rank, as ``update_weights_from_tensor`` takes them, each with
+                all tensors of the adapter.
+        """
+        self._weights_call(
+            "/load_lora_adapter_from_tensors",
+            {
+                "lora_name": lora_name,
+                "config_dict": config_dict,
+                "serialized_named_tensors": list(serialized_named_tensors),
+                "load_format": "flattened_bucket",
+            },
+        )
+
+    def update_weight_version(self, version: str) -> None:
+        """Set the version that the engine reports, without a change of its weights; requests go on."""
+        self._weights_call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
     def weights_checker(self, action: WeightCheck) -> dict[str, Any]:
         """Run one step of SGLang's weight check and return its reply.
 

@@ -23,12 +23,17 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
         trainer: the rank's ``MegatronTrainer`` (its ``model`` is read, never written).
         synchronous_loop: True when nothing generates while weights are pushed; decides what ``--weight-sync-pause-mode
             auto`` means.
+
+    With ``--lora-sync adapter`` the engines get adapters alone, and are not paused.
     """
     from slime.backends.megatron_utils.weights import describe_hf_weights
+    from slime.weight_sync.adapters import AdapterTransport
     from slime.weight_sync.distributed import DistributedTransport
     from slime.weight_sync.quantized import quantizer_of
     from slime.weight_sync.tensor import TensorTransport
 
+    if args.lora_rank and args.lora_sync == "adapter":
+        return WeightUpdater(args, trainer, AdapterTransport(args), pause_mode=None)
     if (quantizer := quantizer_of(args)) is not None:
         # Raises on every rank where weights cannot be quantized, before they are gathered.
         for name, shape, _ in describe_hf_weights(trainer.model, args):

@@ -28,6 +28,12 @@ def pause_and_flush(control: FanOut, pause_mode: Any, timeout: float) -> None:
 
 def verify_and_continue(control: FanOut, version: int, timeout: float) -> None:
     """Resume every engine. Raises WeightSyncError, and they stay paused, unless all report ``version``."""
+    verify(control, version, timeout)
+    resume(control, timeout)
+
+
+def verify(control: FanOut, version: int, timeout: float) -> None:
+    """Raise WeightSyncError unless all engines report ``version``."""
     seen = control.call("read the weight version", lambda c: c.weight_version(), timeout)
     wrong = [
         f"{client.url} reports {got!r}"
@@ -37,7 +43,11 @@ def verify_and_continue(control: FanOut, version: int, timeout: float) -> None:
     if wrong:
         raise WeightSyncError(
             f"After pushing weight version {version}: {'; '.join(wrong)}. The push did not arrive whole; "
-            "the engines stay paused. See the engines' logs under the run directory."
+            "engines that were paused stay so. See the engines' logs under the run directory."
         )
-    control.call("continue", lambda c: c.resume(), timeout)
     logger.info("Weight version %d is on %d engines.", version, len(seen))
+
+
+def resume(control: FanOut, timeout: float) -> None:
+    """Let every engine continue."""
+    control.call("continue", lambda c: c.resume(), timeout)

@@ -17,12 +17,14 @@ from slime.weight_sync.transport import Transport, WeightSource
 class WeightUpdater:
     """One per trainer rank; every method is collective. Only rank 0 controls the engines.
 
+    ``pause_mode``: of ``resolve_pause_mode``; None: the engines go on generating during a push.
+
     Attributes:
         version: number of the last push that every engine confirmed.
         bytes_sent: bytes this rank sent in the last push.
     """
 
-    def __init__(self, args: Namespace, trainer: WeightSource, transport: Transport, *, pause_mode: str) -> None:
+    def __init__(self, args: Namespace, trainer: WeightSource, transport: Transport, *, pause_mode: str | None) -> None:
         self.args = args
         self.trainer = trainer
         self.transport = transport
@@ -88,9 +90,12 @@ class WeightUpdater:
             steps.health_check(self._control, self.args.weight_sync_timeout)
 
     def _pause_and_flush(self) -> None:
-        if self._control is not None:
+        if self._control is not None and self.pause_mode is not None:
             steps.pause_and_flush(self._control, self.pause_mode, self.args.weight_sync_timeout)
 
     def _verify_and_continue(self, version: int) -> None:
-        if self._control is not None:
-            steps.verify_and_continue(self._control, version, self.args.weight_sync_timeout)
+        if self._control is None:
+            return
+        steps.verify(self._control, version, self.args.weight_sync_timeout)
+        if self.pause_mode is not None:
+            steps.resume(self._control, self.args.weight_sync_timeout)

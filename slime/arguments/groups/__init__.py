@@ -12,13 +12,14 @@ from slime.arguments.groups.debug import ContinuousIntegration, Debug, Profiling
 from slime.arguments.groups.engines import ElasticEngines, ExternalEngines, FaultTolerance
 from slime.arguments.groups.environments import Environments
 from slime.arguments.groups.logging import Logging
+from slime.arguments.groups.lora import Lora
 from slime.arguments.groups.reward import Reward
 from slime.arguments.groups.rollout import Eval, Rollout
 from slime.arguments.groups.train import Checkpoint, MegatronHooks, Optimizer, Train
 from slime.arguments.groups.weight_sync import WeightSync
 
 ALL_GROUPS: tuple[type[ArgumentGroup], ...] = (
-    Cluster, Train, Rollout, Environments, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint,
+    Cluster, Train, Lora, Rollout, Environments, Data, Batch, Eval, Reward, Algorithm, OffPolicy, Optimizer, Checkpoint,
     WeightSync, Logging, Configuration, Debug, MegatronHooks, FaultTolerance, ElasticEngines, ExternalEngines,
     Distillation, MultiTokenPrediction, Profiling, ContinuousIntegration, TeacherServer,
 )  # fmt: skip

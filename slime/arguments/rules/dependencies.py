@@ -32,6 +32,9 @@ DEPENDENCIES: tuple[FlagDependency, ...] = (
     FlagDependency("--use-tis or --get-mismatch-metrics", lambda args: args.use_tis or args.get_mismatch_metrics, (
         "tis_clip", "tis_clip_low", "custom_tis_function_path",
     )),
+    FlagDependency("--lora-rank", lambda args: args.lora_rank, (
+        "lora_alpha", "lora_target_modules", "lora_dropout", "lora_adapter_path", "lora_sync",
+    )),
     FlagDependency("--use-opsm", lambda args: args.use_opsm, ("opsm_delta",)),
     FlagDependency("--use-opd", lambda args: args.use_opd, ("opd_type", "opd_kl_coef", "opd_teacher_ckpt_step")),
     FlagDependency("--rollout-buffer-url", lambda args: args.rollout_buffer_url is not None, (

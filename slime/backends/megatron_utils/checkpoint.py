@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
+from slime.backends.megatron_utils.lora.checkpoint import base_part, check_described, trained_part
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.optimizer import (
     check_optimizers,
@@ -96,17 +97,27 @@ _CONTENT = {
 }
 
 
+ADAPTER_DIRECTORY = "adapter"
+"""Within a checkpoint of adapters: the same in PEFT's form."""
+
+
 # What torch and pickle raise for files that are not what was written.
 _DAMAGE = (EOFError, OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 @dataclass
 class TrainerState:
-    """The objects a checkpoint holds. ``optimizer`` and ``scheduler`` are None for weights only."""
+    """The objects a checkpoint holds. ``optimizer`` and ``scheduler`` are None for weights only.
+
+    ``adapters``: what is said about adapters (``--lora-rank``), which are then all that it holds of the model.
+    ``base_only``: the model without its adapters is meant.
+    """
 
     model: Sequence[torch.nn.Module]
     optimizer: Any = None
     scheduler: Any | None = None
+    adapters: dict[str, Any] | None = None
+    base_only: bool = False
 
 
 def load_checkpoint(
@@ -133,6 +144,7 @@ def load_checkpoint(
     directory, iteration = checkpoint_dir.find_checkpoint(root, step)
     with _naming_damage(directory):
         common = dist_checkpointing.load_common_state_dict(str(directory))
+    check_described(common.get("slime_lora"), state.adapters, directory)
     finetune = weights_only or args.finetune
     goes_on = state.optimizer is not None and not finetune and not args.no_load_optim
     with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
@@ -161,7 +173,8 @@ def load_checkpoint(
         raise
 
     for name, chunk in _named_chunks(state.model):
-        chunk.load_state_dict(loaded[name], strict=without is None)
+        whole = without is None and state.adapters is None and not state.base_only
+        chunk.load_state_dict(loaded[name], strict=whole)
     if with_optimizer:
         rates = [dict(group) for group in _groups(state.optimizer)]
         state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
@@ -230,6 +243,8 @@ class CheckpointSaver:
         content = {**_CONTENT, **({"non_homogeneous_layers": True} if _freezes_some_anywhere(state.model) else {})}
         sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
         sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout() if with_rng else None)
+        if state.adapters is not None:
+            sharded["slime_lora"] = state.adapters
         if state.scheduler is not None and (with_optimizer or _is_stateless(self._args)):
             sharded["opt_param_scheduler"] = state.scheduler.state_dict()
         if dist.get_rank() == 0:
@@ -239,6 +254,10 @@ class CheckpointSaver:
         directory = str(checkpoint_dir.iteration_dir(root, iteration)) + ".writing"
         _check_space(state, root)
         request = self._write(sharded, directory, content)
+        if state.adapters is not None:
+            from slime.backends.megatron_utils.lora.peft import write_adapter
+
+            write_adapter(state.model, self._args, Path(directory) / ADAPTER_DIRECTORY)
         self._pending = _PendingSave(request, root, iteration, asynchronous)
         if not asynchronous:
             self.finish()
@@ -336,7 +355,8 @@ def _sharded_state(
     state: TrainerState, content: dict[str, Any], *, with_optimizer: bool, with_rng: bool, is_loading: bool
 ) -> dict[str, Any]:
     sharded: dict[str, Any] = {
-        name: chunk.sharded_state_dict(metadata=content) for name, chunk in _named_chunks(state.model)
+        name: _part(state, chunk, chunk.sharded_state_dict(metadata=content))
+        for name, chunk in _named_chunks(state.model)
     }
     if with_optimizer and state.optimizer is not None:
         sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=content)
@@ -345,6 +365,12 @@ def _sharded_state(
     if with_rng:
         sharded["rng_state"] = _rng_state()
     return sharded
+
+
+def _part(state: TrainerState, chunk: Any, sharded: dict[str, Any]) -> dict[str, Any]:
+    if state.adapters is not None:
+        return trained_part(chunk, sharded)
+    return base_part(sharded) if state.base_only else sharded
 
 
 def _freezes_some(model: Sequence[torch.nn.Module]) -> bool:
@@ -427,7 +453,8 @@ def _restore_rng(states: dict[str, Any]) -> None:
 
 def _check_space(state: TrainerState, root: Path) -> None:
     """Stop before writing when the disk cannot hold this rank's parameters."""
-    needed = sum(p.numel() * p.element_size() for chunk in state.model for p in chunk.parameters())
+    parameters = [p for chunk in state.model for p in chunk.parameters() if p.requires_grad or state.adapters is None]
+    needed = sum(p.numel() * p.element_size() for p in parameters)
     free = shutil.disk_usage(root).free
     if free < needed:
         raise OSError(

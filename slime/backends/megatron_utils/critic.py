@@ -48,7 +48,7 @@ class CriticTrainer(MegatronTrainer):
         if checkpoint_has_value_head(directory, self.args.hidden_size):
             return super()._load_megatron(root, step)
         logger.warning("%s has no value head of this size: it starts afresh, the other weights are read", directory)
-        state = TrainerState(self.model)
+        state = TrainerState(self.model, adapters=self._state.adapters)
         load_checkpoint(self.args, root, state, step=step, weights_only=True, without=VALUE_HEAD)
         self.optimizer.reload_model_params()
         return None

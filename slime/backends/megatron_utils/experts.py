@@ -44,6 +44,12 @@ class GroupedLinear(torch.nn.Module):
         """Return the weights in the order of the local experts."""
         return [getattr(self, f"weight{i}") for i in range(self.count)]
 
+    def expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output for the tokens ``x [tokens, in]`` of the local expert ``number``."""
+        output = F.linear(x, getattr(self, f"weight{number}"))
+        adapter: Any = self._modules.get("adapter")  # of --lora-rank
+        return output if adapter is None or not adapter.enabled else output + adapter.expert(number, x)
+
     def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:
         """Fill the weights with random numbers that differ between the ranks of the experts' groups."""
         with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
@@ -88,16 +94,14 @@ class GroupedExperts(MegatronModule):
         counts = tokens_per_expert.tolist()
         if self.config.moe_apply_probs_on_input:
             hidden, probs = (hidden * probs.unsqueeze(-1)).to(hidden.dtype), torch.ones_like(probs)
-        parts = zip(
-            hidden.split(counts), probs.split(counts), self.linear_fc1.weights(), self.linear_fc2.weights(), strict=True
-        )
+        parts = zip(range(self.num_local_experts), hidden.split(counts), probs.split(counts), strict=True)
         return torch.cat([self._expert(*part) for part in parts]), None
 
-    def _expert(self, hidden: torch.Tensor, probs: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        x, weights = F.linear(hidden, up), probs.unsqueeze(-1)
+    def _expert(self, number: int, hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        x, weights = self.linear_fc1.expert(number, hidden), probs.unsqueeze(-1)
         if self._fused:
-            return F.linear(weighted_bias_swiglu_impl(x, None, weights), down)
-        return F.linear((self._activation(x) * weights).to(hidden.dtype), down)
+            return self.linear_fc2.expert(number, weighted_bias_swiglu_impl(x, None, weights))
+        return self.linear_fc2.expert(number, (self._activation(x) * weights).to(hidden.dtype))
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         config = self.config

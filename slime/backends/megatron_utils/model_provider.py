@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.lora.build import add_adapters
 from slime.backends.megatron_utils.model_config import ddp_config_from_args, rope_settings, transformer_config_from_args
 from slime.backends.megatron_utils.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.parallel import gather_from_world
@@ -52,6 +53,7 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
             put_value_head(args, config, models[-1])
     freeze_parameters(args, models)
     _freeze_mtp(args, models)
+    add_adapters(args, models)
     models = [_on_device(config, model) for model in models]
     return _with_ddp(args, config, models) if wrap_with_ddp else models
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.balancing import Balancing
 from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs, num_samples, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
+from slime.backends.megatron_utils.lora.adapter import adapters_off
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.backends.megatron_utils.mtp_loss import mtp_targets, trains_mtp
 from slime.backends.megatron_utils.parallel import is_last_stage, unwrap
@@ -127,7 +128,7 @@ def may_round_logits(args: Namespace, chunk: torch.nn.Module) -> bool:
     return isinstance(model, Float16Module) and args.loss_type != "custom_loss" and args.rollout_top_p == 1.0
 
 
-_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
+_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "lora_dropout")
 
 
 @torch.no_grad()
@@ -258,16 +259,26 @@ class LogProbPasses:
         passes = dict(self._others)
         if self._needs_old_policy(data):
             passes[self._old_policy] = ""
-        if any(tag != ACTOR for tag in passes):
+        if any(tag != ACTOR and not self._is_base(tag) for tag in passes):
             self._backup.save(ACTOR)
         try:
             for tag, prefix in passes.items():
-                with timer(f"{prefix}log_probs"):
-                    self._backup.activate(tag)
+                with timer(f"{prefix}log_probs"), self._policy(tag):
                     with self._routing.old_policy() if tag == self._old_policy else nullcontext():
                         data.update(self._forward_only(data, prefix))
         finally:
             self._backup.activate(ACTOR)
+
+    def _is_base(self, tag: str) -> bool:
+        """Return whether the policy is the actor without its adapters."""
+        return tag == REFERENCE and bool(self.args.lora_rank)
+
+    @contextmanager
+    def _policy(self, tag: str) -> Iterator[None]:
+        base = self._is_base(tag)
+        self._backup.activate(ACTOR if base else tag)
+        with adapters_off(self.model) if base else nullcontext():
+            yield
 
     def _needs_old_policy(self, data: RolloutData) -> bool:
         args = self.args

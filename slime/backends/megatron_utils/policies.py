@@ -17,12 +17,13 @@ from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_meg
 from slime.backends.megatron_utils.host_copy import HostCopy
 
 
-def _named_tensors(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers of all chunks under unique names."""
+def _named_tensors(model: Sequence[torch.nn.Module], trained_only: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers of all chunks under unique names; with ``trained_only`` trained parameters alone."""
     for index, chunk in enumerate(model):
         for name, parameter in chunk.named_parameters():
-            yield f"{index}.{name}", parameter
-        for name, buffer in chunk.named_buffers():
+            if parameter.requires_grad or not trained_only:
+                yield f"{index}.{name}", parameter
+        for name, buffer in chunk.named_buffers() if not trained_only else ():
             yield f"{index}.{name}", buffer
 
 
@@ -30,10 +31,12 @@ class WeightBackup:
     """Host copies of ``model`` (a list of chunks) under tags such as ``actor`` and ``ref``.
 
     ``active`` is the tag whose weights are in the model now. On CUDA the copies are pinned and the transfers overlap.
+    ``trained_only``: the policies differ in what is trained alone (adapters on one base).
     """
 
-    def __init__(self, model: Sequence[torch.nn.Module], active: str) -> None:
+    def __init__(self, model: Sequence[torch.nn.Module], active: str, *, trained_only: bool = False) -> None:
         self._model = model
+        self._trained_only = trained_only
         self._copies: dict[str, dict[str, HostCopy]] = {}
         self.active = active
 
@@ -55,7 +58,7 @@ class WeightBackup:
     def save(self, tag: str) -> None:
         """Copy the weights that are in the model now to host memory as ``tag`` (overwrites an earlier copy)."""
         copies = self._copies.setdefault(tag, {})
-        for name, tensor in _named_tensors(self._model):
+        for name, tensor in _named_tensors(self._model, self._trained_only):
             if name not in copies:
                 copies[name] = HostCopy(tensor)
             copies[name].take(tensor)
@@ -68,7 +71,7 @@ class WeightBackup:
             return
         if tag not in self._copies:
             raise KeyError(f"no weights were kept under the tag {tag!r}; there are {sorted(self._copies)}")
-        for name, tensor in _named_tensors(self._model):
+        for name, tensor in _named_tensors(self._model, self._trained_only):
             self._copies[tag][name].give(tensor)
         _wait_for_copies(self._model)
         self.active = tag
@@ -134,7 +137,8 @@ def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: Weig
     source, step = args.opd_teacher_load, args.opd_teacher_ckpt_step
     try:
         if is_megatron_checkpoint(source):
-            load_checkpoint(args, source, TrainerState(model), step=step, weights_only=True)
+            state = TrainerState(model, base_only=bool(args.lora_rank))
+            load_checkpoint(args, source, state, step=step, weights_only=True)
         elif step is not None:
             raise ValueError(
                 f"--opd-teacher-ckpt-step {step}: {source} is no Megatron checkpoint with steps to choose from"

@@ -20,6 +20,8 @@ from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerSta
 from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
+from slime.backends.megatron_utils.lora.checkpoint import base_of, described
+from slime.backends.megatron_utils.lora.peft import load_adapter, target_names
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.offload import Offloader
 from slime.backends.megatron_utils.optimizer import build_optimizer, build_scheduler, reset_optimizer_states
@@ -116,10 +118,12 @@ class MegatronTrainer:
             build_balancing(self.args, self.model),
         )
         configure_schedules(self._context)
-        self._state = TrainerState(self.model, self.optimizer, self.scheduler)
+        adapters = described(self.args, target_names(self.model)) if self.args.lora_rank else None
+        self._state = TrainerState(self.model, self.optimizer, self.scheduler, adapters)
 
-        self._backup = WeightBackup(self.model, active=ACTOR)
-        if self._with_ref:
+        trained_only = adapters is not None and not has_teacher(self.args)
+        self._backup = WeightBackup(self.model, active=ACTOR, trained_only=trained_only)
+        if self._with_ref and adapters is None:  # with adapters the reference is the model without them
             self._load_reference()
         if has_teacher(self.args):
             load_teacher(self.args, self.model, self._backup)
@@ -177,6 +181,8 @@ class MegatronTrainer:
     def _load(self) -> int:
         """Load ``--load`` when it is a Megatron checkpoint, else Hugging Face weights; return the first rollout id."""
         load = self.args.load
+        if self.args.lora_rank:
+            return self._load_base_and_adapters()
         if is_megatron_checkpoint(load):
             iteration = self._load_megatron(str(load), self.args.ckpt_step)
             return 0 if iteration is None else iteration + 1
@@ -188,6 +194,22 @@ class MegatronTrainer:
                 f"--hf-checkpoint {sources} is a directory with a config.json"
             )
         self._load_hf(found[0])
+        self.optimizer.reload_model_params()
+        return 0
+
+    def _load_base_and_adapters(self) -> int:
+        """Load the base, and on it the adapters of ``--load`` or ``--lora-adapter-path`` if there are any."""
+        base, load = base_of(self.args), self.args.load
+        if is_megatron_checkpoint(base):
+            state = TrainerState(self.model, base_only=True)
+            load_checkpoint(self.args, base, state, step=self.args.ref_ckpt_step, weights_only=True)
+        else:
+            self._load_hf(base)
+        if load != base and is_megatron_checkpoint(load):
+            iteration = self._load_megatron(str(load), self.args.ckpt_step)
+            return 0 if iteration is None else iteration + 1
+        if self.args.lora_adapter_path is not None:
+            load_adapter(self.model, self.args, self.args.lora_adapter_path)
         self.optimizer.reload_model_params()
         return 0
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.rules.lora import takes_adapters
 from slime.backends.sglang_utils.environment import Scratch, engine_environment, make_private
 from slime.backends.sglang_utils.errors import EngineStartError, with_last_lines
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
@@ -131,6 +132,7 @@ class EngineProcess:
             device_type=self.args.device_type,
             tp_size=self._spec.num_gpus,
             scratch=self._scratch.path,
+            takes_adapters=takes_adapters(self.args) and self._spec.update_weights,
         )
         self._process = spawn(command, env, self.log_path, self.name)
         self._started_at = time.monotonic()

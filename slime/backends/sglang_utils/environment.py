@@ -36,6 +36,7 @@ CPU_DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "UCX_TLS": "tcp",  # nixl carries key-value caches with UCX, whose other transports look for devices
 }
+TAKES_ADAPTERS = "SLIME_TAKES_ADAPTERS"
 REMOVED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Set for trainers; SGLang's memory saver does not work with expandable segments."""
 
@@ -54,12 +55,14 @@ def engine_environment(
     scratch: Path | None = None,
     base: Mapping[str, str] | None = None,
     cores: list[int] | None = None,
+    takes_adapters: bool = False,
 ) -> dict[str, str]:
     """Return the whole environment of an engine: ``base`` (default: this process's) plus what SGLang needs.
 
     A variable that ``base`` sets wins over the defaults here. ``scratch`` is the engine's own directory for temporary
     files: SGLang leaves its sockets there. Compiled kernels stay in the usual place. ``cores`` are those that the
-    tensor-parallel ranks of a CPU engine are bound to (default: those of this process).
+    tensor-parallel ranks of a CPU engine are bound to (default: those of this process). ``takes_adapters``: whether
+    the trainer pushes adapters to it.
     """
     env = dict(os.environ if base is None else base)
     for name in REMOVED:
@@ -72,6 +75,7 @@ def engine_environment(
         env["CUDA_VISIBLE_DEVICES"] = ""
         if tp_size > 1:
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(tp_size, cores))
+    env[TAKES_ADAPTERS] = str(int(takes_adapters))
     if scratch is not None:
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         env["TMPDIR"] = str(scratch)

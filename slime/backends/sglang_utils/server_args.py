@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.passthrough import catalog
+from slime.arguments.rules.lora import adapted_modules, takes_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,12 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
         fields["enable_return_routed_experts"] = True
     if args.fp16:
         fields["dtype"] = "float16"
+    if takes_adapters(args) and spec.update_weights:
+        fields["enable_lora"] = True
+        fields["max_lora_rank"] = args.lora_rank
+        fields["lora_target_modules"] = adapted_modules(args)
+        if not on_cuda:
+            fields["lora_backend"] = "torch_native"
     return fields
 
 

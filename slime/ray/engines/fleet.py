@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import ray
 
 from slime.arguments.placement import EnginePlan, engines_of
+from slime.arguments.rules.lora import takes_adapters
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.ray.engines import offload
 from slime.ray.engines.engine import RayEngine
@@ -492,7 +493,7 @@ def check_renewable(args: Namespace, members: Sequence[Member]) -> None:
         except ServerError as e:
             logger.warning("%s does not say what it is made of, which is not checked: %s", member, e)
             continue
-        refused, warned = what_a_push_misses(info, transport, stored)
+        refused, warned = what_a_push_misses(info, transport, stored, adapters=takes_adapters(args))
         wrong += [f"{member}: {sentence}" for sentence in refused]
         for sentence in warned:
             logger.warning("%s: %s", member, sentence)

@@ -28,13 +28,15 @@ def transport_of(args: Namespace) -> Transport:
 
 
 def what_a_push_misses(
-    info: Mapping[str, Any], transport: Transport, stored: str | None = None
+    info: Mapping[str, Any], transport: Transport, stored: str | None = None, *, adapters: bool = False
 ) -> tuple[list[str], list[str]]:
     """Return why an engine that reports ``info`` must not be pushed to, and what to warn of; a sentence each.
 
     A setting that the engine does not report is taken to be off. ``stored``: the quantization of its checkpoint, in
-    which weights are pushed.
+    which weights are pushed. ``adapters``: that adapters alone are pushed, and the engine keeps its weights.
     """
+    if adapters:
+        return [], []
     refused, warned = _of_weights(info, transport, stored)
     draft, model = info.get("speculative_draft_model_path"), info.get("model_path")
     if info.get("speculative_algorithm") and draft not in (None, model):

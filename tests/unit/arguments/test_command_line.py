@@ -18,6 +18,7 @@ from tests.support.arguments import minimal_flags, parse
         ("--sglang-mem-fraction-statik", "--sglang-mem-fraction-static"),
         ("--mem-fraction-static", "--sglang-mem-fraction-static"),
         ("--router-polisy", "--router-policy"),
+        ("--target-modules", "--lora-target-modules"),
         ("--policy", "--router-policy"),
         ("--no-swiglu", "--swiglu"),
         ("--advantage-estimater", "--advantage-estimator"),
@@ -34,9 +35,9 @@ def test_no_flag_is_near_to_nonsense(parser):
     assert nearest("--zzyzx-qqq", list(parser._option_string_actions)) is None
 
 
-@pytest.mark.parametrize("typed", ["--lora-rank", "--lora-alpha", "--critic-lr-warmup", "--actor-lr", "--grpo"])
+@pytest.mark.parametrize("typed", ["--lora-depth", "--adapter-rank", "--critic-lr-warmup", "--actor-lr", "--grpo"])
 def test_a_flag_of_another_name_is_not_near(typed, parser):
-    """A first word more or less says something else: there is --q-lora-rank, --local-rank, --lr-warmup-init."""
+    """A first word more or less says something else: there is --lr-warmup-init."""
     assert nearest(typed, list(parser._option_string_actions)) is None
 
 

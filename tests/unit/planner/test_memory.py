@@ -194,6 +194,25 @@ def test_copies_in_host_memory() -> None:
     assert (away.optimizer, away.host) == (0, of_trainer(args).optimizer)
 
 
+def test_bytes_of_adapters_by_hand() -> None:
+    """Gradients and optimizer state are those of the adapters, and the reference needs no copy."""
+    flags: dict[str, Any] = {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "use_kl_loss": True}
+    whole, adapted = of_trainer(bare_args(**flags)), of_trainer(bare_args(**flags, lora_rank=8))
+    # A whole and half of B for q, k, v, gate and up; half of A and B whole for o and down
+    columns = (64 + 128 // 2) + 2 * (64 + 64 // 2) + 2 * (64 + 160 // 2)
+    adapters = 4 * 8 * (columns + (128 // 2 + 64) + (160 // 2 + 64))
+    size = model_size(bare_args(**flags))
+    assert adapted.parameters == 2 * (size.ranks[0].total + adapters)
+    assert adapted.gradients == 4 * adapters
+    assert adapted.optimizer == 12 * adapters
+    assert (adapted.activations, adapted.logits) == (whole.activations, whole.logits)
+    assert adapted.host == 0 < whole.host
+    only = of_trainer(bare_args(**flags, lora_rank=8, lora_target_modules=["q_proj"]))
+    assert only.gradients == 4 * 4 * 8 * (64 + 128 // 2)
+    asleep = of_trainer(bare_args(**flags, lora_rank=8, offload_train=True))
+    assert asleep.host == asleep.optimizer + 2 * size.ranks[0].total
+
+
 def of_engine(args: Namespace) -> EngineMemory:
     return engine_memory(args, shape_of(args))
 

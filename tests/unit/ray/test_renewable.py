@@ -90,3 +90,8 @@ def test_the_transport_of_a_run() -> None:
     assert transport_of(run_args()) == "broadcast"
     assert transport_of(run_args(colocate=True)) == "tensor"
     assert transport_of(run_args(colocate=True, update_weight_transport="disk")) == "disk"
+
+
+def test_engines_that_are_sent_adapters_keep_their_weights() -> None:
+    info = {**PLAIN, "enable_lora": True, "attention_backend": "intel_amx"}
+    assert what_a_push_misses(info, "broadcast", adapters=True) == ([], [])

@@ -69,7 +69,7 @@ def one_rank() -> Any:
     dist.destroy_process_group()
 
 
-def updater_with(engines: list[Engine], log: list[str], pause_mode: str = "abort") -> WeightUpdater:
+def updater_with(engines: list[Engine], log: list[str], pause_mode: str | None = "abort") -> WeightUpdater:
     updater = WeightUpdater(
         run_args(weight_sync_timeout=5.0), SimpleNamespace(), Transport(log, engines), pause_mode=pause_mode
     )
@@ -86,6 +86,13 @@ def test_a_push_pauses_flushes_sends_verifies_and_continues_in_this_order() -> N
     once = ["pause abort", "flush", "send 1", "version", "continue"]
     assert log == once + [line.replace("1", "2") for line in once]
     assert updater.bytes_sent == 7
+
+
+def test_engines_that_are_not_paused_are_only_asked_for_their_version() -> None:
+    log: list[str] = []
+    updater = updater_with([Engine("http://a", log)], log, pause_mode=None)
+    assert updater.update() == 1
+    assert log == ["send 1", "version"]
 
 
 def test_an_engine_with_another_version_stops_the_run_and_stays_paused() -> None:

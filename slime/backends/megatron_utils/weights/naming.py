@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.lora.adapter import ADAPTER, merging
 from slime.backends.megatron_utils.parallel import (
     Ranks,
     expert_parallel,
@@ -33,7 +34,8 @@ MTP = "mtp."
 class Weight:
     """One parameter of this rank and where it belongs: ``hf_names`` of a layer (and expert) by ``rule``.
 
-    A persistent buffer (the bias by which a router picks experts) counts as a parameter here.
+    A persistent buffer (the bias by which a router picks experts) counts as a parameter here. ``merge``: what makes of
+    the parameter the weight with its adapter (``--lora-rank``), None without one.
     """
 
     name: str
@@ -42,6 +44,11 @@ class Weight:
     layer: int | None
     expert: int | None
     hf_names: tuple[str, ...]
+    merge: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def value(self) -> torch.Tensor:
+        """Return the weight that the model computes with."""
+        return self.parameter.detach() if self.merge is None else self.merge(self.parameter)
 
     @property
     def tensor_ranks(self) -> Ranks:
@@ -119,16 +126,16 @@ def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family:
     """Return this rank's weights in the order of its modules.
 
     The output layer of a model with tied embeddings is the input embedding. Raises ValueError for a parameter that the
-    family's map does not know. A critic's value head is left out: no family has one.
+    family's map does not know. A critic's value head is left out: no family has one; so are the parameters of adapters.
     """
-    weights = []
+    weights, merges = [], merging(model_chunks)
     for name, parameter in global_named_parameters(model_chunks):
-        if is_value_head(parameter):
+        if is_value_head(parameter) or f".{ADAPTER}." in name:
             continue
         rule, layer, expert, hf_names = hf_place(name, family, args.num_layers)
         if tied(args):
             hf_names = tuple(family.embedding if name == LM_HEAD else name for name in hf_names)
-        weights.append(Weight(name, parameter, rule, layer, expert, hf_names))
+        weights.append(Weight(name, parameter, rule, layer, expert, hf_names, merges.get(id(parameter))))
     return weights
 
 

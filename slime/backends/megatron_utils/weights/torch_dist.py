@@ -55,6 +55,11 @@ class TorchDistCheckpoint:
             if isinstance(stored, TensorStorageMetadata) and not _NO_WEIGHT.search(key)
             for weight in _weights_of(key, stored)
         )
+        if any(".adapter." in weight.name for weight in self.weights):
+            raise ValueError(
+                f"{self.path} holds adapters alone (--lora-rank), and no whole model: its directory `adapter` is what "
+                "PEFT and engines load, and --save-hf writes the model with the adapters merged"
+            )
         if not self.weights:
             raise ValueError(
                 f"{self.path} holds no weights: its keys are {sorted(self._metadata.state_dict_metadata)[:8]}"

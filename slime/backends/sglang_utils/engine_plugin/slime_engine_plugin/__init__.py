@@ -24,6 +24,10 @@ def register() -> None:
     request_fields.register()
     start.register(on_cpu)
     files.register()
+    if os.environ.get("SLIME_TAKES_ADAPTERS") == "1":
+        from slime_engine_plugin import adapters
+
+        adapters.register(on_cpu)
     if on_cpu:
         cpu.register()
         disaggregation.register()
