@@ -364,7 +364,7 @@ class EngineFleet:
         while not self._stopping.wait(WATCH_INTERVAL_S):
             try:
                 for model in self.models:
-                    model.revive_router(self._stopping)
+                    self._revive_router(model)
                 self.reap_exited()
             except RouterEndedError as e:
                 self._router_ended(e)
@@ -372,14 +372,20 @@ class EngineFleet:
             except Exception:  # a later poll may succeed
                 logger.exception("looking for engines that have ended")
 
+    def _revive_router(self, model: ServedModel) -> None:
+        for member, reason in model.revive_router(self._stopping):
+            self.mark_dead(member, reason)
+
     def _router_ended(self, error: RouterEndedError) -> None:
         if not self._stopping.is_set():
             logger.error("%s", error)
             self._events.engines_failed(EngineDied(str(error)))
 
     def _register(self, member: Member) -> None:
+        model = self._model_of[member.rank]
         try:
-            self._model_of[member.rank].register(member)
+            self._revive_router(model)
+            model.register(member)
         except RouterEndedError as e:
             self._router_ended(e)
         except RouterError as e:
