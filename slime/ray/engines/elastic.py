@@ -13,7 +13,7 @@ from typing import Any
 from slime.arguments.placement import EnginePlan
 from slime.ray.engines.engine import RayEngine
 from slime.ray.engines.fleet import EngineFleet, wait_until_idle
-from slime.ray.engines.members import LIVING, Engine, EngineChangeError, Member, State
+from slime.ray.engines.members import LIVING, STAYING, Engine, EngineChangeError, Member, State
 from slime.ray.engines.reservation import Reservation
 from slime.ray.engines.scaling import Scaling
 from slime.ray.engines.served_model import ServedModel
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 30.0
 ABORT_INTERVAL_S = 2.0
-STAYING = (State.STARTING, State.NEW, State.SERVING)
 
 
 class ElasticFleet(EngineFleet):
@@ -251,10 +250,6 @@ class ElasticFleet(EngineFleet):
             return super()._make_engine(plan)
         return RayEngine(self.args, plan, reservation.slots, self._wiring, loopback=self._loopback)
 
-    def _staying(self, model: ServedModel) -> list[Member]:
-        """A lost engine that is restarted counts: it will be back."""
-        return model.of(*STAYING) if self._restarts is None else model.of(*STAYING, State.DEAD)
-
     def _member(self, rank: int) -> Member:
         members = self.members.all()
         for member in members:
@@ -283,10 +278,6 @@ class ElasticFleet(EngineFleet):
                 f"{plan} shares devices with the trainer (--colocate, --offload-rollout), which passes weights to it "
                 "through their memory and takes turns with it: the number of such engines is that of the start"
             )
-
-    def _count_engines(self) -> None:
-        """Let what limits the requests in flight know."""
-        self.args.sglang_model_engines = {model.name: len(self._staying(model)) for model in self.models}
 
 
 def _abort(members: Sequence[Member]) -> None:

@@ -20,7 +20,7 @@ from slime.ray.engines import offload
 from slime.ray.engines.engine import RayEngine
 from slime.ray.engines.external import ExternalEngine, external_plans
 from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
-from slime.ray.engines.members import LIVING, Engine, Member, Members, State
+from slime.ray.engines.members import LIVING, STAYING, Engine, Member, Members, State
 from slime.ray.engines.rejections import Rejections
 from slime.ray.engines.renewable import transport_of, what_a_push_misses
 from slime.ray.engines.restarts import EngineRestarts
@@ -118,10 +118,7 @@ class EngineFleet:
             check_renewable(self.args, self._updatable(State.SERVING))
         self.args.sglang_router_ip, self.args.sglang_router_port = self.models[0].address
         self.args.sglang_model_routers = {model.name: model.address for model in self.models}
-        # Requests in flight are counted where responses are generated.
-        self.args.sglang_model_engines = {
-            model.name: sum(plan.worker_type != "prefill" for plan in model.plans) for model in self.models
-        }
+        self._count_engines()
         if self.args.use_fault_tolerance:
             self._restarts = EngineRestarts(
                 self.args,
@@ -351,6 +348,17 @@ class EngineFleet:
 
     def _router(self, model: ServedModel, host: str) -> RouterProcess | RunningRouter:
         return new_router(self.args, model, host, is_first=model is self.models[0])
+
+    def _staying(self, model: ServedModel) -> list[Member]:
+        """The engines of ``model`` that are not about to leave; a lost one that is restarted counts."""
+        return model.of(*STAYING) if self._restarts is None else model.of(*STAYING, State.DEAD)
+
+    def _count_engines(self) -> None:
+        """Let what limits the requests in flight know; they are counted where responses are generated."""
+        self.args.sglang_model_engines = {
+            model.name: sum(member.engine.plan.worker_type != "prefill" for member in self._staying(model))
+            for model in self.models
+        }
 
     def _updatable(self, *states: State) -> list[Member]:
         """The engines in ``states`` that get the trainer's weights."""
