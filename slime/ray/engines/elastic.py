@@ -147,6 +147,9 @@ class ElasticFleet(EngineFleet):
         until ``remove``. ``is_forced``: whatever ``--rollout-min-engines`` says. Raises EngineChangeError when one of
         them has to stay.
         """
+        return self._take_off(ranks, drain_s, is_forced=is_forced)[1]
+
+    def _take_off(self, ranks: Sequence[int], drain_s: float, *, is_forced: bool) -> tuple[list[Member], int]:
         with self._changes:
             members = [self._member(rank) for rank in dict.fromkeys(ranks)]
             self._check_may_leave(members, is_forced=is_forced)
@@ -160,7 +163,7 @@ class ElasticFleet(EngineFleet):
         if left:
             logger.warning("%d requests of engines that are to leave are aborted, and sent to the others", left)
             _abort(draining)
-        return left
+        return members, left
 
     def remove(self, ranks: Sequence[int], drain_s: float, *, is_forced: bool = False, are_lost: bool = False) -> int:
         """``take_off``, and end the engines; their slots are free unless they ``are_lost``.
@@ -169,8 +172,9 @@ class ElasticFleet(EngineFleet):
         without it then.
         """
         deadline = time.monotonic() + drain_s
-        aborted = self.take_off(ranks, drain_s, is_forced=is_forced)
-        members = [self._member(rank) for rank in dict.fromkeys(ranks)]
+        members, aborted = self._take_off(ranks, drain_s, is_forced=is_forced)
+        if not members:
+            return aborted
         if any(member in self._offered for member in members):
             self._no_push.wait(max(0.0, deadline - time.monotonic()))
         with ThreadPoolExecutor(len(members)) as pool:
@@ -281,7 +285,7 @@ class ElasticFleet(EngineFleet):
 
 
 def _abort(members: Sequence[Member]) -> None:
-    """Abort what ``members`` hold, and wait until it is answered; one that does not answer holds nothing any more."""
+    """Abort what ``members`` hold, and wait until it is answered; one that has ended holds nothing any more."""
     deadline = time.monotonic() + ABORT_DEADLINE_S
     while time.monotonic() < deadline:
         for member in members:

@@ -442,15 +442,19 @@ def _client(member: Member) -> EngineClient:
 
 
 def _requests_of(member: Member) -> int:
-    """How many requests it holds; none where it has ended."""
+    """How many requests it holds: none where it has ended, one where it runs and does not say."""
     try:
         return _client(member).num_requests()
-    except ServerError:
-        return 0
+    except ServerError as e:
+        is_there = e.status is not None or isinstance(e, EngineTimeoutError)
+        return 1 if is_there and member.engine.poll() is None else 0
 
 
 def wait_until_idle(members: Sequence[Member], deadline: float) -> int:
-    """Return how many requests ``members`` hold: some only when it has become ``deadline``."""
+    """Return how many requests ``members`` hold: some only when it has become ``deadline``.
+
+    One that does not answer in time may be at work, and counts as one request.
+    """
     was_idle = False
     while (left := sum(_in_parallel(_requests_of, members))) or not was_idle:
         if time.monotonic() >= deadline:

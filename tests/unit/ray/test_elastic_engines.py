@@ -13,6 +13,7 @@ from slime.ray.engines import elastic, scaling
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines.members import EngineChangeError, State
 from slime.ray.remote import RemoteFailure
+from slime.servers.http import EngineError, EngineTimeoutError
 from tests.support.arguments import run_args
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, World, push
 
@@ -168,6 +169,47 @@ def test_what_it_holds_at_the_deadline_is_aborted(world: Any, monkeypatch: pytes
     assert push(run) == [OLD]
     assert run.fleet.remove([1], 0.02) == 0
     assert Engine.started[1].is_ended.is_set()
+
+
+def test_one_that_is_busy_is_not_taken_to_have_ended(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is late with its answer, or refuses one; one without connections, or without a process, holds nothing."""
+    run = world(3)
+
+    def failing(error: Exception) -> None:
+        def num_requests(client: Client) -> int:
+            if client.url == OLD:
+                raise error
+            return 0
+
+        monkeypatch.setattr(Client, "num_requests", num_requests)
+
+    monkeypatch.setattr(elastic, "ABORT_DEADLINE_S", 0.02)
+    late = EngineTimeoutError("GET", OLD, status=None, body="none within 30 s")
+    for error, left in (
+        (late, 1),
+        (EngineError("GET", OLD, status=503, body="busy"), 1),
+        (EngineError("GET", OLD, status=None, body="connection refused"), 0),
+    ):
+        failing(error)
+        assert run.fleet.take_off([0], 0.02) == left
+    failing(late)
+    run.member(0).engine.ended_by = "its node is gone"
+    assert run.fleet.take_off([0], 0.02) == 0
+
+
+def test_a_second_removal_of_one_that_is_leaving_returns_when_it_has_left(world: Any) -> None:
+    run = world(2)
+    run.fleet.recover()
+    run.fleet.offer()
+    first = leave_in_background(run, [1])
+    second = leave_in_background(run, [1])
+    run.wait_for(1, State.DRAINING)
+    threading.Event().wait(0.1)  # both wait for the push
+    run.fleet.admit()
+    assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == (0, 0)
+    assert ranks(run) == [0]
+    assert run.fleet.members.removed == 1
+    assert run.fleet.remove([], 0.0) == 0
 
 
 def test_the_last_engine_stays_and_so_do_as_many_as_the_bound_says(world: Any) -> None:
@@ -347,6 +389,23 @@ def test_a_function_says_how_many_engines_there_are(world: Any, monkeypatch: pyt
     WANTED["answer"] = {"judge": 1}
     with pytest.raises(EngineChangeError, match="no model 'judge'"):
         watch.scale()
+
+
+def test_nothing_is_removed_while_no_engine_lives(world: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    run = world(
+        2,
+        custom_engine_scaling_path=f"{__name__}.wanted_engines",
+        use_fault_tolerance=True,
+        engine_scaling_interval=1e6,
+    )
+    Engine.gate.clear()
+    for rank in (0, 1):
+        run.member(rank).engine.ended_by = "it ended"
+    run.fleet.reap_exited()
+    WANTED["answer"] = {"default": 1}
+    run.fleet._scaling.scale()
+    assert "without engines" not in caplog.text
+    Engine.gate.set()
 
 
 def test_refusals_of_the_manager_reach_the_command_as_they_are(make_manager: Any) -> None:
