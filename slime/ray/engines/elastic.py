@@ -41,6 +41,8 @@ class ElasticFleet(EngineFleet):
         self._scaling = Scaling(self, self._stopping)
         self._changes = threading.Lock()
         """Held while it is decided, and recorded, who joins and who leaves."""
+        self._adding = threading.Lock()
+        """Held for all of an addition: others wait for it, and engines may leave meanwhile."""
         self._next_rank = len(self.plans)
         self._vacant: list[EnginePlan] = []
         """Removed engines whose slots, of those that the run started with, are free."""
@@ -70,25 +72,28 @@ class ElasticFleet(EngineFleet):
 
         ``worker_type``: of which kind, where the model has several. Raises EngineChangeError when that cannot be.
         """
-        with self._changes:
-            served = self._model_named(model)
-            like = self._example(served, worker_type)
-            self._check_can_change(like)
-            most = self.args.rollout_max_engines
-            number = len(self._staying(served))
-            if most is not None and number + count > most:
-                raise EngineChangeError(
-                    f"{served.name} has {number} engines; {count} more would exceed --rollout-max-engines {most}"
-                )
+        with self._adding:
+            with self._changes:
+                served = self._model_named(model)
+                like = self._example(served, worker_type)
+                self._check_can_change(like)
+                most = self.args.rollout_max_engines
+                number = len(self._staying(served))
+                if most is not None and number + count > most:
+                    raise EngineChangeError(
+                        f"{served.name} has {number} engines; {count} more would exceed --rollout-max-engines {most}"
+                    )
             plans: list[EnginePlan] = []
             try:
                 for _ in range(count):
                     plans.append(self._place(like))
-            except EngineChangeError:
-                for plan in plans:
-                    self._free(plan)
+            except BaseException:
+                with self._changes:
+                    for plan in plans:
+                        self._free(plan)
                 raise
-            members = [self._enlist(plan, served) for plan in plans]
+            with self._changes:
+                members = [self._enlist(plan, served) for plan in plans]
         for member in members:
             threading.Thread(target=self._start_added, args=(member,), name=f"add-{member}", daemon=True).start()
         return [member.rank for member in members]
@@ -97,12 +102,13 @@ class ElasticFleet(EngineFleet):
         """Return the plan of one more engine, on slots of its own. Raises EngineChangeError where there are none."""
         rank = self._next_rank
         self._next_rank += 1
-        for plan in self._vacant:
-            if plan.group == like.group:
-                self._vacant.remove(plan)
-                return replace(plan, rank=rank)
+        with self._changes:
+            for plan in self._vacant:
+                if plan.group == like.group:
+                    self._vacant.remove(plan)
+                    return replace(plan, rank=rank)
         plan = replace(like, rank=rank, gpu_offset=0, offload=False)  # the first slot of its own reservation
-        self._reservations[rank] = Reservation(plan, self._wiring)
+        self._reservations[rank] = Reservation(plan, self._wiring, on_this_node=self._loopback)
         return plan
 
     def _enlist(self, plan: EnginePlan, model: ServedModel) -> Member:
