@@ -94,10 +94,25 @@ def test_engines_of_a_run_in_progress(
 ) -> None:
     manager = Manager(**answers)
     monkeypatch.setattr(engines_command.cluster, "manager_of_run", lambda directory: manager)
-    monkeypatch.setattr(engines_command.ray, "get", lambda answer: answer)
+    monkeypatch.setattr(engines_command.ray, "get", lambda answer, timeout: answer)
     assert command.main(["engines", *words, "--run-dir", "/run"]) == 0
     assert capsys.readouterr().out == said
     assert manager.calls == [call]
+
+
+@pytest.mark.parametrize(("words", "limit"), [(["list"], 1800), (["drain", "1", "--timeout", "7200"], 9000)])
+def test_a_manager_that_does_not_answer_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], limit: int
+) -> None:
+    def never(answer: Any, timeout: float = 0.0) -> Any:
+        raise engines_command.ray.exceptions.GetTimeoutError(str(timeout))
+
+    manager = Manager(deployment={}, drain_engines=0)
+    monkeypatch.setattr(engines_command.cluster, "manager_of_run", lambda directory: manager)
+    monkeypatch.setattr(engines_command.ray, "get", never)
+    assert command.main(["engines", *words, "--run-dir", "/run"]) == 1
+    said = capsys.readouterr().err
+    assert f"error: the manager of the run in /run has not answered for {limit} s. What was asked for may still" in said
 
 
 def test_engines_of_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping
@@ -45,11 +46,12 @@ class EventStream:
         self._due = time.monotonic() + KEEP_ALIVE_S
 
     async def end(self, events: Iterable[bytes]) -> web.StreamResponse:
-        """Send the last events."""
-        if not self.is_open:
-            await self._open()
-        await self._write(b"".join(events))
-        await self.response.write_eof()
+        """Send the last events. A client that is gone by then gets nothing more: the headers may be sent already."""
+        with contextlib.suppress(ClientGone, ConnectionError):
+            if not self.is_open:
+                await self._open()
+            await self._write(b"".join(events))
+            await self.response.write_eof()
         return self.response
 
     async def _open(self) -> None:

@@ -13,6 +13,8 @@ import ray
 from slime.ray import cluster
 from slime.ray.remote import one_line_kind
 
+ANSWER_TIMEOUT_S = 1800.0
+"""What the manager may take beside ``--timeout``; while the run starts, it answers when the engines are ready."""
 COLUMNS = ("model", "router", "engine", "url", "type", "slots", "state")
 
 
@@ -34,8 +36,16 @@ def change_engines(words: Sequence[str]) -> int:
 
 
 def _answer(manager: Any, asked: argparse.Namespace) -> str:
+    timeout_s = ANSWER_TIMEOUT_S + (getattr(asked, "timeout", None) or 0.0)
+
     def call(method: str, *args: object) -> Any:
-        return ray.get(getattr(manager, method).remote(*args))
+        try:
+            return ray.get(getattr(manager, method).remote(*args), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise ConnectionError(
+                f"the manager of the run in {asked.run_dir} has not answered for {timeout_s:g} s. What was asked for "
+                "may still be done: look with `slime engines list`, and at the log of the manager in that directory"
+            ) from None
 
     if asked.action == "list":
         return table(call("deployment"))

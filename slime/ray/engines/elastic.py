@@ -13,7 +13,7 @@ from typing import Any
 from slime.arguments.placement import EnginePlan
 from slime.ray.engines.engine import RayEngine
 from slime.ray.engines.fleet import EngineFleet, wait_until_idle
-from slime.ray.engines.members import LIVING, Engine, EngineChangeError, Member, State
+from slime.ray.engines.members import LIVING, STAYING, Engine, EngineChangeError, Member, State
 from slime.ray.engines.reservation import Reservation
 from slime.ray.engines.scaling import Scaling
 from slime.ray.engines.served_model import ServedModel
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 30.0
 ABORT_INTERVAL_S = 2.0
-STAYING = (State.STARTING, State.NEW, State.SERVING)
 
 
 class ElasticFleet(EngineFleet):
@@ -42,6 +41,8 @@ class ElasticFleet(EngineFleet):
         self._scaling = Scaling(self, self._stopping)
         self._changes = threading.Lock()
         """Held while it is decided, and recorded, who joins and who leaves."""
+        self._adding = threading.Lock()
+        """Held for all of an addition: others wait for it, and engines may leave meanwhile."""
         self._next_rank = len(self.plans)
         self._vacant: list[EnginePlan] = []
         """Removed engines whose slots, of those that the run started with, are free."""
@@ -71,25 +72,28 @@ class ElasticFleet(EngineFleet):
 
         ``worker_type``: of which kind, where the model has several. Raises EngineChangeError when that cannot be.
         """
-        with self._changes:
-            served = self._model_named(model)
-            like = self._example(served, worker_type)
-            self._check_can_change(like)
-            most = self.args.rollout_max_engines
-            number = len(self._staying(served))
-            if most is not None and number + count > most:
-                raise EngineChangeError(
-                    f"{served.name} has {number} engines; {count} more would exceed --rollout-max-engines {most}"
-                )
+        with self._adding:
+            with self._changes:
+                served = self._model_named(model)
+                like = self._example(served, worker_type)
+                self._check_can_change(like)
+                most = self.args.rollout_max_engines
+                number = len(self._staying(served))
+                if most is not None and number + count > most:
+                    raise EngineChangeError(
+                        f"{served.name} has {number} engines; {count} more would exceed --rollout-max-engines {most}"
+                    )
             plans: list[EnginePlan] = []
             try:
                 for _ in range(count):
                     plans.append(self._place(like))
-            except EngineChangeError:
-                for plan in plans:
-                    self._free(plan)
+            except BaseException:
+                with self._changes:
+                    for plan in plans:
+                        self._free(plan)
                 raise
-            members = [self._enlist(plan, served) for plan in plans]
+            with self._changes:
+                members = [self._enlist(plan, served) for plan in plans]
         for member in members:
             threading.Thread(target=self._start_added, args=(member,), name=f"add-{member}", daemon=True).start()
         return [member.rank for member in members]
@@ -98,12 +102,13 @@ class ElasticFleet(EngineFleet):
         """Return the plan of one more engine, on slots of its own. Raises EngineChangeError where there are none."""
         rank = self._next_rank
         self._next_rank += 1
-        for plan in self._vacant:
-            if plan.group == like.group:
-                self._vacant.remove(plan)
-                return replace(plan, rank=rank)
+        with self._changes:
+            for plan in self._vacant:
+                if plan.group == like.group:
+                    self._vacant.remove(plan)
+                    return replace(plan, rank=rank)
         plan = replace(like, rank=rank, gpu_offset=0, offload=False)  # the first slot of its own reservation
-        self._reservations[rank] = Reservation(plan, self._wiring)
+        self._reservations[rank] = Reservation(plan, self._wiring, on_this_node=self._loopback)
         return plan
 
     def _enlist(self, plan: EnginePlan, model: ServedModel) -> Member:
@@ -148,6 +153,9 @@ class ElasticFleet(EngineFleet):
         until ``remove``. ``is_forced``: whatever ``--rollout-min-engines`` says. Raises EngineChangeError when one of
         them has to stay.
         """
+        return self._take_off(ranks, drain_s, is_forced=is_forced)[1]
+
+    def _take_off(self, ranks: Sequence[int], drain_s: float, *, is_forced: bool) -> tuple[list[Member], int]:
         with self._changes:
             members = [self._member(rank) for rank in dict.fromkeys(ranks)]
             self._check_may_leave(members, is_forced=is_forced)
@@ -161,7 +169,7 @@ class ElasticFleet(EngineFleet):
         if left:
             logger.warning("%d requests of engines that are to leave are aborted, and sent to the others", left)
             _abort(draining)
-        return left
+        return members, left
 
     def remove(self, ranks: Sequence[int], drain_s: float, *, is_forced: bool = False, are_lost: bool = False) -> int:
         """``take_off``, and end the engines; their slots are free unless they ``are_lost``.
@@ -170,8 +178,9 @@ class ElasticFleet(EngineFleet):
         without it then.
         """
         deadline = time.monotonic() + drain_s
-        aborted = self.take_off(ranks, drain_s, is_forced=is_forced)
-        members = [self._member(rank) for rank in dict.fromkeys(ranks)]
+        members, aborted = self._take_off(ranks, drain_s, is_forced=is_forced)
+        if not members:
+            return aborted
         if any(member in self._offered for member in members):
             self._no_push.wait(max(0.0, deadline - time.monotonic()))
         with ThreadPoolExecutor(len(members)) as pool:
@@ -251,10 +260,6 @@ class ElasticFleet(EngineFleet):
             return super()._make_engine(plan)
         return RayEngine(self.args, plan, reservation.slots, self._wiring, loopback=self._loopback)
 
-    def _staying(self, model: ServedModel) -> list[Member]:
-        """A lost engine that is restarted counts: it will be back."""
-        return model.of(*STAYING) if self._restarts is None else model.of(*STAYING, State.DEAD)
-
     def _member(self, rank: int) -> Member:
         members = self.members.all()
         for member in members:
@@ -284,13 +289,9 @@ class ElasticFleet(EngineFleet):
                 "through their memory and takes turns with it: the number of such engines is that of the start"
             )
 
-    def _count_engines(self) -> None:
-        """Let what limits the requests in flight know."""
-        self.args.sglang_model_engines = {model.name: len(self._staying(model)) for model in self.models}
-
 
 def _abort(members: Sequence[Member]) -> None:
-    """Abort what ``members`` hold, and wait until it is answered; one that does not answer holds nothing any more."""
+    """Abort what ``members`` hold, and wait until it is answered; one that has ended holds nothing any more."""
     deadline = time.monotonic() + ABORT_DEADLINE_S
     while time.monotonic() < deadline:
         for member in members:

@@ -19,6 +19,8 @@ LEAVE_TIMEOUT_S = 5.0
 GENERATE_TIMEOUT_S, GENERATE_POLL_S = 30.0, 1.0
 LOST_CONNECTIONS = 3
 """So many polls in a row without a connection mean that the server has ended."""
+MOST_STAGES = 64
+"""Of the trainers whose process groups may be left: no trainer has as many pipeline stages."""
 _lives = itertools.count(1)
 
 
@@ -119,6 +121,6 @@ class ExternalEngine:
         return EngineClient(self.url, api_key=self._api_key, timeout=timeout)
 
     def _leave_groups(self, client: EngineClient) -> None:
-        with contextlib.suppress(EngineError):  # raised for the first stage that has no group
-            for stage in itertools.count():
+        with contextlib.suppress(EngineError):  # raised for the first stage that has no group, but not by every server
+            for stage in range(MOST_STAGES):
                 client.destroy_weights_update_group(group_name=weight_group(stage))

@@ -21,7 +21,7 @@ from slime.ray.engines import offload
 from slime.ray.engines.engine import RayEngine
 from slime.ray.engines.external import ExternalEngine, external_plans
 from slime.ray.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
-from slime.ray.engines.members import LIVING, Engine, Member, Members, State
+from slime.ray.engines.members import LIVING, STAYING, Engine, Member, Members, State
 from slime.ray.engines.rejections import Rejections
 from slime.ray.engines.renewable import transport_of, what_a_push_misses
 from slime.ray.engines.restarts import EngineRestarts
@@ -119,10 +119,7 @@ class EngineFleet:
             check_renewable(self.args, self._updatable(State.SERVING))
         self.args.sglang_router_ip, self.args.sglang_router_port = self.models[0].address
         self.args.sglang_model_routers = {model.name: model.address for model in self.models}
-        # Requests in flight are counted where responses are generated.
-        self.args.sglang_model_engines = {
-            model.name: sum(plan.worker_type != "prefill" for plan in model.plans) for model in self.models
-        }
+        self._count_engines()
         if self.args.use_fault_tolerance:
             self._restarts = EngineRestarts(
                 self.args,
@@ -353,6 +350,17 @@ class EngineFleet:
     def _router(self, model: ServedModel, host: str) -> RouterProcess | RunningRouter:
         return new_router(self.args, model, host, is_first=model is self.models[0])
 
+    def _staying(self, model: ServedModel) -> list[Member]:
+        """The engines of ``model`` that are not about to leave; a lost one that is restarted counts."""
+        return model.of(*STAYING) if self._restarts is None else model.of(*STAYING, State.DEAD)
+
+    def _count_engines(self) -> None:
+        """Let what limits the requests in flight know; they are counted where responses are generated."""
+        self.args.sglang_model_engines = {
+            model.name: sum(member.engine.plan.worker_type != "prefill" for member in self._staying(model))
+            for model in self.models
+        }
+
     def _updatable(self, *states: State) -> list[Member]:
         """The engines in ``states`` that get the trainer's weights."""
         return [member for member in self.members.of(*states) if member.engine.plan.update_weights]
@@ -365,7 +373,7 @@ class EngineFleet:
         while not self._stopping.wait(WATCH_INTERVAL_S):
             try:
                 for model in self.models:
-                    model.revive_router(self._stopping)
+                    self._revive_router(model)
                 self.reap_exited()
             except RouterEndedError as e:
                 self._router_ended(e)
@@ -373,14 +381,20 @@ class EngineFleet:
             except Exception:  # a later poll may succeed
                 logger.exception("looking for engines that have ended")
 
+    def _revive_router(self, model: ServedModel) -> None:
+        for member, reason in model.revive_router(self._stopping):
+            self.mark_dead(member, reason)
+
     def _router_ended(self, error: RouterEndedError) -> None:
         if not self._stopping.is_set():
             logger.error("%s", error)
             self._events.engines_failed(EngineDied(str(error)))
 
     def _register(self, member: Member) -> None:
+        model = self._model_of[member.rank]
         try:
-            self._model_of[member.rank].register(member)
+            self._revive_router(model)
+            model.register(member)
         except RouterEndedError as e:
             self._router_ended(e)
         except RouterError as e:
@@ -429,15 +443,19 @@ def _client(member: Member) -> EngineClient:
 
 
 def _requests_of(member: Member) -> int:
-    """How many requests it holds; none where it has ended."""
+    """How many requests it holds: none where it has ended, one where it runs and does not say."""
     try:
         return _client(member).num_requests()
-    except ServerError:
-        return 0
+    except ServerError as e:
+        is_there = e.status is not None or isinstance(e, EngineTimeoutError)
+        return 1 if is_there and member.engine.poll() is None else 0
 
 
 def wait_until_idle(members: Sequence[Member], deadline: float) -> int:
-    """Return how many requests ``members`` hold: some only when it has become ``deadline``."""
+    """Return how many requests ``members`` hold: some only when it has become ``deadline``.
+
+    One that does not answer in time may be at work, and counts as one request.
+    """
     was_idle = False
     while (left := sum(_in_parallel(_requests_of, members))) or not was_idle:
         if time.monotonic() >= deadline:

@@ -49,6 +49,7 @@ class State(Enum):
 
 
 LIVING = (State.NEW, State.SERVING)
+STAYING = (State.STARTING, *LIVING)
 
 
 @dataclass(eq=False)

@@ -15,6 +15,21 @@ from slime.ray.engines.members import EngineChangeError
 RESERVE_TIMEOUT_S = 10.0
 """Slots that are free are given at once: nothing waits for others to be released."""
 PROBE_TIMEOUT_S = 60.0
+HEAD_NODE = "node:__internal_head__"
+NODE_SHARE = 0.001
+"""Of the resource that a node has one of."""
+LOOPBACK_ONLY = (
+    ". The run began when this was the only node: its servers listen on loopback, where other nodes do not reach them. "
+    "To use more nodes, start the run when all are in the cluster, or with a router that runs and that they reach "
+    "(--sglang-router-ip)"
+)
+
+
+def _this_node() -> str:
+    """Return the resource that only the node of this process has (``node:`` and its address)."""
+    here = ray.get_runtime_context().get_node_id()
+    resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+    return next(name for name in resources if name.startswith("node:") and name != HEAD_NODE)
 
 
 class _Probe:
@@ -28,18 +43,24 @@ class _Probe:
 class Reservation:
     """A placement group with a bundle per node of the engine of ``plan``. Raises EngineChangeError without room for it.
 
+    ``on_this_node``: on the node of this process, where the servers of the run listen on loopback.
     ``slots``: placement group, bundle of every slot, and GPU of every slot on its node.
     """
 
-    def __init__(self, plan: EnginePlan, wiring: dict[str, Any]) -> None:
+    def __init__(self, plan: EnginePlan, wiring: dict[str, Any], *, on_this_node: bool) -> None:
         bundle = {name: amount * plan.num_gpus_on_node for name, amount in wiring["slot"].items()}
-        self._pg = placement_group([bundle] * plan.nodes, strategy="STRICT_SPREAD" if plan.nodes > 1 else "PACK")
+        pinned = {_this_node(): NODE_SHARE} if on_this_node else {}
+        self._pg = placement_group(
+            [bundle | pinned] * plan.nodes, strategy="STRICT_SPREAD" if plan.nodes > 1 else "PACK"
+        )
         try:
             if not self._pg.wait(timeout_seconds=RESERVE_TIMEOUT_S):
                 wanted = f"{plan.nodes} x [{cluster.describe_resources(bundle)}]"
                 free = cluster.describe_resources(ray.available_resources())
+                where = "this node of the Ray cluster" if on_this_node else "the Ray cluster"
                 raise EngineChangeError(
-                    f"the Ray cluster has no room for {plan}: it needs {wanted}, and {free} are free"
+                    f"{where} has no room for {plan}: it needs {wanted}, and {free} are free in the cluster"
+                    f"{LOOPBACK_ONLY if on_this_node else ''}"
                 )
             gpus = [0] * plan.num_gpus
             if "GPU" in bundle:

@@ -120,8 +120,9 @@ class Scaling:
             elif more < 0:
                 idle_first = sorted(there, key=lambda member: (member.state is State.SERVING, -member.rank))
                 leaving = [member.rank for member in idle_first if member.state in LIVING][:-more]
-                logger.warning("%s: model %s without engines %s", self._hook.flag, name, leaving)
-                self._fleet.remove(leaving, float(args.drain_timeout))
+                if leaving:  # those that are being started can be removed later
+                    logger.warning("%s: model %s without engines %s", self._hook.flag, name, leaving)
+                    self._fleet.remove(leaving, float(args.drain_timeout))
 
     def _state_of(self, model: str) -> dict[str, int | None]:
         members = self._fleet.staying(model)

@@ -62,7 +62,6 @@ class ServedModel:
 
     def register(self, member: Member) -> None:
         """Send requests to ``member``. Raises RouterError."""
-        self.revive_router()
         with self._changes:
             self.running_router.add_engine(member.known_info)
             serves = self._members.change(member, (State.NEW,), State.SERVING)
@@ -79,28 +78,44 @@ class ServedModel:
             except RouterError as e:
                 logger.warning("%s stays on the router, which will find it dead: %s", member, e)
 
-    def revive_router(self, stopping: threading.Event | None = None) -> None:
+    def revive_router(self, stopping: threading.Event) -> list[tuple[Member, str]]:
         """Start the router again on its port if it has ended, with the engines that serve.
 
-        What requests it held fail with their connections, and their senders send them again. Raises
-        RouterEndedError when it does not start, or has ended more than ``ROUTER_RESTARTS`` times.
+        Returns the engines that it goes on without, each with the reason: those that have ended, and those that it
+        refuses. What requests it held fail with their connections, and their senders send them again. Raises
+        RouterEndedError when it does not start, takes none of those that run, or has ended more than
+        ``ROUTER_RESTARTS`` times.
         """
         with self._changes:
             ended = self.running_router.poll()
-            if ended is None or (stopping is not None and stopping.is_set()):
-                return
+            if ended is None or stopping.is_set():
+                return []
             if self.router_restarts >= ROUTER_RESTARTS:
                 raise RouterEndedError(ended)
             self.router_restarts += 1
             logger.error("%s\nIt is started again on its port, and the requests that it held are sent again.", ended)
             try:
                 self.running_router.restart()
-                serving = self.of(State.SERVING)
-                for member in serving:
-                    self.running_router.add_engine(member.known_info)
-            except (RouterStartError, RouterError) as e:
+            except RouterStartError as e:
                 raise RouterEndedError(f"{ended}\nIt could not be started again: {e}") from e
-            logger.warning("%s was started again, with %d engines", self.running_router.name, len(serving))
+            taken = 0
+            lost: list[tuple[Member, str]] = []
+            refused: list[tuple[Member, str]] = []
+            for member in self.of(State.SERVING):
+                if (how := member.engine.poll()) is not None:  # together with the router, perhaps
+                    lost.append((member, how))
+                    continue
+                try:
+                    self.running_router.add_engine(member.known_info)
+                    taken += 1
+                except RouterError as e:
+                    if self.running_router.poll() is not None:  # it has ended again, and is started at the next look
+                        return lost
+                    refused.append((member, member.describe_failure(f"it cannot join the router again. {e}")))
+            if refused and not taken:
+                raise RouterEndedError(f"{ended}\nIt was started again, and takes no engine:\n{refused[-1][1]}")
+            logger.warning("%s was started again, with %d engines", self.running_router.name, taken)
+            return lost + refused
 
     def recovery_message(self, lost: EnginePlan, *, restarts: bool) -> str:
         """Say how the run continues after the loss of an engine."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +139,17 @@ async def test_a_turn_that_fails_soon_has_a_status_and_later_an_event(protocol, 
         assert found["error"]["message"] == "session closed"
         if protocol.read is read_responses:
             assert (found["status"], found["error"]["code"]) == ("failed", "server_is_overloaded")
+
+
+@pytest.mark.parametrize("broken", ["write", "write_eof"])
+async def test_a_client_that_leaves_during_the_last_events_gets_no_other_answer(monkeypatch, broken):
+    async def gone(*_: object) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    stream = event_stream.EventStream(make_mocked_request("POST", "/"), FORMATS[0][0], Asked({"model": "m"}, 3))
+    monkeypatch.setattr(web.StreamResponse, broken, gone)
+    assert await stream.end([b"x"]) is stream.response
+    assert stream.is_open
 
 
 async def test_a_client_that_leaves_an_open_stream_is_not_recorded(protocol, monkeypatch):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.arguments.placement import spare_slots
-from slime.ray.engines import elastic, scaling
+from slime.arguments.placement import EnginePlan, spare_slots
+from slime.ray.engines import elastic, reservation, scaling
 from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines.members import EngineChangeError, State
 from slime.ray.remote import RemoteFailure
+from slime.servers.http import EngineError, EngineTimeoutError
 from tests.support.arguments import run_args
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, World, push
 
@@ -25,7 +27,10 @@ class FakeReservation:
     free = 0
     slots = (None, [0], [0])
 
-    def __init__(self, plan: Any, wiring: Any) -> None:
+    pinned: bool
+
+    def __init__(self, plan: Any, wiring: Any, *, on_this_node: bool) -> None:
+        FakeReservation.pinned = on_this_node
         if FakeReservation.free == 0:
             raise EngineChangeError(f"the Ray cluster has no room for {plan}")
         FakeReservation.free -= 1
@@ -91,6 +96,69 @@ def test_without_a_trainer_it_gets_requests_when_it_generates(world: Any) -> Non
     run.fleet.add()
     run.wait_for(1, State.SERVING)
     assert run.router.engines == [OLD, NEW]
+
+
+@pytest.mark.parametrize("is_one_host", [True, False])
+def test_an_added_engine_stays_on_the_host_when_servers_listen_on_loopback(
+    world: Any, monkeypatch: pytest.MonkeyPatch, is_one_host: bool
+) -> None:
+    run = world(1)
+    run.fleet._loopback = is_one_host  # as decided at the start
+    run.fleet.add()
+    assert FakeReservation.pinned is is_one_host
+
+
+class FakeGroup:
+    def __init__(self, bundles: list[dict[str, float]], strategy: str) -> None:
+        self.bundles = bundles
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return not any("node:10.0.0.1" in bundle for bundle in self.bundles)  # only the other node has room
+
+
+def test_a_reservation_does_not_leave_the_node_that_loopback_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"NodeID": "b", "Resources": {"CPU": 9.0, "node:10.0.0.2": 1.0}},
+        {"NodeID": "a", "Resources": {"CPU": 9.0, "node:__internal_head__": 1.0, "node:10.0.0.1": 1.0}},
+    ]
+    fake = SimpleNamespace(
+        nodes=lambda: nodes,
+        available_resources=lambda: {"CPU": 9.0},
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"),
+    )
+    removed: list[FakeGroup] = []
+    monkeypatch.setattr(reservation, "ray", fake)
+    monkeypatch.setattr(reservation, "placement_group", FakeGroup)
+    monkeypatch.setattr(reservation, "remove_placement_group", removed.append)
+    plan, wiring = EnginePlan(1, 0, 2, 2, 1), {"slot": {"CPU": 1.0}}
+    anywhere = reservation.Reservation(plan, wiring, on_this_node=False)
+    assert anywhere.slots[0].bundles == [{"CPU": 2.0}]
+    with pytest.raises(EngineChangeError, match=r"needs 1 x \[CPU 2\].* listen on loopback.*--sglang-router-ip"):
+        reservation.Reservation(plan, wiring, on_this_node=True)
+    assert [group.bundles for group in removed] == [[{"CPU": 2.0, "node:10.0.0.1": 0.001}]]
+
+
+def test_engines_leave_while_slots_are_being_reserved(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world(2)
+    asked, gate = threading.Event(), threading.Event()
+
+    class SlowReservation(FakeReservation):
+        def __init__(self, plan: Any, wiring: Any, *, on_this_node: bool) -> None:
+            asked.set()
+            assert gate.wait(PATIENCE_S)
+            super().__init__(plan, wiring, on_this_node=on_this_node)
+
+    monkeypatch.setattr(elastic, "Reservation", SlowReservation)
+    pool = ThreadPoolExecutor(1)
+    added = pool.submit(run.fleet.add)
+    assert asked.wait(PATIENCE_S)
+    try:
+        leave_in_background(run, [1]).result(PATIENCE_S / 10)
+        assert not added.done()
+    finally:
+        gate.set()
+        pool.shutdown(wait=False)
+    assert added.result(PATIENCE_S) == [2]
 
 
 def test_more_than_the_cluster_or_the_bound_allows_is_refused_whole(world: Any) -> None:
@@ -168,6 +236,47 @@ def test_what_it_holds_at_the_deadline_is_aborted(world: Any, monkeypatch: pytes
     assert push(run) == [OLD]
     assert run.fleet.remove([1], 0.02) == 0
     assert Engine.started[1].is_ended.is_set()
+
+
+def test_one_that_is_busy_is_not_taken_to_have_ended(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is late with its answer, or refuses one; one without connections, or without a process, holds nothing."""
+    run = world(3)
+
+    def failing(error: Exception) -> None:
+        def num_requests(client: Client) -> int:
+            if client.url == OLD:
+                raise error
+            return 0
+
+        monkeypatch.setattr(Client, "num_requests", num_requests)
+
+    monkeypatch.setattr(elastic, "ABORT_DEADLINE_S", 0.02)
+    late = EngineTimeoutError("GET", OLD, status=None, body="none within 30 s")
+    for error, left in (
+        (late, 1),
+        (EngineError("GET", OLD, status=503, body="busy"), 1),
+        (EngineError("GET", OLD, status=None, body="connection refused"), 0),
+    ):
+        failing(error)
+        assert run.fleet.take_off([0], 0.02) == left
+    failing(late)
+    run.member(0).engine.ended_by = "its node is gone"
+    assert run.fleet.take_off([0], 0.02) == 0
+
+
+def test_a_second_removal_of_one_that_is_leaving_returns_when_it_has_left(world: Any) -> None:
+    run = world(2)
+    run.fleet.recover()
+    run.fleet.offer()
+    first = leave_in_background(run, [1])
+    second = leave_in_background(run, [1])
+    run.wait_for(1, State.DRAINING)
+    threading.Event().wait(0.1)  # both wait for the push
+    run.fleet.admit()
+    assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == (0, 0)
+    assert ranks(run) == [0]
+    assert run.fleet.members.removed == 1
+    assert run.fleet.remove([], 0.0) == 0
 
 
 def test_the_last_engine_stays_and_so_do_as_many_as_the_bound_says(world: Any) -> None:
@@ -347,6 +456,23 @@ def test_a_function_says_how_many_engines_there_are(world: Any, monkeypatch: pyt
     WANTED["answer"] = {"judge": 1}
     with pytest.raises(EngineChangeError, match="no model 'judge'"):
         watch.scale()
+
+
+def test_nothing_is_removed_while_no_engine_lives(world: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    run = world(
+        2,
+        custom_engine_scaling_path=f"{__name__}.wanted_engines",
+        use_fault_tolerance=True,
+        engine_scaling_interval=1e6,
+    )
+    Engine.gate.clear()
+    for rank in (0, 1):
+        run.member(rank).engine.ended_by = "it ended"
+    run.fleet.reap_exited()
+    WANTED["answer"] = {"default": 1}
+    run.fleet._scaling.scale()
+    assert "without engines" not in caplog.text
+    Engine.gate.set()
 
 
 def test_refusals_of_the_manager_reach_the_command_as_they_are(make_manager: Any) -> None:

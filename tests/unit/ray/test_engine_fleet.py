@@ -13,7 +13,7 @@ from slime.ray.engines import health as engine_health
 from slime.ray.engines import rejections, served_model
 from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.members import State
-from slime.servers.http import EngineError
+from slime.servers.http import EngineError, RouterError
 from slime.servers.types import EngineInfo
 from slime.utils import http_utils
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, infos, push, wait_until
@@ -366,6 +366,66 @@ def test_an_engine_that_joins_a_router_that_has_just_ended_is_not_lost(world: An
     push(run)
     assert run.router.engines == ["http://e1:2", "http://e0:3"]
     assert run.fleet.members.lost == 1
+
+
+@pytest.mark.parametrize("how", ["refused", "ended"])
+def test_a_router_that_is_started_again_goes_on_without_an_engine_that_does_not_join(
+    world: Any, caplog: Any, how: str
+) -> None:
+    """Here the first of two; the host may have ended it together with the router."""
+    run = world(use_fault_tolerance=True)
+    if how == "ended":
+        Engine.started[0].ended_by = "engine 0 (pid 7) was ended by signal 9"
+    run.router.refuses.add("http://e0:1")  # it does not answer the router
+    run.router.ended_by = "router (pid 3) was ended by signal 9."
+    run.fleet._revive_router(run.fleet.models[0])
+    assert run.router.engines == ["http://e1:2"]
+    assert run.fleet.members.lost == 1
+    assert ("ended by signal 9" if how == "ended" else "it cannot join the router again") in caplog.text
+    assert run.fleet.recover() == 1
+    push(run)
+    assert run.router.engines == ["http://e1:2", "http://e0:3"]
+    assert not run.events.failed.is_set()
+
+
+def test_a_router_and_its_only_engine_end_together(world: Any) -> None:
+    run = world(1, use_fault_tolerance=True)
+    Engine.started[0].ended_by = "killed"
+    run.router.refuses.add("http://e0:1")
+    run.router.ended_by = "killed"
+    run.fleet._revive_router(run.fleet.models[0])
+    assert run.fleet.recover() == 1
+    push(run)
+    assert run.router.engines == ["http://e0:2"]
+    assert not run.events.failed.is_set()
+
+
+def test_a_router_that_ends_again_while_engines_join_costs_no_engine(world: Any) -> None:
+    run = world(use_fault_tolerance=True)
+    added = run.router.add_engine
+
+    def add_engine(info: EngineInfo) -> None:
+        if run.router.restarts == 1 and info.rank == 1:
+            run.router.ended_by = "killed again"
+            raise RouterError("POST", "/workers", status=None, body="connection refused")
+        added(info)
+
+    run.router.add_engine = add_engine
+    run.router.ended_by = "killed"
+    for _ in range(2):
+        run.fleet._revive_router(run.fleet.models[0])
+    assert run.router.restarts == 2
+    assert run.router.engines == ["http://e0:1", "http://e1:2"]
+    assert run.fleet.members.lost == 0
+
+
+def test_a_router_that_takes_no_engine_again_ends_the_run(world: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.01)
+    run = world(use_fault_tolerance=True)
+    run.router.refuses |= {"http://e0:1", "http://e1:2"}
+    run.router.ended_by = "router (pid 3) was ended by signal 9."
+    assert run.events.failed.wait(PATIENCE_S)
+    assert "It was started again, and takes no engine" in str(run.events.failure)
 
 
 @pytest.mark.parametrize("ended_by", ["a port that is taken", "killed too often"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slime.arguments import ArgumentError
+from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.external import (
     NoAnswerError,
     apply_external_engine_info_to_args,
@@ -109,6 +110,19 @@ def test_what_engines_are_is_asked_and_noted(servers: Any) -> None:
     plans = external.external_plans(args)
     assert [(plan.gpu_offset, plan.num_gpus, plan.url) for plan in plans] == [(0, 1, one.url), (1, 4, two.url)]
     assert str(plans[1]) == "external engine 1"
+
+
+def test_a_server_that_knows_any_process_group_is_left_all_the_same() -> None:
+    asked: list[str] = []
+
+    class Obliging:
+        def destroy_weights_update_group(self, group_name: str) -> None:
+            asked.append(group_name)
+            assert len(asked) < 1000
+
+    engine = external.ExternalEngine(args_for(), EnginePlan(0, 0, 1, 1, 1, url="http://h:1"), None)
+    engine._leave_groups(Obliging())  # type: ignore[arg-type]
+    assert asked[:2] == ["slime-pp_0", "slime-pp_1"]
 
 
 def test_prefill_and_decode_engines(servers: Any, attached: Any) -> None:

@@ -136,6 +136,14 @@ def test_requests_are_counted_where_they_are_decoded(served: Any) -> None:
     assert len(push(run)) == 3  # and all get the trainer's weights
 
 
+def test_requests_are_counted_there_after_changes_too(served: Any) -> None:
+    run = served(DISAGGREGATED, slots=3)
+    run.fleet.remove([1], 0.0)
+    assert run.fleet.args.sglang_model_engines == {"actor": 1}
+    run.fleet.add(worker_type="decode")
+    assert run.fleet.args.sglang_model_engines == {"actor": 2}
+
+
 @pytest.mark.parametrize(("lost", "kind"), [((0,), "prefill"), ((1, 2), "decode")])
 def test_the_last_engine_of_a_kind_is_the_last(served: Any, caplog: Any, lost: tuple[int, ...], kind: str) -> None:
     run = served(DISAGGREGATED, slots=3)
