@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from slime.backends.megatron_utils import weights
 from slime.utils.quantization import Fp8
 from slime.weight_sync import create_updater, quantized
+from tests.support.arguments import run_args
 
 FORM = Fp8((128, 128), "block")
 
@@ -24,7 +25,7 @@ def args(tmp_path: Path) -> Namespace:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORM.config([])}))
     parts = FORM.quantize(torch.ones(8, 8))
     save_file({f"model.q.weight{suffix}": part for suffix, part in parts.items()}, tmp_path / "model.safetensors")
-    return Namespace(hf_checkpoint=str(tmp_path))
+    return run_args(hf_checkpoint=str(tmp_path))
 
 
 @pytest.mark.parametrize(
