@@ -18,8 +18,10 @@ from slime.first_look import Findings
 DEADLINE_S = 180.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from slime.first_look.child import main; main()"
 _SHOWN = 5
-FILE_FLAGS = frozenset({"custom_arguments_path", "custom_config_path", "megatron_config_path", "memory_snapshot_path"})
-"""The flags whose name ends in ``_path`` like that of a hook, and which take a file."""
+FILE_FLAGS = frozenset(
+    {"custom_arguments_path", "custom_config_path", "lora_adapter_path", "megatron_config_path", "memory_snapshot_path"}
+)
+"""The flags whose name ends in ``_path`` like that of a hook, and which take a file or directory."""
 
 
 def look(args: Namespace, *, dry_run: bool = False) -> Findings:

@@ -146,7 +146,7 @@ def test_the_documentation_has_no_mistake():
     assert [*check_docs.check_pages(check_docs.documents(), check_docs.INDEX), *check_docs.check_generated()] == []
 
 
-FILES = ("custom_config_path", "megatron_config_path", "memory_snapshot_path")
+FILES = ("custom_config_path", "lora_adapter_path", "megatron_config_path", "memory_snapshot_path")
 """Paths of files, not of functions."""
 
 

@@ -57,6 +57,10 @@ def derive_model(args: Namespace) -> None:
                 "give --kv-channels, the size of a head"
             )
         args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.make_vocab_size_divisible_by < 1:
+        raise ArgumentError(
+            f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by}: expected a number of at least 1"
+        )
     if args.padded_vocab_size is None:
         args.padded_vocab_size = padded_vocab_size(args)
     elif args.vocab_size is not None and args.padded_vocab_size < args.vocab_size:
