@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import types
 import typing
+from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -114,9 +115,10 @@ def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
     return Flag(options=(spelled,), kind=annotation.__name__, **common)
 
 
-def flags_of(group: type[ArgumentGroup]) -> list[Flag]:
+@cache
+def flags_of(group: type[ArgumentGroup]) -> tuple[Flag, ...]:
     """The flags a group declares, in order of declaration."""
-    return [_flag_of(name, info, group.title) for name, info in group.model_fields.items()]
+    return tuple(_flag_of(name, info, group.title) for name, info in group.model_fields.items())
 
 
 _BOUNDS = {

@@ -6,8 +6,10 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from slime.arguments.errors import ArgumentError
@@ -63,8 +65,14 @@ INSTALLED, CHECKOUT = "installed", "checkout"
 
 def installed_version(source: Source) -> str | None:
     """Version of the installed package, or None."""
+    return _version(source.package, tuple(sys.path))
+
+
+@cache
+def _version(package: str, path: tuple[str, ...]) -> str | None:
+    """Of the package that is found on ``path``, which is ``sys.path``: each look reads its whole description."""
     try:
-        return importlib.metadata.version(source.package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
