@@ -44,7 +44,8 @@ class LocalSandbox(ShellFiles):
     env: variables of all commands. path: directories that their ``PATH`` begins with. paths: how the three directories
     come about: "mounts" in a mount namespace, which needs the right to make one (root, or user namespaces); "words" by
     replacing their names in commands, variables and written scripts (text that begins with ``#!``), so that a program
-    which makes up such a path misses them; by default mounts where they are allowed. uid: the user of commands where
+    which makes up such a path misses them; by default mounts where they are allowed and hide no directory of ``path``
+    (a ValueError where mounts are asked for and do). uid: the user of commands where
     slime runs as root, by default one that nobody else has; 0 leaves them root, whom no limit of processes binds, say
     for a Python below ``/root``.
     """
@@ -73,6 +74,12 @@ class LocalSandbox(ShellFiles):
         return self._root
 
     async def __aenter__(self) -> Self:
+        hidden = [str(p) for p in self.path if any(Path(p).is_relative_to(f"/{own}") for own in DIRECTORIES)]
+        if hidden and self.paths == "mounts":
+            raise ValueError(
+                f"path {', '.join(hidden)}: mounts hide this machine's /{', /'.join(DIRECTORIES)}; use words"
+            )
+        paths = self.paths or ("words" if hidden else default_paths())
         await asyncio.to_thread(sweep)
         self._uid = (random.choice(_UIDS) if self.uid is None else self.uid or None) if os.geteuid() == 0 else None
         name = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:12]}"
@@ -84,7 +91,7 @@ class LocalSandbox(ShellFiles):
             for directory in (".", "home", *DIRECTORIES):
                 os.chown(self._root / directory, self._uid, self._uid)
         try:
-            if (self.paths or default_paths()) == "mounts":
+            if paths == "mounts":
                 await self._make_mounts()
         except BaseException:
             await self.__aexit__()

@@ -438,3 +438,13 @@ async def test_docker_that_is_not_there_or_refuses(docker, monkeypatch):
     monkeypatch.setenv("PATH", str(docker))
     with pytest.raises(RuntimeError, match="needs the command docker"):
         await DockerSandbox("img").__aenter__()
+
+
+async def test_programs_that_mounts_would_hide(tmp_path: Path) -> None:
+    program = tmp_path / "answer"
+    program.write_text("#!/bin/sh\necho 42\n")
+    program.chmod(0o755)
+    with pytest.raises(ValueError, match="mounts hide this machine's /workspace, /tmp"):
+        await LocalSandbox(path=["/tmp/bin"], paths="mounts").__aenter__()
+    async with LocalSandbox(path=[tmp_path], uid=0) as box:  # below /tmp, as a rule
+        assert (await box.exec("answer"))[1] == "42\n"
