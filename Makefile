@@ -23,7 +23,7 @@ quickstart: setup  ## train a tiny model from nothing: SFT, then GRPO through th
 test: lint docs  ## what CI runs: lint, docs, unit and integration tests
 	$(BIN)/python -m pytest -m "not soak" --durations-file=build/durations-test.txt $(PYTEST_FLAGS)
 
-unit: setup  ## the unit tests (under 3 minutes)
+unit: setup  ## the unit tests (about 5 minutes)
 	$(BIN)/python -m pytest tests/unit -m "not soak" --durations-file=build/durations-unit.txt $(PYTEST_FLAGS)
 
 soak: setup  ## full counts, seeds and timings; GPU tests where there is a GPU
