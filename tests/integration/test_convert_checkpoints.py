@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,13 @@ CASES = {  # dense with a fused MLP; latent attention and experts; stacked exper
     "qwen3_next-predicting": ("ep2",),
 }
 MTP = {"glm4_moe-predicting": DEEPSEEK, "qwen3_next-predicting": QWEN}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def is_command(path: Path) -> bool:
+    return "if not __package__:" in path.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +62,13 @@ def test_a_changed_weight_is_what_differs(folder: Path, tmp_path: Path) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + torch.tensor([0.5] + [0.0] * 63)
     save_file(tensors, file, metadata={"format": "pt"})
     assert differences(made, folder / "glm4") == ["model.norm.weight differs by up to 0.5"]
+
+
+@pytest.mark.parametrize("tool", [path.name for path in sorted((ROOT / "tools").glob("*.py")) if is_command(path)])
+def test_every_command_runs_by_its_path_from_elsewhere(tool: str) -> None:
+    """With nothing on PYTHONPATH: a module beside the command must not hide a package either."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "tools" / tool), "--help"]
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: " in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import pickle
 import shlex
 import tempfile
 from functools import cache
@@ -49,8 +50,11 @@ def parse(*flags: Any, **keywords: Any) -> argparse.Namespace:
 
 
 @cache
-def _parsed(*flags: str) -> argparse.Namespace:
-    return parse(*flags)
+def _parsed(*flags: str) -> tuple[argparse.Namespace, bytes]:
+    """Parsed arguments, and the few of their 1,400 values that a test could change in place, pickled."""
+    args = parse(*flags)
+    shared = (bool, int, float, str, type(None))
+    return args, pickle.dumps({key: value for key, value in vars(args).items() if not isinstance(value, shared)})
 
 
 def run_args(*flags: Any, **overrides: Any) -> argparse.Namespace:
@@ -59,7 +63,9 @@ def run_args(*flags: Any, **overrides: Any) -> argparse.Namespace:
     A command line is parsed once per process and copied. The checks of the command line do not see ``overrides``, so
     a test may set what they would refuse or derive; a name that no run has is a ``TypeError``.
     """
-    args = copy.deepcopy(_parsed(*map(str, flags)))
+    parsed, changeable = _parsed(*map(str, flags))
+    args = argparse.Namespace(**vars(parsed))
+    vars(args).update(pickle.loads(changeable))
     unknown = sorted(overrides.keys() - vars(args).keys())
     if unknown:
         raise TypeError(f"parsed arguments have no attribute {', '.join(unknown)}")

@@ -14,11 +14,14 @@ from tests.support.run_train import rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 
+def command_line(root: Path) -> list[str]:
+    """Return one without a mistake: chat prompts with labels, and a model with a tokenizer and 1024 positions."""
+    return [*rl_flags(make_tiny_checkpoint(root / "model"), sums_file(root / "sums.jsonl")), "--num-rollout", "2"]
+
+
 @pytest.fixture(scope="session")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A command line without a mistake: chat prompts with labels, and a model with a tokenizer and 1024 positions."""
-    root = tmp_path_factory.mktemp("first-look")
-    return [*rl_flags(make_tiny_checkpoint(root / "model"), sums_file(root / "sums.jsonl")), "--num-rollout", "2"]
+    return command_line(tmp_path_factory.mktemp("first-look"))
 
 
 @pytest.fixture

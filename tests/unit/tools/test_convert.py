@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -78,12 +75,3 @@ def test_a_quantized_checkpoint_becomes_loadable(model: Path, tmp_path: Path) ->
     convert.main(["hf-to-torch-dist", str(tmp_path / "int4"), str(tmp_path / "loadable")])
     convert.main(["to-bf16", str(tmp_path / "int4"), str(tmp_path / "bf16")])
     assert same(tmp_path / "loadable", tmp_path / "bf16")
-
-
-def test_by_its_path_from_elsewhere(model: Path, tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    words = ["--model-dir", str(model), "--save-dir", str(tmp_path / "fp8")]
-    command = [sys.executable, str(ROOT / "tools" / "convert_hf_to_fp8.py"), *words]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"wrote {tmp_path / 'fp8'}\n"

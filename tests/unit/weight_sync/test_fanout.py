@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -40,19 +41,8 @@ def test_an_answer_that_came_in_time_counts_though_it_is_looked_at_late() -> Non
     assert "early" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "step"),
-    [
-        ("/health", "reach the server"),
-        ("/pause_generation", "pause (abort)"),
-        ("/flush_cache", "flush the prefix cache"),
-        ("/update_weights_from_disk", "load it"),
-        ("/model_info", "read the weight version"),
-        ("/continue_generation", "continue"),
-    ],
-)
-def test_an_engine_that_hangs_in_one_call_of_a_push_is_named(path: str, step: str) -> None:
-    """It answers all others, and generates."""
+def said_of_an_engine_that_hangs_on(path: str) -> tuple[str, str]:
+    """Push to two engines, one of which answers all calls but ``path``; return its URL and the error's text."""
     with StandInCluster(2) as cluster:
         hangs = cluster.engines[1]
         hangs.hangs_on.add(path)
@@ -68,5 +58,21 @@ def test_an_engine_that_hangs_in_one_call_of_a_push_is_named(path: str, step: st
         with pytest.raises(WeightSyncError) as caught:
             push()
         control.close()
-        assert engines_that_hang(f"rank 0 failed\n{caught.value}") == {hangs.url: f"could not {step}"}
-        clients[1].loads(timeout=10.0)
+        clients[1].loads(timeout=10.0)  # the server itself goes on answering
+        return hangs.url, str(caught.value)
+
+
+def test_an_engine_that_hangs_in_one_call_of_a_push_is_named() -> None:
+    """All calls of a push at once, because each takes its deadline."""
+    steps_of_calls = {
+        "/health": "reach the server",
+        "/pause_generation": "pause (abort)",
+        "/flush_cache": "flush the prefix cache",
+        "/update_weights_from_disk": "load it",
+        "/model_info": "read the weight version",
+        "/continue_generation": "continue",
+    }
+    with ThreadPoolExecutor(len(steps_of_calls)) as pool:
+        results = list(pool.map(said_of_an_engine_that_hangs_on, steps_of_calls))
+    for (url, text), step in zip(results, steps_of_calls.values(), strict=True):
+        assert engines_that_hang(f"rank 0 failed\n{text}") == {url: f"could not {step}"}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
 from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
 from slime.utils import hf_writer
+from tools import convert_to_hf, convert_torch_dist_to_hf
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, EXPERTS, VOCAB, PADDED = 2, 8, 4, 2, 4, 6, 3, 10, 16
 CONFIG = {
@@ -312,16 +313,18 @@ def run(tool: str, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_the_commands(tmp_path: Path, save: Path, origin: Path, hf: dict[str, torch.Tensor]) -> None:
-    shared = ("--input-dir", save, "--origin-hf-dir", origin, "--output-dir")
-    done = run("convert_torch_dist_to_hf_parallel.py", *shared, tmp_path / "a", "--save-max-workers", 2)
+def test_the_commands(
+    tmp_path: Path, save: Path, origin: Path, hf: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One as users run it, the others in this process: each start imports torch."""
+    shared = [*map(str, ("--input-dir", save, "--origin-hf-dir", origin, "--output-dir", tmp_path / "a"))]
+    done = run("convert_torch_dist_to_hf_parallel.py", *shared, "--save-max-workers", 2)
     assert done.returncode == 0, done.stderr
     assert all(torch.equal(read_all(tmp_path / "a")[name], tensor) for name, tensor in hf.items())
-    again = run("convert_torch_dist_to_hf.py", *shared, tmp_path / "a")
-    assert again.returncode == 1
-    assert again.stderr == f"{tmp_path / 'a'} exists already: choose another directory, or -f to replace it\n"
+    with pytest.raises(SystemExit, match=f"^{tmp_path / 'a'} exists already: choose another directory, or -f to"):
+        convert_torch_dist_to_hf.main(shared)
     same = ("--load", save, "--output-dir", tmp_path / "b", "--num-layers", 2, "--check-same", "--hf-checkpoint")
-    checked = run("convert_to_hf.py", *same, tmp_path / "a")
-    assert checked.returncode == 0, checked.stderr
-    assert "not needed, config.json describes the model: --num-layers 2" in checked.stdout
-    assert "all tensors equal those of" in checked.stdout
+    convert_to_hf.main([*map(str, same), str(tmp_path / "a")])
+    said = capsys.readouterr().out
+    assert "not needed, config.json describes the model: --num-layers 2" in said
+    assert "all tensors equal those of" in said

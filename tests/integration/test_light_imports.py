@@ -1,6 +1,9 @@
-"""Flags are read without any heavy package: at once, on machines that have none of them."""
+"""What is light: flags are read at once and without any heavy package, the maths without a framework."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
@@ -52,3 +55,31 @@ def test_the_guard_names_the_chain():
     assert chain[:2] == ["__main__", "<code>"]
     assert chain[-1].startswith("slime.arguments.")
     assert "pydantic: imported by __main__ -> <code> -> slime.arguments" in report.explain()
+
+
+def test_algorithms_and_batching_load_no_framework() -> None:
+    """The maths is usable where neither Ray nor a trainer nor an engine is installed."""
+    script = (
+        "import importlib, pkgutil, sys, slime.algorithms, slime.batching\n"
+        "for package in (slime.algorithms, slime.batching):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+        "print(*sorted({name.split('.')[0] for name in sys.modules}"
+        " & {'ray', 'megatron', 'sglang', 'transformers', 'transformer_engine'}))\n"
+        "print(*sorted({'.'.join(name.split('.')[:2]) for name in sys.modules if name.startswith('slime.')}))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    frameworks, rooms = result.stdout.split("\n")[:2]
+    assert frameworks == ""
+    assert rooms.split() == ["slime.algorithms", "slime.batching", "slime.utils"]
+
+
+def test_hooks_and_losses_import_without_megatron_or_an_engine() -> None:
+    code = (
+        "import sys, slime.backends.megatron_utils.hooks, slime.backends.megatron_utils.loss, slime.algorithms.mis\n"
+        "import examples.train_infer_mismatch_helper.mis\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'ray', 'sglang', 'transformers'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == "[]"
