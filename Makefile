@@ -23,8 +23,8 @@ quickstart: setup  ## train a tiny model from nothing: SFT, then GRPO through th
 test: lint docs  ## what CI runs: lint, docs, unit and integration tests
 	$(BIN)/python -m pytest -m "not soak" --durations-file=build/durations-test.txt $(PYTEST_FLAGS)
 
-unit: setup  ## the unit tests (about 5 minutes)
-	$(BIN)/python -m pytest tests/unit -m "not soak" --durations-file=build/durations-unit.txt $(PYTEST_FLAGS)
+unit: setup  ## the quick unit tests (under 3 minutes)
+	$(BIN)/python -m pytest tests/unit -m "not soak and not slow" --durations-file=build/durations-unit.txt $(PYTEST_FLAGS)
 
 soak: setup  ## full counts, seeds and timings; GPU tests where there is a GPU
 	$(BIN)/python -m pytest -m "soak or gpu" -rA --durations-file=build/durations-soak.txt $(PYTEST_FLAGS)

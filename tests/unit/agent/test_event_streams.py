@@ -24,6 +24,8 @@ from tests.support.agents import ToolTokenizer, call_text, gateway
 from tests.support.event_grammar import events_of, read_chat, read_messages, read_responses
 from tests.support.fake_engine import Failure
 
+pytestmark = pytest.mark.slow
+
 BASE = Sample(index=1, group_index=0)
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 QUESTION = [{"role": "user", "content": "q"}]

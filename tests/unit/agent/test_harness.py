@@ -16,6 +16,8 @@ from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
 from slime.agent.harness.common import install_node22, install_npm_cli, run_agent
 from tests.support.local_sandbox import RecordingSandbox
 
+pytestmark = pytest.mark.slow
+
 RUN = {"workdir": "/workspace", "session_id": "s-1", "adapter_url": "http://gw:1/", "time_budget_sec": 60}
 AGENT_HOME = "/home/agent"
 ECHO = """

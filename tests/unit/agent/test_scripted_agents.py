@@ -18,6 +18,8 @@ from slime.agent.sandbox import LocalSandbox
 from slime.utils.types import Sample
 from tests.support.agents import END, call_text, gateway, trained_text
 
+pytestmark = pytest.mark.slow
+
 WORKDIR = "/workspace/repo"
 
 

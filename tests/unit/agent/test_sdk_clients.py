@@ -14,6 +14,8 @@ from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common
 from slime.utils.types import Sample
 from tests.support.agents import END, call_text, gateway
 
+pytestmark = pytest.mark.slow
+
 BASE = Sample(index=1, group_index=0)
 PARAMETERS = {
     "type": "object",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from slime.algorithms.log_probs import log_probs_and_entropy
 from slime.algorithms.whitening import masked_whiten
 from slime.batching.context_parallel import slice_response_with_cp
 from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.slow
 
 LENGTHS = [(7, 4), (12, 9), (3, 1)]
 

@@ -31,6 +31,8 @@ from tests.support.arguments import known
 from tests.support.command_lines import NOWHERE, command_lines, with_files
 from tests.support.engine_commands import engine_commands
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     f"--dry-run --hf-checkpoint {NOWHERE} --prompt-data p.jsonl --num-rollout 1 --num-layers 4 --hidden-size 64 "
     "--num-attention-heads 4 --vocab-size 100 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-batch-size 8 "

@@ -23,6 +23,8 @@ from slime.utils.plain import is_secret
 from tests.support.arguments import known, minimal_flags
 from tests.support.command_lines import command_lines
 
+pytestmark = pytest.mark.slow
+
 # Files that must be there; what they hold is the subject of other tests.
 FILES = {
     "custom_config_path": "entropy_coef: 1e-3\nmy_own: {a: [1, x]}\n",

@@ -156,6 +156,7 @@ def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path):
         run_stage("SFT", ["python", "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log", deadline_s=60)
 
 
+@pytest.mark.slow
 def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "GRACE_S", 1)
     now, log, end = [0.0], tmp_path / "log", time.monotonic() + 60
@@ -172,6 +173,7 @@ def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch):
         run_stage("GRPO", ["python", "-c", code], log, deadline_s=1)
 
 
+@pytest.mark.slow
 def test_a_stage_reports_new_metrics_once(tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
     code = (

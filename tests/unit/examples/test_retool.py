@@ -43,6 +43,7 @@ async def test_what_the_model_sees_of_code(code, seen):
     assert await interpret(code, cpu_s=2, memory_bytes=1 << 30) == seen
 
 
+@pytest.mark.slow
 async def test_code_that_goes_too_far_is_answered_and_the_loop_goes_on():
     """Endless loops, floods of output, memory, processes and modules: each is an error, and nothing waits for it."""
     slow = []
@@ -156,6 +157,7 @@ def test_an_episode_that_is_cut_or_guesses_is_wrong():
         assert play(lambda turns: "thinking!", sample()).reward == pytest.approx(-1.1)
 
 
+@pytest.mark.slow
 def test_the_data(tmp_path):
     make_data(tmp_path, seed=1, demonstrations=2000)
     rows = {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in tmp_path.glob("*.jsonl")}

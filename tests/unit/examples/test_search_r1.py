@@ -134,6 +134,7 @@ def test_labels():
     assert targets({"ground_truth": {"target": ["a", "b"]}}) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_the_data(tmp_path):
     make_data(tmp_path, seed=1, demonstrations=1000)
     rows = {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in tmp_path.glob("*.jsonl")}

@@ -19,6 +19,8 @@ from slime.arguments.files.environments import environments_of
 from slime.utils.misc import load_function
 from tests.support.arguments import CONFIG
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

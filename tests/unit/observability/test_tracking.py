@@ -189,6 +189,7 @@ def test_wandb_configuration_has_no_secrets(monkeypatch):
     assert isinstance(config["path"], str)
 
 
+@pytest.mark.slow
 def test_wandb_offline_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

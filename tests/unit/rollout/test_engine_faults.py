@@ -26,6 +26,8 @@ from slime.utils.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
 from tests.support.fake_engine import Failure, FaultMix, hashed_reply
 
+pytestmark = pytest.mark.slow
+
 HERE = __name__
 Status = Sample.Status
 

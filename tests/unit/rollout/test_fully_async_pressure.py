@@ -29,6 +29,8 @@ from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args, write_prompts
 from tests.support.versioned_engine import VersionedCluster
 
+pytestmark = pytest.mark.slow
+
 HERE = __name__
 BATCH = 20
 RNG = random.Random(0)

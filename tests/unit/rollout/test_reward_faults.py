@@ -38,6 +38,7 @@ async def faulty(args: Any, sample: Sample, **_: Any) -> float:
     return await _workers.call(f"{BAD}.echo", 1.0)
 
 
+@pytest.mark.slow
 def test_each_costs_one_sample_and_a_counter(cluster, make_args):
     args = make_args(custom_rm_path=f"{__name__}.faulty", over_sampling_batch_size=4, reward_failure_tolerance=0.9)
     args.reward_faults = list(FAULTS)

@@ -18,6 +18,8 @@ from slime.rollout.rm_hub.slow_rewards import SlowRewards
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 
+pytestmark = pytest.mark.slow
+
 HERE = __name__
 SLOW_S = 0.2
 release = threading.Event()

@@ -28,6 +28,8 @@ from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually
 
+pytestmark = pytest.mark.slow
+
 STUCK_S = 1e6
 """Virtual seconds after which nothing can be expected to happen any more."""
 

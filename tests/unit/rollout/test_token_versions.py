@@ -29,6 +29,8 @@ from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args, write_prompts
 from tests.support.versioned_engine import VersionedCluster
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = 6
 
 

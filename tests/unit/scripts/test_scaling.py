@@ -22,6 +22,8 @@ from slime.utils.http_client import HttpClient
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

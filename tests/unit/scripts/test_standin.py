@@ -15,6 +15,8 @@ from scripts.bench.standin import FaultMix, FixedReply, LognormalLengths, Lognor
 from scripts.bench.standin.engine import Failure
 from slime.utils.http_client import HttpClient
 
+pytestmark = pytest.mark.slow
+
 REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
 
 

@@ -18,6 +18,8 @@ from slime_plugins.rollout_buffer.generators import find_generators
 from tests.support.rollout_buffers import ServedBuffer
 from tests.unit.slime_plugins.test_group_queue import item
 
+pytestmark = pytest.mark.slow
+
 OTHERS = ("tests.unit.slime_plugins.bad_generators", "tests.unit.slime_plugins.idle_generator")
 
 

@@ -23,6 +23,8 @@ from tests.support.rollout_args import CharTokenizer, rollout_args
 from tests.support.rollout_buffers import ChatEngine, ServedBuffer
 from tests.unit.slime_plugins.test_group_queue import item
 
+pytestmark = pytest.mark.slow
+
 OTHERS = ("tests.unit.slime_plugins.bad_generators", "tests.unit.slime_plugins.idle_generator")
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.slow
 
 
 def test_gloo_groups_share_a_device() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from slime.utils.memory_utils import ALLOCATIONS, NEVER, collect_between_rollouts, gc_freeze
 
+pytestmark = pytest.mark.slow
+
 
 class Node:
     """Two that know each other are garbage only a collection finds."""

@@ -167,6 +167,7 @@ def test_statistics_and_prefixes() -> None:
     assert dict_add_prefix({"a": 1}, "x/") == {"x/a": 1}
 
 
+@pytest.mark.slow
 def test_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     memory_utils.clear_memory(clear_host_memory=True)

@@ -299,6 +299,7 @@ def _update(host: Path, before: Path | None, source: Path) -> None:
     pull(source, host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_kills_at_random_lines(encoding: str, make_run: MakeRun, tmp_path: Path) -> None:
     check_kills(make_run, tmp_path, encoding, sample=8)

@@ -313,6 +313,7 @@ def run(tool: str, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_commands(
     tmp_path: Path, save: Path, origin: Path, hf: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:
