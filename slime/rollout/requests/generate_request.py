@@ -11,8 +11,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.models import hf_fields
 from slime.arguments.rules.hf_config import read_config
-from slime.rollout.requests.generate_state import bookkeeping_of
-from slime.rollout.requests.top_p_mask import replays_top_p
+from slime.rollout.requests.generate_state import bookkeeping_of, replays_top_p
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
