@@ -19,6 +19,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.models.facts import known_config
 from slime.arguments.models.megatron_flags import describe
 from slime.arguments.placement import args_of_group, layout_of, models_of
+from slime.arguments.rules.checkpoints import needs_reference
 from slime.planner.memory_engine import EngineMemory, engine_memory
 from slime.planner.memory_trainer import (
     TrainerMemory,
@@ -282,7 +283,7 @@ def _host_copies(args: Namespace, trainer: TrainerMemory) -> str:
     what = []
     if trainer.offloaded:
         what.append("the offloaded trainer")
-    if ((args.kl_coef or 0) != 0 or args.use_kl_loss) and not args.lora_rank:
+    if needs_reference(args) and not args.lora_rank:
         what.append("actor and reference")
     if args.optimizer_cpu_offload:
         what.append("optimizer state")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from slime.arguments.rules.checkpoints import needs_reference, needs_teacher
 from slime.planner.model_size import Chunk, ModelSize, Parallel, RankSize
 from slime.utils.model_shape import Experts, Latent, LayerKind, LinearAttention, ModelShape
 
@@ -108,16 +109,15 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     parameters = element * (trained.dense_buffer + trained.expert_buffer + frozen)
     optimizer = int(state_bytes(args) * _shard(args, trained, parallel))
     # With adapters the reference is the model without them.
-    with_reference = ((args.kl_coef or 0) != 0 or args.use_kl_loss) and not args.lora_rank
-    with_teacher = bool(args.use_opd) and args.opd_type == "megatron"
+    with_reference = needs_reference(args) and not args.lora_rank
     old = (2 if args.update_weights_interval == 1 else 1) * bool(args.keep_old_actor)
-    others = with_reference + with_teacher + old
+    others = with_reference + needs_teacher(args) + old
     copies = others + bool(others)  # the actor's own, while another plays
     # 16-bit parameters are written anew from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
     rebuilt = element < 4 and not args.use_precision_aware_optimizer
     offloaded_state = optimizer + (element * frozen if rebuilt else parameters)
     optimizer_on_host = int(_shard(args, trained, parallel) * _state_size(args) * _offloaded(args))
-    copied = trained.total + (frozen if with_teacher else 0)  # another policy differs in what is trained alone
+    copied = trained.total + (frozen if needs_teacher(args) else 0)  # another policy differs in what is trained alone
     return TrainerMemory(
         stage=rank.stage,
         tokens=tokens,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slime.arguments.rules.checkpoints import needs_teacher
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.balancing import build_balancing
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
@@ -36,7 +37,6 @@ from slime.backends.megatron_utils.passes import ACTOR, REFERENCE, LogProbPasses
 from slime.backends.megatron_utils.policies import (
     OldActor,
     WeightBackup,
-    has_teacher,
     load_teacher,
     refreshed_reference,
 )
@@ -124,11 +124,11 @@ class MegatronTrainer:
         adapters = described(self.args, target_names(self.model)) if self.args.lora_rank else None
         self._state = TrainerState(self.model, self.optimizer, self.scheduler, adapters)
 
-        trained_only = adapters is not None and not has_teacher(self.args)
+        trained_only = adapters is not None and not needs_teacher(self.args)
         self._backup = WeightBackup(self.model, active=ACTOR, trained_only=trained_only)
         if self._with_ref and adapters is None:  # with adapters the reference is the model without them
             self._load_reference()
-        if has_teacher(self.args):
+        if needs_teacher(self.args):
             load_teacher(self.args, self.model, self._backup)
         start_rollout_id = self._load()
         keeps_old = self.args.keep_old_actor and self.role == ACTOR
