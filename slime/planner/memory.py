@@ -225,7 +225,12 @@ def memory_text(args: Namespace) -> str:
     except ValueError as error:
         return f"  No estimate: {error}."
     lines = ["Per GPU, in GiB, on CUDA GPUs; what is counted and what is not: docs/en/advanced/memory.md"]
-    lines += textwrap.wrap(_model_line(found.size), WIDTH, subsequent_indent=" " * 11)  # a no-break space sticks
+    parts = ", ".join(
+        f"{name} {_billions(count)}" for name, count in found.size.parts.items() if count and name != "norms"
+    )
+    active = f", {_billions(found.size.active)} per token" if found.size.shape.experts else ""
+    model = f"model      {_billions(found.size.total)} parameters{active}: {parts}"
+    lines += textwrap.wrap(model, WIDTH, subsequent_indent=" " * 11)  # a no-break space sticks
     if found.trainer is not None:
         lines += _trainer_lines(args, found.size, found.trainer)
     for group in found.engines:
@@ -236,12 +241,6 @@ def memory_text(args: Namespace) -> str:
     for remark in found.remarks:
         lines += textwrap.wrap(f"note: {remark}", WIDTH, subsequent_indent="      ")
     return "\n".join(f"  {line}".rstrip() for line in lines).replace("\xa0", " ")
-
-
-def _model_line(size: ModelSize) -> str:
-    parts = ", ".join(f"{name} {_billions(count)}" for name, count in size.parts.items() if count and name != "norms")
-    active = f", {_billions(size.active)} per token" if size.shape.experts else ""
-    return f"model      {_billions(size.total)} parameters{active}: {parts}"
 
 
 def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> list[str]:

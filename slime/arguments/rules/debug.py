@@ -161,7 +161,13 @@ def choose_serving(args: Namespace) -> None:
     args.num_rollout = 0
     diagnostics.missing_flags(args).pop("rollout_batch_size", None)
     if args.sglang_config is not None:
-        _take_from_deployment_file(args)
+        # A deployment file says how many slots there are, and may name every checkpoint.
+        config, _ = read(args.sglang_config)
+        if args.rollout_num_gpus is None:
+            args.rollout_num_gpus = config.total_num_gpus
+        if "hf_checkpoint" in diagnostics.missing_flags(args) and all(model.model_path for model in config.models):
+            del diagnostics.missing_flags(args)["hf_checkpoint"]
+            args.hf_checkpoint = config.models[0].model_path
     elif args.rollout_num_gpus is None and not args.colocate and args.prefill_num_servers is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
 
@@ -173,13 +179,3 @@ def _makes_no_rollouts(args: Namespace) -> bool:
     own_source = not args.data_source_path.startswith(BUILT_IN_SOURCES)
     own_rollout = args.rollout_function_path not in GENERATE_WITH_ENGINES
     return bool(args.debug_rollout_only) and not (says_what or says_how_much or own_source or own_rollout)
-
-
-def _take_from_deployment_file(args: Namespace) -> None:
-    """A deployment file says how many slots there are, and may name every checkpoint."""
-    config, _ = read(args.sglang_config)
-    if args.rollout_num_gpus is None:
-        args.rollout_num_gpus = config.total_num_gpus
-    if "hf_checkpoint" in diagnostics.missing_flags(args) and all(model.model_path for model in config.models):
-        del diagnostics.missing_flags(args)["hf_checkpoint"]
-        args.hf_checkpoint = config.models[0].model_path

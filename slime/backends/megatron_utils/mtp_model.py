@@ -96,7 +96,9 @@ class GPTModelWithMTP(GPTModel):
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             whole = copy_to_tensor_model_parallel_region(hidden)
-        logits = F.linear(whole.squeeze(1)[depth.rows], self._output_weight().detach())
+        shared = self.share_embeddings_and_output_weights
+        output_weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        logits = F.linear(whole.squeeze(1)[depth.rows], output_weight.detach())
         log_probs, _ = log_probs_and_entropy(
             logits,
             depth.targets,
@@ -106,10 +108,6 @@ class GPTModelWithMTP(GPTModel):
             overwrite_logits=True,
         )
         return -(log_probs * depth.weights).sum()
-
-    def _output_weight(self) -> Tensor:
-        shared = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
 
     def _embedding_weight(self) -> Tensor:
         if self.pre_process:

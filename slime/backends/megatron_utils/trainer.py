@@ -242,7 +242,9 @@ class MegatronTrainer:
                 f"rollout {rollout_id}: got the shard of data-parallel rank {shard.dp_rank}, this is rank "
                 f"{self.parallel_config['dp_rank']}"
             )
-        self._record_wait()
+        if self._waiting_since is not None:
+            get_timers().add("train_wait", time.monotonic() - self._waiting_since)
+            self._waiting_since = None
         self._profiling.begin(rollout_id)
         with timer("train"), self._routing.one_rollout():
             self._saver.poll()
@@ -293,11 +295,6 @@ class MegatronTrainer:
     ) -> dict[str, Any]:
         del data  # for roles that return some of it
         return {"steps": steps, "rollout": rollout_metrics}
-
-    def _record_wait(self) -> None:
-        if self._waiting_since is not None:
-            get_timers().add("train_wait", time.monotonic() - self._waiting_since)
-            self._waiting_since = None
 
     def save(self, rollout_id: int, force_sync: bool = False, export: bool = True) -> None:
         """Save under ``--save`` as iteration ``rollout_id``; with ``export`` also to ``--save-hf`` when given.

@@ -57,7 +57,12 @@ async def generate(
         try:
             played = await Episode(args, entry, sample, evaluation).play(sampling_params)
         except EnvironmentFailure as e:
-            _log(e, sample)
+            _failures[e.reason] += 1
+            if (count := _failures[e.reason]) <= LOGGED_PER_REASON:
+                logger.error(
+                    "sample index=%s group_index=%s: %s (number %d of its kind; the first %d are logged)",
+                    sample.index, sample.group_index, e, count, LOGGED_PER_REASON, exc_info=e,
+                )  # fmt: skip
             if not evaluation:
                 sample.status = Sample.Status.ABORTED
                 sample.metadata = {**(sample.metadata or {}), "abort_reason": e.reason, "abort_error": str(e)}
@@ -140,7 +145,8 @@ class Episode:
             done = step.done
             if done or self.turns == self.entry.max_turns:
                 break
-            ids, text = turns.observe(action, tokens, await self._observation(environment, step))
+            found = await self._call("format_observation", environment.format_observation, step.observation)
+            ids, text = turns.observe(action, tokens, [found] if isinstance(found, dict) else found)
             left = tokens_left(args, sample, sampling_params, self.evaluation)
             if len(ids) >= left:  # no room for another turn
                 break
@@ -183,10 +189,6 @@ class Episode:
         self.tool_calls += step.tool_calls
         self.tool_errors += step.tool_errors
         return step
-
-    async def _observation(self, environment: Environment, step: Step) -> str | Messages:
-        found = await self._call("format_observation", environment.format_observation, step.observation)
-        return [found] if isinstance(found, dict) else found
 
     async def _call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method within ``step_timeout``; EnvironmentFailure for what it raises. Its time is counted."""
@@ -255,15 +257,6 @@ async def _result_of(function: Callable[..., Any], *arguments: Any) -> Any:
         return await function(*arguments)
     result = await in_thread(function, *arguments)
     return await result if inspect.isawaitable(result) else result
-
-
-def _log(failure: EnvironmentFailure, sample: Sample) -> None:
-    _failures[failure.reason] += 1
-    if (count := _failures[failure.reason]) <= LOGGED_PER_REASON:
-        logger.error(
-            "sample index=%s group_index=%s: %s (number %d of its kind; the first %d are logged)",
-            sample.index, sample.group_index, failure, count, LOGGED_PER_REASON, exc_info=failure,
-        )  # fmt: skip
 
 
 MARKER = "\u2039slime-turn\u203a"
