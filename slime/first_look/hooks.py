@@ -67,7 +67,12 @@ def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
     replays = args.load_debug_rollout_data is not None
     contracts = {name: c for name, c in CONTRACTS.items() if not (replays and c.generates)}
     if not args.debug_rollout_only:
-        contracts |= _of_trainer(args)
+        from slime.backends.megatron_utils import hooks, import_megatron
+
+        given = {name: contract for name, contract in hooks.CONTRACTS.items() if getattr(args, name, None)}
+        if given:
+            import_megatron()  # modules of trainer hooks find Megatron as it is in a trainer
+        contracts |= given
     for name, contract in contracts.items():
         value = getattr(args, name, None) or []
         for path in [value] if isinstance(value, str) else value:
@@ -78,15 +83,6 @@ def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             if path := getattr(dataset, name, None):
                 yield path, CONTRACTS[name], f"--eval-config, data set {dataset.name!r}, {name}"
-
-
-def _of_trainer(args: Namespace) -> dict[str, Contract]:
-    from slime.backends.megatron_utils import hooks, import_megatron
-
-    given = {name: contract for name, contract in hooks.CONTRACTS.items() if getattr(args, name, None)}
-    if given:
-        import_megatron()  # modules of trainer hooks find Megatron as it is in a trainer
-    return given
 
 
 def look_at_reward(args: Namespace, samples: Mapping[str, Sample], found: Findings) -> None:

@@ -78,17 +78,14 @@ class GPTModelWithMTP(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
         if self._further is not None:
             attention = {name: keywords.get(name) for name in ATTENTION_INPUTS}
-            self._further.losses = self._mtp_losses(self._further, hidden_states, attention)
+            losses = []
+            # Recomputation takes its inputs for what may be differentiated: one of them has to ask for a gradient.
+            hidden = hidden_states.detach().requires_grad_()
+            for layer, depth in zip(self.mtp.layers, self._further.depths, strict=True):
+                hidden = layer(hidden, self._embed(depth.input_ids), **attention)
+                losses.append(self._loss(hidden, depth))
+            self._further.losses = losses
         return super()._postprocess(hidden_states=hidden_states, **keywords)
-
-    def _mtp_losses(self, further: MTPTargets, hidden_states: Tensor, attention: dict[str, Any]) -> list[Tensor]:
-        losses = []
-        # Recomputation takes its inputs for what may be differentiated: one of them has to ask for a gradient.
-        hidden = hidden_states.detach().requires_grad_()
-        for layer, depth in zip(self.mtp.layers, further.depths, strict=True):
-            hidden = layer(hidden, self._embed(depth.input_ids), **attention)
-            losses.append(self._loss(hidden, depth))
-        return losses
 
     def _loss(self, hidden: Tensor, depth: Depth) -> Tensor:
         """Return the weighted sum of the cross-entropies of ``depth``, the same on all tensor-parallel ranks."""
