@@ -317,7 +317,13 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     if args.serve_only:
         serve(args)
     refuse_impossible_loop(args, overlap=overlap)
-    _look_first(args)
+    # What would end the run later is said before anything starts.
+    logger.info("looking at prompts and hooks (--skip-first-look: not)")
+    found = look(args)
+    for sentence in [*found.warnings, *found.unchecked]:
+        logger.warning("%s", sentence)
+    if found.errors:
+        raise ArgumentError("\n".join(found.errors))
     run_dir.prepare(args)
     args.generates_while_training = overlap
     logger.info("run directory: %s", args.run_dir)
@@ -354,16 +360,6 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         finished = True
     finally:
         _end(rollout, gently=finished)
-
-
-def _look_first(args: Namespace) -> None:
-    """Look at prompts and hooks before anything starts. Raises ArgumentError for what would end the run later."""
-    logger.info("looking at prompts and hooks (--skip-first-look: not)")
-    found = look(args)
-    for sentence in [*found.warnings, *found.unchecked]:
-        logger.warning("%s", sentence)
-    if found.errors:
-        raise ArgumentError("\n".join(found.errors))
 
 
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:

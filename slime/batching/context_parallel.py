@@ -119,7 +119,12 @@ def gather_responses(
             raise ValueError(f"sample {i}: expected {covered} values for the ranges {list(parts)}, got {local.size(0)}")
     if group is None:
         return list(local_values)
-    index = _flat_index(response_lengths, ranges, local_values[0].device)
+    # Positions of the local values in the concatenation of all whole responses
+    pieces, base = [torch.empty(0, dtype=torch.long)], 0
+    for length, parts in zip(response_lengths, ranges, strict=True):
+        pieces += [torch.arange(base + start, base + end) for start, end in parts]
+        base += length
+    index = torch.cat(pieces).to(local_values[0].device)
     full = _ScatterAndSum.apply(torch.cat(list(local_values)), index, sum(response_lengths), group)
     return list(full.split(list(response_lengths)))
 
@@ -144,15 +149,6 @@ def gather_responses_with_cp(
 def _intersect(a: Range, b: Range) -> Range:
     start, end = max(a[0], b[0]), min(a[1], b[1])
     return (start, end) if start < end else (0, 0)
-
-
-def _flat_index(response_lengths: Sequence[int], ranges: Sequence[Sequence[Range]], device: torch.device) -> Tensor:
-    """Positions of the local values in the concatenation of all whole responses."""
-    pieces, base = [torch.empty(0, dtype=torch.long)], 0
-    for length, parts in zip(response_lengths, ranges, strict=True):
-        pieces += [torch.arange(base + start, base + end) for start, end in parts]
-        base += length
-    return torch.cat(pieces).to(device)
 
 
 class _ScatterAndSum(torch.autograd.Function):

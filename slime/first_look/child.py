@@ -13,8 +13,7 @@ from typing import IO, Any
 
 from slime.first_look import Findings
 from slime.first_look.data import look_at_data
-from slime.first_look.hooks import look_at_hooks
-from slime.first_look.reward import look_at_reward
+from slime.first_look.hooks import look_at_hooks, look_at_reward
 from slime.first_look.start import DEADLINE_S
 from slime.utils.hf_checkpoint import HfCheckpoint
 

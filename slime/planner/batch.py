@@ -104,7 +104,9 @@ def batch_rows(batch: BatchPlan) -> list[tuple[str, str]]:
     if batch.global_batch_size is not None and batch.num_rollout != 0:
         rows.append(("one step", _step(batch)))
         if batch.left_over and not batch.from_dumps:
-            rows.append(("left over", _left_over(batch)))
+            left, one = count(batch.left_over, batch.unit), batch.left_over == 1
+            wait = "fills no step; it waits and is" if one else "fill no step; they wait and are"
+            rows.append(("left over", f"{left} of the first rollout {wait} trained on first after the next rollout"))
     if batch.global_batch_size is not None and not batch.from_dumps and (batch.fans_out or batch.own_function):
         rows.append(("counting", _counting(batch)))
     if batch.wave is not None and not batch.from_dumps:
@@ -147,12 +149,6 @@ def _step(batch: BatchPlan) -> str:
         f"{text} x {count(batch.micro_batches_per_rank, 'micro-batch')} x "
         f"{count(batch.micro_batch_size or 1, batch.unit)}"
     )
-
-
-def _left_over(batch: BatchPlan) -> str:
-    left, one = count(batch.left_over, batch.unit), batch.left_over == 1
-    wait = "fills no step; it waits and is" if one else "fill no step; they wait and are"
-    return f"{left} of the first rollout {wait} trained on first after the next rollout"
 
 
 def _counting(batch: BatchPlan) -> str:

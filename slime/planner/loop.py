@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.arguments.rules.checkpoints import first_weights
+from slime.arguments.rules.checkpoints import first_weights, needs_reference
 from slime.arguments.rules.loop import SFT_ROLLOUT, generates_always
 from slime.planner.format import count
 
@@ -101,7 +101,7 @@ def _trains(args: Namespace, kind: Kind) -> str:
         only = f", alone in the first {count(args.num_critic_only_steps, 'rollout')}"
         parts.append(f"a critic{only if args.num_critic_only_steps else ''}")
     text = " and ".join(parts)
-    if args.kl_coef != 0 or args.use_kl_loss:
+    if needs_reference(args):
         text += f"; the reference model for the KL is {args.ref_load}"
     return text
 

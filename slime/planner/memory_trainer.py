@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-from slime.planner.adapters import adapter_parameters
+from slime.arguments.rules.checkpoints import needs_reference, needs_teacher
 from slime.planner.model_size import Chunk, ModelSize, Parallel, RankSize
 from slime.utils.model_shape import Experts, Latent, LayerKind, LinearAttention, ModelShape
 
@@ -108,16 +109,15 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     parameters = element * (trained.dense_buffer + trained.expert_buffer + frozen)
     optimizer = int(state_bytes(args) * _shard(args, trained, parallel))
     # With adapters the reference is the model without them.
-    with_reference = ((args.kl_coef or 0) != 0 or args.use_kl_loss) and not args.lora_rank
-    with_teacher = bool(args.use_opd) and args.opd_type == "megatron"
+    with_reference = needs_reference(args) and not args.lora_rank
     old = (2 if args.update_weights_interval == 1 else 1) * bool(args.keep_old_actor)
-    others = with_reference + with_teacher + old
+    others = with_reference + needs_teacher(args) + old
     copies = others + bool(others)  # the actor's own, while another plays
     # 16-bit parameters are written anew from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
     rebuilt = element < 4 and not args.use_precision_aware_optimizer
     offloaded_state = optimizer + (element * frozen if rebuilt else parameters)
     optimizer_on_host = int(_shard(args, trained, parallel) * _state_size(args) * _offloaded(args))
-    copied = trained.total + (frozen if with_teacher else 0)  # another policy differs in what is trained alone
+    copied = trained.total + (frozen if needs_teacher(args) else 0)  # another policy differs in what is trained alone
     return TrainerMemory(
         stage=rank.stage,
         tokens=tokens,
@@ -467,3 +467,79 @@ def _experts(shape: ModelShape, experts: Experts, parallel: Parallel, kept: Kept
     if experts.shared:
         found["shared"] = _mlp(shape, experts.shared, kept) / parallel.tp
     return found
+
+
+class _Projection(NamedTuple):
+    """``cut``: how tensor parallelism cuts it. ``owners``: routed experts that have one of their own, else 1."""
+
+    name: str
+    inputs: int
+    outputs: int
+    cut: Literal["rows", "columns", "none"]
+    owners: int = 1
+    expert: bool = False
+
+
+def adapter_parameters(args: Namespace, shape: ModelShape, rank: RankSize, parallel: Parallel) -> tuple[int, int]:
+    """Return ``(dense, expert)``: the parameters of adapters on one rank, those of routed experts apart.
+
+    Projections by the names that most families have; a family that stores gate and up projection
+    as one has a few less.
+    """
+    found = {False: 0, True: 0}
+    for chunk in rank.chunks:
+        for layer in chunk.layers:
+            for projection in _projections(shape, shape.kinds[layer]):
+                if args.lora_target_modules == ["all-linear"] or projection.name in args.lora_target_modules:
+                    found[projection.expert] += _adapter_on_rank(projection, args.lora_rank, parallel)
+    return found[False], found[True]
+
+
+def _adapter_on_rank(projection: _Projection, rank: int, parallel: Parallel) -> int:
+    """A is ``[rank, inputs]`` and B ``[outputs, rank]``; one of them is cut, or none."""
+    ranks = parallel.etp if projection.expert else parallel.tp
+    inputs = projection.inputs // ranks if projection.cut == "columns" else projection.inputs
+    outputs = projection.outputs // ranks if projection.cut == "rows" else projection.outputs
+    count = projection.owners // parallel.ep if projection.expert else 1
+    return rank * (inputs + outputs) * count
+
+
+def _projections(shape: ModelShape, kind: LayerKind) -> Iterator[_Projection]:
+    if kind.linear:
+        pass  # its projections have no adapters
+    elif shape.latent is not None:
+        yield from _latent_projections(shape)
+    else:
+        query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+        yield _Projection("q_proj", shape.hidden, query * (2 if shape.output_gate else 1), "rows")
+        yield _Projection("k_proj", shape.hidden, key, "rows")
+        yield _Projection("v_proj", shape.hidden, key, "rows")
+        yield _Projection("o_proj", query, shape.hidden, "columns")
+    if not kind.moe:
+        yield from _mlp_projections(shape, shape.ffn)
+        return
+    experts = shape.experts
+    assert experts is not None
+    yield from (p._replace(owners=experts.number, expert=True) for p in _mlp_projections(shape, experts.ffn))
+    if experts.shared:
+        yield from _mlp_projections(shape, experts.shared)
+
+
+def _latent_projections(shape: ModelShape) -> Iterator[_Projection]:
+    latent, hidden = shape.latent, shape.hidden
+    assert latent is not None
+    query = shape.heads * latent.query_dim
+    if latent.q_rank is None:
+        yield _Projection("q_proj", hidden, query, "rows")
+    else:
+        yield _Projection("q_a_proj", hidden, latent.q_rank, "none")
+        yield _Projection("q_b_proj", latent.q_rank, query, "rows")
+    yield _Projection("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim, "none")
+    yield _Projection("kv_b_proj", latent.kv_rank, shape.heads * (latent.qk_dim + latent.v_dim), "rows")
+    yield _Projection("o_proj", shape.heads * latent.v_dim, hidden, "columns")
+
+
+def _mlp_projections(shape: ModelShape, ffn: int) -> Iterator[_Projection]:
+    yield _Projection("gate_proj", shape.hidden, ffn, "rows")
+    yield _Projection("up_proj", shape.hidden, ffn, "rows")
+    yield _Projection("down_proj", ffn, shape.hidden, "columns")

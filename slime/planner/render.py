@@ -14,7 +14,7 @@ from slime.arguments.view import to_yaml
 from slime.planner import Plan, plan
 from slime.planner.batch import batch_rows
 from slime.planner.format import WIDTH, bullets, count, labelled, wrapped
-from slime.planner.memory_text import memory_text
+from slime.planner.memory import memory_text
 from slime.planner.placement_text import placement_lines
 from slime.utils.plain import MASK, is_secret
 

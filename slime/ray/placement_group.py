@@ -15,6 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of, spare_slots
+from slime.arguments.rules.checkpoints import needs_reference
 from slime.arguments.rules.roles import ACTOR, CRITIC, role_args
 from slime.arguments.rules.weight_sync import check_engine_stages
 from slime.backends.sglang_utils.external import apply_external_engine_info_to_args, discover_external_engines
@@ -124,7 +125,7 @@ def launch_training_models(args: Namespace, pgs: dict[str, Slots]) -> TrainGroup
         agree_on_resume_step(of_actor, of_critic)
         critic = RayTrainGroup(of_critic, nodes, gpus, pgs["critic"], role="critic")
         critic.launch()
-    actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=_with_ref(of_actor))
+    actor = RayTrainGroup(of_actor, nodes, gpus, pgs["actor"], with_ref=needs_reference(of_actor))
     actor.launch()
     return actor, critic
 
@@ -209,7 +210,7 @@ def allocate_train_group(
     """
     of_role = role_args(args, role)
     if with_ref is None:
-        with_ref = role == ACTOR and _with_ref(of_role)
+        with_ref = role == ACTOR and needs_reference(of_role)
     return RayTrainGroup(
         of_role, num_nodes, num_gpus_per_node, pg, role=role, with_ref=with_ref, wandb_run_id=wandb_run_id
     )
@@ -225,10 +226,6 @@ def create_rollout_group(args: Namespace, pg: Slots, wandb_run_id: str | None = 
     """Start the rollout manager; of drivers older than ``create_rollout_manager``, which call it through the result."""
     warn_moved(f"{__name__}.create_rollout_group", f"{__name__}.create_rollout_manager(args, pg)")
     return create_rollout_manager(args, pg, wandb_run_id)
-
-
-def _with_ref(args: Namespace) -> bool:
-    return bool(args.kl_coef != 0 or args.use_kl_loss)
 
 
 def _reserve(args: Namespace, layout: Layout) -> Slots:

@@ -218,7 +218,7 @@ def set_threads_to_share(node: str) -> None:
 def trainer_class(role: str) -> type[MegatronTrainer]:
     """Return the trainer class of ``role``. Imports torch and Megatron."""
     if role == "critic":
-        from slime.backends.megatron_utils.critic import CriticTrainer
+        from slime.backends.megatron_utils.trainer import CriticTrainer
 
         return CriticTrainer
     from slime.backends.megatron_utils.trainer import MegatronTrainer

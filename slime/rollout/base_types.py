@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.hooks.hook import describe
-from slime.rollout.hooks.sync_or_async import finish
+from slime.rollout.hooks.hook import describe, finish
 from slime.utils.types import Sample, iter_samples
 
 __all__ = [

@@ -155,7 +155,11 @@ class AsyncRolloutWorker(GroupStream):
         self.rollout_id = state.rollout_id = rollout_id
         self.given_back.clear()
         self._no_prompts = False
-        self._expire_in_flight()
+        # Restart the groups in flight that are too old for this rollout.
+        old = [task for task, job in self.in_flight.items() if self.bound.is_too_old(job.step, self.rollout_id)]
+        for task in sorted(old, key=lambda task: -self.in_flight[task].number):
+            self._expire(self.in_flight.pop(task))
+            task.cancel()
         try:
             await self.fill(self.args.rollout_batch_size)
             dropped = list(self.dropped)
@@ -293,13 +297,6 @@ class AsyncRolloutWorker(GroupStream):
             self.waiting.appendleft(job)
             self.stop_with(e)
         super()._gave_up(job)
-
-    def _expire_in_flight(self) -> None:
-        """Restart the groups in flight that are too old for this rollout."""
-        old = [task for task, job in self.in_flight.items() if self.bound.is_too_old(job.step, self.rollout_id)]
-        for task in sorted(old, key=lambda task: -self.in_flight[task].number):
-            self._expire(self.in_flight.pop(task))
-            task.cancel()
 
     def _expire(self, job: GroupJob) -> None:
         """Restart a group that is too old, before all others."""

@@ -22,10 +22,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from slime.utils.engine_answers import MOST_REJECTED, EngineAnswers, wrong_with
 from slime.utils.http_replies import (
+    MOST_REJECTED,
     RETRIED_STATUSES,
     STREAM_BUFFER,
+    EngineAnswers,
     HttpRequestError,
     HttpTimeoutError,
     LatestEvents,
@@ -38,6 +39,7 @@ from slime.utils.http_replies import (
     has_no_engine,
     is_lost_upstream,
     transport_errors,
+    wrong_with,
 )
 
 __all__ = [

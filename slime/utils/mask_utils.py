@@ -149,7 +149,12 @@ class MultiTurnLossMaskGenerator:
         """Return the rendered conversation and where each turn of the assistant is in it, without its header."""
         plain = [{key: value for key, value in m.items() if key != "step_loss_mask"} for m in messages]
         text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, tools=tools))
-        spans, expected = _assistant_spans(text), sum(message["role"] == "assistant" for message in messages)
+        spans = []
+        for header in re.finditer(re.escape(ASSISTANT_HEADER), text):
+            end = text.find(TURN_END, header.end())
+            stop = len(text) if end < 0 else end + len(TURN_END)
+            spans.append((header.end(), stop + text.startswith("\n", stop)))
+        expected = sum(message["role"] == "assistant" for message in messages)
         if len(spans) != expected:
             raise ValueError(
                 f"the rendered conversation has {len(spans)} turns that begin with {ASSISTANT_HEADER!r}, but "
@@ -197,15 +202,6 @@ class MultiTurnLossMaskGenerator:
             mask += [0] * (len(before) + prompted) + [1] * (len(turn) - prompted)
             position = stop
         return ids, mask
-
-
-def _assistant_spans(text: str) -> list[tuple[int, int]]:
-    spans = []
-    for header in re.finditer(re.escape(ASSISTANT_HEADER), text):
-        end = text.find(TURN_END, header.end())
-        stop = len(text) if end < 0 else end + len(TURN_END)
-        spans.append((header.end(), stop + text.startswith("\n", stop)))
-    return spans
 
 
 def _find(ids: list[int], pattern: list[int], start: int) -> int:

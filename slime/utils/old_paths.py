@@ -71,8 +71,8 @@ PUBLIC: dict[str, dict[str, str]] = {
     "slime.utils.routing_replay": _at(f"{_MEGATRON}.routing_replay", "RoutingReplay build_routing_replay"),
     "slime.utils.tensor_backper": {"TensorBackuper": f"{_MEGATRON}.policies.WeightBackup"},
     "slime.utils.accelerator.torch_accelerator": {
-        "TorchAccelerator": "slime.utils.accelerator.devices.CudaAccelerator",
-        "CpuAccelerator": "slime.utils.accelerator.devices.CpuAccelerator",
+        "TorchAccelerator": "slime.utils.accelerator.CudaAccelerator",
+        "CpuAccelerator": "slime.utils.accelerator.CpuAccelerator",
     },
     "slime.observability.rollout_data_utils": _at("slime.rollout.debug_data", "load_rollout save_rollout subsample"),
     "slime.observability.rollout_metrics": {

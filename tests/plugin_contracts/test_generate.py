@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from slime.rollout.base_types import check_sibling_rollout_ids, iter_samples
-from slime.rollout.hooks.custom_generate import call_generate
-from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
+from slime.rollout.sglang_rollout import GenerateState, call_generate, generate_and_rm_group
 from slime.utils.async_utils import run
 from tests.plugin_contracts.contract import EXAMPLES, hook_at, must, must_be_finished, subjects
 

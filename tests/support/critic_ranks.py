@@ -43,8 +43,7 @@ def start(role: str, checkpoint: str, *, with_ref: bool = False, **settings: Any
     import_megatron()
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.critic import CriticTrainer
-    from slime.backends.megatron_utils.trainer import MegatronTrainer
+    from slime.backends.megatron_utils.trainer import CriticTrainer, MegatronTrainer
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

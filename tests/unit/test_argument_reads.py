@@ -20,7 +20,7 @@ ALLOWED = {
     "slime/backends/megatron_utils/weights/convert.py": "args are those that Megatron-LM wrote into a checkpoint",
     "slime/utils/model_shape.py": "a caller of the public FLOPs functions may have no checkpoint",
     "slime/arguments/rules/placement.py": "derived by this rule, so not there yet when it runs first",
-    "slime/arguments/rules/serving.py": "as above, where a tool applies the rules",
+    "slime/arguments/rules/debug.py": "as above, where a tool applies the rules",
 }
 
 

@@ -248,18 +248,15 @@ _SYNTAX: tuple[tuple[str, bool, str], ...] = (
 
 def _syntax_message(error: Any, text: str, where: str) -> str:
     words = ", ".join(part for part in (error.context, error.problem) if part)
-    words = "character '\\t'" if _indented_with_tab(error.problem_mark, text) else words
+    content = _content(error.problem_mark, text)
+    if "\t" in content[: len(content) - len(content.lstrip())]:
+        words = "character '\\t'"
     found = [(early, said) for part, early, said in _SYNTAX if part in words]
     early, said = found[0] if found else (False, f"this is no YAML: {words}")
     mark = (error.context_mark if early else None) or error.problem_mark or error.context_mark
     if mark is None:
         return f"{where}: {said}"
     return f"{where}, line {mark.line + 1}: {said}: {_content(mark, text).strip()[:60]!r}"
-
-
-def _indented_with_tab(mark: Any, text: str) -> bool:
-    content = _content(mark, text)
-    return "\t" in content[: len(content) - len(content.lstrip())]
 
 
 def _content(mark: Any, text: str) -> str:

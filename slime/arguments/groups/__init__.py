@@ -10,12 +10,10 @@ from slime.arguments.groups.configuration import Configuration
 from slime.arguments.groups.data import Batch, Data
 from slime.arguments.groups.debug import ContinuousIntegration, Debug, Profiling
 from slime.arguments.groups.engines import ElasticEngines, ExternalEngines, FaultTolerance
-from slime.arguments.groups.environments import Environments
 from slime.arguments.groups.logging import Logging
-from slime.arguments.groups.lora import Lora
 from slime.arguments.groups.reward import Reward
-from slime.arguments.groups.rollout import Eval, Rollout
-from slime.arguments.groups.train import Checkpoint, MegatronHooks, Optimizer, Train
+from slime.arguments.groups.rollout import Environments, Eval, Rollout
+from slime.arguments.groups.train import Checkpoint, Lora, MegatronHooks, Optimizer, Train
 from slime.arguments.groups.weight_sync import WeightSync
 
 ALL_GROUPS: tuple[type[ArgumentGroup], ...] = (

@@ -185,3 +185,18 @@ class Eval(ArgumentGroup):
         "largest number of tokens of prompt and response together in evaluation; default: --rollout-max-context-len",
         gt=1,
     )
+
+
+class Environments(ArgumentGroup):
+    """Which environments agents act in."""
+
+    title = "environments"
+
+    environment_path: list[DottedPath] | None = flag(
+        None,
+        "dotted paths of environment classes, with --custom-generate-function-path "
+        "slime.rollout.environments.generate; all have the same weight",
+    )
+    environment_config: str | None = flag(
+        None, "YAML file of environments with weights, limits and difficulties, in place of --environment-path"
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import hf_config
+from slime.arguments.rules.checkpoints import needs_teacher
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 from slime.arguments.rules.roles import ACTOR, role_args
 from slime.arguments.rules.rollout import DISTILLATION
@@ -243,7 +244,7 @@ def _check_checkpoint(args: Namespace) -> None:
 
 def check_teacher_architecture(args: Namespace) -> None:
     """A teacher in the trainer takes turns with the student in one model: the model flags must describe it too."""
-    if not args.use_opd or args.opd_type != "megatron" or args.debug_rollout_only:
+    if not needs_teacher(args):
         return
     if not (Path(args.opd_teacher_load) / "config.json").is_file():
         return  # a Megatron checkpoint: its shapes are compared when it is loaded

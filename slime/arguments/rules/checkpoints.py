@@ -44,6 +44,11 @@ def needs_reference(args: Namespace) -> bool:
     return bool(args.kl_coef != 0 or args.use_kl_loss) and not args.debug_rollout_only
 
 
+def needs_teacher(args: Namespace) -> bool:
+    """Whether trainers load the weights of a teacher; one that answers from a server is none of theirs."""
+    return bool(args.use_opd) and args.opd_type == "megatron" and not args.debug_rollout_only
+
+
 def resolve_load(args: Namespace) -> None:
     """Continue a Megatron checkpoint when ``--load`` is one; otherwise start from weights alone, at rollout 0.
 

@@ -12,12 +12,22 @@ def check(args: Namespace) -> None:
     """Refuse what Megatron's optimizer and scheduler would reject; fill in the ends of the weight decay."""
     if args.debug_rollout_only:
         return
-    _check_learning_rate(args)
+    if args.min_lr < 0:
+        raise ArgumentError(f"--min-lr {args.min_lr}: expected 0 or more")
+    if args.min_lr > args.lr:
+        raise ArgumentError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
+    if args.lr_warmup_init > args.lr:
+        raise ArgumentError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}; lower it")
     _check_adam(args)
     _check_schedule(args)
     _derive_weight_decay(args)
     _check_state(args)
-    _check_precisions(args)
+    for option in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"):
+        value = getattr(args, option[2:].replace("-", "_"))
+        if value != "fp32" and not args.use_precision_aware_optimizer:
+            raise ArgumentError(
+                f"{option} {value} needs --use-precision-aware-optimizer; add it, or leave {option} out"
+            )
 
 
 def train_steps(args: Namespace) -> int | None:
@@ -25,15 +35,6 @@ def train_steps(args: Namespace) -> int | None:
     if not args.num_rollout or not args.global_batch_size:
         return None
     return int(args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
-
-
-def _check_learning_rate(args: Namespace) -> None:
-    if args.min_lr < 0:
-        raise ArgumentError(f"--min-lr {args.min_lr}: expected 0 or more")
-    if args.min_lr > args.lr:
-        raise ArgumentError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
-    if args.lr_warmup_init > args.lr:
-        raise ArgumentError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}; lower it")
 
 
 def _check_adam(args: Namespace) -> None:
@@ -109,12 +110,3 @@ def _check_state(args: Namespace) -> None:
         diagnostics.warn(
             args, "--reset-optimizer-states has no effect with --use-stateless-adam, which keeps no states"
         )
-
-
-def _check_precisions(args: Namespace) -> None:
-    for option in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"):
-        value = getattr(args, option[2:].replace("-", "_"))
-        if value != "fp32" and not args.use_precision_aware_optimizer:
-            raise ArgumentError(
-                f"{option} {value} needs --use-precision-aware-optimizer; add it, or leave {option} out"
-            )

@@ -1,4 +1,4 @@
-"""Generation and rewards: sampling, lengths, the length of the run, where rewards come from."""
+"""Generation and rewards: sampling, lengths, the length of the run, environments, where rewards come from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from argparse import Namespace
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
+from slime.arguments.files.environments import environments_of
+from slime.arguments.rules.data import check_file
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 
 ROLLOUT_BUFFER_ROLLOUTS = (
@@ -14,6 +16,8 @@ ROLLOUT_BUFFER_ROLLOUTS = (
     "slime.rollout.agent_rollout.generate_rollout",
 )
 NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+ENVIRONMENT_GENERATE = "slime.rollout.environments.generate"
+ENVIRONMENT_DATA_SOURCE = "slime.rollout.environments.EnvironmentDataSource"
 
 
 def check(args: Namespace) -> None:
@@ -255,3 +259,35 @@ def _warn_of_none(args: Namespace) -> None:
             'no reward is chosen: unless every sample\'s metadata has "rm_type", the first rollout fails; give '
             "--rm-type or --custom-rm-path",
         )
+
+
+def check_environments(args: Namespace) -> None:
+    """Environments need the function that runs them, and it needs environments; both flags at once are ambiguous."""
+    if args.environment_config is not None and args.environment_path:
+        raise ArgumentError(
+            f"--environment-config {args.environment_config} and --environment-path both name environments; list "
+            "them in the file"
+        )
+    entries, paths = environments_of(args), args.environment_path or []
+    if len(entries) < len(paths):
+        raise ArgumentError(
+            f"--environment-path {' '.join(paths)}: two classes have the same name; give them names "
+            "in a file for --environment-config"
+        )
+    of_data_sets = [dataset.custom_generate_function_path for dataset in args.eval_datasets]
+    runs = ENVIRONMENT_GENERATE in (args.custom_generate_function_path, *of_data_sets)
+    if runs and not entries:
+        raise ArgumentError(
+            f"{ENVIRONMENT_GENERATE} needs environments; give --environment-path or --environment-config"
+        )
+    if args.data_source_path == ENVIRONMENT_DATA_SOURCE:
+        if not entries:
+            raise ArgumentError(
+                f"--data-source-path {ENVIRONMENT_DATA_SOURCE} needs environments; give --environment-path or "
+                "--environment-config"
+            )
+        if args.prompt_data is not None and args.rollout_global_dataset:
+            check_file(args, f"--prompt-data {args.prompt_data}", args.prompt_data)
+    if entries and not runs:
+        option = "--environment-config" if args.environment_config is not None else "--environment-path"
+        diagnostics.warn(args, f"{option} has no effect without --custom-generate-function-path {ENVIRONMENT_GENERATE}")

@@ -71,12 +71,11 @@ def flash_takes(segments: Sequence[Segment], *, dropout_p: float = 0.0) -> bool:
         q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.size(-1) == v.size(-1) <= FLASH_MAX_HEAD_DIM
-        and (flash_attn_varlen_func is not None or _torch_varlen_takes(q, dropout_p))
+        and (
+            flash_attn_varlen_func is not None
+            or (dropout_p == 0.0 and q.size(-1) % 8 == 0 and torch.cuda.get_device_capability(q.device) >= (8, 0))
+        )
     )
-
-
-def _torch_varlen_takes(q: torch.Tensor, dropout_p: float) -> bool:
-    return dropout_p == 0.0 and q.size(-1) % 8 == 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

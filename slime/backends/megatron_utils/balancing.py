@@ -98,7 +98,12 @@ class Balancing:
         self._sums: Tensor | None = None  # fp32 [kinds, layers]: this rank's parts of the means over the step
         self._biases: list[Tensor] = []
         for number, router in self._routers.items():
-            _switch_off_own(router)
+            # Leave the losses and counts of a ``TopKRouter`` to this module.
+            config = router.config
+            given = config.moe_aux_loss_coeff
+            config.moe_aux_loss_coeff = [0.0] * len(given) if isinstance(given, list) else 0.0
+            config.moe_z_loss_coeff = None
+            router._apply_expert_bias = lambda *args, **kwargs: None
             router.routing = self._balanced(number, router, router.routing)
 
     @contextmanager
@@ -244,15 +249,6 @@ def router_losses(
         loads = counts / (topk * lengths[:, None])
         losses[SEQ_AUX] = ((scores * loads[sample]).sum(dim=1) / lengths[sample]).sum() * experts
     return losses
-
-
-def _switch_off_own(router: Any) -> None:
-    """Leave the losses and counts of a ``TopKRouter`` to this module."""
-    config = router.config
-    given = config.moe_aux_loss_coeff
-    config.moe_aux_loss_coeff = [0.0] * len(given) if isinstance(given, list) else 0.0
-    config.moe_z_loss_coeff = None
-    router._apply_expert_bias = lambda *args, **kwargs: None
 
 
 def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balancing:

@@ -183,7 +183,10 @@ def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> Non
         return
     parameters = [named for model in models for named in model.named_parameters()]
     names = [name for name, _ in parameters]
-    unmatched = _unmatched_anywhere(only or freeze, names)
+    patterns = only or freeze
+    everywhere = gather_from_world([any(re.search(pattern, name) for name in names) for pattern in patterns])
+    # Pipeline stages hold different parameters: a pattern is wrong when it matches on no rank.
+    unmatched = [pattern for i, pattern in enumerate(patterns) if not any(hits[i] for hits in everywhere)]
     if unmatched:
         flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
         raise ValueError(f"{flag}: {unmatched} match no parameter; names look like {names[:3]}")
@@ -203,13 +206,6 @@ def _freeze_mtp(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
     for model in models:
         if (mtp := getattr(model, "mtp", None)) is not None:
             mtp.requires_grad_(False)
-
-
-def _unmatched_anywhere(patterns: list[str], names: list[str]) -> list[str]:
-    """Return the patterns that match on no rank (pipeline stages hold different parameters)."""
-    local = [any(re.search(pattern, name) for name in names) for pattern in patterns]
-    everywhere = gather_from_world(local)
-    return [pattern for i, pattern in enumerate(patterns) if not any(hits[i] for hits in everywhere)]
 
 
 def _with_ddp(args: Namespace, config: Any, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

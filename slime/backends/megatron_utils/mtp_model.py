@@ -78,17 +78,14 @@ class GPTModelWithMTP(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
         if self._further is not None:
             attention = {name: keywords.get(name) for name in ATTENTION_INPUTS}
-            self._further.losses = self._mtp_losses(self._further, hidden_states, attention)
+            losses = []
+            # Recomputation takes its inputs for what may be differentiated: one of them has to ask for a gradient.
+            hidden = hidden_states.detach().requires_grad_()
+            for layer, depth in zip(self.mtp.layers, self._further.depths, strict=True):
+                hidden = layer(hidden, self._embed(depth.input_ids), **attention)
+                losses.append(self._loss(hidden, depth))
+            self._further.losses = losses
         return super()._postprocess(hidden_states=hidden_states, **keywords)
-
-    def _mtp_losses(self, further: MTPTargets, hidden_states: Tensor, attention: dict[str, Any]) -> list[Tensor]:
-        losses = []
-        # Recomputation takes its inputs for what may be differentiated: one of them has to ask for a gradient.
-        hidden = hidden_states.detach().requires_grad_()
-        for layer, depth in zip(self.mtp.layers, further.depths, strict=True):
-            hidden = layer(hidden, self._embed(depth.input_ids), **attention)
-            losses.append(self._loss(hidden, depth))
-        return losses
 
     def _loss(self, hidden: Tensor, depth: Depth) -> Tensor:
         """Return the weighted sum of the cross-entropies of ``depth``, the same on all tensor-parallel ranks."""
@@ -96,7 +93,9 @@ class GPTModelWithMTP(GPTModel):
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             whole = copy_to_tensor_model_parallel_region(hidden)
-        logits = F.linear(whole.squeeze(1)[depth.rows], self._output_weight().detach())
+        shared = self.share_embeddings_and_output_weights
+        output_weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        logits = F.linear(whole.squeeze(1)[depth.rows], output_weight.detach())
         log_probs, _ = log_probs_and_entropy(
             logits,
             depth.targets,
@@ -106,10 +105,6 @@ class GPTModelWithMTP(GPTModel):
             overwrite_logits=True,
         )
         return -(log_probs * depth.weights).sum()
-
-    def _output_weight(self) -> Tensor:
-        shared = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
 
     def _embedding_weight(self) -> Tensor:
         if self.pre_process:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.arguments.rules.checkpoints import needs_teacher
 from slime.backends.megatron_utils.balancing import Balancing
 from slime.backends.megatron_utils.data import RolloutData, micro_batch_iterators, model_inputs, num_samples, steps_of
 from slime.backends.megatron_utils.hooks import TrainerHooks
@@ -19,7 +20,7 @@ from slime.backends.megatron_utils.lora.adapter import adapters_off
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.backends.megatron_utils.mtp_loss import mtp_targets, trains_mtp
 from slime.backends.megatron_utils.parallel import is_last_stage, unwrap
-from slime.backends.megatron_utils.policies import OLD_ACTOR, TEACHER, WeightBackup, has_teacher
+from slime.backends.megatron_utils.policies import OLD_ACTOR, TEACHER, WeightBackup
 from slime.backends.megatron_utils.response_logits import TOP_P_COLUMNS
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.batching.ragged_tensor import RaggedTensor
@@ -246,7 +247,7 @@ class LogProbPasses:
         self.args, self.model, self.hooks, self._routing = args, model, hooks, routing
         self._backup = backup
         self._others = {REFERENCE: "ref_"} if with_ref else {}
-        if has_teacher(args):
+        if needs_teacher(args):
             self._others[TEACHER] = "teacher_"
         self._old_policy = OLD_ACTOR if args.keep_old_actor else ACTOR
 

@@ -120,11 +120,6 @@ def refreshed_reference(args: Namespace) -> tuple[str, int] | None:
 TEACHER = "teacher"
 
 
-def has_teacher(args: Namespace) -> bool:
-    """Return whether the trainer holds a teacher's weights (``--use-opd --opd-type megatron``)."""
-    return args.use_opd and args.opd_type == "megatron"
-
-
 def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: WeightBackup) -> None:
     """Load ``--opd-teacher-load`` through ``model`` into ``backup`` as ``teacher`` (collective).
 

@@ -172,14 +172,13 @@ class RoutingReplay:
             if not torch.is_grad_enabled():
                 router.to_recompute.append(key)  # type: ignore[arg-type]
             with torch.no_grad():
-                self._count(indices, own_choice()[1])
+                assert self._decided is not None
+                differing = ~(indices[:, :, None] == own_choice()[1][:, None, :]).any(dim=-1)  # [tokens, topk]
+                counts = torch.stack(
+                    [(differing & self._decided[:, None]).sum(), self._decided.sum() * indices.size(1)]
+                )
+                self._counts = counts if self._counts is None else self._counts + counts
         return scores.gather(1, indices), indices
-
-    def _count(self, replayed: Tensor, own: Tensor) -> None:
-        assert self._decided is not None
-        differing = ~(replayed[:, :, None] == own[:, None, :]).any(dim=-1)  # [tokens, topk]
-        counts = torch.stack([(differing & self._decided[:, None]).sum(), self._decided.sum() * replayed.size(1)])
-        self._counts = counts if self._counts is None else self._counts + counts
 
 
 class _Router:

@@ -1,4 +1,4 @@
-"""One rank of the Megatron trainer: build, load, train on rollouts, save, offload."""
+"""One rank of the Megatron trainer, actor or critic: build, load, train on rollouts, save, offload."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slime.arguments.rules.checkpoints import needs_teacher
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.balancing import build_balancing
-from slime.backends.megatron_utils.canary import canary_log_probs
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
-from slime.backends.megatron_utils.checkpoint_dir import is_megatron_checkpoint
+from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_megatron_checkpoint
+from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
 from slime.backends.megatron_utils.lora.checkpoint import base_of, described
@@ -31,11 +33,10 @@ from slime.backends.megatron_utils.parallel import (
     pipeline_parallel,
     tensor_parallel,
 )
-from slime.backends.megatron_utils.passes import ACTOR, REFERENCE, LogProbPasses
+from slime.backends.megatron_utils.passes import ACTOR, REFERENCE, LogProbPasses, forward_only
 from slime.backends.megatron_utils.policies import (
     OldActor,
     WeightBackup,
-    has_teacher,
     load_teacher,
     refreshed_reference,
 )
@@ -49,10 +50,12 @@ from slime.backends.megatron_utils.reporting import (
     save_train_dump,
     watch_memory,
 )
+from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy
 from slime.backends.megatron_utils.routing_replay import RoutingReplay, build_routing_replay
 from slime.backends.megatron_utils.train_step import StepContext, configure_schedules, train_rollout
-from slime.backends.megatron_utils.values import add_external_columns
+from slime.backends.megatron_utils.values import VALUE_HEAD, add_external_columns, checkpoint_has_value_head, get_values
 from slime.batching.columns import RolloutShard
+from slime.batching.ragged_tensor import RaggedTensor
 from slime.observability.profiling import Profiling
 from slime.observability.timer import get_timers, timer
 
@@ -63,7 +66,7 @@ class MegatronTrainer:
     """A plain object, one per rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by whoever creates it.
 
     Every method is collective over the ranks. Call ``initialize`` first. This class plays the actor; what another role
-    does differently is in a subclass (``critic.CriticTrainer``).
+    does differently is in a subclass (``CriticTrainer``).
 
     Attributes:
         args: the flat namespace.
@@ -121,11 +124,11 @@ class MegatronTrainer:
         adapters = described(self.args, target_names(self.model)) if self.args.lora_rank else None
         self._state = TrainerState(self.model, self.optimizer, self.scheduler, adapters)
 
-        trained_only = adapters is not None and not has_teacher(self.args)
+        trained_only = adapters is not None and not needs_teacher(self.args)
         self._backup = WeightBackup(self.model, active=ACTOR, trained_only=trained_only)
         if self._with_ref and adapters is None:  # with adapters the reference is the model without them
             self._load_reference()
-        if has_teacher(self.args):
+        if needs_teacher(self.args):
             load_teacher(self.args, self.model, self._backup)
         start_rollout_id = self._load()
         keeps_old = self.args.keep_old_actor and self.role == ACTOR
@@ -239,7 +242,9 @@ class MegatronTrainer:
                 f"rollout {rollout_id}: got the shard of data-parallel rank {shard.dp_rank}, this is rank "
                 f"{self.parallel_config['dp_rank']}"
             )
-        self._record_wait()
+        if self._waiting_since is not None:
+            get_timers().add("train_wait", time.monotonic() - self._waiting_since)
+            self._waiting_since = None
         self._profiling.begin(rollout_id)
         with timer("train"), self._routing.one_rollout():
             self._saver.poll()
@@ -290,11 +295,6 @@ class MegatronTrainer:
     ) -> dict[str, Any]:
         del data  # for roles that return some of it
         return {"steps": steps, "rollout": rollout_metrics}
-
-    def _record_wait(self) -> None:
-        if self._waiting_since is not None:
-            get_timers().add("train_wait", time.monotonic() - self._waiting_since)
-            self._waiting_since = None
 
     def save(self, rollout_id: int, force_sync: bool = False, export: bool = True) -> None:
         """Save under ``--save`` as iteration ``rollout_id``; with ``export`` also to ``--save-hf`` when given.
@@ -362,3 +362,90 @@ class MegatronTrainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def canary_log_probs(
+    args: Namespace, model: Sequence[torch.nn.Module], tokens: Sequence[int], device: torch.device
+) -> list[float] | None:
+    """Return log p(token | those before it) of ``tokens[1:]``, a fixed prompt, without temperature and top-p.
+
+    Engines are compared with them after the first push of weights.
+
+    None except on the last pipeline stage. Collective: every data-parallel rank computes the same.
+    """
+    # Virtual pipeline stages take micro-batches in groups of this size.
+    copies = args.microbatch_group_size_per_vp_stage or pipeline_parallel().size if len(model) > 1 else 1
+    total, response = len(tokens), len(tokens) - 1
+    data = {
+        "tokens": RaggedTensor.of([torch.tensor(tokens, device=device)] * copies),
+        "total_lengths": [total] * copies,
+        "response_lengths": [response] * copies,
+        "num_microbatches": [copies],
+        "micro_batch_indices": [[position] for position in range(copies)],
+    }
+    collect = partial(get_log_probs_and_entropy, apply_temperature=False)
+    columns = forward_only(args, model, data, collect, TrainerHooks())
+    if not columns:
+        return None
+    log_probs: list[float] = all_gather_with_cp(columns["log_probs"][0], total, response).tolist()
+    return log_probs
+
+
+CRITIC = "critic"
+
+
+class CriticTrainer(MegatronTrainer):
+    """Estimates values with the weights of before, learns the returns, and hands the values to the actor.
+
+    The model is the actor's with a value head for an output layer; it starts from the same weights, the head afresh.
+    ``args`` are those of the role (``slime.arguments.rules.roles``), whose ``loss_type`` is ``value_loss``.
+    """
+
+    role = CRITIC
+    metric_prefix = "critic-"
+
+    def __init__(self, args: Namespace, role: str = CRITIC, with_ref: bool = False) -> None:
+        if with_ref:
+            raise ValueError("the critic has no reference model: its rewards are without the KL penalty")
+        super().__init__(args, role=role)
+
+    def _build_model(self) -> list[torch.nn.Module]:
+        from slime.backends.megatron_utils.model_provider import get_model
+
+        return get_model(self.args, with_value_head=True)
+
+    def _load_megatron(self, root: str, step: int | None) -> int | None:
+        directory, _ = find_checkpoint(root, step)
+        if checkpoint_has_value_head(directory, self.args.hidden_size):
+            return super()._load_megatron(root, step)
+        logger.warning("%s has no value head of this size: it starts afresh, the other weights are read", directory)
+        state = TrainerState(self.model, adapters=self._state.adapters)
+        load_checkpoint(self.args, root, state, step=step, weights_only=True, without=VALUE_HEAD)
+        self.optimizer.reload_model_params()
+        return None
+
+    def _load_hf(self, path: str) -> None:
+        super()._load_hf(path)
+        logger.info("the critic's value head starts with fresh weights")
+
+    def _before_steps(self, rollout_id: int, data: RolloutData, external_data: dict[str, Any]) -> dict[str, float]:
+        del external_data  # the critic is the first to see a rollout
+        with timer("values"):
+            data.update(forward_only(self.args, self.model, data, get_values, self.hooks))
+        compute_advantages_and_returns(self.args, data)
+        if rollout_id >= self.args.num_critic_only_steps:
+            return {}
+        return log_rollout_metrics(self.args, rollout_id, data)  # otherwise the actor's, who has more to say
+
+    def _after_steps(self, rollout_id: int, data: RolloutData) -> None:
+        """Nothing: the dump of train data and the reference are the actor's."""
+
+    def _report(
+        self, data: RolloutData, steps: list[dict[str, float]], rollout_metrics: dict[str, float]
+    ) -> dict[str, Any]:
+        """Return {"values": one CPU tensor [n_local] per sample} on the last pipeline stage, {} on the others."""
+        del steps, rollout_metrics  # they are logged
+        if "values" not in data:
+            return {}
+        # A view of the whole column would be sent with all of it.
+        return {"values": [value.to("cpu", copy=True) for value in data["values"]]}

@@ -146,11 +146,12 @@ def inspect(args: Namespace, url: str, api_key: str | None) -> ExternalEngineInf
     if ignored := _ignored_flags(args, server):
         logger.warning("%s runs already, with settings of its own, not %s", url, ", ".join(ignored))
     host, port = parse_address(url)
+    product = _size(server, "tp_size", "tensor_parallel_size") * _size(server, "pp_size", "pipeline_parallel_size")
     return ExternalEngineInfo(
         url=url,
         host=host,
         port=port,
-        num_gpus=_num_gpus(server),
+        num_gpus=next((int(server[name]) for name in ("num_gpus", "num_gpus_per_engine") if server.get(name)), product),
         worker_type=_worker_type(server),
         tp_size=_size(server, "tp_size", "tensor_parallel_size"),
         pp_size=_size(server, "pp_size", "pipeline_parallel_size"),
@@ -167,11 +168,6 @@ def inspect(args: Namespace, url: str, api_key: str | None) -> ExternalEngineInf
 
 def _size(server: Mapping[str, Any], *names: str) -> int:
     return next((int(server[name]) for name in names if server.get(name)), 1)
-
-
-def _num_gpus(server: Mapping[str, Any]) -> int:
-    product = _size(server, "tp_size", "tensor_parallel_size") * _size(server, "pp_size", "pipeline_parallel_size")
-    return next((int(server[name]) for name in ("num_gpus", "num_gpus_per_engine") if server.get(name)), product)
 
 
 def _worker_type(server: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from slime.ray.engines.members import Member, Members, State
 from slime.ray.engines.served_model import ServedModel
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
-from slime.utils.engine_answers import wrong_with
+from slime.utils.http_replies import wrong_with
 
 logger = logging.getLogger(__name__)
 

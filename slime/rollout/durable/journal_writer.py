@@ -130,7 +130,10 @@ class JournalWriter:
         synced = time.monotonic()
         unsynced: set[Path] = set()
         while batch := self._next_batch():
-            for path, entries in _by_file(batch).items():
+            files: dict[Path, list[_Entry]] = {}
+            for entry in batch:
+                files.setdefault(entry.path, []).append(entry)
+            for path, entries in files.items():
                 if self._try(path, lambda path=path, entries=entries: _append(path, entries)):  # type: ignore[misc]
                     unsynced.add(path)
             if time.monotonic() - synced >= SYNC_INTERVAL_S:
@@ -166,13 +169,6 @@ class JournalWriter:
 def _sync_file(path: Path) -> None:
     if path.exists():  # not yet forgotten
         sync(path)
-
-
-def _by_file(batch: Sequence[_Entry]) -> dict[Path, list[_Entry]]:
-    files: dict[Path, list[_Entry]] = {}
-    for entry in batch:
-        files.setdefault(entry.path, []).append(entry)
-    return files
 
 
 def _append(path: Path, entries: Sequence[_Entry]) -> None:

@@ -194,7 +194,10 @@ def _pack(values: list[Any] | tuple[Any, ...], kind: type) -> dict[str, Any] | N
         narrow = _narrowest(array)
     elif kind is float:
         array = np.array(values, "<f8")
-        narrow = _as_float32(array)
+        with np.errstate(over="ignore"):
+            narrow = array.astype("<f4")
+        if not (narrow.astype("<f8").view("<i8") == array.view("<i8")).all():  # what engines report loses no bit
+            narrow = array
     else:
         return None
     bits = array.view("<i8")
@@ -214,13 +217,6 @@ def _narrowest(array: np.ndarray) -> np.ndarray:
         if least <= low and high <= most:
             return array.astype(dtype)
     return array
-
-
-def _as_float32(array: np.ndarray) -> np.ndarray:
-    """Return float64 values as float32 when that loses no bit of any: what engines report does not."""
-    with np.errstate(over="ignore"):
-        narrow = array.astype("<f4")
-    return narrow if (narrow.astype("<f8").view("<i8") == array.view("<i8")).all() else array
 
 
 def _b64(array: np.ndarray) -> str:

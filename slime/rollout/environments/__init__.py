@@ -5,9 +5,8 @@ is what the classes that ``--environment-path`` and ``--environment-config`` nam
 """
 
 from slime.rollout.environments.data_source import EnvironmentDataSource
-from slime.rollout.environments.environment import Environment, Step, Task
+from slime.rollout.environments.environment import Environment, Step, Task, ToolEnvironment
 from slime.rollout.environments.episode import generate
-from slime.rollout.environments.tool_environment import ToolEnvironment
 from slime.rollout.environments.tools import Tool, ToolCall, ToolError, ToolRegistry, tool_of
 
 __all__ = [

@@ -19,10 +19,8 @@ from slime.arguments.files.environments import EnvironmentEntry, environments_of
 from slime.rollout import sglang_rollout
 from slime.rollout.cancelling import CANCEL_GRACE_S
 from slime.rollout.environments.environment import Environment, Messages, Step, task_of
-from slime.rollout.environments.turns import ChatTurns
 from slime.rollout.groups import without_response
-from slime.rollout.hooks.hook import place_of
-from slime.rollout.hooks.sync_or_async import in_thread, is_coroutine_function
+from slime.rollout.hooks.hook import in_thread, is_coroutine_function, place_of
 from slime.rollout.requests.generate_request import tokens_left
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -59,7 +57,12 @@ async def generate(
         try:
             played = await Episode(args, entry, sample, evaluation).play(sampling_params)
         except EnvironmentFailure as e:
-            _log(e, sample)
+            _failures[e.reason] += 1
+            if (count := _failures[e.reason]) <= LOGGED_PER_REASON:
+                logger.error(
+                    "sample index=%s group_index=%s: %s (number %d of its kind; the first %d are logged)",
+                    sample.index, sample.group_index, e, count, LOGGED_PER_REASON, exc_info=e,
+                )  # fmt: skip
             if not evaluation:
                 sample.status = Sample.Status.ABORTED
                 sample.metadata = {**(sample.metadata or {}), "abort_reason": e.reason, "abort_error": str(e)}
@@ -142,7 +145,8 @@ class Episode:
             done = step.done
             if done or self.turns == self.entry.max_turns:
                 break
-            ids, text = turns.observe(action, tokens, await self._observation(environment, step))
+            found = await self._call("format_observation", environment.format_observation, step.observation)
+            ids, text = turns.observe(action, tokens, [found] if isinstance(found, dict) else found)
             left = tokens_left(args, sample, sampling_params, self.evaluation)
             if len(ids) >= left:  # no room for another turn
                 break
@@ -185,10 +189,6 @@ class Episode:
         self.tool_calls += step.tool_calls
         self.tool_errors += step.tool_errors
         return step
-
-    async def _observation(self, environment: Environment, step: Step) -> str | Messages:
-        found = await self._call("format_observation", environment.format_observation, step.observation)
-        return [found] if isinstance(found, dict) else found
 
     async def _call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method within ``step_timeout``; EnvironmentFailure for what it raises. Its time is counted."""
@@ -259,10 +259,95 @@ async def _result_of(function: Callable[..., Any], *arguments: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _log(failure: EnvironmentFailure, sample: Sample) -> None:
-    _failures[failure.reason] += 1
-    if (count := _failures[failure.reason]) <= LOGGED_PER_REASON:
-        logger.error(
-            "sample index=%s group_index=%s: %s (number %d of its kind; the first %d are logged)",
-            sample.index, sample.group_index, failure, count, LOGGED_PER_REASON, exc_info=failure,
-        )  # fmt: skip
+MARKER = "\u2039slime-turn\u203a"
+
+
+class ChatTurns:
+    """One conversation, from messages to tokens, turn by turn, without ever tokenizing again what the engine generated.
+
+    The tokens that the engine saw and made are the truth. Of the chat template only the text between the model's
+    message and its next one is taken: it is rendered after a marker in the place of the model's message, and tokenized
+    by itself. ``tokenizer`` has ``encode``, ``decode``, ``apply_chat_template`` and ``all_special_ids``.
+    """
+
+    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]] | None, template_kwargs: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = {**template_kwargs, **({"tools": tools} if tools else {})}
+        self._special = set(tokenizer.all_special_ids)
+        self._messages: Messages | None = None
+        self._said = ""
+        """What stands in the model's message since it began: earlier actions, and observations that are texts."""
+        self.text = ""
+        """Everything so far, as text."""
+
+    def begin(self, prompt: str | Messages) -> list[int]:
+        """Return the token ids of the prompt: a text as it is, or messages and the beginning of the model's one."""
+        if isinstance(prompt, str):
+            self._messages, self.text = None, prompt
+        else:
+            self._messages, self.text = list(prompt), self._render(prompt, opens=True)
+        return self._encode(self.text)
+
+    def action(self, tokens: list[int], text: str) -> str:
+        """Return ``text``, which the engine's ``tokens`` say, without the special tokens at their end."""
+        end = len(tokens)
+        while end and tokens[end - 1] in self._special:
+            end -= 1
+            text = text.removesuffix(self._tokenizer.decode([tokens[end]], skip_special_tokens=False))
+        return text
+
+    def observe(self, said: str, tokens: list[int], observation: str | Messages) -> tuple[list[int], str]:
+        """Return ids and text of what follows the model's turn, whose action was ``said`` and ``tokens`` end.
+
+        Of a text that is the text itself. Of messages: the rest of the model's message, the messages, and the beginning
+        of its next one. Raises ValueError for a template that does not write what the model said.
+        """
+        if isinstance(observation, str):
+            self._said = self._said + said + observation
+            return self._encode(observation), observation
+        history = self._messages if self._messages is not None else [{"role": "user", "content": ""}]
+        marked = {"role": "assistant", "content": MARKER}
+        closing = self._encode(self._after_marker([*history, marked], opens=False))
+        ids = self._encode(self._after_marker([*history, marked, *observation], opens=True))
+        written = _overlap(tokens, ids, at_most=_common_prefix(closing, ids))
+        if self._messages is not None:
+            content = self._said + said
+            self._messages = [*self._messages, {"role": "assistant", "content": content}, *observation]
+        self._said = ""
+        return ids[written:], self._tokenizer.decode(ids[written:], skip_special_tokens=False)
+
+    def is_as_rendered(self) -> bool:
+        """True when ``text`` is what the template makes of the messages; also where that cannot be said."""
+        if self._messages is None or self._said:
+            return True
+        return self._render(self._messages, opens=True) == self.text
+
+    def _render(self, messages: Messages, *, opens: bool) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=opens, **self._kwargs
+        )
+        return str(rendered)
+
+    def _after_marker(self, messages: Messages, *, opens: bool) -> str:
+        before, found, after = self._render(messages, opens=opens).rpartition(MARKER)
+        if not found:
+            raise ValueError(
+                "the chat template does not write the content of the assistant's last message as it is, so the tokens "
+                f"after it cannot be told: of a message {MARKER!r} it made {before[-200:] or after[-200:]!r}; let "
+                "format_observation return a text, or use another --chat-template"
+            )
+        return after
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _common_prefix(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _overlap(tokens: list[int], ids: list[int], at_most: int) -> int:
+    """Return how many of the first ``ids``, ``at_most`` of them, ``tokens`` end with already."""
+    longest = min(at_most, len(tokens))
+    return next((n for n in range(longest, 0, -1) if tokens[-n:] == ids[:n]), 0)

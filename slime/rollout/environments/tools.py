@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from slime.rollout.hooks.sync_or_async import in_thread, is_coroutine_function
+from slime.rollout.hooks.hook import in_thread, is_coroutine_function
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 

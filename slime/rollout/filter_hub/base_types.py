@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.rollout.hooks.hook import Hook, describe, for_samples
-from slime.rollout.hooks.sync_or_async import finish
+from slime.rollout.hooks.hook import Hook, describe, finish, for_samples
 
 
 @dataclass

@@ -11,8 +11,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.models import hf_fields
 from slime.arguments.rules.hf_config import read_config
-from slime.rollout.requests.generate_state import bookkeeping_of
-from slime.rollout.requests.top_p_mask import replays_top_p
+from slime.rollout.requests.generate_state import bookkeeping_of, replays_top_p
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
@@ -84,21 +83,15 @@ def generate_payload(
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     else:
         payload["input_ids"] = list(sample.tokens)  # the sample's own list grows while requests are repeated
-    asked = [] if evaluation else _asked_for_training(args)
+    asked = []  # what the trainer replays
+    if args.use_rollout_routing_replay and not evaluation:
+        asked.append("return_routed_experts")
+    if replays_top_p(args) and not evaluation:
+        asked.append("return_sampling_mask")
     payload.update(dict.fromkeys(asked, True))
     if asked:  # routers drop fields that they do not know, and pass these on; the engine plugin reads them
         payload["custom_labels"] = {f"slime_{field}": "true" for field in asked}
     return payload
-
-
-def _asked_for_training(args: Any) -> list[str]:
-    """Return the fields of a request that ask for what the trainer replays."""
-    asked = []
-    if args.use_rollout_routing_replay:
-        asked.append("return_routed_experts")
-    if replays_top_p(args):
-        asked.append("return_sampling_mask")
-    return asked
 
 
 def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:

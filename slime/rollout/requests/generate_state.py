@@ -11,13 +11,35 @@ from typing import Any
 
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.requests.engines import num_engines_asked
-from slime.rollout.requests.top_p_mask import replays_top_p, top_k
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import LateFailures
 from slime.utils.network import connection_limit
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_MASK_TOKENS = 4096
+"""SGLang's own ``--sampling-mask-max-tokens``."""
+
+
+def replays_top_p(args: Any) -> bool:
+    """Return whether training rollouts record top-p masks: exactly with ``--rollout-top-p`` below 1."""
+    return bool(args.rollout_top_p != 1.0)
+
+
+def max_mask_tokens(args: Any) -> int:
+    """Return the most tokens of a top-p mask that engines report."""
+    return int(args.sglang_sampling_mask_max_tokens or DEFAULT_MAX_MASK_TOKENS)
+
+
+def top_k(args: Any) -> int:
+    """Return the ``top_k`` of training requests.
+
+    Engines report masks only under a finite one below ``max_mask_tokens``. Where none is given it is half of that,
+    which leaves room for ties; what it cuts off is not sampled, and so training leaves it out too.
+    """
+    given = int(args.rollout_top_k)
+    return max_mask_tokens(args) // 2 if replays_top_p(args) and given == -1 else given
 
 
 def train_sampling_params(args: Any) -> dict[str, Any]:

@@ -91,7 +91,12 @@ class RequestSlots(asyncio.Semaphore):
         else:
             super().release()
         if not self.in_flight and not self.waiting:
-            self._stop_looking()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._look is not None:
+                self._look.cancel()
+                self._look = None
         self.changed()
 
     def resize(self, limit: int) -> None:
@@ -172,11 +177,3 @@ class RequestSlots(asyncio.Semaphore):
             logger.warning("the limit of requests stays at %d: %r", self.limit, error)
         if self.in_flight or self.waiting:
             self._look_later()
-
-    def _stop_looking(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None

@@ -54,7 +54,7 @@ CONSUMED_WHILE_PARSING = {
 READ_INDIRECTLY = {
     "rollout_max_context_len": "rollout/requests/generate_request.py",
     "eval_max_context_len": "rollout/requests/generate_request.py",
-    "custom_generate_function_path": "rollout/hooks/custom_generate.py",
+    "custom_generate_function_path": "rollout/sglang_rollout.py",
     **dict.fromkeys(
         ("squared_relu", "init_method_xavier_uniform", "bias_gelu_fusion", "bias_swiglu_fusion"),
         "backends/megatron_utils/model_config.py",

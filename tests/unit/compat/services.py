@@ -15,7 +15,7 @@ import torch
 
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.observability import trace_utils
-from slime.utils.accelerator.devices import CpuAccelerator
+from slime.utils.accelerator import CpuAccelerator
 from slime.utils.types import Sample
 from tests.support.reference_calls import Call, check_equal
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.first_look import reward
+from slime.first_look import hooks as first_look
 from tests.unit.first_look import hooks
 
 HERE = "tests.unit.first_look.hooks"
@@ -127,7 +127,7 @@ def test_a_reward_that_raises_warns_with_its_line(found):
 
 @pytest.mark.parametrize("name", ["hanging", "blocking"])
 def test_a_reward_that_hangs_is_not_waited_for(name, found, monkeypatch):
-    monkeypatch.setattr(reward, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(first_look, "DEADLINE_S", 0.2)
     [said] = found("--custom-rm-path", f"{HERE}.{name}").warnings
     assert "has not scored a made-up answer within 0 s" in said
 

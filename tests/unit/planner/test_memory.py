@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.arguments.models.facts import models
-from slime.planner.memory import CAPACITIES, memory
+from slime.planner.memory import CAPACITIES, memory, memory_text
 from slime.planner.memory_engine import EngineMemory, engine_memory, weight_format
-from slime.planner.memory_text import memory_text
 from slime.planner.memory_trainer import (
     Kept,
     TrainerMemory,
@@ -495,7 +494,7 @@ def test_is_quick() -> None:
 
 def test_imports_nothing_heavy() -> None:
     code = (
-        "import sys, slime.planner.memory_text\n"
+        "import sys, slime.planner.memory\n"
         "print([m for m in ('torch', 'ray', 'megatron', 'sglang', 'transformers', 'pandas') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

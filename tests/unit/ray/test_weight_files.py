@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.release import TransientCheckpoints, resume_args
+from slime.ray.train_group import TransientCheckpoints, resume_args
 from slime.ray.weight_files import WeightFiles
 from tests.support.arguments import run_args
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.observability.trace_utils import trace_event, trace_span
-from slime.rollout.hooks.custom_generate import call_generate
+from slime.rollout.sglang_rollout import call_generate
 from slime.utils.types import Sample
 
 

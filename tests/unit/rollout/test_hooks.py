@@ -12,11 +12,10 @@ import pytest
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
-from slime.rollout.hooks import sync_or_async
 from slime.rollout.hooks.contracts import CONTRACTS
-from slime.rollout.hooks.custom_generate import call_generate
-from slime.rollout.hooks.hook import Hook, check_hooks, make_hook, place_of
+from slime.rollout.hooks.hook import Hook, check_hooks, in_thread, make_hook, place_of
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, apply_sample_hooks, set_current_rollout_id
+from slime.rollout.sglang_rollout import call_generate
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -306,7 +305,7 @@ def test_decorated_functions_factories_and_delegates_are_what_they_are_called_as
 
 def test_a_thread_that_ends_with_an_odd_exception_is_still_told():
     async def stops() -> None:
-        await sync_or_async.in_thread(lambda: next(iter(())))
+        await in_thread(lambda: next(iter(())))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         run(stops())

@@ -13,14 +13,12 @@ import pytest
 from slime.rollout import data_source, rm_hub, sample_hooks
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer, draw_groups
-from slime.rollout.hooks.custom_generate import call_generate, generate_hook
-from slime.rollout.hooks.hook import find_hook, make_hook
-from slime.rollout.hooks.sync_or_async import finish
+from slime.rollout.hooks.hook import find_hook, finish, make_hook
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import BadReward
 from slime.rollout.sample_hooks import apply_sample_hooks
-from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.sglang_rollout import call_generate, generate_hook, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

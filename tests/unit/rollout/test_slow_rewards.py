@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from slime.rollout.rm_hub import async_rm, errors
-from slime.rollout.rm_hub.errors import RewardErrors
-from slime.rollout.rm_hub.slow_rewards import SlowRewards
+from slime.rollout.rm_hub.errors import RewardErrors, SlowRewards
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from slime.utils import accelerator
-from slime.utils.accelerator.devices import CpuAccelerator
+from slime.utils.accelerator import CpuAccelerator
 
 
 class Abacus(CpuAccelerator):

@@ -11,8 +11,8 @@ import pytest
 
 from scripts.bench.standin import ServerThread
 from slime.utils import http_client, http_utils
-from slime.utils.engine_answers import MOST_REJECTED
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
+from slime.utils.http_replies import MOST_REJECTED
 from tests.support.arguments import run_args
 from tests.support.fake_engine import Failure, FakeCluster, FaultMix
 

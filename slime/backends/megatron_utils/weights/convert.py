@@ -99,7 +99,10 @@ def convert(conversion: Conversion) -> Path:
     described = _describe(checkpoint, conversion)
     units = plan(checkpoint, described)
     missing = _compare_with_origin(units, conversion, described.family)
-    partial = hf_writer.begin(out, _made_of(checkpoint, conversion))
+    # This tells a conversion that was killed from another one with the same output.
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.path.iterdir())
+    fields = {name: str(value) for name, value in vars(conversion).items() if name not in ("readers", "writers")}
+    partial = hf_writer.begin(out, {**fields, "checkpoint": str(checkpoint.path), "files": files})
     files = _write_shards(checkpoint, described.dims, units, partial, conversion)
     size = sum(unit.size for unit in units)
     origin = conversion.origin_hf_dir
@@ -132,13 +135,6 @@ def differences(made: Path, origin: Path) -> list[str]:
                 largest = (a.double() - b.double()).abs().max().item()
                 found.append(f"{name} differs by up to {largest:.3g}")
     return found
-
-
-def _made_of(checkpoint: TorchDistCheckpoint, conversion: Conversion) -> dict[str, Any]:
-    """Return what tells a conversion that was killed from another one with the same output."""
-    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.path.iterdir())
-    fields = {name: str(value) for name, value in vars(conversion).items() if name not in ("readers", "writers")}
-    return {**fields, "checkpoint": str(checkpoint.path), "files": files}
 
 
 def _describe(checkpoint: TorchDistCheckpoint, conversion: Conversion) -> Described:

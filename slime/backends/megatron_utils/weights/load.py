@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.parallel import unwrap
+from slime.backends.megatron_utils.parallel import pipeline_parallel, unwrap
 from slime.backends.megatron_utils.values import is_value_head
 from slime.backends.megatron_utils.weights.carried import carried_names, mtp_names
 from slime.backends.megatron_utils.weights.layouts import Dims
@@ -120,7 +120,7 @@ def _held_elsewhere(name: str, is_mtp: bool, family: Family, own: Own, args: Nam
         return False
     _, layer, expert = as_template(name)
     if layer is None:
-        return name != LM_HEAD or tied(args) or _pipeline_size() > 1
+        return name != LM_HEAD or tied(args) or pipeline_parallel().size > 1
     if (is_mtp, layer) not in own:
         return not is_mtp and layer < args.num_layers
     experts = own[is_mtp, layer]
@@ -140,12 +140,6 @@ def _check_copies(checkpoint: HfCheckpoint, family: Family, in_mtp: frozenset[st
                 "--mtp-num-layers share the model's embedding and output layer: leave the flag out to keep them as "
                 "they are"
             )
-
-
-def _pipeline_size() -> int:
-    from megatron.core import parallel_state as mpu
-
-    return mpu.get_pipeline_model_parallel_world_size()
 
 
 def _check_shapes(checkpoint: HfCheckpoint, weights: list[Weight], dims: Dims) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.environments.turns import ChatTurns
+from slime.rollout.environments.episode import ChatTurns
 from tools.tiny_model import make_tokenizer
 
 SPECIAL = {"<s>": 1, "<e>": 2, "<u>": 3, "<pad>": 4}
