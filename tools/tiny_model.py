@@ -67,12 +67,13 @@ def make_tokenizer(out: Path) -> int:
 
 
 def make_tiny_checkpoint(
-    out: str | Path, family: str = "qwen3", *, seed: int = 0, tie_word_embeddings: bool = True, **sizes: Any
+    out: str | Path, family: str = "qwen3", *, seed: int = 0, tie_word_embeddings: bool | None = None, **sizes: Any
 ) -> Path:
     """Write config, fp32 safetensors weights and tokenizer of a random tiny ``family`` model to ``out``; return it.
 
     ``sizes`` overrides entries of ``SIZES`` (and any other field of the family's Hugging Face config). The vocabulary
-    is the tokenizer's, rounded up to a multiple of 128 as Megatron does, unless ``vocab_size`` is given.
+    is the tokenizer's, rounded up to a multiple of 128 as Megatron does, unless ``vocab_size`` is given. Embedding and
+    output layer are tied by default, except in families with experts: SGLang's classes for these never tie them.
     """
     import torch
     import transformers
@@ -83,7 +84,8 @@ def make_tiny_checkpoint(
     vocab = make_tokenizer(out)
     class_name, own = FAMILIES[family]
     padded = -(-vocab // 128) * 128
-    fields = {**SIZES, **own, "vocab_size": padded, "tie_word_embeddings": tie_word_embeddings, **sizes}
+    tied = not family.endswith("_moe") if tie_word_embeddings is None else tie_word_embeddings
+    fields = {**SIZES, **own, "vocab_size": padded, "tie_word_embeddings": tied, **sizes}
     if family.startswith("qwen3"):
         fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     from transformers import AutoTokenizer

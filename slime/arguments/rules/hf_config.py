@@ -29,6 +29,9 @@ _LEFT_OUT: dict[str, Any] = {
     "--moe-shared-expert-intermediate-size": 0,
 }
 
+NEVER_TIED = ("qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe")
+"""Model types that SGLang 0.5 gives an ``lm_head`` of their own, whatever ``tie_word_embeddings`` says."""
+
 
 def read_config(hf_checkpoint: str, option: str = "--hf-checkpoint") -> dict[str, Any]:
     """``config.json`` of the checkpoint directory that ``option`` names; of a vision-language model its text part.
@@ -220,6 +223,12 @@ def _check_engines_of(args: Namespace, *, asked_by_rollouts: bool) -> None:
             return
         config = hf_fields.text_part(known.config)
     _check_heads(args, config)
+    if config.get("tie_word_embeddings") and config.get("model_type") in NEVER_TIED:
+        raise ArgumentError(
+            f"{args.hf_checkpoint} ties its output layer to the embedding (tie_word_embeddings), and SGLang's class "
+            f"for {config['model_type']} does not: an engine would answer with an output layer that nobody has loaded. "
+            "Give a checkpoint with an lm_head of its own"
+        )
     if asked_by_rollouts:
         _warn_of_long_sequences(args, config)
 

@@ -193,6 +193,16 @@ def test_a_model_is_checked_against_its_own_checkpoint(tmp_path: Path) -> None:
         parse(*flags)
 
 
+def test_a_tied_output_layer_that_engines_would_not_load_is_refused(tmp_path: Path) -> None:
+    """SGLang's classes with experts have an ``lm_head`` of their own, whatever the configuration says."""
+    changes = {"model_type": "qwen3_moe", "num_experts": 4, "tie_word_embeddings": True}
+    flags = judge_of(tmp_path, changes, "{num_gpus: 3, num_gpus_per_engine: 1}")
+    with pytest.raises(ArgumentError, match=r"model judge, .* ties its output .* class for qwen3_moe does"):
+        parse(*flags)
+    (tmp_path / "judge" / "config.json").write_text(json.dumps({**CONFIG, **changes, "tie_word_embeddings": False}))
+    assert parse(*flags).rollout_num_engines == 4
+
+
 def test_a_frozen_model_may_be_quantized_and_of_any_size(tmp_path: Path) -> None:
     changes = {"quantization_config": {"quant_method": "fp8"}, "num_hidden_layers": 7, "num_attention_heads": 6,
                "num_key_value_heads": 3}  # fmt: skip
