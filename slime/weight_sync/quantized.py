@@ -14,7 +14,8 @@ from slime.weight_sync.transport import WeightSource
 
 FP8_KERNELS = ((8, 9), (10, 0))
 """Compute capabilities, from and below, whose kernels read FP8 as checkpoints have it. SGLang repacks it for Marlin on
-GPUs before these (``can_auto_enable_marlin_fp8``), and rounds its scales anew on those after (Blackwell)."""
+GPUs before these (``can_auto_enable_marlin_fp8``), and rounds its scales anew on those after (Blackwell). What it does
+to INT4 and to FP8 per tensor, slime's engine plug-in undoes and repeats."""
 
 _of_checkpoint = functools.cache(Quantizer.of_checkpoint)
 """Read once: where a push could not read the files any more, its other ranks would wait for this one."""
@@ -23,13 +24,13 @@ _of_checkpoint = functools.cache(Quantizer.of_checkpoint)
 def quantizer_of(args: Namespace) -> Quantizer | None:
     """Return what quantizes the weights for engines of ``--hf-checkpoint``; None where it is not quantized.
 
-    Raises ValueError where engines rearrange quantized weights after loading, so that pushed ones would not fit.
+    Raises ValueError where engines rearrange FP8 weights after loading, so that pushed ones would not fit.
     """
     quantizer = _of_checkpoint(args.hf_checkpoint)
-    if quantizer is None or not torch.cuda.is_available():
+    if quantizer is None or isinstance(quantizer.format, Int4) or not torch.cuda.is_available():
         return quantizer
     first, beyond = FP8_KERNELS
-    if isinstance(quantizer.format, Int4) or not first <= torch.cuda.get_device_capability() < beyond:
+    if not first <= torch.cuda.get_device_capability() < beyond:
         raise ValueError(
             f"--hf-checkpoint {args.hf_checkpoint} is quantized ({type(quantizer.format).__name__}): engines on this "
             "GPU rearrange such weights when they load them, and cannot be sent new ones; give a bf16 checkpoint"

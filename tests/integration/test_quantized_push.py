@@ -1,9 +1,10 @@
-"""Engines of a checkpoint in FP8 are sent FP8: what they hold is what they load from the converted checkpoint."""
+"""Engines of a quantized checkpoint are sent its format: they hold what they load from the converted checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.servers.engine_client import EngineClient
 from slime.utils.hf_checkpoint import HfCheckpoint
-from slime.utils.quantization import Fp8
+from slime.utils.quantization import Format, Fp8, Int4
 from slime.utils.quantization.files import quantize_checkpoint
 from tests.support.distributed import run_distributed
 from tests.support.engines import Reference, engine_args, output_log_probs
@@ -40,13 +41,12 @@ class Stored:
         return self.engine.client(timeout=120)
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
-    folder = tmp_path_factory.mktemp("quantized")
-    plain = [make_tiny_checkpoint(folder / f"model{seed}", seed=seed, **SIZES) for seed in (0, 1)]
-    quantized = [folder / f"model{seed}-FP8" for seed in (0, 1)]
+@contextmanager
+def serving(folder: Path, form: Format, family: str = "qwen3", **sizes: Any) -> Iterator[Stored]:
+    plain = [make_tiny_checkpoint(folder / f"model{seed}", family, seed=seed, **sizes) for seed in (0, 1)]
+    quantized = [folder / f"model{seed}-quantized" for seed in (0, 1)]
     for source, target in zip(plain, quantized, strict=True):
-        quantize_checkpoint(source, target, BLOCKS)
+        quantize_checkpoint(source, target, form)
     args = engine_args(quantized[0], sglang_dtype="bfloat16")
     engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=folder / "engine.log")
     try:
@@ -55,6 +55,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
         yield Stored(engine, plain, quantized)
     finally:
         engine.stop()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
+    with serving(tmp_path_factory.mktemp("quantized"), BLOCKS, **SIZES) as stored:
+        yield stored
 
 
 def log_probs(client: EngineClient) -> tuple[list[int], torch.Tensor]:
@@ -79,15 +85,20 @@ def same(one: Path, other: Path) -> bool:
 def test_a_push_is_a_load_of_the_converted_checkpoint(
     stored: Stored, tmp_path: Path, colocate: bool, flags: tuple[str, ...]
 ) -> None:
+    compare(stored, tmp_path, colocate=colocate, flags=flags)
+
+
+def compare(stored: Stored, folder: Path, *, colocate: bool, flags: tuple[str, ...], wrong: float = 0.05) -> None:
+    """Compare a push with a load of the converted checkpoint; ``wrong``: what log-probs differ by from unquantized."""
     client = stored.client
     client.update_weights_from_disk(str(stored.quantized[1]), weight_version="converted")
     expected, loaded = client.weights_checksum(), log_probs(client)
     scored = Reference(stored.plain[1]).log_probs(PROMPT, loaded[0])
-    assert (scored - loaded[1]).abs().max() < 0.05  # what FP8 changes
+    assert (scored - loaded[1]).abs().max() < wrong
     client.update_weights_from_disk(str(stored.quantized[0]), weight_version="old")
     assert client.weights_checksum() != expected
 
-    export = tmp_path / "export"
+    export = folder / "export"
     arguments: dict[str, Any] = {
         "checkpoint": str(stored.plain[1]), "stored_as": str(stored.quantized[0]), "export_to": str(export),
         "engines": [{**asdict(stored.engine.info), "gpu_offset": 0}], "colocate": colocate,
@@ -107,3 +118,12 @@ def test_a_push_is_a_load_of_the_converted_checkpoint(
     assert config == json.loads((stored.quantized[1] / "config.json").read_text())
     assert same(export, stored.plain[1])
     assert "quantization_config" not in json.loads((export / "config.json").read_text())
+
+
+MOE = {"moe_intermediate_size": 128, "tie_word_embeddings": False}
+
+
+def test_layers_that_engines_rearrange_are_sent_int4(tmp_path: Path) -> None:
+    """Attention and experts, with zero points; the second push is into what the first one rearranged."""
+    with serving(tmp_path, Int4(32, symmetric=False), "qwen3_moe", **MOE) as stored:
+        compare(stored, tmp_path, colocate=True, flags=("--expert-model-parallel-size", "2"), wrong=0.2)

@@ -13,12 +13,11 @@ from slime.arguments import diagnostics
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
 from slime.arguments.models import hf_fields
-from slime.arguments.models.facts import family_of, known_model, quantization_by_name
+from slime.arguments.models.facts import family_of, known_model
 from slime.arguments.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
 from slime.arguments.placement import models_of
 from slime.arguments.rules import mtp
 from slime.arguments.rules.sglang import as_flags
-from slime.utils.hf_checkpoint import quantization_of
 from slime.utils.model_shape import moe_layer_pattern
 
 # What an option that is left out stands for, where Megatron's default is None.
@@ -266,48 +265,3 @@ def _warn_of_long_sequences(args: Namespace, config: dict[str, Any]) -> None:
                 f"{option} {length} is more than the {longest} positions of {args.hf_checkpoint}, where engines end a "
                 "sequence (max_position_embeddings); give --sglang-context-length if the model can do more",
             )
-
-
-def check_quantization(args: Namespace) -> None:
-    """Refuse a quantized checkpoint whose engines could not be sent weights; a dry run lists it."""
-    if args.debug_train_only or args.debug_rollout_only or not args.rollout_num_gpus:
-        return
-    checkpoint, given = args.hf_checkpoint, f"--hf-checkpoint {args.hf_checkpoint}"
-    for model in models_of(args) or ():
-        if model.update_weights and model.model_path is not None and model.model_path != checkpoint:
-            checkpoint = model.model_path
-            given = f"--sglang-config {args.sglang_config}: {checkpoint} of model {model.name}"
-    method, can_be_pushed = _quantization(checkpoint)
-    if checkpoint != args.hf_checkpoint:
-        can_be_pushed = False  # weights are pushed as --hf-checkpoint stores them
-    elif method is None or (can_be_pushed and not args.rollout_external):
-        return
-    if method is None:
-        method, can_be_pushed = _quantization(args.hf_checkpoint)
-        given = f"--hf-checkpoint {args.hf_checkpoint}, unlike the checkpoint of the engines,"
-    if method is None:
-        return
-    message = (
-        f"{given} is quantized ({method}): pushing weights in this format is not available yet in this version, only "
-        "FP8 in blocks (weight_block_size) of --hf-checkpoint to engines of the run is; give a bf16 checkpoint"
-    )
-    if not args.dry_run:
-        raise ArgumentError(message)
-    args.not_available.append(message)
-
-
-def _quantization(checkpoint: str) -> tuple[str | None, bool]:
-    """The quantization that ``config.json`` names, and whether engines can be sent weights in it.
-
-    Where there is no ``config.json`` the name of the directory says it.
-    """
-    path = Path(checkpoint) / "config.json"
-    if not path.is_file():
-        method = quantization_by_name(checkpoint)
-        return (None if method in ("bf16", "fp16") else method), method == "fp8"
-    described = quantization_of(json.loads(path.read_text())) or {}
-    if not isinstance(described, dict) or described.get("quant_method") is None:
-        return None, False
-    method = described["quant_method"]
-    is_plain = described.get("fmt", "e4m3") == "e4m3" and described.get("activation_scheme", "dynamic") == "dynamic"
-    return method, method == "fp8" and bool(described.get("weight_block_size")) and is_plain

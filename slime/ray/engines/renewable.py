@@ -20,6 +20,14 @@ REARRANGED = {
 takes pushed weights as well."""
 
 
+TAKE_QUANTIZED = {
+    "fp8": ("auto", "triton", "deep_gemm"),
+    "compressed-tensors": ("auto", "triton", "marlin"),
+}
+"""MoE kernels whose quantized weights stay as they were loaded, or are rearranged again after a push
+(``engine_plugin/slime_engine_plugin/repacked.py``)."""
+
+
 def transport_of(args: Namespace) -> Transport:
     """Return how the weights reach the engines."""
     if args.update_weight_transport == "disk":
@@ -59,7 +67,7 @@ def _of_weights(info: Mapping[str, Any], transport: Transport, stored: str | Non
             f"--sglang-quantization {quantization}: the engine holds quantized weights, and the trainer sends them as "
             f"{'--hf-checkpoint stores them' if stored else 'they are trained'}; leave it out"
         )
-    elif stored and runner not in (None, "auto", "triton", "deep_gemm"):
+    elif stored and runner not in (None, *TAKE_QUANTIZED.get(stored, ())):
         refused.append(
             f"--sglang-moe-runner-backend {runner} (given, or chosen by SGLang) rearranges quantized weights when they "
             "are loaded, and pushed ones would stay as they come; give --sglang-moe-runner-backend triton"

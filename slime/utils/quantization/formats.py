@@ -38,6 +38,15 @@ class Format(Protocol):
         """Return the weight of ``parts`` in bf16."""
         ...
 
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what engines multiply by, numbers times scales, in the dtype of ``weight``. Raises as ``quantize``."""
+        ...
+
+    @property
+    def unit(self) -> tuple[int | None, int | None]:
+        """Return how many rows and columns have a scale of their own; None: all of them."""
+        ...
+
     def config(self, ignored: list[str]) -> dict[str, Any]:
         """Return ``quantization_config`` of a checkpoint of which the modules ``ignored`` are not quantized."""
         ...
@@ -59,7 +68,20 @@ class Fp8:
     def suffixes(self) -> tuple[str, ...]:
         return ("", self.marker)
 
+    @property
+    def unit(self) -> tuple[int | None, int | None]:
+        return self.block or ((1, None) if self.per == "channel" else (None, None))
+
     def quantize(self, weight: torch.Tensor) -> Parts:
+        numbers, scale, _ = self._quantized(weight)
+        return {"": numbers, self.marker: scale}
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        numbers, _, spread = self._quantized(weight)
+        return (numbers.float() * spread).to(weight.dtype)
+
+    def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the numbers, the scales, and the scales in a shape that multiplies the numbers."""
         whole = weight.float()
         if self.block:
             scale = self._scale(_blocks(whole, self.block).abs().amax(dim=(-3, -1)), 1e-10)
@@ -68,7 +90,7 @@ class Fp8:
             scale = spread = self._scale(whole.abs().amax(dim=-1, keepdim=True), 1e-12)
         else:
             scale = spread = self._scale(whole.abs().amax().reshape(1), 1e-12)
-        return {"": (whole / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), self.marker: scale}
+        return (whole / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale, spread
 
     def _scale(self, largest: torch.Tensor, least: float) -> torch.Tensor:
         scale = largest.clamp(min=least) / FP8_MAX
@@ -99,11 +121,13 @@ class Fp8:
 class Int4:
     """compressed-tensors' ``pack-quantized``: 8 numbers to an int32, a scale (and zero point) per group of columns.
 
-    Numbers are those of the scale as it is stored, in the dtype of the weight: what an engine multiplies by.
+    Numbers are those of the scale as it is stored, which an engine multiplies by: in ``scale_dtype``, or that of the
+    weight.
     """
 
     group_size: int
     symmetric: bool = True
+    scale_dtype: torch.dtype | None = None
 
     marker = "_packed"
 
@@ -112,26 +136,39 @@ class Int4:
         own = ("_packed", "_scale", "_shape")
         return own if self.symmetric else ("_zero_point", *own)
 
+    @property
+    def unit(self) -> tuple[int | None, int | None]:
+        return 1, self.group_size
+
     def quantize(self, weight: torch.Tensor) -> Parts:
+        numbers, scale, zeros = self._quantized(weight)
+        parts = {} if self.symmetric else {"_zero_point": _pack(zeros.transpose(-1, -2)).transpose(-1, -2).contiguous()}
+        shape = torch.tensor(weight.shape[-2:], dtype=torch.int32, device=weight.device)
+        return {**parts, "_packed": _pack(numbers.flatten(-2)), "_scale": scale, "_shape": shape}
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        numbers, scale, zeros = self._quantized(weight)
+        return ((numbers - zeros.unsqueeze(-1)) * scale.float().unsqueeze(-1)).flatten(-2).to(weight.dtype)
+
+    def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the numbers 0 to 15 by row and group, and the scales and zero points of the groups."""
         *_, rows, columns = weight.shape
         if columns % self.group_size or columns % 8 or (rows % 8 and not self.symmetric):
             raise ValueError(
                 f"a weight {tuple(weight.shape)} cannot be stored in INT4: its columns must be a multiple of 8 and of "
                 f"the group size {self.group_size}, and where there are zero points its rows a multiple of 8"
             )
-        groups = weight.float().unflatten(-1, (-1, self.group_size))
+        groups, stored = weight.float().unflatten(-1, (-1, self.group_size)), self.scale_dtype or weight.dtype
         if self.symmetric:
-            scale = (groups.abs().amax(-1) / 7).clamp(min=1e-5).to(weight.dtype)
+            scale = (groups.abs().amax(-1) / 7).clamp(min=1e-5).to(stored)
             numbers = (groups / scale.float().unsqueeze(-1)).round().clamp(-7, 7) + 8
-        else:
-            # 0 is inside of the range, or a group of one sign would have a zero point that is none of the 16.
-            low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-            scale = ((high - low) / 15).clamp(min=1e-5).to(weight.dtype)
-            zeros = (-(low / scale.float()).round()).clamp(0, 15)
-            numbers = ((groups / scale.float().unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, 15)
-        parts = {} if self.symmetric else {"_zero_point": _pack(zeros.transpose(-1, -2)).transpose(-1, -2).contiguous()}
-        shape = torch.tensor([rows, columns], dtype=torch.int32, device=weight.device)
-        return {**parts, "_packed": _pack(numbers.flatten(-2)), "_scale": scale, "_shape": shape}
+            return numbers, scale, torch.full_like(scale, 8, dtype=torch.float32)
+        # 0 is inside of the range, or a group of one sign would have a zero point that is none of the 16.
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = ((high - low) / 15).clamp(min=1e-5).to(stored)
+        zeros = (-(low / scale.float()).round()).clamp(0, 15)
+        numbers = ((groups / scale.float().unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, 15)
+        return numbers, scale, zeros
 
     def dequantize(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         numbers, scale = _unpack(parts["_packed"]), parts["_scale"].float()

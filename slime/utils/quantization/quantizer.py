@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,9 @@ class Quantizer:
         form = read_format(described)
         with HfCheckpoint(path) as checkpoint:
             names = checkpoint.names
+            if isinstance(form, Int4):  # whatever the trainer computes in
+                scale = next((name for name in sorted(names) if name.endswith("weight_scale")), None)
+                form = replace(form, scale_dtype=None if scale is None else checkpoint.tensor(scale).dtype)
         quantized = frozenset(name.removesuffix(form.marker) for name in names if name.endswith(form.marker))
         by_rules = rules_of(described)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.arguments.passthrough import catalog
-from slime.ray.engines.renewable import REARRANGED, Transport, transport_of, what_a_push_misses
+from slime.ray.engines.renewable import REARRANGED, TAKE_QUANTIZED, Transport, transport_of, what_a_push_misses
 from tests.support.arguments import run_args
 
 PLAIN: dict[str, Any] = {
@@ -80,10 +80,21 @@ def test_quantized_experts_are_refused_for_being_quantized() -> None:
     assert "moe-runner-backend" not in refused("tensor", quantization="fp8", moe_runner_backend="flashinfer_trtllm")
 
 
+def test_experts_in_int4_are_rearranged_again_after_a_push() -> None:
+    int4 = {**PLAIN, "quantization": "compressed-tensors"}
+    for runner in ("auto", "marlin", "triton"):
+        assert what_a_push_misses({**int4, "moe_runner_backend": runner}, "tensor", "compressed-tensors") == ([], [])
+    (sentence,), _ = what_a_push_misses(
+        {**int4, "moe_runner_backend": "flashinfer_trtllm"}, "tensor", "compressed-tensors"
+    )
+    assert "rearranges quantized weights when they are loaded" in sentence
+
+
 def test_the_names_are_those_of_the_pinned_sglang() -> None:
     records = {record["dest"]: record for record in catalog.records(catalog.SGLANG)}
     assert set(PLAIN) <= set(records)
-    assert set(REARRANGED) | {"flashinfer_trtllm_routed", "triton"} <= set(records["moe_runner_backend"]["choices"])
+    named = {*REARRANGED, *(runner for runners in TAKE_QUANTIZED.values() for runner in runners)}
+    assert named | {"flashinfer_trtllm_routed", "triton"} <= set(records["moe_runner_backend"]["choices"])
 
 
 def test_the_transport_of_a_run() -> None:

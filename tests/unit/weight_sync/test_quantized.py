@@ -1,4 +1,4 @@
-"""On which GPUs engines can be sent FP8."""
+"""On which GPUs engines can be sent FP8 and INT4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils import weights
-from slime.utils.quantization import Fp8
+from slime.utils.quantization import Fp8, Int4
 from slime.weight_sync import create_updater, quantized
 from tests.support.arguments import run_args
 
@@ -43,6 +43,21 @@ def test_gpus_whose_engines_repack_fp8_are_refused(
     else:
         with pytest.raises(ValueError, match="cannot be sent new ones"):
             quantized.quantizer_of(args)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_int4_is_sent_to_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """What engines rearrange is undone for a push. Scales are what the checkpoint's are, bf16."""
+    form = Int4(8)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": form.config([])}))
+    parts = form.quantize(torch.ones(8, 8, dtype=torch.bfloat16))
+    save_file({f"model.q.weight{suffix}": part for suffix, part in parts.items()}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    quantizer = quantized.quantizer_of(run_args(hf_checkpoint=str(tmp_path)))
+    assert quantizer is not None
+    sent = dict(quantizer.quantize("model.q.weight", torch.ones(8, 8)))
+    assert sent["model.q.weight_scale"].dtype == torch.bfloat16
 
 
 def test_stacked_experts_that_the_checkpoint_has_one_by_one_are_refused(

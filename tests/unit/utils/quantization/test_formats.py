@@ -137,6 +137,23 @@ def test_numbers_come_back_and_meta_tensors_give_the_shapes(form: Fp8 | Int4) ->
     assert {n: (t.shape, t.dtype) for n, t in meta.items()} == {n: (t.shape, t.dtype) for n, t in made.items()}
 
 
+@pytest.mark.parametrize("form", [Fp8((8, 6), "block"), Fp8(per="channel"), Fp8(), Int4(8), Int4(8, False)])
+def test_rounded_weights_are_numbers_times_scales(form: Fp8 | Int4) -> None:
+    given = weight(16, 24)
+    assert torch.equal(form.rounded(given), form.dequantize(form.quantize(given)))
+    assert form.rounded(given.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_are_rounded_to_what_the_checkpoint_stores(symmetric: bool) -> None:
+    """A trainer in fp32 sends engines numbers of the scale that they have in bf16."""
+    given = weight(16, 32)
+    exact = Int4(8, symmetric, scale_dtype=torch.bfloat16).quantize(given.float())
+    for name, part in Int4(8, symmetric).quantize(given).items():
+        assert exact[name].dtype == part.dtype
+        assert torch.equal(exact[name], part)
+
+
 def test_scales_of_ue8m0_are_those_of_sglang() -> None:
     scales = torch.rand(1000) * 10 ** torch.linspace(-8, 3, 1000)
     made = Fp8(ue8m0=True)._scale(scales * 448, 1e-12)

@@ -1,12 +1,15 @@
-"""Linear layers of FP8 checkpoints (blocks) on a CPU without AMX, where SGLang's own kernels do not run.
+"""Layers of FP8 and INT4 checkpoints on a CPU without AMX, where SGLang's own kernels do not run.
 
 The weights are loaded and stored as SGLang does it on a GPU, and are multiplied by their scales when they are used:
-this is for tests, where names, shapes and rounding of what is pushed count and speed does not.
+this is for tests, where names, shapes and rounding of what is pushed count and speed does not. As on a GPU, INT4 layers
+are rearranged after loading (to the layout of SGLang's Triton kernels), so that pushes have to undo it
+(``repacked``); activations are not quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,35 +17,122 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from slime_engine_plugin.hook_points import require
 
-_LINEAR = "sglang.srt.layers.quantization.fp8.Fp8LinearMethod"
+_FP8 = "sglang.srt.layers.quantization.fp8"
+_COMPRESSED = "sglang.srt.layers.quantization.compressed_tensors"
+_INT4 = f"{_COMPRESSED}.schemes.compressed_tensors_wNa16.CompressedTensorsWNA16"
+_INT4_EXPERTS = f"{_COMPRESSED}.schemes.compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE"
 
 
-def as_loaded(original: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
-    """Around ``process_weights_after_loading``: weights in blocks stay as they are, for the next push, too."""
+def as_loaded(method: Any, layer: torch.nn.Module) -> None:
+    """Replace FP8's ``process_weights_after_loading``: weights stay as they are, for the next push, too."""
+
+
+def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Replace ``Fp8LinearMethod.apply``: the numbers of FP8 times their scales, times ``x``."""
+    weight = layer.weight.float()
+    if method.block_quant:
+        weight = weight * _of_blocks(layer.weight_scale_inv, method.weight_block_size, weight.shape)
+    else:  # one scale for each of the projections that are fused
+        widths = torch.tensor(layer.logical_widths)
+        weight = weight * layer.weight_scale.repeat_interleave(widths).unsqueeze(-1)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def apply_experts(method: Any, layer: Any, dispatched: Any) -> Any:
+    """Replace ``Fp8MoEMethod.apply``, for blocks."""
     if not method.block_quant:
-        original(method, layer)
+        raise NotImplementedError("experts in FP8 per tensor do not run on a CPU; convert with --strategy block")
+    x, parts = dispatched.hidden_states, {}
+    for name in ("w13_weight", "w2_weight"):
+        weight = getattr(layer, name).float()
+        scale = _of_blocks(getattr(layer, f"{name}_scale_inv"), method.quant_config.weight_block_size, weight.shape)
+        parts[name] = (weight * scale).to(x.dtype)
+    return _through_experts(method, parts, dispatched)
 
 
-def apply(
-    original: Callable[..., torch.Tensor],
-    method: Any,
-    layer: Any,
-    x: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Around ``apply``: the numbers of FP8 times the scales of their blocks, times ``x``."""
-    if not method.block_quant:
-        return original(method, layer, x, bias)
-    weight: torch.Tensor = layer.weight.float()
-    scale: torch.Tensor = layer.weight_scale_inv
-    for dimension, length in enumerate(method.weight_block_size):
-        scale = scale.repeat_interleave(length, dimension).narrow(dimension, 0, weight.shape[dimension])
-    return torch.nn.functional.linear(x, (weight * scale).to(x.dtype), bias)
+def _of_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    for dimension, length in zip((-2, -1), block, strict=True):
+        scale = scale.repeat_interleave(length, dimension).narrow(dimension, 0, shape[dimension])
+    return scale
+
+
+def rearrange(scheme: Any, layer: Any) -> None:
+    """Replace ``CompressedTensorsWNA16.process_weights_after_loading``: columns first, and no function that loads."""
+    for name in ("weight_packed", "weight_scale", "weight_zero_point"):
+        if name in layer._parameters:
+            columns_first = layer._parameters[name].data.t().contiguous()
+            layer.register_parameter(name, torch.nn.Parameter(columns_first, requires_grad=False))
+
+
+def apply_int4(scheme: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Replace ``CompressedTensorsWNA16.apply_weights``."""
+    zeros = None if scheme.symmetric else _unpacked(layer.weight_zero_point)  # [groups, rows]
+    weight = _times_scales(
+        _unpacked(layer.weight_packed.t()), layer.weight_scale.t(), zeros if zeros is None else zeros.t()
+    )
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def rearrange_experts(scheme: Any, layer: Any) -> None:
+    """Replace ``CompressedTensorsWNA16MoE.process_weights_after_loading``: rows first."""
+    for name in ("weight_packed", "weight_scale"):
+        for part in ("w13", "w2"):
+            rows_first = layer._parameters[f"{part}_{name}"].data.transpose(1, 2).contiguous()
+            layer.register_parameter(f"{part}_{name}", torch.nn.Parameter(rows_first, requires_grad=False))
+
+
+def keep_config(scheme: Any, layer: Any, moe_runner_config: Any) -> None:
+    """Replace ``create_moe_runner``, which looks for the kernels of a GPU."""
+    scheme.moe_runner_config = moe_runner_config
+
+
+def apply_int4_experts(scheme: Any, layer: Any, dispatched: Any) -> Any:
+    """Replace ``CompressedTensorsWNA16MoE.apply_weights``."""
+    x, parts = dispatched.hidden_states, {}
+    for name in ("w13_weight", "w2_weight"):
+        zeros = None if scheme.sym else _unpacked(getattr(layer, f"{name}_zero_point")).transpose(1, 2)
+        numbers, scale = _unpacked(getattr(layer, f"{name}_packed")), getattr(layer, f"{name}_scale")
+        parts[name] = _times_scales(numbers, scale, zeros).to(x.dtype)
+    return _through_experts(scheme, parts, dispatched)
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """Return the eight numbers of every int32, the last dimension being 8 times as long."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
+
+
+def _times_scales(numbers: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """Return fp32 ``[..., rows, columns]`` of numbers of that shape and scales and zeros ``[..., rows, groups]``."""
+    groups = numbers.unflatten(-1, (scale.shape[-1], -1)) - (8 if zeros is None else zeros.unsqueeze(-1))
+    return (groups * scale.float().unsqueeze(-1)).flatten(-2)
+
+
+def _through_experts(method: Any, weights: dict[str, torch.Tensor], dispatched: Any) -> Any:
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    layer: Any = SimpleNamespace(num_experts=weights["w13_weight"].shape[0], **weights)
+    output = moe_forward_native(layer, dispatched.hidden_states, dispatched.topk_output, method.moe_runner_config)
+    return StandardCombineInput(hidden_states=output)
 
 
 def register() -> None:
     """Register the hooks."""
-    require(f"{_LINEAR}.process_weights_after_loading", "self layer")
-    require(f"{_LINEAR}.apply", "self layer x bias")
-    HookRegistry.register(f"{_LINEAR}.process_weights_after_loading", as_loaded, HookType.AROUND)
-    HookRegistry.register(f"{_LINEAR}.apply", apply, HookType.AROUND)
+    replaced: dict[str, tuple[str, Callable[..., Any]]] = {
+        f"{_FP8}.Fp8LinearMethod.process_weights_after_loading": ("self layer", as_loaded),
+        f"{_FP8}.Fp8LinearMethod.apply": ("self layer x bias", apply),
+        f"{_FP8}.Fp8MoEMethod.process_weights_after_loading": ("self layer", as_loaded),
+        f"{_FP8}.Fp8MoEMethod.create_moe_runner": ("self layer moe_runner_config", keep_config),
+        f"{_FP8}.Fp8MoEMethod.apply": ("self layer dispatch_output", apply_experts),
+        f"{_INT4}.process_weights_after_loading": ("self layer", rearrange),
+        f"{_INT4}.apply_weights": ("self layer x bias", apply_int4),
+        f"{_INT4_EXPERTS}.process_weights_after_loading": ("self layer", rearrange_experts),
+        f"{_INT4_EXPERTS}.create_moe_runner": ("self layer moe_runner_config", keep_config),
+        f"{_INT4_EXPERTS}.apply_weights": ("self layer dispatch_output", apply_int4_experts),
+    }
+    for target, (parameters, hook) in replaced.items():
+        require(target, parameters)
+        HookRegistry.register(target, hook, HookType.REPLACE)
+    supported = f"{_COMPRESSED}.compressed_tensors.CompressedTensorsConfig._check_scheme_supported"
+    HookRegistry.register(supported, lambda self, min_capability, error=True: True, HookType.REPLACE)

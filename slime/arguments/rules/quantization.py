@@ -1,0 +1,77 @@
+"""Quantized checkpoints: whether engines of one can be sent weights."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slime.arguments.errors import ArgumentError
+from slime.arguments.models.facts import quantization_by_name
+from slime.arguments.placement import models_of
+from slime.utils.hf_checkpoint import quantization_of
+
+
+def check_pushes(args: Namespace) -> None:
+    """Refuse a quantized checkpoint whose engines could not be sent weights; a dry run lists it."""
+    if args.debug_train_only or args.debug_rollout_only or not args.rollout_num_gpus:
+        return
+    checkpoint, given = args.hf_checkpoint, f"--hf-checkpoint {args.hf_checkpoint}"
+    for model in models_of(args) or ():
+        if model.update_weights and model.model_path is not None and model.model_path != checkpoint:
+            checkpoint = model.model_path
+            given = f"--sglang-config {args.sglang_config}: {checkpoint} of model {model.name}"
+    method, can_be_pushed = _quantization(checkpoint)
+    if checkpoint != args.hf_checkpoint:
+        can_be_pushed = False  # weights are pushed as --hf-checkpoint stores them
+    elif method is None or (can_be_pushed and not args.rollout_external):
+        return
+    if method is None:
+        method, can_be_pushed = _quantization(args.hf_checkpoint)
+        given = f"--hf-checkpoint {args.hf_checkpoint}, unlike the checkpoint of the engines,"
+    if method is None:
+        return
+    message = (
+        f"{given} is quantized ({method}): pushing weights in this format is not available yet in this version, only "
+        "FP8 (e4m3 in blocks or per tensor) and INT4 (pack-quantized, in groups) of --hf-checkpoint to engines of the "
+        "run are; give a bf16 checkpoint"
+    )
+    if not args.dry_run:
+        raise ArgumentError(message)
+    args.not_available.append(message)
+
+
+def _quantization(checkpoint: str) -> tuple[str | None, bool]:
+    """The quantization that ``config.json`` names, and whether engines can be sent weights in it.
+
+    Where there is no ``config.json`` the name of the directory says it.
+    """
+    described = _described(checkpoint)
+    if described is None:
+        method = quantization_by_name(checkpoint)
+        return (None if method in ("bf16", "fp16") else method), method in ("fp8", "int4")
+    if described.get("quant_method") is None:
+        return None, False
+    method = described["quant_method"]
+    if method == "fp8":
+        fmt, activations = described.get("fmt", "e4m3"), described.get("activation_scheme", "dynamic")
+        return method, (fmt, activations) == ("e4m3", "dynamic")
+    weights = _groups(described)
+    kind = tuple(weights.get(key) for key in ("type", "num_bits", "strategy"))
+    return method, kind == ("int", 4, "group") and not weights.get("actorder")
+
+
+def _described(checkpoint: str) -> dict[str, Any] | None:
+    """``quantization_config`` of the checkpoint, empty where it has none; None where there is no ``config.json``."""
+    path = Path(checkpoint) / "config.json"
+    if not path.is_file():
+        return None
+    described = quantization_of(json.loads(path.read_text()))
+    return described if isinstance(described, dict) else {}
+
+
+def _groups(described: dict[str, Any]) -> dict[str, Any]:
+    """What compressed-tensors says of the weights of all quantized layers; empty where they differ."""
+    groups = list((described.get("config_groups") or {}).values())
+    return (groups[0].get("weights") or {}) if len(groups) == 1 else {}
