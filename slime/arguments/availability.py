@@ -125,7 +125,6 @@ NOT_YET_MEGATRON: tuple[str, ...] = (
 
 # Variables of trainers that switched on a feature of the patched packages of slime <= 0.3.1, by name or pattern.
 NOT_YET_VARIABLES: tuple[str, ...] = (
-    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG",
     "DSA_KV_FP8_QAT",
     "MEGATRON_USE_SGLANG_*",
 )

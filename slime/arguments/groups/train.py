@@ -39,6 +39,9 @@ class Train(ArgumentGroup):
     )
     freeze_indexer: bool = flag(False, "freeze the indexer of sparse-attention layers")
     allgather_cp: bool = flag(False, "contiguous context-parallel layout with gathered keys (sparse-attention models)")
+    quantization_aware_training: bool = flag(
+        False, "compute with weights rounded as --hf-checkpoint stores them, and apply the gradients to the exact ones"
+    )
     release_train: bool = flag(
         False, "end the training processes while engines generate and restart them from the saved checkpoint"
     )

@@ -77,6 +77,7 @@ RULES = (
     sglang.derive_sizes,
     hf_config.check_served_model,
     quantization.check_pushes,
+    quantization.check_training,
     megatron.derive,
     experts.check_routing_replay,
     model_defaults.warn_of_dropout,

@@ -1,8 +1,9 @@
-"""Quantized checkpoints: whether engines of one can be sent weights."""
+"""Quantized checkpoints: whether engines of one can be sent weights, and training with weights rounded like it."""
 
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.models.facts import quantization_by_name
 from slime.arguments.placement import models_of
 from slime.utils.hf_checkpoint import quantization_of
+
+FAKE_INT4, GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
+"""How slime <= 0.3.1 was asked for rounded weights in training."""
 
 
 def check_pushes(args: Namespace) -> None:
@@ -75,3 +79,36 @@ def _groups(described: dict[str, Any]) -> dict[str, Any]:
     """What compressed-tensors says of the weights of all quantized layers; empty where they differ."""
     groups = list((described.get("config_groups") or {}).values())
     return (groups[0].get("weights") or {}) if len(groups) == 1 else {}
+
+
+def check_training(args: Namespace) -> None:
+    """Read the variables by which training with rounded INT4 weights was asked for, and refuse what cannot be."""
+    variables = {**os.environ, **args.train_env_vars}
+    by_variable, size = variables.get(FAKE_INT4, "0") == "1", str(variables.get(GROUP_SIZE, "128"))
+    if not size.isdecimal() or not int(size):
+        raise ArgumentError(f"--train-env-vars {GROUP_SIZE} {size}: expected a number of columns, such as 128 or 32")
+    args.int4_group_size = int(size)
+    args.quantization_aware_training = args.quantization_aware_training or by_variable
+    if not args.quantization_aware_training or args.debug_rollout_only:
+        return
+    given = f"--train-env-vars {FAKE_INT4} 1" if by_variable else "--quantization-aware-training"
+    described = _described(args.hf_checkpoint)
+    if described is None:
+        return  # said where the checkpoint is checked
+    weights, method = _groups(described), described.get("quant_method")
+    if by_variable and method is not None and weights.get("group_size") != args.int4_group_size:
+        raise ArgumentError(
+            f"{given} with {GROUP_SIZE} {args.int4_group_size}: --hf-checkpoint {args.hf_checkpoint} is quantized in "
+            f"{method} with groups of {weights.get('group_size')}; give the group size of the checkpoint, or "
+            "--quantization-aware-training, which rounds as it does"
+        )
+    if not by_variable and method is None:
+        raise ArgumentError(
+            f"{given} rounds weights as --hf-checkpoint stores them, and {args.hf_checkpoint} is not quantized; give a "
+            "quantized one there, and the bf16 one to --ref-load or --load"
+        )
+    if args.lora_rank:
+        raise ArgumentError(
+            f"{given}: engines of a quantized model add adapters (--lora-rank) to rounded weights that do not change; "
+            "leave one of them out"
+        )

@@ -141,9 +141,11 @@ def transformer_config_from_args(args: Namespace) -> Any:
             without.append("bias_activation_fusion")
     if not _has_module(GRADIENT_ACCUMULATION_KERNEL):  # a part of apex; megatron's own layers refuse to do without
         without.append("gradient_accumulation_fusion")
+    if args.quantization_aware_training:  # kernels add to the gradients of parameters, which rounded weights are not
+        without.append("gradient_accumulation_fusion")
     off = [name for name in without if values.get(name)]
     if off:
-        logger.info("disabled, kernel not available on this machine: %s", ", ".join(off))
+        logger.info("disabled, kernel not available here: %s", ", ".join(off))
     values.update(dict.fromkeys(without, False))
     return config_class(**values)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.fake_quantization import round_weights
 from slime.backends.megatron_utils.lora.build import add_adapters
 from slime.backends.megatron_utils.model_config import ddp_config_from_args, rope_settings, transformer_config_from_args
 from slime.backends.megatron_utils.mtp_loss import trains_mtp
@@ -54,6 +55,8 @@ def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: b
     freeze_parameters(args, models)
     _freeze_mtp(args, models)
     add_adapters(args, models)
+    if not with_value_head:  # engines compute with the policy's weights alone
+        round_weights(args, models)
     models = [_on_device(config, model) for model in models]
     return _with_ddp(args, config, models) if wrap_with_ddp else models
 

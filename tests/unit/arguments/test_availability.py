@@ -71,7 +71,7 @@ def test_one_line_of_the_table_makes_a_flag_available(monkeypatch, flags):
 
 def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
     """Training would go on without the feature, and nothing would say so."""
-    variables = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "MEGATRON_USE_SGLANG_ROPE": "1", "DSA_KV_FP8_QAT": "0"}
+    variables = {"MEGATRON_USE_SGLANG_SPARSE_MLA": "1", "MEGATRON_USE_SGLANG_ROPE": "1", "DSA_KV_FP8_QAT": "0"}
     messages = unavailable_messages({"train_env_vars": {**variables, "NCCL_ALGO": "Ring"}}, flags)
     assert messages == [
         f"--train-env-vars {name} is not available yet in this version; leave it out" for name in [*variables][:2]

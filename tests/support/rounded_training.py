@@ -1,0 +1,25 @@
+"""What ``tests/integration/test_fake_quantization.py`` runs on each of its ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.megatron_model import hf_gradients, model_args, run_pack, switch_layout
+
+
+def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return logits and gradients of each case: of ``weights`` on the model that ``checkpoint`` and ``flags`` make."""
+    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.weights import load_hf
+
+    results = []
+    for case in cases:
+        args = model_args(case["checkpoint"], *case["flags"])
+        args.use_distributed_optimizer = False  # so that every rank has all gradients
+        switch_layout(args)
+        model = get_model(args)
+        load_hf(model, case["weights"], args)
+        forward = run_pack(model, args)
+        kept = {name: p.detach().clone() for chunk in model for name, p in chunk.named_parameters()}
+        results.append({"forward": forward, "parameters": kept, "gradients": dict(hf_gradients(model, args))})
+    return results
