@@ -23,10 +23,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 EP2 ETP1": {**TP2, **EP2, "expert_tensor_parallel_size": 1},
     "PP2": PP2,
     "one optimizer": {"unmarked": True},
+    "EP1, TE's names": {"te_names": True},
     "EP2, plain": {**EP2, **PLAIN},
     "PP2, plain": {**PP2, **PLAIN},
 }
-QUICK = {"EP2": ["EP1", "TP2 EP2 ETP1", "PP2"], "PP2": ["EP2"], "one optimizer": ["EP2"], "PP2, plain": ["EP2, plain"]}
+QUICK = {
+    "EP2": ["EP1", "EP1, TE's names", "TP2 EP2 ETP1", "PP2"], "PP2": ["EP2"], "one optimizer": ["EP2"],
+    "PP2, plain": ["EP2, plain"],
+}  # fmt: skip
 FURTHER = {
     "EP1": ["EP2", "TP2", "PP2"],
     "EP2": ["EP2", "TP2"],

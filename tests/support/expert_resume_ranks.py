@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +23,8 @@ def resume_everywhere(
 
     Returns name -> {"steps": of the second rollout, "weights" after it, "directory": of the checkpoint after the first
     one}; a name is "<saved under>" or "<saved under> -> <loaded under>". Flags may have "unmarked": whether experts
-    share an optimizer with the rest, as Megatron has it where it does not divide them.
+    share an optimizer with the rest, as Megatron has it where it does not divide them; and "te_names": whether the
+    checkpoint that is loaded has the names of TransformerEngine's layers.
     """
     found: dict[str, Any] = {}
     for saved, others in pairs.items():
@@ -38,6 +44,8 @@ def _rollout(checkpoint: str, save: str, flags: dict[str, Any], load: str | None
     mark, flags = experts.mark_routed_experts, dict(flags)
     if flags.pop("unmarked", False):
         experts.mark_routed_experts = lambda model: None
+    if flags.pop("te_names", False):
+        load = with_te_names(str(load), f"{save} source")
     try:
         source = {} if load is None else {"load": load}
         trainer, start = new_trainer(checkpoint, save=save, adam_eps=1e-3, lr=1e-2, **source, **flags)
@@ -53,6 +61,32 @@ def _rollout(checkpoint: str, save: str, flags: dict[str, Any], load: str | None
         "weights": hf_weights(trainer.model, trainer.args),
         "directory": f"{save}/iter_0000000",
     }
+
+
+def with_te_names(source: str, target: str) -> str:
+    """Copy the checkpoint, with the norms before experts named as TransformerEngine's layers name them."""
+    if torch.distributed.get_rank() == 0:
+        shutil.copytree(source, target)
+        file = Path(target) / "iter_0000000" / ".metadata"
+        metadata = pickle.loads(file.read_bytes())
+        norm = re.compile(r"(layers\.\d+\.)mlp\.linear_fc1\.layer_norm_weight$")
+        sparse = {
+            m[1] for m in (re.search(r"(layers\.\d+\.)mlp\.experts", k) for k in metadata.state_dict_metadata) if m
+        }
+
+        def named(key: str) -> str:
+            found = norm.search(key)
+            return norm.sub(r"\1pre_mlp_layernorm.weight", key) if found and found[1] in sparse else key
+
+        stored = {named(key): value for key, value in metadata.state_dict_metadata.items()}
+        assert len(stored.keys() - metadata.state_dict_metadata.keys()) >= len(sparse) > 0
+        metadata.state_dict_metadata = stored
+        metadata.storage_data = {
+            dataclasses.replace(index, fqn=named(index.fqn)): place for index, place in metadata.storage_data.items()
+        }
+        file.write_bytes(pickle.dumps(metadata))
+    torch.distributed.barrier()
+    return target
 
 
 def plain_tensors(directories: list[str]) -> list[dict[str, torch.Tensor]]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
+from slime.backends.megatron_utils.checkpoint_names import rename_to_stored
 from slime.backends.megatron_utils.lora.checkpoint import base_part, check_described, trained_part
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.optimizer import (
@@ -162,6 +163,7 @@ def load_checkpoint(
         request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
     try:
         with _naming_damage(directory):
+            renamed = rename_to_stored(request, dist_checkpointing.load_tensors_metadata(str(directory)).keys())
             loaded = dist_checkpointing.load(request, str(directory))
     except (CheckpointingException, CheckpointException) as e:
         if with_optimizer and content.get("non_homogeneous_layers", False) != _freezes_some(state.model):
@@ -172,6 +174,10 @@ def load_checkpoint(
             ) from e
         raise
 
+    if renamed:
+        logger.info(
+            "%s has the names of other layers (TransformerEngine's, or Megatron's own): %d", directory, len(renamed)
+        )
     for name, chunk in _named_chunks(state.model):
         whole = without is None and state.adapters is None and not state.base_only
         chunk.load_state_dict(loaded[name], strict=whole)
