@@ -8,9 +8,12 @@ from tests.support.megatron_model import hf_gradients, model_args, run_pack, swi
 
 
 def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return logits and gradients of each case: of ``weights`` on the model that ``checkpoint`` and ``flags`` make."""
+    """Return what each case computes with ``weights`` on the model that ``checkpoint`` and ``flags`` make.
+
+    Logits, gradients, and the weights that would be pushed.
+    """
     from slime.backends.megatron_utils.model_provider import get_model
-    from slime.backends.megatron_utils.weights import load_hf
+    from slime.backends.megatron_utils.weights import iter_hf_weights, load_hf
 
     results = []
     for case in cases:
@@ -20,6 +23,6 @@ def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         model = get_model(args)
         load_hf(model, case["weights"], args)
         forward = run_pack(model, args)
-        kept = {name: p.detach().clone() for chunk in model for name, p in chunk.named_parameters()}
-        results.append({"forward": forward, "parameters": kept, "gradients": dict(hf_gradients(model, args))})
+        pushed = {name: tensor.clone() for name, tensor in iter_hf_weights(model, args, gather_pp=True)}
+        results.append({"forward": forward, "pushed": pushed, "gradients": dict(hf_gradients(model, args))})
     return results

@@ -87,12 +87,11 @@ def keep_config(scheme: Any, layer: Any, moe_runner_config: Any) -> None:
 
 
 def apply_int4_experts(scheme: Any, layer: Any, dispatched: Any) -> Any:
-    """Replace ``CompressedTensorsWNA16MoE.apply_weights``."""
+    """Replace ``CompressedTensorsWNA16MoE.apply_weights``. SGLang does not load zero points of experts."""
     x, parts = dispatched.hidden_states, {}
     for name in ("w13_weight", "w2_weight"):
-        zeros = None if scheme.sym else _unpacked(getattr(layer, f"{name}_zero_point")).transpose(1, 2)
         numbers, scale = _unpacked(getattr(layer, f"{name}_packed")), getattr(layer, f"{name}_scale")
-        parts[name] = _times_scales(numbers, scale, zeros).to(x.dtype)
+        parts[name] = _times_scales(numbers, scale, None).to(x.dtype)
     return _through_experts(scheme, parts, dispatched)
 
 

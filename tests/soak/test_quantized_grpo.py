@@ -1,0 +1,79 @@
+"""GRPO on the quickstart's task with quantized engines, which a CPU emulates: rounding costs little with QAT."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from examples.quickstart import recipe
+from slime.utils.quantization import Format, Fp8, Int4
+from slime.utils.quantization.files import quantize_checkpoint
+from tests.support.quickstart import metric
+
+pytestmark = pytest.mark.integration
+
+ROLLOUTS = 60
+BLOCKS, GROUPS = Fp8((64, 64), "block"), Int4(128)
+QAT = ("--quantization-aware-training",)
+RUNS: dict[str, tuple[Format | None, tuple[str, ...]]] = {
+    "bf16": (None, ()), "fp8": (BLOCKS, ()), "int4": (GROUPS, ()), "int4-qat": (GROUPS, QAT),
+}  # fmt: skip
+
+
+def run(module_or_script: list[str], log: Path) -> None:
+    with log.open("w") as out:
+        subprocess.run([sys.executable, *module_or_script], check=True, stdout=out, stderr=out, timeout=2000)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's data, and its model after SFT in bf16."""
+    root = tmp_path_factory.mktemp("quantized-grpo")
+    paths = recipe.Paths(root)
+    run(["-m", *recipe.make_model(paths, 0)], root / "model.log")
+    run(["-m", *recipe.make_data(paths, 0)], root / "data.log")
+    run(["train.py", *recipe.sft(paths, 0)], root / "sft.log")
+    (file,) = paths.sft_model.glob("*.safetensors")
+    weights: dict[str, torch.Tensor] = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((paths.sft_model / "config.json").read_text())
+    (paths.sft_model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def accuracies(trained: Path) -> dict[str, float]:
+    """The mean held-out accuracy of the last two evaluations, by run."""
+    found = {}
+    for name, (form, flags) in RUNS.items():
+        paths = recipe.Paths(trained)
+        plain = served = paths.sft_model
+        if form is not None:
+            served = trained / f"{type(form).__name__}"
+            if not served.exists():
+                quantize_checkpoint(plain, served, form)
+        words = recipe.grpo(paths, 0, rollouts=ROLLOUTS, shuffled=False)
+        words[words.index("--hf-checkpoint") + 1] = str(served)
+        words[words.index("--run-dir") + 1] = str(trained / name)
+        run(
+            ["train.py", *words, "--ref-load", str(plain), "--sglang-dtype", "bfloat16", *flags],
+            trained / f"{name}.log",
+        )
+        evaluated = metric(trained / name, f"eval/{recipe.DATASET}")
+        found[name] = sum(evaluated[step] for step in sorted(evaluated)[-2:]) / 2
+    return found
+
+
+@pytest.mark.timeout(9000)
+def test_quantized_engines_learn_nearly_as_much(accuracies: dict[str, float], capsys: pytest.CaptureFixture) -> None:
+    with capsys.disabled():
+        print(f"\nheld-out accuracy after {ROLLOUTS} rollouts: {accuracies}")
+    assert accuracies["fp8"] >= accuracies["bf16"] - 0.05
+    assert accuracies["int4-qat"] >= accuracies["bf16"] - 0.05
+    assert accuracies["int4-qat"] > accuracies["int4"]
