@@ -73,6 +73,25 @@ def test_a_layer_that_fails_gets_its_parameter_back() -> None:
     assert isinstance(linear.weight, torch.nn.Parameter)
 
 
+def test_training_with_rounded_weights_makes_better_rounded_weights() -> None:
+    """Of inputs that lie in four of 32 directions: errors of rounding can be made to cancel there."""
+    losses = {}
+    for rounds in (False, True):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            inputs, layer = torch.randn(64, 4) @ torch.randn(4, 32) / 4, torch.nn.Linear(32, 8, bias=False)
+            answers = inputs @ torch.randn(32, 8)
+        if rounds:
+            compute_rounded(layer, {"weight": rounding_of(INT4, RowParallel(), (8,))})
+        adam = torch.optim.Adam(layer.parameters(), lr=2e-2)
+        for _ in range(200):
+            adam.zero_grad()
+            F.mse_loss(layer(inputs), answers).backward()
+            adam.step()
+        losses[rounds] = F.mse_loss(F.linear(inputs, INT4.rounded(layer.weight.detach())), answers).item()
+    assert losses[True] < losses[False] / 2
+
+
 @pytest.mark.parametrize(
     ("form", "layout", "shape", "rows", "message"),
     [
