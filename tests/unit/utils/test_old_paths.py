@@ -128,8 +128,17 @@ def test_convert_to_hf() -> None:
     expert = dict(convert(ARGS, "qwen3moe", "decoder.layers.0.mlp.experts.linear_fc1.weight1", embedding[:4]))
     assert [*expert] == [f"model.layers.0.mlp.experts.1.{x}_proj.weight" for x in ("gate", "up")]
     assert [(n, t.shape) for n, t in convert(ARGS, "qwen3", "model.visual.x", cut)] == [("model.visual.x", cut.shape)]
-    with pytest.raises(ValueError, match="quantization_config is not available"):
-        convert(ARGS, "llama", "output_layer.weight", embedding, {"quant_method": "fp8"})
+    described = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]}
+    for layer, method in ((0, None), (1, "_scale")):
+        stored = dict(
+            convert(ARGS, "qwen3", f"decoder.layers.{layer}.self_attention.linear_qkv.weight", qkv, described)
+        )
+        parts = [f"{p}_proj.weight{suffix}" for p in "qkv" for suffix in ("", *([method] if method else []))]
+        assert [*stored] == [f"model.layers.{layer}.self_attn.{part}" for part in parts]
+    assert stored["model.layers.1.self_attn.q_proj.weight_scale"].tolist() == [torch.tensor(5.0 / 448).item()]
+    assert stored["model.layers.1.self_attn.q_proj.weight"][:, 0].tolist() == [0, 88, 352, 448]  # 89.6 lies between
+    with pytest.raises(ValueError, match="quantization 'awq' is not available"):
+        convert(ARGS, "llama", "output_layer.weight", embedding, {"quant_method": "awq"})
     with pytest.raises(ValueError, match=r"has no rule for the parameter 'decoder\.layers\.0\.nothing'"):
         convert(ARGS, "llama", "module.decoder.layers.0.nothing", embedding)
     with pytest.raises(ValueError, match="stores the experts of a layer in one tensor"):

@@ -12,6 +12,8 @@ import torch
 from slime.backends.megatron_utils.weights.layouts import Dims, Vocabulary
 from slime.backends.megatron_utils.weights.maps import family_of
 from slime.backends.megatron_utils.weights.naming import hf_place
+from slime.utils.quantization import Quantizer, read_format
+from slime.utils.quantization.quantizer import rules_of
 
 Pairs = list[tuple[str, torch.Tensor]]
 CONVERTERS = {
@@ -36,11 +38,10 @@ def convert_to_hf(
 
     ``name`` counts layers and experts over the whole model; ``module.`` before it is dropped. ``model_name``: a family
     such as ``qwen3`` or its configuration class. ``args`` gives heads, groups, ``kv_channels`` and ``vocab_size``, to
-    which the vocabulary is cut. Raises ValueError for a family or parameter without a map, for experts that the family
-    stores in one tensor per layer, and for ``quantization_config``, which is not available.
+    which the vocabulary is cut. With ``quantization_config``, as ``config.json`` has it, what that does not ignore
+    becomes the tensors of such a checkpoint. Raises ValueError for a family or parameter without a map, for experts
+    that the family stores in one tensor per layer, and for a quantization that is not available.
     """
-    if quantization_config:
-        raise ValueError("weights are pushed as they are trained: quantization_config is not available, give None")
     name = strip_param_name_prefix(name)
     if name.startswith("model.visual."):
         return [(name, param)]
@@ -48,7 +49,11 @@ def convert_to_hf(
     rule, _, _, names = hf_place(name, family, args.num_layers)
     if rule.is_stacked:
         raise ValueError(f"{family.name} stores the experts of a layer in one tensor: {name} alone makes none of them")
-    return list(zip(names, rule.layout.unshard([param], _dims(args, param)), strict=True))
+    pairs = list(zip(names, rule.layout.unshard([param], _dims(args, param)), strict=True))
+    if quantization_config:
+        quantizer = Quantizer(read_format(quantization_config), rules_of(quantization_config))
+        pairs = list(quantizer.stream(pairs))
+    return pairs
 
 
 def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:
