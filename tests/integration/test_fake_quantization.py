@@ -55,7 +55,7 @@ def slow_weights(quantized: Path, form: Format) -> dict[str, torch.Tensor]:
 
 
 def test_rounded_layers_are_those_of_the_converted_files(tmp_path: Path) -> None:
-    sizes = {"intermediate_size": 128, "tie_word_embeddings": False}
+    sizes: dict[str, Any] = {"intermediate_size": 128, "tie_word_embeddings": False}
     runs, plain = [], {}
     for case, (family, form, flags) in CASES.items():
         plain[case] = make_tiny_checkpoint(tmp_path / case, family, **sizes)

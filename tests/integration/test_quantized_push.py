@@ -120,7 +120,7 @@ def compare(stored: Stored, folder: Path, *, colocate: bool, flags: tuple[str, .
     assert "quantization_config" not in json.loads((export / "config.json").read_text())
 
 
-MOE = {"moe_intermediate_size": 128, "tie_word_embeddings": False}
+MOE: dict[str, Any] = {"moe_intermediate_size": 128, "tie_word_embeddings": False}
 
 
 def test_layers_that_engines_rearrange_are_sent_int4(tmp_path: Path) -> None:
