@@ -11,6 +11,7 @@ rearranged layer, must be complete, and must end with a part that carries a vers
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,14 +163,18 @@ def finish_after(update: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def register(on_cpu: bool) -> None:
-    """Register the hooks. On a CPU FP8 stays as it was loaded (``quantized``)."""
+    """Register the hooks; warn where the installed SGLang has other layers. On a CPU FP8 stays as it was loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from slime_engine_plugin.hook_points import require
+    from slime_engine_plugin.hook_points import OtherSGLangError, require
 
     methods = INT4 if on_cpu else (*INT4, *FP8)
-    for method in methods:
-        require(f"{method}.process_weights_after_loading", "self layer")
+    try:
+        for method in methods:
+            require(f"{method}.process_weights_after_loading", "self layer")
+    except OtherSGLangError as error:
+        logging.getLogger(__name__).warning("pushes to INT4 layers do not fit this SGLang: %s", error)
+        return
     for method in methods:
         HookRegistry.register(f"{method}.process_weights_after_loading", process, HookType.AROUND)
     for way in ("disk", "distributed", "tensor"):
