@@ -152,16 +152,22 @@ class Code:
         return sorted(n for n, module in self.modules.items() if importers[n] == 1 and not module.is_package)
 
     def short_private_functions(self) -> list[str]:
-        """Private functions of at most ``SHORT_FUNCTION`` lines that their file calls once and names nowhere else."""
+        """Private functions of at most ``SHORT_FUNCTION`` lines that are called once and named nowhere else.
+
+        Those with a decorator, and methods that several classes define, could not be inlined and are left out.
+        """
         found = []
+        methods = Counter(name.rpartition(".")[2] for name, (_, owner, _) in self.functions.items() if owner)
+        attributes = Counter(n.attr for m in self.modules.values() for n in m.nodes if isinstance(n, ast.Attribute))
         for module in self.modules.values():
             named = Counter(filter(None, map(_last_name, module.nodes)))
             called = Counter(_last_name(node.func) for node in module.nodes if isinstance(node, ast.Call))
             for node in module.nodes:
                 if isinstance(node, Function) and node.name.startswith("_") and not node.name.endswith("__"):
                     assert node.end_lineno is not None
-                    short = node.end_lineno - node.lineno < SHORT_FUNCTION
-                    if short and named[node.name] == called[node.name] == 1:
+                    short = node.end_lineno - node.lineno < SHORT_FUNCTION and not node.decorator_list
+                    of_one = not methods[node.name] or methods[node.name] == attributes[node.name] == 1
+                    if short and named[node.name] == called[node.name] == 1 and of_one:
                         found.append(f"{module.name}.{node.name}")
         return found
 

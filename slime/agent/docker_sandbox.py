@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from slime.agent.processes import Limits, run_captured, start_time
-from slime.agent.shell_files import ShellFiles
+from slime.agent.shell_sandbox import ShellSandbox
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _DIRECTORIES = "mkdir -p /workspace /home/agent && chmod 1777 /workspace /tmp"
 
 
 @dataclass
-class DockerSandbox(ShellFiles):
+class DockerSandbox(ShellSandbox):
     """A container from ``image``, which needs bash and util-linux, by the command ``docker``, which needs a daemon.
 
     The container has the memory, processes and cores of ``limits``, the ``network`` of that name ("none" for no
@@ -71,23 +71,6 @@ class DockerSandbox(ShellFiles):
             await _docker("rm", "--force", container)
         except RuntimeError as e:  # what was done in the sandbox must not be lost for it
             logger.warning("could not remove container %s, which will end by itself: %s", container, e)
-
-    async def exec(
-        self,
-        cmd: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        timeout: float = 120,
-        check: bool = False,
-        idempotent: bool = True,
-    ) -> tuple[int, str, str]:
-        """Run ``cmd`` with bash in ``/workspace``; see ``slime.agent.sandbox.Sandbox``. Raises TimeoutError after
-        ``timeout`` s, when the processes of its session are killed."""
-        code, out, err = await self._shell(cmd, user=user, env=env or {}, timeout=timeout)
-        if check and code != 0:
-            raise RuntimeError(f"exit code {code} in container {self._id[:12]} of {cmd}: {(err or out)[-2000:]}")
-        return code, out, err
 
     async def _shell(
         self,

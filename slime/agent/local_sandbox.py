@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from slime.agent.processes import Limits, end_all, has_variable, pids_where, run_captured, start_time
-from slime.agent.shell_files import ShellFiles
+from slime.agent.shell_sandbox import ShellSandbox
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _UIDS = range(700_000, 800_000)
 
 
 @dataclass
-class LocalSandbox(ShellFiles):
+class LocalSandbox(ShellSandbox):
     """A directory of this machine whose ``/workspace``, ``/tmp`` and ``/home/agent`` a command sees as its own.
 
     This is NOT a security boundary: commands see the machine's other files and its network. They have no variables of
@@ -118,23 +118,6 @@ class LocalSandbox(ShellFiles):
             await holder.wait()
         await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
         self._root = self._holder = None
-
-    async def exec(
-        self,
-        cmd: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        timeout: float = 120,
-        check: bool = False,
-        idempotent: bool = True,
-    ) -> tuple[int, str, str]:
-        """Run ``cmd`` with bash in ``/workspace``; see ``slime.agent.sandbox.Sandbox``. Raises TimeoutError after
-        ``timeout`` s, when the command and all that it has started are killed."""
-        code, out, err = await self._shell(cmd, user=user, env=env or {}, timeout=timeout)
-        if check and code != 0:
-            raise RuntimeError(f"exit code {code} in sandbox {self.sandbox_id} of {cmd}: {(err or out)[-2000:]}")
-        return code, out, err
 
     async def prepare_agent(self, workdir: str) -> None:
         """Make ``workdir``, in the place of ``ensure_agent_user``: there is one user, who owns what it makes."""

@@ -67,7 +67,6 @@ class AsyncRolloutWorker(GroupStream):
         """What the data source has taken back since the rollout began."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._forget_clock: Callable[[], None] | None = None
-        self._slots: RequestSlots | None = None
 
     # Start and stop
 
@@ -105,9 +104,7 @@ class AsyncRolloutWorker(GroupStream):
 
     def _start(self) -> None:
         semaphore = sglang_rollout.GenerateState(self.args).semaphore
-        self._slots = semaphore if isinstance(semaphore, RequestSlots) else None  # None: a plug-in's own
-        if self._slots is not None:
-            self._slots.changed = self._room.set
+        self._slots = semaphore if isinstance(semaphore, RequestSlots) else None
         self._loop = asyncio.get_running_loop()
         if self._forget_clock is None:
             self._forget_clock = self.clock.listen(self.wake)
@@ -234,7 +231,7 @@ class AsyncRolloutWorker(GroupStream):
             return False
         if len(self.in_flight) >= self.concurrency or len(self.completed) >= self.concurrency:
             return False
-        if self._slots is not None and self._slots.waiting >= max(1, self.args.n_samples_per_prompt):
+        if self._slots_are_awaited:
             return False
         return self.bound.may_start(self.ahead, self.rollout_id, self.clock.step)
 

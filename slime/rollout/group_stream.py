@@ -135,6 +135,8 @@ class GroupStream(ABC):
         self._numbers = itertools.count()
         self._no_prompts = False
         self._filler: asyncio.Task[None] | None = None
+        self._slots: RequestSlots | None = None
+        """What groups in flight wait for; None: a plug-in's own semaphore."""
         self._room, self._change = asyncio.Event(), asyncio.Event()
 
     @property
@@ -225,14 +227,23 @@ class GroupStream(ABC):
 
     def _start(self) -> None:
         """Begin to generate, on the running loop; nothing happens when that was done already."""
+        if self._slots is not None:
+            self._slots.changed = self._room.set
         if self._filler is None or self._filler.done():
             self._filler = asyncio.get_running_loop().create_task(self._keep_filling(), name="group-filler")
         self._room.set()
 
     def _stop_filling(self) -> None:
+        if self._slots is not None:
+            self._slots.changed = lambda: None
         if self._filler is not None:
             self._filler.cancel()
             self._filler = None
+
+    @property
+    def _slots_are_awaited(self) -> bool:
+        """True when enough groups wait for slots: one in flight takes much more memory than one that waits to begin."""
+        return self._slots is not None and self._slots.waiting >= max(1, self.args.n_samples_per_prompt)
 
     async def _keep_filling(self) -> None:
         while True:
@@ -367,7 +378,7 @@ class RolloutStream(GroupStream):
         super().__init__(args, generate, dynamic_filter)
         self.rollout_id, self.state, self.get_samples = rollout_id, state, get_samples
         self.step = self.clock.step
-        self._slots = state.semaphore if isinstance(state.semaphore, RequestSlots) else None  # None: a plug-in's own
+        self._slots = state.semaphore if isinstance(state.semaphore, RequestSlots) else None
         self.handed_back: list[Group] = []
         self.unfinished: list[Group] = []
         self._began, self._tokens = time.monotonic(), 0
@@ -384,16 +395,6 @@ class RolloutStream(GroupStream):
         self.in_flight.clear()
         for group in self.unfinished:
             self._stamp(group, self.step)
-
-    def _start(self) -> None:
-        if self._slots is not None:
-            self._slots.changed = self._room.set
-        super()._start()
-
-    def _stop_filling(self) -> None:
-        if self._slots is not None:
-            self._slots.changed = lambda: None
-        super()._stop_filling()
 
     def unused(self) -> list[Group]:
         """Return all that was drawn and not dropped, for a rollout that fails."""
@@ -440,8 +441,7 @@ class RolloutStream(GroupStream):
         return draw_groups(self.args, self.get_samples, self.args.over_sampling_batch_size)
 
     def _may_begin(self) -> bool:
-        # A group in flight takes much more memory than one that waits to begin: enough of them wait for slots.
-        if self._slots is not None and self._slots.waiting >= max(1, self.args.n_samples_per_prompt):
+        if self._slots_are_awaited:
             return False
         # Groups that the filter drops or the generate function gives up are replaced by new ones.
         return bool(self.waiting) or self.ahead < self.args.rollout_batch_size

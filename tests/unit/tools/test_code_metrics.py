@@ -38,6 +38,16 @@ FILES = {
             async def _once(self, payload):
                 return await send_it(payload)
 
+            def _kind(self):
+                return "client"
+
+            def name(self):
+                return self._kind()
+
+        class Other(Client):
+            def _kind(self):
+                return "other"
+
         def _short(value):
             return _twice(value) + _twice(bottom.ONE)
 
@@ -102,6 +112,7 @@ def test_a_function_that_is_passed_on_is_called_where_it_arrives(code: Code) -> 
 
 
 def test_functions_and_guards(code: Code) -> None:
+    """``_kind`` is called once, too, but means two methods."""
     assert code.short_private_functions() == ["made.middle._short", "made.middle._once"]
     assert code.getattr_on_args() == ["limit", "users_own"]
     assert code.functions_that_take_args() == 3

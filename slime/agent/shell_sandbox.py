@@ -1,4 +1,4 @@
-"""Reading and writing a sandbox's files through its shell, with the rights that its commands have."""
+"""Commands and files of a sandbox through its shell: files are read and written with the rights that commands have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ FILE_TIMEOUT_S = 120.0
 READ_BYTES = 32 << 20
 
 
-class ShellFiles(abc.ABC):
-    """``write_file`` and ``read_file`` of a sandbox whose shell can be given standard input."""
+class ShellSandbox(abc.ABC):
+    """``exec``, ``write_file`` and ``read_file`` of a sandbox whose shell can be given standard input."""
+
+    @property
+    @abc.abstractmethod
+    def sandbox_id(self) -> str:
+        """The name of this sandbox in messages; empty outside the ``async with`` block."""
 
     @abc.abstractmethod
     async def _shell(
@@ -27,6 +32,23 @@ class ShellFiles(abc.ABC):
         output_bytes: int | None = None,
     ) -> tuple[int, str, str]:
         """Run ``cmd``; return (exit code, output, errors), cut at ``output_bytes`` in place of the usual bound."""
+
+    async def exec(
+        self,
+        cmd: str,
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120,
+        check: bool = False,
+        idempotent: bool = True,
+    ) -> tuple[int, str, str]:
+        """Run ``cmd`` with bash in ``/workspace``; see ``slime.agent.sandbox.Sandbox``. Raises TimeoutError after
+        ``timeout`` s, when the processes that it has started are killed."""
+        code, out, err = await self._shell(cmd, user=user, env=env or {}, timeout=timeout)
+        if check and code != 0:
+            raise RuntimeError(f"exit code {code} in sandbox {self.sandbox_id} of {cmd}: {(err or out)[-2000:]}")
+        return code, out, err
 
     async def write_file(self, sandbox_path: str, content: str | bytes | Path, *, user: str = "root") -> None:
         """Write text, bytes, or the file of this machine that a Path names; directories are made. Raises OSError."""
