@@ -100,9 +100,9 @@ def convert(conversion: Conversion) -> Path:
     units = plan(checkpoint, described)
     missing = _compare_with_origin(units, conversion, described.family)
     # This tells a conversion that was killed from another one with the same output.
-    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.path.iterdir())
+    read = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.path.iterdir())
     fields = {name: str(value) for name, value in vars(conversion).items() if name not in ("readers", "writers")}
-    partial = hf_writer.begin(out, {**fields, "checkpoint": str(checkpoint.path), "files": files})
+    partial = hf_writer.begin(out, {**fields, "checkpoint": str(checkpoint.path), "files": read})
     files = _write_shards(checkpoint, described.dims, units, partial, conversion)
     size = sum(unit.size for unit in units)
     origin = conversion.origin_hf_dir
