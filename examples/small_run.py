@@ -39,6 +39,8 @@ class SmallExample:
     flags: tuple[str, ...]
     replaced: dict[str, str]
     rollouts: int
+    generate: str = "slime.rollout.environments.generate"
+    """``--custom-generate-function-path``, "" for the built-in one."""
     service: Callable[[Paths], AbstractContextManager[list[str]]] = lambda paths: nullcontext([])
     """What runs beside GRPO, and yields more flags of it."""
 
@@ -53,7 +55,7 @@ class SmallExample:
             words[words.index(flag) + 1] = value
         evaluated = [word for name in self.data_sets for word in (name, str(paths.data / f"{name}.jsonl"))]
         words += ["--input-key", "messages", "--eval-prompt-data", *evaluated]
-        words += ["--custom-generate-function-path", "slime.rollout.environments.generate"]
+        words += ["--custom-generate-function-path", self.generate] if self.generate else []
         return words + [flag.format(data=paths.data) for flag in self.flags]
 
     def evaluations(self, run_dir: Path) -> dict[str, list[tuple[int, float]]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
+from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
 from examples.quickstart.recipe import Paths
 from examples.retool.run import EXAMPLE as RETOOL
 from examples.search_r1.run import EXAMPLE as SEARCH
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("example", [ADAPTIVE, RETOOL, SEARCH])
+@pytest.mark.parametrize("example", [ADAPTIVE, MULTI_AGENT, RETOOL, SEARCH])
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
@@ -39,14 +40,16 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
         load_function(entry.path)
     assert [dataset.name for dataset in args.eval_datasets] == list(example.data_sets)
     assert args.custom_reward_post_process_path == "examples.quickstart.reward.shuffled_rewards"
-    assert args.custom_rm_path is None
-    assert args.rm_type is None
+    if args.custom_generate_function_path == "slime.rollout.environments.generate":
+        assert args.custom_rm_path is None
+        assert args.rm_type is None
     rows = (paths.data / "sft.jsonl").read_text().splitlines()
     assert len(rows) == 50
 
 
 @pytest.mark.parametrize(
-    "script", ["adaptive_environments/run.sh", "retool/run.sh", "retool/run-sft.sh", "search_r1/run.sh"]
+    "script",
+    ["adaptive_environments/run.sh", "multi_agent/run.sh", "retool/run.sh", "retool/run-sft.sh", "search_r1/run.sh"],
 )
 def test_the_scripts_are_accepted(script, tmp_path):
     done = subprocess.run(
