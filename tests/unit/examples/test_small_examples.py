@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
+from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
 from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
 from examples.quickstart.recipe import Paths
 from examples.retool.run import EXAMPLE as RETOOL
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("example", [ADAPTIVE, MULTI_AGENT, RETOOL, SEARCH])
+@pytest.mark.parametrize("example", [ADAPTIVE, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH])
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
@@ -38,7 +39,7 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
         args = parse_args([*example.grpo(paths, 0, rollouts=20, shuffled=True), *more])
     for entry in environments_of(args).values():
         load_function(entry.path)
-    assert [dataset.name for dataset in args.eval_datasets] == list(example.data_sets)
+    assert [dataset.name for dataset in args.eval_datasets] == [*example.data_sets, *example.watched]
     assert args.custom_reward_post_process_path == "examples.quickstart.reward.shuffled_rewards"
     if args.custom_generate_function_path == "slime.rollout.environments.generate":
         assert args.custom_rm_path is None
@@ -49,7 +50,14 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "script",
-    ["adaptive_environments/run.sh", "multi_agent/run.sh", "retool/run.sh", "retool/run-sft.sh", "search_r1/run.sh"],
+    [
+        "adaptive_environments/run.sh",
+        "eval_multi_task/run.sh",
+        "multi_agent/run.sh",
+        "retool/run.sh",
+        "retool/run-sft.sh",
+        "search_r1/run.sh",
+    ],
 )
 def test_the_scripts_are_accepted(script, tmp_path):
     done = subprocess.run(
