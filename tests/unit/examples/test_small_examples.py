@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
+from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
 from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
 from examples.quickstart.recipe import Paths
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("example", [ADAPTIVE, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH])
+@pytest.mark.parametrize("example", [ADAPTIVE, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH])
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
