@@ -17,6 +17,7 @@ from examples.quickstart.recipe import Paths
 from examples.retool.run import EXAMPLE as RETOOL
 from examples.search_r1.run import EXAMPLE as SEARCH
 from examples.small_run import without
+from examples.tournament.run import EXAMPLE as TOURNAMENT
 from slime.arguments import parse_args
 from slime.arguments.files.environments import environments_of
 from slime.utils.misc import load_function
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("example", [ADAPTIVE, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH])
+@pytest.mark.parametrize("example", [ADAPTIVE, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT])
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
@@ -58,6 +59,7 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
         "retool/run.sh",
         "retool/run-sft.sh",
         "search_r1/run.sh",
+        "tournament/run.sh",
     ],
 )
 def test_the_scripts_are_accepted(script, tmp_path):
