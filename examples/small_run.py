@@ -41,6 +41,8 @@ class SmallExample:
     replaced: dict[str, str]
     rollouts: int
     watched: tuple[str, ...] = ()
+    sft_rollouts: int = recipe.SFT_ROLLOUTS
+    """Of 1280 demonstrations each."""
     generate: str = "slime.rollout.environments.generate"
     """``--custom-generate-function-path``, "" for the built-in one."""
     service: Callable[[Paths], AbstractContextManager[list[str]]] = lambda paths: nullcontext([])
@@ -76,6 +78,7 @@ class SmallExample:
         logs = paths.root / "logs"
         if not paths.sft_model.exists():
             data = [f"{self.package}.make_data", "--out", str(paths.data), "--seed", str(seed)]
+            data += ["--demonstrations", str(paths.sft_rollouts * recipe.SFT_BATCH)]
             for name, command in (("model", recipe.make_model(paths, seed)), ("data", data)):
                 log = logs / f"{name}.log"
                 seconds[name] = run_stage(name, ["python", "-m", *command], log, deadline_s=DEADLINES[name])
@@ -123,7 +126,9 @@ class SmallExample:
         os.chdir(ROOT)
         print(f"{self.what}\nEverything goes to {root}", flush=True)
         try:
-            result = self.run(Paths(root.absolute()), options.seed, options.rollouts, options.shuffled_rewards)
+            result = self.run(
+                Paths(root.absolute(), self.sft_rollouts), options.seed, options.rollouts, options.shuffled_rewards
+            )
         except StageError as error:
             print(f"\n{name}: {error}", file=sys.stderr)
             return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -49,8 +50,16 @@ async def tournament(args: Namespace, samples: list[Sample], **kwargs: Any) -> l
 
 
 def evaluate(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = True) -> Any:
-    """Evaluate single answers by ``tournament_eval_rm`` (``--eval-function-path``): there is nobody to compare with."""
+    """Evaluate single answers (``--eval-function-path``): there is nothing to compare them with.
+
+    They are scored by the reward that their data set names in ``--eval-config``, else ``tournament_eval_rm``, else
+    ``--rm-type``.
+    """
     alone = copy.copy(args)
     alone.group_rm = False
     alone.custom_rm_path = getattr(args, "tournament_eval_rm", None)
+    alone.eval_datasets = [
+        replace(one, custom_rm_path=alone.custom_rm_path) if one.custom_rm_path == args.custom_rm_path else one
+        for one in args.eval_datasets
+    ]
     return generate_rollout(alone, rollout_id, data_source, evaluation=True)

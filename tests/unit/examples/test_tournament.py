@@ -12,6 +12,7 @@ import pytest
 from examples.tournament import judges, reward
 from examples.tournament.judges import nearer_number
 from examples.tournament.reward import pairs_of, tournament
+from slime.arguments.files.eval_config import EvalDatasetConfig
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END, ToolTokenizer
 
@@ -87,11 +88,15 @@ def test_the_frozen_model_is_asked_in_both_orders(verdicts, expected):
 def test_evaluations_score_single_answers(monkeypatch):
     seen = []
     monkeypatch.setattr(reward, "generate_rollout", lambda args, *rest, **kw: seen.append((args, rest, kw)))
-    args = Namespace(group_rm=True, custom_rm_path="a.b", tournament_eval_rm="c.d")
+    names = ["a.b", "own.rm"]  # a data set without a reward of its own has that of the run
+    datasets = [EvalDatasetConfig(name=name, path="p", custom_rm_path=name) for name in names]
+    args = Namespace(group_rm=True, custom_rm_path="a.b", tournament_eval_rm="c.d", eval_datasets=datasets)
     reward.evaluate(args, 5, "source")
     [(used, rest, keywords)] = seen
     assert (used.group_rm, used.custom_rm_path, rest, keywords) == (False, "c.d", (5, "source"), {"evaluation": True})
+    assert [one.custom_rm_path for one in used.eval_datasets] == ["c.d", "own.rm"]
     assert args.group_rm
+    assert [one.custom_rm_path for one in args.eval_datasets] == names
 
 
 def test_the_rule():
