@@ -97,7 +97,7 @@ class SmallExample:
         if missing := [name for name, ones in found.items() if len(ones) < 2]:
             raise StageError(f"{run_dir / 'metrics.jsonl'} has fewer than two evaluations of {', '.join(missing)}")
         result = {
-            "seed": seed, "shuffled": shuffled, "rollouts": rollouts,
+            "example": self.package.rpartition(".")[2], "seed": seed, "shuffled": shuffled, "rollouts": rollouts,
             "before": {name: ones[0][1] for name, ones in found.items()},
             "after": {name: ones[-1][1] for name, ones in found.items()},
             "evaluations": found, "seconds": {name: round(value, 1) for name, value in seconds.items()},
