@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
+from examples.coding_agent_rl.run import EXAMPLE as CODING
 from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
 from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("example", [ADAPTIVE, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT])
+@pytest.mark.parametrize("example", [ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT])
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
@@ -54,6 +55,8 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     "script",
     [
         "adaptive_environments/run.sh",
+        "coding_agent_rl/run.sh",
+        "delta_weight_sync/run.sh",
         "eval_multi_task/run.sh",
         "multi_agent/run.sh",
         "retool/run.sh",
