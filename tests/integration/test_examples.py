@@ -7,8 +7,10 @@ in tests/soak/test_environment_examples.py.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from slime.utils.processing_utils import load_tokenizer
 from tests.support.arguments import CONFIG
 from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_manager import set_up, without_ray
+from tools.script_runs import dry_runs
 from tools.tiny_model import make_tokenizer
 
 pytestmark = pytest.mark.integration
@@ -144,3 +147,14 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
     assert list(found.data) == [*example.data_sets, *example.watched]
     for result in found.data.values():
         assert 0 < sum(result["rewards"]) < len(result["rewards"])
+
+
+def test_the_scripts_for_gpus_are_accepted(tmp_path):
+    folder = ROOT / "examples"
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/run*.sh"))
+    assert len(names) >= 14
+    env = {**os.environ, "BASE_DIR": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for one in dry_runs(names, scripts=folder, env=env, cwd=tmp_path).values():
+        assert one.status == 0, one.name + one.err
+        assert "has no effect" not in one.out + one.err, one.name
+        assert "not available" not in one.out + one.err, one.name
