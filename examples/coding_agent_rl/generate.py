@@ -77,7 +77,11 @@ def make_sandbox(image: str) -> Sandbox:
     """Return a sandbox of the kind that ``SWE_SANDBOX`` names, not started."""
     if SANDBOX == "local":
         return LocalSandbox()
-    return {"e2b": E2BSandbox, "docker": DockerSandbox}[SANDBOX](image)
+    if SANDBOX == "docker":
+        return DockerSandbox(image)
+    if SANDBOX == "e2b":
+        return E2BSandbox(image)
+    raise ValueError(f"SWE_SANDBOX={SANDBOX}: expected e2b, docker or local")
 
 
 async def boot_agent_sandbox(stack: AsyncExitStack, image: str, harness: BaseHarness | None) -> Sandbox:

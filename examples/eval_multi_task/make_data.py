@@ -56,7 +56,8 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 def held_out(name: str) -> dict[str, str]:
     """Return {problem: label} of an evaluation, which do not depend on any seed."""
-    rng, found = random.Random(20), {}
+    rng = random.Random(20)
+    found: dict[str, str] = {}
     while len(found) < HELD_OUT:
         problem, label = TASKS[name](rng)
         found[problem] = label
