@@ -30,7 +30,8 @@ class SmallExample:
     """``flags`` (``{data}`` in them is the directory) are added to GRPO's, in which ``replaced`` have other values.
 
     ``python -m <package>.make_data --out DIR --seed N`` writes ``sft.jsonl`` and a file ``<name>.jsonl`` for each of
-    the ``data_sets``, which are evaluated.
+    the ``data_sets``, which are evaluated. They get better; those of ``watched``, which an ``--eval-config`` adds, are
+    not trained on.
     """
 
     package: str
@@ -39,6 +40,11 @@ class SmallExample:
     flags: tuple[str, ...]
     replaced: dict[str, str]
     rollouts: int
+    watched: tuple[str, ...] = ()
+    sft_rollouts: int = recipe.SFT_ROLLOUTS
+    """Of 1280 demonstrations each."""
+    generate: str = "slime.rollout.environments.generate"
+    """``--custom-generate-function-path``, "" for the built-in one."""
     service: Callable[[Paths], AbstractContextManager[list[str]]] = lambda paths: nullcontext([])
     """What runs beside GRPO, and yields more flags of it."""
 
@@ -52,8 +58,10 @@ class SmallExample:
         for flag, value in self.replaced.items():
             words[words.index(flag) + 1] = value
         evaluated = [word for name in self.data_sets for word in (name, str(paths.data / f"{name}.jsonl"))]
-        words += ["--input-key", "messages", "--eval-prompt-data", *evaluated]
-        words += ["--custom-generate-function-path", "slime.rollout.environments.generate"]
+        words += ["--input-key", "messages"]
+        if not any(flag.startswith("--eval-config=") for flag in self.flags):
+            words += ["--eval-prompt-data", *evaluated]
+        words += ["--custom-generate-function-path", self.generate] if self.generate else []
         return words + [flag.format(data=paths.data) for flag in self.flags]
 
     def evaluations(self, run_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -61,7 +69,7 @@ class SmallExample:
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         return {
             name: [(row["step"], float(row["value"])) for row in rows if row["name"] == f"eval/{name}"]
-            for name in self.data_sets
+            for name in (*self.data_sets, *self.watched)
         }
 
     def run(self, paths: Paths, seed: int, rollouts: int, shuffled: bool) -> dict[str, Any]:
@@ -70,6 +78,7 @@ class SmallExample:
         logs = paths.root / "logs"
         if not paths.sft_model.exists():
             data = [f"{self.package}.make_data", "--out", str(paths.data), "--seed", str(seed)]
+            data += ["--demonstrations", str(paths.sft_rollouts * recipe.SFT_BATCH)]
             for name, command in (("model", recipe.make_model(paths, seed)), ("data", data)):
                 log = logs / f"{name}.log"
                 seconds[name] = run_stage(name, ["python", "-m", *command], log, deadline_s=DEADLINES[name])
@@ -88,7 +97,7 @@ class SmallExample:
         if missing := [name for name, ones in found.items() if len(ones) < 2]:
             raise StageError(f"{run_dir / 'metrics.jsonl'} has fewer than two evaluations of {', '.join(missing)}")
         result = {
-            "seed": seed, "shuffled": shuffled, "rollouts": rollouts,
+            "example": self.package.rpartition(".")[2], "seed": seed, "shuffled": shuffled, "rollouts": rollouts,
             "before": {name: ones[0][1] for name, ones in found.items()},
             "after": {name: ones[-1][1] for name, ones in found.items()},
             "evaluations": found, "seconds": {name: round(value, 1) for name, value in seconds.items()},
@@ -98,7 +107,7 @@ class SmallExample:
 
     def describe(self, row: dict[str, Any]) -> str | None:
         """Return a line of each evaluation, and of the reward now and then."""
-        if row["name"] in [f"eval/{name}" for name in self.data_sets]:
+        if row["name"] in [f"eval/{name}" for name in (*self.data_sets, *self.watched)]:
             return f"rollout {row['step']:3d}: {row['name']} {row['value']:.1%}"
         if row["name"] == "rollout/raw_reward" and row["step"] % 10 == 0:
             return f"rollout {row['step']:3d}: reward {row['value']:.3f}"
@@ -117,12 +126,14 @@ class SmallExample:
         os.chdir(ROOT)
         print(f"{self.what}\nEverything goes to {root}", flush=True)
         try:
-            result = self.run(Paths(root.absolute()), options.seed, options.rollouts, options.shuffled_rewards)
+            result = self.run(
+                Paths(root.absolute(), self.sft_rollouts), options.seed, options.rollouts, options.shuffled_rewards
+            )
         except StageError as error:
             print(f"\n{name}: {error}", file=sys.stderr)
             return 1
-        for data_set in self.data_sets:
-            print(f"{data_set}: {result['before'][data_set]:.1%} after SFT -> {result['after'][data_set]:.1%}")
+        for data_set, before in result["before"].items():
+            print(f"{data_set}: {before:.1%} after SFT -> {result['after'][data_set]:.1%}")
         return 0
 
 

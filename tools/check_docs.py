@@ -19,7 +19,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-from tools import gen_arguments_doc, gen_config_files_doc, gen_model_scripts, gen_models_doc, gen_quick_start_doc
+from tools import (
+    gen_arguments_doc,
+    gen_config_files_doc,
+    gen_examples_doc,
+    gen_model_scripts,
+    gen_models_doc,
+    gen_quick_start_doc,
+)
 from tools.doc_commands import ROOT, check_fence, check_spans
 from tools.markdown import Page, read_page
 from tools.metric_names import PAGE as METRICS
@@ -28,7 +35,8 @@ from tools.metric_names import names_of_run, undocumented
 INDEX = ROOT / "docs" / "en" / "README.md"
 TOP = ("README.md", "CONTRIBUTING.md")
 GENERATED = {
-    module.PAGE: module for module in (gen_arguments_doc, gen_config_files_doc, gen_models_doc, gen_quick_start_doc)
+    module.PAGE: module
+    for module in (gen_arguments_doc, gen_config_files_doc, gen_examples_doc, gen_models_doc, gen_quick_start_doc)
 }
 """Page that is generated, as a whole or in part -> the module whose ``render()`` returns it."""
 QUOTES = (gen_arguments_doc.PAGE,)

@@ -9,12 +9,12 @@ largest hunt. The tasks of training are made up by the environments.
 
 from __future__ import annotations
 
-import argparse
 import random
 from pathlib import Path
 from typing import Any
 
 from examples.adaptive_environments.environments import held_out_sums, hunt_size
+from examples.data_command import data_command
 from examples.quickstart.make_data import LARGEST, answer, slip, user, write
 
 SLIPS = 0.6
@@ -60,15 +60,5 @@ def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
     write(out / "hunt.jsonl", (task("hunt", prompt, number=number) for number in range(1, size + 1) for _ in range(8)))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
-    parser.add_argument("--demonstrations", type=int, default=76_800, help="chats for SFT (default: %(default)s)")
-    options = parser.parse_args()
-    make_data(options.out, seed=options.seed, demonstrations=options.demonstrations)
-
-
 if __name__ == "__main__":
-    main()
+    data_command(__doc__, make_data)

@@ -38,7 +38,7 @@ def slip(text: str, rng: random.Random) -> str:
     return text[:place] + wrong + text[place + 1 :]
 
 
-def make_data(out: Path, *, seed: int, demonstrations: int, slips: float, held_out: int) -> None:
+def make_data(out: Path, *, seed: int, demonstrations: int, slips: float = 0.6, held_out: int = 512) -> None:
     """Write the three files to ``out``. The held-out split depends on ``held_out`` alone, so runs can be compared."""
     pairs = [(a, b) for a in range(LARGEST) for b in range(LARGEST)]
     random.Random(20).shuffle(pairs)

@@ -21,9 +21,10 @@ DATASET = "addition"
 
 @dataclass(frozen=True)
 class Paths:
-    """Where the quickstart keeps its things."""
+    """Where a small run keeps its things, and how long its SFT is."""
 
     root: Path
+    sft_rollouts: int = SFT_ROLLOUTS
 
     @property
     def model(self) -> Path:
@@ -43,7 +44,7 @@ class Paths:
     @property
     def sft_model(self) -> Path:
         """The model after SFT, in Hugging Face format."""
-        return self.root / "sft_model" / str(SFT_ROLLOUTS - 1)
+        return self.root / "sft_model" / str(self.sft_rollouts - 1)
 
     @property
     def sft_save(self) -> Path:
@@ -88,14 +89,14 @@ def sft(paths: Paths, seed: int) -> list[str]:
         "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout",
         "--loss-type", "sft_loss", "--calculate-per-token-loss", "--disable-compute-advantages-and-returns",
         "--debug-train-only",
-        "--num-rollout", str(SFT_ROLLOUTS), "--rollout-batch-size", str(SFT_BATCH),
+        "--num-rollout", str(paths.sft_rollouts), "--rollout-batch-size", str(SFT_BATCH),
         "--global-batch-size", str(SFT_STEP),
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1",
         "--lr", "4e-3", "--min-lr", "0", "--lr-decay-style", "cosine", "--lr-warmup-iters", "20",
         "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
         "--seed", str(1234 + seed),
-        "--save", str(paths.sft_save), "--save-interval", str(SFT_ROLLOUTS), "--no-save-optim",
+        "--save", str(paths.sft_save), "--save-interval", str(paths.sft_rollouts), "--no-save-optim",
         "--save-hf", str(paths.root / "sft_model" / "{rollout_id}"),
         "--run-dir", str(paths.sft),
     ]  # fmt: skip

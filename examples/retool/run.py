@@ -17,7 +17,7 @@ EXAMPLE = SmallExample(
         "--rollout-stop=</code>",
     ),
     replaced={"--rollout-max-response-len": "100", "--rollout-batch-size": "32", "--kl-loss-coef": "0.03"},
-    rollouts=30,
+    rollouts=20,
 )
 
 if __name__ == "__main__":

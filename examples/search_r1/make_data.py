@@ -8,11 +8,11 @@ the answer; the others guess. ``train.jsonl`` and ``facts.jsonl`` (held out) hav
 
 from __future__ import annotations
 
-import argparse
 import random
 from pathlib import Path
 from typing import Any
 
+from examples.data_command import data_command
 from examples.quickstart.make_data import write
 from examples.search_r1.environment import shown
 
@@ -70,15 +70,5 @@ def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
     write(out / "facts.jsonl", map(row, held_out))
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations and of the order of questions")
-    parser.add_argument("--demonstrations", type=int, default=76_800, help="chats for SFT (default: %(default)s)")
-    options = parser.parse_args()
-    make_data(options.out, seed=options.seed, demonstrations=options.demonstrations)
-
-
 if __name__ == "__main__":
-    main()
+    data_command(__doc__, make_data)

@@ -44,7 +44,7 @@ EXAMPLE = SmallExample(
     ),
     service=search_engine,
     replaced={"--rollout-max-response-len": "140", "--rollout-batch-size": "32", "--kl-loss-coef": "0.03"},
-    rollouts=30,
+    rollouts=20,
 )
 
 if __name__ == "__main__":

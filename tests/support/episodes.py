@@ -1,4 +1,5 @@
-"""Play episodes of an environment against stand-in engines that answer by a function of the conversation."""
+"""Call a generate function, by default that of environments, against stand-in engines that answer by a function of the
+conversation."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ Model = Callable[[list[str]], str]
 
 
 @contextmanager
-def player(**flags: Any) -> Iterator[Callable[..., Sample]]:
-    """Yield ``play(model, sample, evaluation=False)``; ``flags`` are attributes of the arguments."""
+def player(
+    function: Callable[..., Any] = generate, custom: dict[str, Any] | None = None, **flags: Any
+) -> Iterator[Callable[..., Any]]:
+    """Yield ``play(model, sample, evaluation=False)``, which returns what ``function`` does.
+
+    ``flags`` are attributes of the arguments, and ``custom`` are those of ``--custom-config-path``.
+    """
     with (
         FakeCluster(1) as cluster,
         mock.patch.object(sglang_rollout, "load_tokenizer", return_value=ToolTokenizer()),
@@ -34,10 +40,11 @@ def player(**flags: Any) -> Iterator[Callable[..., Sample]]:
             sglang_router_ip=cluster.host, sglang_router_port=cluster.port, apply_chat_template=False,
             rollout_max_response_len=flags.pop("rollout_max_response_len", 500), **flags,
         )  # fmt: skip
+        vars(args).update(custom or {})
         with mock.patch.object(http_utils, "_http_client", None):
             http_utils.init_http_client(args)
 
-            def play(model: Model, sample: Sample, evaluation: bool = False) -> Sample:
+            def play(model: Model, sample: Sample, evaluation: bool = False) -> Any:
                 def reply(input_ids: list[int], params: dict[str, Any]) -> list[int]:
                     said = model(turns_of("".join(map(chr, input_ids))))
                     stops = [said.index(stop) + len(stop) for stop in params["stop"] or [] if stop in said]
@@ -45,7 +52,7 @@ def player(**flags: Any) -> Iterator[Callable[..., Sample]]:
 
                 cluster.engines[0].reply = reply
                 params = dict(sglang_rollout.GenerateState(args).sampling_params)
-                return run(generate(args, sample, params, evaluation))
+                return run(function(args, sample, params, evaluation))
 
             yield play
             run(http_utils._http_client.close())

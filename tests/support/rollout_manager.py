@@ -107,12 +107,27 @@ class Gate:
         self.drawn, self.go = threading.Event(), threading.Event()
 
 
-def manager_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RolloutManager]:
-    """Return a function that makes a manager; its keyword arguments replace those of the run."""
+def without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rollout managers live in the process of the tests."""
     monkeypatch.setattr(tracking, "_tracker", Tracker())
     monkeypatch.setattr(rollout_manager.worker, "begin", lambda args, name: tmp_path / f"{name}.log")
     monkeypatch.setattr(rollout_manager, "ray", SimpleNamespace(put=lambda shard: shard))
-    monkeypatch.setattr(rollout_manager, "gc_freeze", lambda: None)  # not in the process of the tests
+    monkeypatch.setattr(rollout_manager, "gc_freeze", lambda: None)
+
+
+def set_up(args: Any) -> RolloutManager:
+    """Return a manager without engines, for two data-parallel ranks."""
+    manager = RolloutManager(args)
+    manager.setup((None, [], []), {})
+    manager.set_train_parallel_config(
+        {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    )
+    return manager
+
+
+def manager_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RolloutManager]:
+    """Return a function that makes a manager; its keyword arguments replace those of the run."""
+    without_ray(tmp_path, monkeypatch)
 
     def build(gates: dict[int, Any] | None = None, **changes: Any) -> RolloutManager:
         base: dict[str, Any] = {
@@ -148,12 +163,7 @@ def manager_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         }
         args = rollout_args(**{**base, **changes})
         args.gates = gates or {}
-        manager = RolloutManager(args)
-        manager.setup((None, [], []), {})
-        manager.set_train_parallel_config(
-            {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-        )
-        return manager
+        return set_up(args)
 
     return build
 

@@ -12,7 +12,7 @@ from slime.arguments.availability import is_available
 from slime.arguments.groups import slime_flags
 from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
 from slime.utils.types import Sample
-from tools import check_docs, gen_quick_start_doc
+from tools import check_docs, gen_examples_doc, gen_quick_start_doc
 from tools.doc_commands import commands, flag_mistake
 from tools.markdown import Fence, read_page, slug
 from tools.metric_names import undocumented
@@ -209,3 +209,18 @@ def test_the_quick_start_shows_what_the_quickstart_runs(monkeypatch):
     assert "--rollout-batch-size 9999" in gen_quick_start_doc.render()
     assert "--rollout-batch-size 9999" not in shown
     assert set(re.findall(r"<!-- recipe: (\w+) -->", shown)) == set(gen_quick_start_doc.commands())
+
+
+def test_the_results_of_examples_are_merged_and_shown():
+    def result(seed: int, shuffled: bool, after: float, rollouts: int = 20) -> gen_examples_doc.Result:
+        return {"example": "e", "seed": seed, "shuffled": shuffled, "rollouts": rollouts, "before": {"d": 0.25},
+                "after": {"d": after}, "seconds": {}}  # fmt: skip
+
+    kept = gen_examples_doc.merged([], [result(1, False, 0.9), result(0, True, 0.26, 10), result(0, False, 0.7)])
+    assert [(one["seed"], one["shuffled"]) for one in kept] == [(0, False), (0, True), (1, False)]
+    assert "seconds" not in kept[0]
+    again = gen_examples_doc.merged(kept, [result(0, False, 0.8)])
+    assert gen_examples_doc.table(again).splitlines()[2:] == [
+        "| [e](../../examples/e/README.md) | `d` | 0 | 20 | 25.0% | 80.0% | 26.0% after 10 |",
+        "| [e](../../examples/e/README.md) | `d` | 1 | 20 | 25.0% | 90.0% |  |",
+    ]

@@ -1,0 +1,1 @@
+"""Engines that get only the weights that changed, over a shared directory."""

@@ -1,0 +1,1 @@
+"""Rewards from comparing the answers to one prompt with each other."""

@@ -1,0 +1,160 @@
+"""Every example with a small version: two rollouts and an evaluation of its own command line, up to the trainer.
+
+The rollout manager is the real one; stand-in engines answer right or wrong by a coin. What the small versions learn is
+in tests/soak/test_environment_examples.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
+from examples.delta_weight_sync.run import EXAMPLE as DELTA
+from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
+from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
+from examples.quickstart.make_data import answer
+from examples.quickstart.recipe import Paths
+from examples.retool.interpreter import close_workers
+from examples.retool.run import EXAMPLE as RETOOL
+from examples.search_r1.run import EXAMPLE as SEARCH
+from examples.small_run import SmallExample
+from examples.tournament.run import EXAMPLE as TOURNAMENT
+from scripts.bench.standin import engine as standin
+from slime.arguments import parse_args
+from slime.rollout.base_types import call_rollout_fn
+from slime.utils import http_utils
+from slime.utils.async_utils import run
+from slime.utils.misc import SingletonMeta, load_function
+from slime.utils.processing_utils import load_tokenizer
+from tests.support.arguments import CONFIG
+from tests.support.fake_engine import FakeCluster
+from tests.support.rollout_manager import set_up, without_ray
+from tools.script_runs import dry_runs
+from tools.tiny_model import make_tokenizer
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).resolve().parents[2]
+END = "<|im_end|>"
+Oracle = Callable[[list[str]], str]
+
+
+def add(turns: list[str]) -> str:
+    return answer(*map(int, re.findall(r"\d+", turns[0])[:2]))
+
+
+def adds_or_hunts(turns: list[str]) -> str:
+    return add(turns) if "+" in turns[0] else f"{len(turns):02d}"
+
+
+def choose(turns: list[str]) -> str:
+    if "+" in turns[0]:
+        return add(turns)
+    return max(turns[0].split(), key=lambda word: word[1:])[0] if " " in turns[0] else turns[0].upper()
+
+
+def one_of_several(turns: list[str]) -> str:
+    return "Judgment: 1" if "?" in turns[0] else add(turns)
+
+
+def compute(turns: list[str]) -> str:
+    if "<interpreter>" in turns[-1]:
+        return f"Answer: \\boxed{{{turns[-1].split(chr(10))[-4]}}}"
+    return f"<code>{turns[0]}</code>"
+
+
+def look_up(turns: list[str]) -> str:
+    if "</information>" in turns[-1]:
+        return f"<answer>{turns[-1].partition('</information>')[0].split()[-1]}</answer>"
+    return f"<search>{turns[0]}</search>"
+
+
+EXAMPLES: list[tuple[SmallExample, Oracle]] = [
+    (ADAPTIVE, adds_or_hunts), (DELTA, add), (MULTI_AGENT, one_of_several), (MULTI_TASK, choose), (RETOOL, compute),
+    (SEARCH, look_up), (TOURNAMENT, add),
+]  # fmt: skip
+SMALLER = {"--rollout-batch-size": "4", "--n-samples-per-prompt": "4", "--n-samples-per-eval-prompt": "1"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(1) as one:
+        yield one
+    close_workers()
+
+
+def turns_of(text: str) -> list[str]:
+    """Return what each message of a rendered conversation says; the last one is the model's, as far as it has got."""
+    return [part.partition("\n")[2].partition(END)[0] for part in text.split("<|im_start|>")[1:]]
+
+
+@pytest.mark.parametrize(("example", "oracle"), EXAMPLES, ids=[example.package[9:] for example, _ in EXAMPLES])
+def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(http_utils, "_http_client", None)
+    without_ray(tmp_path, monkeypatch)
+    SingletonMeta.clear_instances()
+    paths = Paths(tmp_path, example.sft_rollouts)
+    paths.sft_model.mkdir(parents=True)
+    (paths.sft_model / "config.json").write_text(json.dumps(CONFIG))
+    make_tokenizer(paths.sft_model)
+    load_function(f"{example.package}.make_data.make_data")(paths.data, seed=1, demonstrations=10)
+    for name in (*example.data_sets, *example.watched):
+        file = paths.data / f"{name}.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
+    tokenizer, coin = load_tokenizer(str(paths.sft_model)), random.Random(1)
+
+    def reply(input_ids: list[int], params: dict[str, Any]) -> list[int]:
+        said = oracle(turns_of(tokenizer.decode(input_ids))) if coin.random() < 0.7 else "0"
+        return list(tokenizer.encode(said + ("" if params["stop"] and said.endswith(tuple(params["stop"])) else END)))
+
+    monkeypatch.setattr(cluster.engines[0], "reply", reply)
+    monkeypatch.setattr(standin, "_text", lambda tokens: tokenizer.decode(list(tokens)))
+    words = example.grpo(paths, 0, rollouts=2, shuffled=False)
+    for flag, value in SMALLER.items():
+        words[words.index(flag) + 1] = value
+    with example.service(paths) as more:
+        args = parse_args([*words, *more])
+        args.debug_train_only = True  # the manager starts no engines
+        args.sglang_router_ip, args.sglang_router_port = cluster.host, cluster.port
+        http_utils.init_http_client(args)
+        manager = set_up(args)
+        try:
+            for rollout_id in range(2):
+                trained = [box.inner.to_rollout_data() for box in manager.generate(rollout_id)]
+                rewards = [reward for shard in trained for reward in shard["raw_reward"]]
+                assert min(rewards) < max(rewards)
+                for shard in trained:
+                    for tokens, mask, length in zip(
+                        shard["tokens"], shard["loss_masks"], shard["response_lengths"], strict=True
+                    ):
+                        assert len(mask) == length < len(tokens)
+                        assert sum(mask) > 0
+            found = call_rollout_fn(
+                load_function(args.eval_function_path), args, 0, manager.data_source, evaluation=True
+            )
+        finally:
+            run(http_utils._http_client.close())
+            SingletonMeta.clear_instances()
+    assert list(found.data) == [*example.data_sets, *example.watched]
+    for result in found.data.values():
+        assert 0 < sum(result["rewards"]) < len(result["rewards"])
+
+
+def test_the_scripts_for_gpus_are_accepted(tmp_path):
+    folder = ROOT / "examples"
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/run*.sh"))
+    assert len(names) >= 14
+    env = {**os.environ, "BASE_DIR": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for one in dry_runs(names, scripts=folder, env=env, cwd=tmp_path).values():
+        assert one.status == 0, one.name + one.err
+        assert "has no effect" not in one.out + one.err, one.name
+        assert "not available" not in one.out + one.err, one.name
