@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 from argparse import Namespace
 from typing import Any, Literal
 
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import engines_of
 
+PUSH_MARGIN_MINUTES = 2
 # Attribute -> (value without a GPU, option that asks for the opposite, or None where both values are fine).
 CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
     "bf16": (False, "--bf16"),
@@ -76,10 +80,42 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
                 "--colocate) frees it; leave one of them out"
             )
         _check_caches_are_unregistered(args)
+        _check_handles_of_memory(args)
+        if not (args.debug_train_only or args.debug_rollout_only):
+            _outlast_pushes(args, given)
     args.bias_activation_fusion = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
     args.nccl_ub = args.use_nccl_ub
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and not args.grad_reduce_in_bf16
     args.grad_reduce_in_fp32 = args.accumulate_allreduce_grads_in_fp32
+
+
+def _check_handles_of_memory(args: Namespace) -> None:
+    """Colocated engines open the trainer's memory by its handle."""
+    if not args.colocate or args.update_weight_transport == "disk":
+        return
+    environment = {**os.environ, **(args.train_env_vars or {})}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
+            raise ArgumentError(
+                f"{name}={environment[name]}: engines of --colocate open the trainer's memory, and that of expandable "
+                "segments only with rights (pidfd_getfd) that containers lack; unset it, or add "
+                "--update-weight-transport disk"
+            )
+
+
+def _outlast_pushes(args: Namespace, given: frozenset[str]) -> None:
+    """Ranks wait in a collective while one of them pushes weights: NCCL's watchdog must give the push its time."""
+    needed = math.ceil(args.weight_sync_timeout / 60) + PUSH_MARGIN_MINUTES
+    if args.distributed_timeout_minutes >= needed:
+        return
+    if "distributed_timeout_minutes" in given:
+        diagnostics.warn(
+            args,
+            f"--distributed-timeout-minutes {args.distributed_timeout_minutes}: the trainers may be ended before a "
+            f"weight sync is given up after --weight-sync-timeout {args.weight_sync_timeout:g} s; give {needed}",
+        )
+    else:
+        args.distributed_timeout_minutes = needed
 
 
 def _check_caches_are_unregistered(args: Namespace) -> None:

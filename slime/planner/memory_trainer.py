@@ -26,7 +26,8 @@ class TrainerMemory:
 
     ``activations`` are kept from forward to backward; ``recomputed`` and ``logits`` come on top of them, one after
     the other; ``transfer`` are the buckets of a weight update, between the steps, when an ``offloaded`` trainer
-    has only its parameters. ``host`` is in the host's memory: copies of weights, an offloaded trainer, and an offloaded
+    has only its parameters; before that its fp32 ``masters`` come back for a moment, of which those are made again.
+    ``host`` is in the host's memory: copies of weights, an offloaded trainer, and an offloaded
     optimizer.
     """
 
@@ -42,6 +43,7 @@ class TrainerMemory:
     transfer: int
     host: int
     offloaded: bool = False
+    masters: int = 0
     context: int = CONTEXT
 
     @property
@@ -57,7 +59,9 @@ class TrainerMemory:
     @property
     def sending(self) -> int:
         """What is in use while weights are sent to the engines."""
-        return (self.parameters + self.context if self.offloaded else self.static) + self.transfer
+        if self.offloaded:
+            return self.parameters + self.context + max(self.masters, self.transfer)
+        return self.static + self.transfer
 
     @property
     def total(self) -> int:
@@ -131,6 +135,7 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
         transfer=_transfer(args, size, element),
         host=element * copied * copies + optimizer_on_host + (offloaded_state if args.offload_train else 0),
         offloaded=bool(args.offload_train),
+        masters=int(4 * (1 - _offloaded(args)) * _shard(args, trained, parallel)) if rebuilt else 0,
     )
 
 

@@ -123,6 +123,7 @@ class TrainRayActor:
         A push that fails fails on every rank alike, with ``WeightSyncError``; another one may be tried.
         """
         from slime.weight_sync import create_updater
+        from slime.weight_sync.in_place import InPlaceTransport
 
         with timer("update_weights"):
             if self._updater is None:
@@ -130,8 +131,16 @@ class TrainRayActor:
             self._updater.connect(engines)
             with self.trainer.weights_present():  # an offloaded trainer keeps its weights elsewhere
                 version = self._updater.update()
+        if isinstance(transport := self._updater.transport, InPlaceTransport):
+            self._report_changes(transport.density, transport.wire_bytes)
         self.weights_synced(synchronous_loop)
         return version
+
+    def _report_changes(self, density: float, wire_bytes: int) -> None:
+        if self.rank == 0:
+            metrics = {"perf/update_weights_density": density, "perf/update_weights_wire_bytes": wire_bytes}
+            step = {"rollout/step": rollout_step(self.args, self._next_rollout)}
+            log(self.args, metrics | step, *step)
 
     @reports_errors
     def weights_synced(self, synchronous_loop: bool) -> None:
@@ -152,10 +161,8 @@ class TrainRayActor:
         delta = self._delta
         with timer("update_weights"), self.trainer.weights_present():
             directory = publish(self.args, self.trainer, version, engines, delta=delta, confirmed=confirmed)
-        if delta is not None and self.rank == 0:
-            metrics = {"density": delta.density, "wire_bytes": delta.wire_bytes}
-            step = {"rollout/step": rollout_step(self.args, self._next_rollout)}
-            log(self.args, {f"perf/update_weights_{name}": value for name, value in metrics.items()} | step, *step)
+        if delta is not None:
+            self._report_changes(delta.density, delta.wire_bytes)
         return str(directory)
 
     @reports_errors

@@ -195,9 +195,10 @@ class EngineClient:
         load_format: str | None = None,
         flush_cache: bool = False,
         weight_version: str | None = None,
+        disable_draft_model: bool | None = None,
     ) -> None:
         """Load tensors from ``serialized_named_tensors``: one base64 text per engine rank, of a pickle that the
-        engine's restricted unpickler accepts (on CUDA, IPC handles).
+        engine's restricted unpickler accepts (on CUDA, IPC handles). ``disable_draft_model``: not into the draft model.
         """
         self._weights_call(
             "/update_weights_from_tensor",
@@ -206,6 +207,7 @@ class EngineClient:
                 "load_format": load_format,
                 "flush_cache": flush_cache,
                 "weight_version": weight_version,
+                "disable_draft_model": disable_draft_model,
             },
         )
 

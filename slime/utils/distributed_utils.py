@@ -26,6 +26,15 @@ def get_gloo_group() -> Any:
     return _gloo_group
 
 
+def control_group() -> Any:
+    """Return the group for objects and barriers of all ranks: over gloo, also where the default group is NCCL's.
+
+    Ranks that wait within NCCL keep their GPU busy, which engines may share, and are ended by its watchdog. None, which
+    is the default group, where that is gloo's, and where nobody has called :func:`init_gloo_group`.
+    """
+    return None if dist.get_backend() == "gloo" else _gloo_group
+
+
 def share_gloo_device() -> None:
     """Give all gloo groups that this process makes from now on the network device of the first.
 

@@ -19,7 +19,8 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
     """Return the updater that the flags ask for; call it on every trainer rank.
 
     Args:
-        args: resolved arguments; ``colocate`` selects the tensor transport, otherwise a process group carries them.
+        args: resolved arguments; ``colocate`` selects the tensor transport, otherwise a process group carries
+            them, or with ``--update-weight-mode delta`` what changed of them.
         trainer: the rank's ``MegatronTrainer`` (its ``model`` is read, never written).
         synchronous_loop: True when nothing generates while weights are pushed; decides what ``--weight-sync-pause-mode
             auto`` means.
@@ -29,8 +30,10 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
     from slime.backends.megatron_utils.weights import describe_hf_weights
     from slime.weight_sync.adapters import AdapterTransport
     from slime.weight_sync.distributed import DistributedTransport
+    from slime.weight_sync.in_place import InPlaceTransport
     from slime.weight_sync.quantized import quantizer_of
     from slime.weight_sync.tensor import TensorTransport
+    from slime.weight_sync.transport import Transport
 
     if args.lora_rank and args.lora_sync == "adapter":
         return WeightUpdater(args, trainer, AdapterTransport(args), pause_mode=None)
@@ -38,7 +41,11 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
         # Raises on every rank where weights cannot be quantized, before they are gathered.
         for name, shape, _ in describe_hf_weights(trainer.model, args):
             quantizer.selects(name, shape)
-    transport = TensorTransport(args) if args.colocate else DistributedTransport(args)
+    transport: Transport
+    if args.colocate:
+        transport = TensorTransport(args)
+    else:
+        transport = InPlaceTransport(args) if args.update_weight_mode == "delta" else DistributedTransport(args)
     return WeightUpdater(args, trainer, transport, pause_mode=resolve_pause_mode(args, synchronous_loop))
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.lora.peft import iter_adapters, peft_config, target_names
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
+from slime.utils.distributed_utils import control_group
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, attempt
 from slime.weight_sync.tensor import serialize
@@ -34,6 +35,9 @@ class AdapterTransport:
         if dist.get_rank() == 0:
             self._fan_out = FanOut(clients)
             self._engines = list(zip(engines, clients, strict=True))
+
+    def prepare(self, source: WeightSource) -> None:
+        """Nothing: what is sent is gathered while it is sent."""
 
     def send(self, source: WeightSource, *, weight_version: str) -> int:
         config = peft_config(source.args, target_names(source.model))
@@ -64,4 +68,4 @@ class AdapterTransport:
         if self._fan_out is not None:
             self._fan_out.close()
             self._fan_out, self._engines = None, []
-        dist.barrier()
+        dist.barrier(group=control_group())

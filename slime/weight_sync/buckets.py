@@ -60,7 +60,7 @@ def iter_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], limit_bytes:
         raise ValueError(f"--update-weight-buffer-size must be positive, got {limit_bytes}")
     held: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for together in _kept_together(named_tensors):
+    for together in kept_together(named_tensors):
         nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in together)
         if held and size + nbytes > limit_bytes:
             yield _bucket(held, is_last=False)
@@ -71,7 +71,7 @@ def iter_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], limit_bytes:
         yield _bucket(held, is_last=True)
 
 
-def _kept_together(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def kept_together(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yield tensors one by one; the halves of what an engine fuses within one request together, with the second one.
 
     SGLang joins the latent projections of queries and keys when it has seen both, and forgets a half whose other half

@@ -10,28 +10,24 @@ import logging
 import shutil
 import uuid
 from argparse import Namespace
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.weights.carried import copies_of
 from slime.backends.megatron_utils.weights.export import described_weights
 from slime.backends.megatron_utils.weights.naming import model_family
-from slime.backends.sglang_utils.delta_files import MAX_THREADS
 from slime.utils.atomic_file import sync
-from slime.utils.cores import usable_cores
 from slime.utils.weight_delta.codec import WHOLE_ABOVE, Array, Encoded, apply, checksum, encode
 from slime.utils.weight_delta.manifest import Entry, Manifest, Payload, Version, state_of
 from slime.utils.weight_delta.safetensors_header import read_header
+from slime.weight_sync.comparing import host_bytes, in_threads
 from slime.weight_sync.fanout import WeightSyncError, attempt
 from slime.weight_sync.quantized import quantizer_of, weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
@@ -198,7 +194,8 @@ class DeltaWriter:
             if TrainerLayout.current().is_source:
                 name = f"delta-{dist.get_rank():05d}.bin"
                 with open(staging / name, "wb") as file:
-                    for change in self._compare_all(weights):
+                    contents = ((name, host_bytes(tensor)) for name, tensor in weights)
+                    for change in in_threads(contents, self._compare):
                         payload = change.encoded.payload
                         payloads[change.name] = Payload(name, file.tell(), len(payload), change.encoded.form)
                         file.write(payload)
@@ -206,21 +203,8 @@ class DeltaWriter:
         finally:
             drain(weights)  # the gathers need every rank, also those whose disk is full
 
-    def _compare_all(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Change]:
-        """Yield what changed, in the order of the stream; comparing goes on in threads."""
-        threads = min(MAX_THREADS, usable_cores())
-        running: deque[Future[Change | None]] = deque()
-        with ThreadPoolExecutor(threads) as pool:
-            for name, tensor in weights:
-                content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                running.append(pool.submit(self._compare, name, content))
-                if len(running) > 2 * threads and (change := running.popleft().result()):  # bounds their memory
-                    yield change
-            for future in running:
-                if change := future.result():
-                    yield change
-
-    def _compare(self, name: str, content: Array) -> Change | None:
+    def _compare(self, named: tuple[str, Array]) -> Change | None:
+        name, content = named
         entry, before = self._entries[name], self._content[name]
         if content.size != before.size:
             raise WeightSyncError(f"{name} had {before.size} bytes when all was written, and has {content.size} now")

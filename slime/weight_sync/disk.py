@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import export_hf
 from slime.backends.sglang_utils import version_files
 from slime.servers.types import EngineInfo
@@ -69,15 +70,14 @@ def _clear(args: Namespace, needed: Sequence[Path]) -> None:
 
 def _write_checksums(directory: Path) -> None:
     """Each rank reads its share of the files back; rank 0 writes the sums of all."""
-    digests: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    own: dict[str, str] = {}
 
     def read() -> None:
         mine = sorted(directory.iterdir())[dist.get_rank() :: dist.get_world_size()]
-        digests[dist.get_rank()] = {path.name: version_files.digest(path) for path in mine}
+        own.update({path.name: version_files.digest(path) for path in mine})
 
     attempt(read)
-    dist.all_gather_object(digests, digests[dist.get_rank()])
-    everything = {name: value for part in digests for name, value in part.items()}
+    everything = {name: value for part in gather_from_world(own) for name, value in part.items()}
     attempt(partial(_on_first_rank, version_files.write_checksums, directory, everything))
 
 

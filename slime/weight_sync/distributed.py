@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo, weight_group
+from slime.utils.distributed_utils import control_group
 from slime.weight_sync.buckets import iter_buckets
 from slime.weight_sync.fanout import agree, attempt
 from slime.weight_sync.process_group import EngineGroup
@@ -55,7 +57,7 @@ class DistributedTransport:
         if self._group is None:
             drain(iter_hf_weights(source.model, source.args))
             return 0, None
-        stream = weights_to_push(source)
+        stream = self._weights(source)
         sent = 0
         for bucket in iter_buckets(stream, self.args.update_weight_buffer_size):
             try:
@@ -66,8 +68,14 @@ class DistributedTransport:
             sent += bucket.nbytes
         return sent, None
 
+    def _weights(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        return weights_to_push(source)
+
+    def prepare(self, source: WeightSource) -> None:
+        """Nothing: what is sent is gathered while it is sent."""
+
     def disconnect(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-        dist.barrier()
+        dist.barrier(group=control_group())

@@ -8,20 +8,24 @@ the store prefix is the group's name.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from slime.backends.sglang_utils.ports import reserve_ports
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import init_process_group
 from slime.utils.http_utils import get_host_info
+from slime.utils.weight_delta.message import REFUSED
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError, failed, late
 
@@ -48,6 +52,10 @@ class EngineGroup:
         self.timeout_s = timeout_s
         self._fanout = FanOut(clients)
         self._group: Any = None
+        self._backend = backend
+        self._connected = backend != "nccl"
+        """NCCL makes its communicator in the first broadcast, which waits in there for all engines."""
+        self._failed = False
         self._join(engines, backend)
 
     def _join(self, engines: Sequence[EngineInfo], backend: str) -> None:
@@ -79,18 +87,19 @@ class EngineGroup:
         )
         self._fanout.wait(futures, f"join the process group {self.name!r}", self.timeout_s)
 
-    def send(self, bucket: Bucket, *, weight_version: str | None) -> None:
+    def send(self, bucket: Bucket, *, weight_version: str | None, as_dtype: str | None = None) -> None:
         """Announce ``bucket`` to every engine and broadcast its bytes.
 
         Args:
             bucket: the tensors, on the device of the group's backend.
             weight_version: the number that the engines report from now on; None leaves it.
+            as_dtype: what the engines are told instead of the tensors' types (``weight_delta.message.DTYPE``).
         """
 
         def announce(client: EngineClient) -> None:
             client.update_weights_from_distributed(
                 names=bucket.names,
-                dtypes=[str(t.dtype).removeprefix("torch.") for _, t in bucket.tensors],
+                dtypes=[as_dtype or str(t.dtype).removeprefix("torch.") for _, t in bucket.tensors],
                 shapes=[list(t.shape) for _, t in bucket.tensors],
                 group_name=self.name,
                 load_format="flattened_bucket",
@@ -100,17 +109,31 @@ class EngineGroup:
 
         what = f"load a bucket of {len(bucket.tensors)} tensors ({bucket.nbytes} bytes, first {bucket.names[0]!r})"
         futures = self._fanout.start(announce)
-        work = dist.broadcast(bucket.flatten(), src=0, group=self._group, async_op=True)
-        self._await(work, futures, what)
+        flat = bucket.flatten()
+        self._failed = True  # until all has gone well
+        if self._connected:
+            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        else:
+            first = _InThread(self._broadcast_first, flat)
+            self._await(first.is_completed, futures, what)
+            work = first.result()
+            self._connected = True
+        self._await(work.is_completed, futures, what)
+        work.wait()
+        self._failed = False  # what engines answer now is no matter of the group
         self._fanout.wait(futures, what, self.timeout_s)
 
-    def _await(self, work: Any, futures: list[Future[Any]], what: str) -> None:
-        """Wait for the broadcast, but no longer than until the first engine refuses: it would never join."""
+    def _broadcast_first(self, flat: torch.Tensor) -> Any:
+        if flat.is_cuda:
+            torch.cuda.set_device(flat.device)  # of this thread
+        return dist.broadcast(flat, src=0, group=self._group, async_op=True)
+
+    def _await(self, is_completed: Callable[[], bool], futures: list[Future[Any]], what: str) -> None:
+        """Wait for the broadcast, but no longer than until the first engine refuses to join it."""
         deadline = time.monotonic() + self.timeout_s
-        while not work.is_completed():
-            if any(f.done() and f.exception() is not None for f in futures):
-                pending = [f for f in futures if f.done()]
-                self._raise_first(pending, what)
+        while not is_completed():
+            if refusing := [f for f in futures if f.done() and f.exception() and REFUSED not in str(f.exception())]:
+                self._raise_first(refusing, what)
             if time.monotonic() > deadline:
                 clients = self._fanout.clients
                 missing = [c.url for c, future in zip(clients, futures, strict=True) if not future.done()]
@@ -121,7 +144,6 @@ class EngineGroup:
                     f"{self.timeout_s:.0f} s (--weight-sync-timeout); an engine may have died, see the engines' logs."
                 )
             time.sleep(_POLL_S)
-        work.wait()
 
     def _raise_first(self, futures: list[Future[Any]], what: str) -> None:
         for future in futures:
@@ -130,7 +152,10 @@ class EngineGroup:
                 raise WeightSyncError(f"Weight sync could not {what}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Leave the group. An engine that has exited is not an error: it has left the group already."""
+        """Leave the group. An engine that has exited is not an error: it has left the group already.
+
+        After a broadcast that did not end, NCCL is not asked to finish what will never finish: the group is aborted.
+        """
         if self._group is None:
             return
 
@@ -138,7 +163,10 @@ class EngineGroup:
             client.destroy_weights_update_group(group_name=self.name)
 
         futures = self._fanout.start(leave)
-        dist.destroy_process_group(self._group)
+        if self._failed and self._backend == "nccl":
+            _abort_process_group(self._group)
+        else:
+            dist.destroy_process_group(self._group)
         self._group = None
         try:
             self._fanout.wait(
@@ -147,6 +175,27 @@ class EngineGroup:
         except WeightSyncError as error:
             logger.warning("%s", error)
         self._fanout.close()
+
+
+class _InThread:
+    """One call in a thread of its own, which may never return and then ends with the process."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self._future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                self._future.set_result(call(*args))
+            except BaseException as e:  # noqa: BLE001  (raised by result)
+                self._future.set_exception(e)
+
+        threading.Thread(target=run, name="first-broadcast", daemon=True).start()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> Any:
+        return self._future.result()
 
 
 def _rendezvous_address(engines: Sequence[EngineInfo]) -> str:

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.servers.drafts import separate_draft
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
+from slime.utils.distributed_utils import control_group
 from slime.weight_sync.buckets import Bucket, iter_buckets
 from slime.weight_sync.fanout import WeightSyncError, agree, attempt
 from slime.weight_sync.process_group import EngineGroup
@@ -37,6 +39,8 @@ class TensorTransport:
         self._client: EngineClient | None = None
         self._slots: list[int] = []
         self._slots_group: dist.ProcessGroup | None = None
+        self._spare_draft: bool | None = None
+        """True: the engine's draft model has a checkpoint of its own, whose tensors have the names of the model's."""
         self._beyond: EngineGroup | None = None
 
     def connect(self, engines: Sequence[EngineInfo], clients: Sequence[EngineClient]) -> None:
@@ -56,7 +60,12 @@ class TensorTransport:
             group = dist.new_group(slots, backend="gloo")
             if self.layout.rank in slots:
                 self._client, self._slots, self._slots_group = client, slots, group
+        attempt(self._ask_for_draft)
         attempt(partial(self._join_beyond, beyond))
+
+    def _ask_for_draft(self) -> None:
+        if self._client is not None and self.layout.rank == self._slots[0]:
+            self._spare_draft = separate_draft(self._client.server_info()) is not None or None
 
     def _join_beyond(self, beyond: list[tuple[EngineInfo, EngineClient]]) -> None:
         if beyond and self.layout.rank == 0:
@@ -67,6 +76,9 @@ class TensorTransport:
                 backend=self.args.distributed_backend,
                 timeout_s=self.args.weight_sync_timeout,
             )
+
+    def prepare(self, source: WeightSource) -> None:
+        """Nothing: what is sent is gathered while it is sent."""
 
     def send(self, source: WeightSource, *, weight_version: str) -> int:
         sent = 0
@@ -102,6 +114,7 @@ class TensorTransport:
                     load_format="flattened_bucket",
                     flush_cache=False,
                     weight_version=weight_version,
+                    disable_draft_model=self._spare_draft,
                 )
             except Exception as e:  # noqa: BLE001  (raised on every rank, after the stream)
                 error = e
@@ -117,7 +130,7 @@ class TensorTransport:
         if self._slots_group is not None:
             dist.destroy_process_group(self._slots_group)
             self._client, self._slots, self._slots_group = None, [], None
-        dist.barrier()
+        dist.barrier(group=control_group())
 
 
 def serialize(flat: torch.Tensor, bucket: Bucket) -> str:

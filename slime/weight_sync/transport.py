@@ -26,6 +26,10 @@ class Transport(Protocol):
         """Prepare the channels to ``engines`` (``clients`` in the same order)."""
         ...
 
+    def prepare(self, source: WeightSource) -> None:
+        """Do what can be done for ``send`` while the engines go on generating."""
+        ...
+
     def send(self, source: WeightSource, *, weight_version: str) -> int:
         """Send everything; ``weight_version`` travels with the last bucket only. Return the bytes this rank sent."""
         ...

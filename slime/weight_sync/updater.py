@@ -76,6 +76,7 @@ class WeightUpdater:
             raise WeightSyncError("Weight sync has no engines: call connect() with the rollout engines first.")
         version = self.version + 1
         try:
+            self.transport.prepare(self.trainer)
             attempt(self._pause_and_flush)
             self.bytes_sent = self.transport.send(self.trainer, weight_version=str(version))
             attempt(lambda: self._verify_and_continue(version))

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.servers.engine_client import EngineClient
 from tests.support.distributed import run_distributed
 from tests.support.engines import Reference, engine_args, output_log_probs
+from tests.support.in_place_run import InPlaceRun
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -164,6 +166,35 @@ def test_colocated_tensor_ranks_push_to_the_engine_on_their_slot(engines: Engine
     pushed = engines.clients[0].weights_checksum()
     engines.clients[0].update_weights_from_disk(str(engines.new), weight_version="new")
     assert engines.clients[0].weights_checksum() == pushed
+
+
+def test_changes_taken_in_place_are_what_a_full_load_gives(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.back_to_old()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = InPlaceRun(engines.new, monkeypatch, update_weight_buffer_size=60_000)
+        infos = [process.info for process in engines.processes]
+        densities = []
+        for part in (0.0, 0.01, 0.2):
+            run.train(part)
+            run.push(infos)
+            densities.append(run.transport.density)
+        engines.clients[1].update_weights_from_disk(str(engines.old), weight_version="old")
+        run.train(0.05)
+        assert run.push(infos) == 4  # the second engine had other weights: both are sent all
+        densities.append(run.transport.density)
+        run.train(0.01)
+        assert run.push(infos) == 5
+        densities.append(run.transport.density)
+        run.updater.disconnect()
+    finally:
+        dist.destroy_process_group()
+    assert densities == pytest.approx([1.0, 0.01, 0.2, 1.0, 0.01], abs=0.003)
+    pushed = {client.weights_checksum() for client in engines.clients}
+    engines.clients[0].update_weights_from_disk(str(run.export(tmp_path / "export")), weight_version="export")
+    assert pushed == {engines.clients[0].weights_checksum()}
 
 
 @pytest.mark.parametrize(

@@ -29,18 +29,19 @@ class WeightSync(ArgumentGroup):
     update_weight_local_checkpoint_dir: str | None = flag(
         None,
         "directory on each engine host to which weights are copied, and verified, before engines load them, with "
-        "--update-weight-transport disk; --update-weight-mode delta needs it",
+        "--update-weight-transport disk; --update-weight-mode delta needs it there",
     )
     update_weight_delta_encoding: Literal["xor", "overwrite"] = flag(
         "xor",
         "how changed values are stored, with --update-weight-mode delta; xor: as differences, which are smaller; "
-        "overwrite: as they are, so that an interrupted update of a host can be continued",
+        "overwrite: as they are, so that an interrupted update of a host can be continued; always so without "
+        "--update-weight-transport disk",
     )
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = flag(
         "xxh3-128", "checksum per tensor, with --update-weight-mode delta; blake3 needs the package of that name"
     )
     update_weight_delta_full_interval: int = flag(
-        20, "versions after which all weights are written again, with --update-weight-mode delta", ge=1
+        20, "versions after which all weights are sent again, with --update-weight-mode delta", ge=1
     )
     custom_update_weight_post_write_path: DottedPath | None = flag(
         None,

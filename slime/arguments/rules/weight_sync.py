@@ -125,13 +125,24 @@ def _check_release(args: Namespace) -> None:
 
 
 def _check_delta(args: Namespace) -> None:
-    if args.update_weight_transport != "disk":
-        raise ArgumentError("--update-weight-mode delta writes files and needs --update-weight-transport disk")
     if args.colocate:
         raise ArgumentError(
             "--update-weight-mode delta and --colocate exclude each other: shared slots hand weights over in memory; "
             "use --update-weight-mode full"
         )
+    if args.update_weight_transport == "disk":
+        _check_delta_files(args)
+    else:
+        _check_delta_in_place(args)
+    checks = args.update_weight_mode == "delta" and args.update_weight_delta_checksum == "blake3"
+    if checks and find_spec("blake3") is None:
+        raise ArgumentError(
+            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed: pip install "
+            "blake3, or use xxh3-128"
+        )
+
+
+def _check_delta_files(args: Namespace) -> None:
     if args.update_weight_local_checkpoint_dir is None:
         raise ArgumentError(
             "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine host keeps the "
@@ -145,8 +156,25 @@ def _check_delta(args: Namespace) -> None:
             "--update-weight-disk-dir",
         )
         args.update_weight_mode, args.update_weight_local_checkpoint_dir = "full", None
-    elif args.update_weight_delta_checksum == "blake3" and find_spec("blake3") is None:
+
+
+def _check_delta_in_place(args: Namespace) -> None:
+    """New values alone are written into an engine's weights: writing them twice does no harm."""
+    if args.update_weight_delta_encoding == "xor" and "update_weight_delta_encoding" in args.explicit_flags:
         raise ArgumentError(
-            "--update-weight-delta-checksum blake3 needs the package blake3, which is not installed: pip install "
-            "blake3, or use xxh3-128"
+            "--update-weight-delta-encoding xor: differences are applied to files, and changes go into the engines' "
+            "memory without --update-weight-transport disk; leave it out"
         )
+    if args.offload_rollout:
+        raise ArgumentError(
+            "--update-weight-mode delta: engines that release their weights for --offload-rollout need all of them "
+            "again; leave one of them out, or add --update-weight-transport disk"
+        )
+    args.update_weight_delta_encoding = "overwrite"
+    if args.rollout_external:
+        diagnostics.warn(
+            args,
+            "--update-weight-mode delta: changes are taken by slime's plug-in for SGLang, which the engines of "
+            "--rollout-external-engine-addrs may lack; they are sent all weights",
+        )
+        args.update_weight_mode = "full"

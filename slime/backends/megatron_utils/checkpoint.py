@@ -36,6 +36,7 @@ from slime.backends.megatron_utils.optimizer import (
     with_length_of_run,
 )
 from slime.backends.megatron_utils.parallel import data_parallel, gather_from_world, pipeline_parallel, tensor_parallel
+from slime.utils.distributed_utils import control_group
 
 
 def in_process_strategy(*, parallel_over_dp: bool) -> Any:
@@ -255,7 +256,7 @@ class CheckpointSaver:
             sharded["opt_param_scheduler"] = state.scheduler.state_dict()
         if dist.get_rank() == 0:
             checkpoint_dir.begin(root, iteration)
-        dist.barrier()
+        dist.barrier(group=control_group())
         asynchronous = self._args.async_save and not force_sync
         directory = str(checkpoint_dir.iteration_dir(root, iteration)) + ".writing"
         _check_space(state, root)
@@ -329,11 +330,11 @@ class _PendingSave:
             ) from self._error
         for finalize in self._request.finalize_fns:
             finalize()
-        dist.barrier()
+        dist.barrier(group=control_group())
         if dist.get_rank() == 0:
             directory = checkpoint_dir.publish(self._root, self._iteration)
             logger.info("saved %s", directory)
-        dist.barrier()
+        dist.barrier(group=control_group())
 
 
 def _is_stateless(args: Namespace) -> bool:

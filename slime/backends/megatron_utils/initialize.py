@@ -13,7 +13,7 @@ import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.utils import accelerator
-from slime.utils.distributed_utils import share_gloo_device
+from slime.utils.distributed_utils import init_gloo_group, share_gloo_device
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ def initialize_megatron(args: Namespace) -> None:
         torch.distributed.init_process_group(
             backend=_backend(args), rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
         )
+    if torch.distributed.get_backend() != "gloo":
+        init_gloo_group()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=_size(args, "tensor_model_parallel_size"),
         pipeline_model_parallel_size=_size(args, "pipeline_model_parallel_size"),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.utils.distributed_utils import control_group
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -83,7 +85,7 @@ def gather_from_world(value: Any) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=control_group())
     return gathered
 
 

@@ -357,7 +357,10 @@ class MegatronTrainer:
         return self._offloader.offloaded
 
     def clear_memory(self) -> None:
-        """Return cached blocks to the device."""
+        """Return cached blocks to the device, and with them what Megatron gathers activations into."""
+        from megatron.core import parallel_state as mpu
+
+        mpu.get_global_memory_buffer().buffer.clear()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize()

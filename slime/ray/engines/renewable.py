@@ -10,6 +10,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from slime.servers.drafts import separate_draft
+
 Transport = Literal["broadcast", "tensor", "disk"]
 
 REARRANGED = {
@@ -46,17 +48,35 @@ def what_a_push_misses(
     if adapters:
         return [], []
     refused, warned = _of_weights(info, transport, stored)
-    draft, model = info.get("speculative_draft_model_path"), info.get("model_path")
-    if info.get("speculative_algorithm") and draft not in (None, model):
+    refused += _of_drafts(info)
+    if (draft := separate_draft(info)) is not None:
         drafts = f"--sglang-speculative-draft-model-path {draft}: the draft model has a checkpoint of its own"
-        if transport == "broadcast":
-            warned.append(f"{drafts} and keeps its weights, so that fewer of its tokens are accepted as training goes")
-        else:
+        if transport == "disk":
             refused.append(
-                f"{drafts}, and SGLang would load the trainer's weights into it, too; send them by broadcast "
-                "(without --colocate and --update-weight-transport disk), or leave the draft model out"
+                f"{drafts}, and SGLang would load the trainer's weights into it, too; send them without "
+                "--update-weight-transport disk, or leave the draft model out"
             )
+        else:
+            warned.append(f"{drafts} and keeps its weights, so that fewer of its tokens are accepted as training goes")
     return refused, warned
+
+
+def _of_drafts(info: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with draft layers of the model itself, which are to follow it."""
+    if not info.get("speculative_algorithm") or separate_draft(info) is not None:
+        return []
+    refused = []
+    if info.get("speculative_token_map"):
+        refused.append(
+            f"--sglang-speculative-token-map {info['speculative_token_map']}: the draft layers get a copy of some rows "
+            "of the head when the engine starts, which a push does not renew; leave it out"
+        )
+    if info.get("speculative_draft_model_quantization") not in (None, "unquant", info.get("quantization")):
+        refused.append(
+            f"--sglang-speculative-draft-model-quantization {info['speculative_draft_model_quantization']}: the draft "
+            "layers hold quantized weights, and the trainer sends them as it sends the model's; leave it out"
+        )
+    return refused
 
 
 def _of_weights(info: Mapping[str, Any], transport: Transport, stored: str | None) -> tuple[list[str], list[str]]:
@@ -88,6 +108,11 @@ def _of_weights(info: Mapping[str, Any], transport: Transport, stored: str | Non
         refused.append(
             f"--sglang-cpu-offload-gb {info['cpu_offload_gb']}: part of the weights is on the host, where a push does "
             "not reach; leave it out"
+        )
+    if (info.get("offload_group_size") or 0) > 0:
+        refused.append(
+            f"--sglang-offload-group-size {info['offload_group_size']}: layers wait on the host, where a push does not "
+            "reach them; leave it out"
         )
     if info.get("enable_lora") or info.get("lora_paths"):
         refused.append("--sglang-enable-lora: a push renews the base model and no adapter; leave it out")

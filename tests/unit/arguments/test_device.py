@@ -95,3 +95,27 @@ def test_caches_that_stay_registered_are_not_released():
 
 def test_variable_lengths_on_cuda():
     assert finalized("cuda").variable_seq_lengths is True
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_engines_on_the_trainers_slots_cannot_open_expandable_segments(name, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ArgumentError, match=f"{name}=.*pidfd_getfd"):
+        finalized("cuda", "--colocate")
+    finalized("cuda")
+    finalized("cpu", "--colocate")
+    finalized("cuda", "--colocate", "--update-weight-transport", "disk", "--update-weight-disk-dir", "/d")
+    monkeypatch.setenv(name, "expandable_segments:False")
+    finalized("cuda", "--colocate")
+    with pytest.raises(ArgumentError, match=name):
+        finalized("cuda", "--colocate", "--train-env-vars", f'{{"{name}": "expandable_segments:True"}}')
+
+
+def test_collectives_outlast_a_weight_sync(caplog):
+    assert finalized("cuda").distributed_timeout_minutes == 12  # 600 s, and 2 minutes
+    assert finalized("cuda", "--weight-sync-timeout", "1210").distributed_timeout_minutes == 23
+    assert finalized("cuda", "--weight-sync-timeout", "60").distributed_timeout_minutes == 10
+    assert finalized("cuda", "--debug-train-only").distributed_timeout_minutes == 10
+    args = finalized("cuda", "--distributed-timeout-minutes", "5")
+    assert args.distributed_timeout_minutes == 5
+    assert "--distributed-timeout-minutes 5: the trainers may be ended" in caplog.text

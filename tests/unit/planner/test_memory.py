@@ -189,6 +189,16 @@ def test_copies_in_host_memory() -> None:
     offloaded = of_trainer(bare_args(actor_num_gpus_per_node=1, offload_train=True))
     assert offloaded.host == offloaded.optimizer  # the parameters are made of it again
     assert offloaded.sending == offloaded.parameters + offloaded.context + offloaded.transfer
+    vocabulary = 2 * 2 * model_size(args).shape.vocab * model_size(args).shape.hidden  # in bf16, and the flat copy
+    small = {"offload_train": True, "update_weight_buffer_size": 1}
+    alone = of_trainer(bare_args(actor_num_gpus_per_node=1, **small))
+    assert 2 * alone.parameters > vocabulary
+    assert (
+        alone.sending == 3 * alone.parameters + alone.context
+    )  # the fp32 weights come back first, of two times the size
+    shared = of_trainer(bare_args(actor_num_gpus_per_node=2, use_distributed_optimizer=True, **small))
+    assert shared.masters == pytest.approx(2 * total, rel=0.01)
+    assert of_trainer(bare_args(actor_num_gpus_per_node=1, fp32=True, **small)).masters == 0
     away = of_trainer(bare_args(actor_num_gpus_per_node=1, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0))
     assert (away.optimizer, away.host) == (0, of_trainer(args).optimizer)
 

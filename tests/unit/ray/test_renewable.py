@@ -18,6 +18,8 @@ PLAIN: dict[str, Any] = {
 ALL: tuple[Transport, ...] = ("broadcast", "tensor", "disk")
 DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/draft"}
 
+OWN = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/m"}
+
 
 def refused(transport: Transport, **changes: Any) -> str:
     return "\n".join(what_a_push_misses({**PLAIN, **changes}, transport)[0])
@@ -52,7 +54,14 @@ def test_an_engine_of_a_quantized_checkpoint_is_pushed_what_that_stores() -> Non
         ({"enable_lora": True}, ALL, "--sglang-enable-lora"),
         ({"lora_paths": ["a"]}, ALL, "--sglang-enable-lora"),
         ({"weight_cache_mode": "client"}, ALL, "--sglang-weight-cache-mode client"),
-        (DRAFT, ("tensor", "disk"), "--sglang-speculative-draft-model-path /draft"),
+        (DRAFT, ("disk",), "--sglang-speculative-draft-model-path /draft"),
+        ({"offload_group_size": 2}, ALL, "--sglang-offload-group-size 2"),
+        ({**OWN, "speculative_token_map": "/map"}, ALL, "--sglang-speculative-token-map /map"),
+        (
+            {**OWN, "speculative_draft_model_quantization": "fp8"},
+            ALL,
+            "--sglang-speculative-draft-model-quantization fp8",
+        ),
     ],
 )
 def test_settings_that_are_refused(changes: dict[str, Any], transports: tuple[Transport, ...], said: str) -> None:
@@ -70,10 +79,19 @@ def test_settings_that_are_warned_of() -> None:
 
 
 def test_draft_layers_of_the_model_itself_are_renewed() -> None:
-    own = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/m"}
     for transport in ALL:
-        assert what_a_push_misses({**PLAIN, **own}, transport) == ([], [])
-        assert what_a_push_misses({**PLAIN, **own, "speculative_draft_model_path": None}, transport) == ([], [])
+        assert what_a_push_misses({**PLAIN, **OWN}, transport) == ([], [])
+        assert what_a_push_misses({**PLAIN, **OWN, "speculative_draft_model_path": None}, transport) == ([], [])
+    taken = {**PLAIN, **OWN, "quantization": "fp8", "speculative_draft_model_quantization": "fp8"}
+    assert what_a_push_misses(taken, "broadcast", "fp8") == ([], [])
+
+
+def test_a_draft_model_of_its_own_may_have_settings_of_its_own() -> None:
+    changes = {**DRAFT, "speculative_token_map": "/map", "speculative_draft_model_quantization": "fp8"}
+    for transport in ALL[:2]:
+        refusals, warned = what_a_push_misses({**PLAIN, **changes}, transport)
+        assert refusals == []
+        assert "keeps its weights" in warned[0]
 
 
 def test_quantized_experts_are_refused_for_being_quantized() -> None:

@@ -52,6 +52,9 @@ class Transport:
     def connect(self, engines: Any, clients: Any) -> None:
         self.log.append("connect")
 
+    def prepare(self, source: Any) -> None:
+        self.log.append("prepare")
+
     def send(self, source: Any, *, weight_version: str) -> int:
         self.log.append(f"send {weight_version}")
         for engine in self.engines:
@@ -83,7 +86,7 @@ def test_a_push_pauses_flushes_sends_verifies_and_continues_in_this_order() -> N
     updater = updater_with([Engine("http://a", log)], log)
     assert updater.update() == 1
     assert updater.update() == 2
-    once = ["pause abort", "flush", "send 1", "version", "continue"]
+    once = ["prepare", "pause abort", "flush", "send 1", "version", "continue"]
     assert log == once + [line.replace("1", "2") for line in once]
     assert updater.bytes_sent == 7
 
@@ -92,7 +95,7 @@ def test_engines_that_are_not_paused_are_only_asked_for_their_version() -> None:
     log: list[str] = []
     updater = updater_with([Engine("http://a", log)], log, pause_mode=None)
     assert updater.update() == 1
-    assert log == ["send 1", "version"]
+    assert log == ["prepare", "send 1", "version"]
 
 
 def test_an_engine_with_another_version_stops_the_run_and_stays_paused() -> None:
@@ -151,7 +154,7 @@ def test_after_a_push_that_failed_the_channels_are_built_anew(monkeypatch: pytes
     assert log == ["disconnect", "health", "connect"]
     del log[:]
     assert updater.update() == 1  # the number of the push that failed: its weights are the same
-    assert log == ["pause abort", "flush", "send 1", "version", "continue"]
+    assert log == ["prepare", "pause abort", "flush", "send 1", "version", "continue"]
     updater.disconnect()
     updater.disconnect()
     assert log.count("disconnect") == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import reporting
+from slime.backends.megatron_utils import import_megatron, reporting
 from slime.backends.megatron_utils.data import steps_of
 from slime.backends.megatron_utils.hooks import load_trainer_hooks
 from slime.backends.megatron_utils.optimizer import (
@@ -262,3 +262,18 @@ def test_all_parts_of_the_optimizer_have_one_loss_scale(scalers: Any, expected: 
         state = part.grad_scaler.state_dict()
         assert (float(state["scale"]), state["hysteresis_tracker"], state["growth_tracker"]) == expected
     align_loss_scales(SimpleNamespace(chained_optimizers=[]))
+
+
+def test_clearing_memory_empties_what_activations_are_gathered_into() -> None:
+    import_megatron()
+    from megatron.core import parallel_state as mpu
+
+    mpu.destroy_global_memory_buffer()
+    mpu._set_global_memory_buffer()
+    try:
+        mpu.get_global_memory_buffer().buffer["mpu", torch.bfloat16] = torch.empty(10)
+        trainer: Any = SimpleNamespace(device=torch.device("cpu"))
+        MegatronTrainer.clear_memory(trainer)
+        assert mpu.get_global_memory_buffer().buffer == {}
+    finally:
+        mpu.destroy_global_memory_buffer()

@@ -36,12 +36,12 @@ def contents(draw: st.DrawFn) -> tuple[Any, Any, int]:
     return old, new, itemsize
 
 
-@given(contents(), st.booleans(), st.sampled_from((16, 1000, codec.BLOCK_BYTES)))
+@given(contents(), st.booleans(), st.sampled_from((2, 125, codec.BLOCK_WORDS)))
 @settings(max_examples=150, deadline=None)
 def test_changes_lead_to_the_new_content(case: tuple[Any, Any, int], xor: bool, block: int) -> None:
     old, new, itemsize = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "BLOCK_BYTES", block)
+        patch.setattr(codec, "BLOCK_WORDS", block)
         encoded = encode(new, old, itemsize, xor=xor)
     # by brute force: an element has changed where one of its bytes has; complex ones count by halves
     width = min(itemsize, 8)

@@ -7,6 +7,8 @@ hooks and why.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 FASTER_ON_CPU = ("attention", "sampler", "elementwise", "gloo")
 """Modules that compute on a CPU what SGLang computes too."""
 
@@ -35,20 +37,25 @@ def register() -> None:
         quantized.register()
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
             register_faster_on_cpu()
+    register_if_it_fits(["drafts", "changes"], "pushes of changes fail, and a broadcast leaves draft layers out")
 
 
 def register_faster_on_cpu() -> None:
-    """Register what is faster on a CPU; what does not fit the installed SGLang is left to SGLang, with one warning."""
+    """Register what is faster on a CPU."""
+    register_if_it_fits(FASTER_ON_CPU, "SGLang's own is used, which is slower")
+
+
+def register_if_it_fits(names: Iterable[str], otherwise: str) -> None:
+    """Register modules; what does not fit the installed SGLang is left to SGLang, with one warning."""
     import importlib
     import logging
 
     from slime_engine_plugin.hook_points import OtherSGLangError
 
-    for name in FASTER_ON_CPU:
+    for name in names:
         try:
             importlib.import_module(f"slime_engine_plugin.{name}").register()
         except (ImportError, AttributeError, OtherSGLangError) as e:
             logging.getLogger(__name__).warning(
-                "slime's %s for CPU engines does not fit this SGLang (%s): SGLang's own is used, which is slower",
-                name, e,
+                "slime's %s for engines does not fit this SGLang (%s): %s", name, e, otherwise,
             )  # fmt: skip
