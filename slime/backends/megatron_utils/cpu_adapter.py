@@ -342,24 +342,26 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
-        return _rotated(t, cos_a, sin_a, cos_b, sin_b)
+        sin_a, sin_b = sin.chunk(2, -1)
+        return _rotated(t, cos, sin_a, sin_b, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
-        return _rotated(grad, cos_a, -sin_b, cos_b, -sin_a), None, None
+        sin_a, sin_b = sin.chunk(2, -1)
+        return _rotated(grad, cos, sin_b, sin_a, -1), None, None
 
 
-def _rotated(t: Tensor, cos_a: Tensor, sin_a: Tensor, cos_b: Tensor, sin_b: Tensor) -> Tensor:
-    half = cos_a.size(-1)
+def _rotated(t: Tensor, cos: Tensor, sin_a: Tensor, sin_b: Tensor, sign: int) -> Tensor:
+    """Return ``[a * cos_a - sign * b * sin_a, b * cos_b + sign * a * sin_b, rest]`` of ``t = [a, b, rest]``."""
+    half = sin_a.size(-1)
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    a, b, rest = t.split([half, half, t.size(-1) - 2 * half], -1)
-    out_a, out_b, out_rest = out.split([half, half, t.size(-1) - 2 * half], -1)
-    torch.mul(a, cos_a, out=out_a).addcmul_(b, sin_a, value=-1)
-    torch.mul(b, cos_b, out=out_b).addcmul_(a, sin_b)
+    turned, rest = t.split([2 * half, t.size(-1) - 2 * half], -1)
+    out_turned, out_rest = out.split([2 * half, t.size(-1) - 2 * half], -1)
+    torch.mul(turned, cos, out=out_turned)
+    out_turned[..., :half].addcmul_(turned[..., half:], sin_a, value=-sign)
+    out_turned[..., half:].addcmul_(turned[..., :half], sin_b, value=sign)
     out_rest.copy_(rest)
     return out
 
