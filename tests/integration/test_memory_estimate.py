@@ -153,16 +153,15 @@ def test_what_a_layer_keeps(case: str, checkpoint: Path, kept: Any) -> None:
 
 
 def _cpu_extra(size: ModelSize) -> float:
-    """Bytes per token and layer that a CPU keeps beyond a GPU: norms of torch their normalized input and its scale,
-    attention its score matrices where queries and values differ in width; less the sines and cosines of queries and
-    keys, which the layers share.
+    """Bytes per token and layer that a CPU keeps beyond a GPU: norms the scale of their input, attention its score
+    matrices where queries and values differ in width; less the sines and cosines of queries and keys, which the layers
+    share.
     """
     shape, tp = size.shape, size.parallel.tp
-    norms = 2 * FP32 * (shape.hidden + 1) / size.parallel.sp
+    norms = 2 * FP32 / size.parallel.sp
     if shape.latent is not None:
-        assert shape.latent.q_rank is not None
-        norms += FP32 * (shape.latent.q_rank + shape.latent.kv_rank + 2)
+        norms += 2 * FP32
         return norms + FP32 * shape.heads * SEQUENCE - FP32 * shape.heads
     if shape.qk_norm:
-        norms += FP32 * (shape.heads + shape.groups) * (shape.head_dim + 1) / tp
+        norms += FP32 * (shape.heads + shape.groups) / tp
     return norms - 4 * FP32 * shape.head_dim

@@ -36,6 +36,8 @@ except ImportError:
 
 
 FLASH_MAX_HEAD_DIM = 256
+SHORT_SEQUENCE, MANY_TOKENS = 128, 256
+"""Up to which length, and from how many tokens of one length on, a CPU takes matrix products instead of SDPA."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,12 @@ class Segment:
 
 
 def sdpa_segment(segment: Segment, *, causal: bool, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
-    """Return the attention output ``[b * sq, n, dv]`` of one segment through torch's scaled_dot_product_attention."""
+    """Return the attention output ``[b * sq, n, dv]`` of one segment through torch's scaled_dot_product_attention.
+
+    Many short sequences on a CPU are left to matrix products.
+    """
+    if causal and dropout_p == 0.0 and _products_take(segment):
+        return _CausalProducts.apply(segment.q, segment.k, segment.v, scale)
     q, k, v = (x.transpose(1, 2) for x in (segment.q, segment.k, segment.v))
     queries, keys = q.size(2), k.size(2)
     mask = None
@@ -62,6 +69,63 @@ def sdpa_segment(segment: Segment, *, causal: bool, scale: float, dropout_p: flo
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1), dropout_p=dropout_p
     )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _products_take(segment: Segment) -> bool:
+    q, length = segment.q, segment.q.size(1)
+    return (
+        q.is_cpu
+        and q.dtype in (torch.float32, torch.float64)
+        and length == segment.k.size(1) <= SHORT_SEQUENCE
+        and q.size(0) * length >= MANY_TOKENS
+    )
+
+
+class _CausalProducts(torch.autograd.Function):
+    """Causal attention of ``b`` sequences of one length ``s`` as batched products; arguments as in ``Segment``.
+
+    The queries of a group of heads, ``n / g`` times ``s`` rows, are one matrix against the keys that they share. All
+    probabilities are kept, ``n * s`` numbers per token. torch's kernel for CPUs keeps none and takes as long on one
+    thread, but on short sequences it hardly gains from a second one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        b, s, n, _ = q.shape
+        g = k.size(2)
+        q, k, v = _by_group(q, g), _by_group(k, g), _by_group(v, g)
+        unseen = q.new_full((s, s), -torch.inf).triu_(1).repeat(n // g, 1)
+        scores = torch.baddbmm(unseen, q, k.transpose(1, 2), alpha=scale)
+        p = torch.softmax(scores, -1)
+        ctx.save_for_backward(q, k, v, p)
+        ctx.scale, ctx.sizes = scale, (b, s, n)
+        return _by_token(torch.bmm(p, v), b, s).reshape(b * s, n, v.size(-1))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        q, k, v, p = ctx.saved_tensors
+        b, s, n = ctx.sizes
+        grad = _by_group(grad.reshape(b, s, n, v.size(-1)), len(k) // b)
+        grad_v = torch.bmm(p.transpose(1, 2), grad)
+        grad_p = torch.bmm(grad, v.transpose(1, 2))
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
+        # without the first summand (beta=0) products that are scaled on the way
+        grad_q = torch.baddbmm(q, grad_scores, k, beta=0, alpha=ctx.scale)
+        grad_k = torch.baddbmm(k, grad_scores.transpose(1, 2), q, beta=0, alpha=ctx.scale)
+        return _by_token(grad_q, b, s), _by_token(grad_k, b, s), _by_token(grad_v, b, s), None
+
+
+def _by_group(x: torch.Tensor, g: int) -> torch.Tensor:
+    """``[b, s, n, d]`` -> ``[b * g, n / g * s, d]``: the heads that share keys one below the other."""
+    b, s, n, d = x.shape
+    return x.view(b, s, g, n // g, d).permute(0, 2, 3, 1, 4).reshape(b * g, n // g * s, d)
+
+
+def _by_token(x: torch.Tensor, b: int, s: int) -> torch.Tensor:
+    """The inverse of ``_by_group``."""
+    heads = x.view(b, -1, x.size(1) // s, s, x.size(-1))
+    return heads.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def flash_takes(segments: Sequence[Segment], *, dropout_p: float = 0.0) -> bool:

@@ -200,7 +200,7 @@ def adapt_imported_megatron() -> None:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
-    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import layers, mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -221,6 +221,8 @@ def adapt_imported_megatron() -> None:
     rope_utils._apply_rotary_pos_emb_thd = rotating_packed(rope_utils._apply_rotary_pos_emb_thd)
     # Written for torch.compile, they make five tensors where one will do.
     fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = swiglu, swiglu_back
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    setattr(layers, name, multiplying_with_onednn(getattr(layers, name)))
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         setattr(param_and_grad_buffer, name, among_several(getattr(param_and_grad_buffer, name)))
 
@@ -269,7 +271,50 @@ def _pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any)
     return torch.cat([chunks[rank], chunks[-1 - rank]], dim=seq_dim)
 
 
-# Operators in the place of megatron's own of the same name: few passes and little new memory.
+# Operators in the place of megatron's own: few passes and little new memory, and faster products.
+
+
+def multiplying_with_onednn(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return megatron's linear layer with the products of oneDNN where no other rank and no fused kernel takes part.
+
+    torch leaves fp32 products to MKL, which is slower on CPUs that are not Intel's.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return plain
+
+    @functools.wraps(plain)
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Tensor:
+        names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "grad_output_buffer")
+        asked = {**dict(zip(names, args, strict=False)), **options}
+        plainly = not any(asked.get(name) for name in names[:3]) and asked.get("grad_output_buffer") is None
+        if plainly and input.dtype == weight.dtype == torch.float32 and input.numel():
+            return _Linear.apply(input, weight, bias)
+        return plain(input, weight, bias, *args, **options)
+
+    return linear
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T + bias`` [..., n] of ``x`` [..., k] and ``weight`` [n, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        rows = grad.reshape(-1, grad.size(-1))
+        # MKL's: oneDNN copies operands whose rows are not contiguous
+        grad_weight = rows.t() @ x.reshape(-1, x.size(-1))
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -342,24 +387,26 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
-        return _rotated(t, cos_a, sin_a, cos_b, sin_b)
+        sin_a, sin_b = sin.chunk(2, -1)
+        return _rotated(t, cos, sin_a, sin_b, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
-        return _rotated(grad, cos_a, -sin_b, cos_b, -sin_a), None, None
+        sin_a, sin_b = sin.chunk(2, -1)
+        return _rotated(grad, cos, sin_b, sin_a, -1), None, None
 
 
-def _rotated(t: Tensor, cos_a: Tensor, sin_a: Tensor, cos_b: Tensor, sin_b: Tensor) -> Tensor:
-    half = cos_a.size(-1)
+def _rotated(t: Tensor, cos: Tensor, sin_a: Tensor, sin_b: Tensor, sign: int) -> Tensor:
+    """Return ``[a * cos_a - sign * b * sin_a, b * cos_b + sign * a * sin_b, rest]`` of ``t = [a, b, rest]``."""
+    half = sin_a.size(-1)
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    a, b, rest = t.split([half, half, t.size(-1) - 2 * half], -1)
-    out_a, out_b, out_rest = out.split([half, half, t.size(-1) - 2 * half], -1)
-    torch.mul(a, cos_a, out=out_a).addcmul_(b, sin_a, value=-1)
-    torch.mul(b, cos_b, out=out_b).addcmul_(a, sin_b)
+    turned, rest = t.split([2 * half, t.size(-1) - 2 * half], -1)
+    out_turned, out_rest = out.split([2 * half, t.size(-1) - 2 * half], -1)
+    torch.mul(turned, cos, out=out_turned)
+    out_turned[..., :half].addcmul_(turned[..., half:], sin_a, value=-sign)
+    out_turned[..., half:].addcmul_(turned[..., :half], sin_b, value=sign)
     out_rest.copy_(rest)
     return out
 

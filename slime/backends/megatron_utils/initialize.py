@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import random
 from argparse import Namespace
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 
 import torch
@@ -46,6 +47,22 @@ def enable_deterministic_mode(environment: MutableMapping[str, str] = os.environ
     torch.use_deterministic_algorithms(True)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_KEPT_BYTES, _LARGEST_BLOCK = 1 << 30, 32 << 20  # 32 MiB is the most that every glibc takes
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
+    """Let this process keep up to 1 GiB that it frees; return whether glibc does. Blocks past 32 MiB go back at once.
+
+    What a micro-batch frees the next one wants again: given back in between, every page is a fault and is zeroed.
+    ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` in the environment win.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & environment.keys():
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK))
+
+
 __all__ = ["import_megatron", "initialize_megatron", "seed_everything"]
 
 
@@ -69,6 +86,8 @@ def initialize_megatron(args: Namespace) -> None:
     accelerator.initialize_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
     if accelerator.device_type() == "cpu" and torch.cuda.is_available():
         raise RuntimeError("to train on the CPU of a machine with CUDA, hide the devices: CUDA_VISIBLE_DEVICES=''")
+    if accelerator.device_type() == "cpu":
+        keep_freed_memory()
     if args.deterministic_mode:
         enable_deterministic_mode()
     minutes = args.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES

@@ -51,8 +51,41 @@ class TorchRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` (``[..., hidden_size]``) normalized, in its own dtype."""
         if self.zero_centered:  # as everybody computes it: 1 + weight has few digits left of the weight in bf16
-            return F.rms_norm(x.float(), self.shape, self.weight.float() + 1, self.eps).to(x.dtype)
-        return F.rms_norm(x, self.shape, self.weight.to(x.dtype), self.eps)
+            return rms_norm(x.float(), self.weight.float() + 1, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension; on a CPU in few passes over ``x``."""
+    if x.is_cpu and x.dtype in (torch.float32, torch.float64):
+        return _CpuRMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _CpuRMSNorm(torch.autograd.Function):
+    """With ``r = 1 / sqrt(mean(x^2) + eps)``: ``dx = r w g - x r^3 mean(w g x)`` and ``dw = sum_rows r g x``.
+
+    torch composes norm and gradient of twelve operators on a CPU. Here the two sums over ``g x`` are products of it
+    with a vector.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, r = ctx.saved_tensors
+        width = x.size(-1)
+        both = g * x
+        rows = both.reshape(-1, width)
+        grad_weight = torch.mv(rows.t(), r.reshape(-1)) if ctx.needs_input_grad[1] else None
+        shares = torch.mv(rows, weight).view(r.shape).mul_(r).mul_(r).mul_(r).div_(-width)
+        return torch.mul(g, weight, out=both).mul_(r).addcmul_(x, shares), grad_weight, None
 
 
 class PostNormTransformerLayer(TransformerLayer):

@@ -83,6 +83,32 @@ def test_values_may_be_narrower_than_keys() -> None:
     _check(_module()(*inputs, packed_seq_params=_params([4, 5])), inputs, [4, 5], grad, True)
 
 
+@pytest.mark.parametrize(("heads", "groups", "value_dim"), [(4, 4, 8), (4, 2, 8), (4, 1, 6)])
+def test_many_short_sequences_on_a_cpu(
+    heads: int, groups: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [*[37] * 7, *[128] * 2]
+    *inputs, grad = _tensors(sum(lengths), heads, groups, value_dim=value_dim)
+    inputs = [x.requires_grad_() for x in inputs]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)  # not needed for these
+    _check(_module()(*inputs, packed_seq_params=_params(lengths)), inputs, lengths, grad, True)
+
+
+@pytest.mark.parametrize("lengths", [[129] * 2, [32] * 7, [8, 16] * 20])
+def test_sequences_that_are_long_or_few_are_left_to_sdpa(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls = torch.nn.functional.scaled_dot_product_attention, list[int]()
+
+    def counted(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(q.size(0))
+        return plain(q, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    *inputs, grad = _tensors(sum(lengths), 2, 1)
+    inputs = [x.requires_grad_() for x in inputs]
+    _check(_module()(*inputs, packed_seq_params=_params(lengths)), inputs, lengths, grad, True)
+    assert sum(calls) == len(lengths)
+
+
 def test_padded_lengths_win() -> None:
     *inputs, _ = _tensors(12, 4, 2)
     params = _params([5, 3])

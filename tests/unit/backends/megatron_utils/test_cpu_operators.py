@@ -56,6 +56,62 @@ def test_megatron_uses_them() -> None:
             torch.testing.assert_close(seen, wanted.reshape(seen.shape))
 
 
+@needs_no_cuda
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("trains_input", [False, True])
+def test_linear_layers_multiply_with_onednn(
+    with_bias: bool, trains_input: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_megatron()
+    from megatron.core.tensor_parallel import layers
+
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(5, 2, 48, generator=generator, requires_grad=trains_input)
+    weight = torch.randn(24, 40, generator=generator, requires_grad=True)
+    bias = torch.randn(24, generator=generator, requires_grad=True) if with_bias else None
+    upstream = torch.randn(5, 2, 24, generator=generator)
+    counted, calls = cpu_adapter._product, list[int]()
+    monkeypatch.setattr(cpu_adapter, "_product", lambda *inputs: calls.append(1) or counted(*inputs))
+    flags = {"gradient_accumulation_fusion": False, "allreduce_dgrad": False, "sequence_parallel": False}
+    linear = layers.linear_with_grad_accumulation_and_async_allreduce
+    out = linear(input=wide[..., 4:44], weight=weight, bias=bias, **flags, grad_output_buffer=None, tp_group=object())
+    trained = [x for x in (wide, weight, bias) if x is not None and x.requires_grad]
+    seen = torch.autograd.grad(out, trained, upstream)
+    assert len(calls) == (2 if trains_input else 1)
+    exact = {id(x): x.detach().double().requires_grad_() for x in (wide, weight, bias) if x is not None}
+    expected = exact[id(wide)][..., 4:44] @ exact[id(weight)].t()
+    expected = expected if bias is None else expected + exact[id(bias)]
+    wanted = torch.autograd.grad(expected, [exact[id(x)] for x in trained], upstream.double())
+    for ours, theirs in zip((out, *seen), (expected, *wanted), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"gradient_accumulation_fusion": True},
+        {"allreduce_dgrad": True},
+        {"sequence_parallel": True},
+        {"grad_output_buffer": []},
+        {"dtype": torch.float64},
+        {"rows": 0},
+    ],
+)
+def test_other_linear_layers_are_left_to_megatron(flags: dict[str, Any]) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def plain(input: torch.Tensor, weight: torch.Tensor, bias: None, **options: Any) -> str:
+        seen.append(options)
+        return "plain"
+
+    flags = dict(flags)
+    dtype, rows = flags.pop("dtype", torch.float32), flags.pop("rows", 3)
+    linear = cpu_adapter.multiplying_with_onednn(plain)
+    x, weight = torch.ones(rows, 4, dtype=dtype), torch.ones(2, 4, dtype=dtype)
+    assert linear(x, weight, None, **flags) == "plain"
+    assert seen == [flags]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_group_of_one_needs_no_collective(size: int) -> None:
     calls: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ from slime.backends.megatron_utils import import_megatron
 
 import_megatron()
 
-from slime.backends.megatron_utils.layer_specs import TorchRMSNorm  # noqa: E402  needs the adapted megatron
+from slime.backends.megatron_utils.layer_specs import TorchRMSNorm, rms_norm  # noqa: E402  needs the adapted megatron
 
 
 def _config(**overrides: Any) -> SimpleNamespace:
@@ -33,6 +33,21 @@ def test_formula(zero_centered: bool) -> None:
     factor = norm.weight.detach().double() + (1 if zero_centered else 0)
     expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 0.1).sqrt() * factor
     torch.testing.assert_close(norm(x).double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("part", [slice(None), slice(4, 12)])  # all of a tensor, or a part of it as keys are of QKV
+def test_gradients_on_a_cpu_are_those_of_the_formula(part: slice, trained: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(5, 2, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    size = len(range(16)[part])
+    weight = torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=trained)
+    upstream = torch.randn(5, 2, 1, generator=generator, dtype=torch.float64).expand(5, 2, size)
+    inputs = [whole, weight] if trained else [whole]
+    x = whole[..., part]
+    plain = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    seen, expected = (torch.autograd.grad(y, inputs, upstream) for y in (rms_norm(x, weight, 0.1), plain))
+    torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
