@@ -7,7 +7,7 @@ hooks and why.
 
 from __future__ import annotations
 
-FASTER_ON_CPU = ("attention", "sampler", "elementwise", "gloo")
+FASTER_ON_CPU = ("attention", "sampler", "elementwise", "decoder", "gloo")
 """Modules that compute on a CPU what SGLang computes too."""
 
 
