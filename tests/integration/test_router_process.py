@@ -126,6 +126,32 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def test_all_engines_get_requests_of_a_short_rollout(tmp_path: Path) -> None:
+    """Requests that begin alike and come at once, to engines that the router has known for two seconds."""
+    pytest.importorskip("smg")
+    router = RouterProcess(engine_args("none", router_policy="cache_aware"), "127.0.0.1", log_path=tmp_path / "log")
+    with StandInCluster(2, duration=lambda ids: 0.4) as cluster:
+
+        async def rollout() -> None:
+            client = HttpClient(32, request_timeout=60.0)
+            bodies = [{"input_ids": [1, 2, 3, 4, n], "sampling_params": {"max_new_tokens": 1}} for n in range(32)]
+            await asyncio.gather(*(client.post(f"{router.url}/generate", body) for body in bodies))
+            await client.close()
+
+        try:
+            router.start()
+            router.wait_ready(60)
+            for engine in cluster.engines:
+                router.add_engine(EngineInfo(engine.url))
+            time.sleep(2)
+            asyncio.run(rollout())
+        finally:
+            router.stop()
+    shares = [len(engine.requests) for engine in cluster.engines]
+    assert sum(shares) == 32
+    assert min(shares) >= 12, shares
+
+
 @pytest.mark.parametrize("package", ["smg", "sglang_router"])
 def test_what_engines_are_asked_for_gets_through(tmp_path: Path, package: str) -> None:
     """Labels do; sglang-router drops fields that it does not know, which is why the engine plugin reads labels."""

@@ -30,9 +30,17 @@ RouterPackage = Literal["sglang_router", "smg"]
 
 SMG_ONLY_POLICIES = frozenset({"prefix_hash", "least_load"})
 """sglang-router 0.3.2 does not know ``least_load``, and with ``prefix_hash`` it answers every request 503."""
-STICKY_POLICIES = frozenset({"manual", "consistent_hashing"})
 LARGEST_WAIT_S = 14400
 SMG_PATIENCE = ("worker_wedge_secs", "worker_stale_secs", "stream_body_stall_timeout_secs")
+SMG_BALANCE: dict[str, Any] = {
+    # Its load-aware policies send everything to the engine with the smallest load that they know of: with the default
+    # of 10 s, to one engine for several short rollouts.
+    "load_monitor_interval": 1,
+    # A minute in which a new engine gets a quarter of its share: ours are registered when they are warm.
+    "worker_warmup_secs": 0,
+    # An engine where 8 requests wait gets none. slime lets more wait, so that no slot is ever empty, and limits them.
+    "worker_overload_protection": False,
+}
 LAST_LINES = 30
 PORT_ATTEMPTS = 3
 READY_DEADLINE_S = 60.0
@@ -314,7 +322,7 @@ def router_fields(
     The circuit breaker and the health check are off: slime watches its engines itself, and an engine that pauses for a
     weight update must not be taken off the router. ``records`` is the router's argument list; default: the installed
     one's. ``smg`` also judges by load and progress which engines may get requests: a pause must not count as
-    standing still, and where requests belong to an engine its queue must not send them elsewhere.
+    standing still, and all engines must get their share at once (``SMG_BALANCE``).
     """
     records = catalog.records(catalog.ROUTER) if records is None else records
     fields: dict[str, Any] = {}
@@ -334,9 +342,7 @@ def router_fields(
     # A worker is ready when it answers; slime registers engines that are.
     fields.setdefault("worker_startup_check_interval", 1)
     if package == "smg":
-        fields.update(dict.fromkeys(SMG_PATIENCE, LARGEST_WAIT_S))
-        if STICKY_POLICIES & {args.router_policy, args.router_prefill_policy, args.router_decode_policy}:
-            fields["worker_overload_protection"] = False
+        fields = {**SMG_BALANCE, **fields, **dict.fromkeys(SMG_PATIENCE, LARGEST_WAIT_S)}
     if prometheus_port is not None:
         fields["prometheus_port"] = prometheus_port
         fields.setdefault("prometheus_host", host)

@@ -1,4 +1,4 @@
-"""Norm and rotary embedding of CPU engines are those of SGLang, which this file repeats."""
+"""Norm, rotary embedding and decoder layers of CPU engines are those of SGLang, which this file repeats."""
 
 from __future__ import annotations
 
@@ -124,3 +124,82 @@ def test_other_embeddings_stay_with_sglang(elementwise, field: dict[str, Any]) -
         assert elementwise.rotate(lambda *args: "sglang", other, positions, query, query) == "sglang"
     asked = (positions, query, query, torch.ones(3))
     assert elementwise.rotate(lambda *args: "sglang", RotaryEmbedding(), *asked) == "sglang"
+
+
+Q_HEADS, K_HEADS, HIDDEN, FFN, TOKENS = 4, 2, 32, 48, 5
+
+
+class Layer:
+    """A decoder layer whose attention adds up what it gets, in float64."""
+
+    def __init__(self, decoder: ModuleType, *, bias: bool) -> None:
+        def parameters(*shape: int, bias: bool = False) -> SimpleNamespace:
+            return SimpleNamespace(weight=torch.randn(shape) / 4, bias=torch.randn(shape[0]) if bias else None)
+
+        def norm(size: int) -> SimpleNamespace:
+            return SimpleNamespace(weight=torch.rand(size) + 0.5, variance_epsilon=1e-5)
+
+        heads = Q_HEADS + K_HEADS
+        self.parts = decoder.Parts(
+            input_norm=norm(HIDDEN), qkv=parameters((heads + K_HEADS) * HEAD, HIDDEN, bias=bias), q_norm=norm(HEAD),
+            k_norm=norm(HEAD), rotary=RotaryEmbedding(), attention=self.attend,
+            out=parameters(HIDDEN, Q_HEADS * HEAD, bias=bias), mlp_norm=norm(HIDDEN),
+            gate_up=parameters(2 * FFN, HIDDEN), down=parameters(HIDDEN, FFN), q_heads=Q_HEADS, heads=heads,
+            head_dim=HEAD,
+        )  # fmt: skip
+        decoder._PARTS[self] = self.parts
+
+    @staticmethod
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        assert forward_batch == "batch"
+        return q + k.repeat(1, Q_HEADS // K_HEADS) - 2 * v.repeat(1, Q_HEADS // K_HEADS)
+
+    def expected(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer as its equations say it; x: hidden states and residual, added up."""
+        parts = self.parts
+
+        def norm(x: torch.Tensor, norm: SimpleNamespace) -> torch.Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5) * norm.weight.double()
+
+        def linear(x: torch.Tensor, layer: SimpleNamespace) -> torch.Tensor:
+            return x @ layer.weight.double().T + (0 if layer.bias is None else layer.bias.double())
+
+        qkv = linear(norm(x, parts.input_norm), parts.qkv).view(TOKENS, -1, HEAD)
+        q, k, v = qkv.split([Q_HEADS, K_HEADS, K_HEADS], dim=1)
+        q, k = parts.rotary.forward_native(positions, norm(q, parts.q_norm), norm(k, parts.k_norm))
+        x = x + linear(self.attend(q.flatten(1), k.flatten(1), v.flatten(1), "batch"), parts.out)
+        gate, up = linear(norm(x, parts.mlp_norm), parts.gate_up).chunk(2, dim=-1)
+        return linear(gate * torch.sigmoid(gate) * up, parts.down), x
+
+
+@pytest.mark.usefixtures("elementwise")
+@pytest.mark.parametrize("bias", [False, True])
+def test_decoder_layer(bias: bool) -> None:
+    decoder = importlib.import_module("slime_engine_plugin.decoder")
+    layer, positions = Layer(decoder, bias=bias), torch.tensor([0, 7, 7, 450, 3])
+    hidden, residual = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
+    given = hidden.clone(), residual.clone()
+    for first in (True, False):
+        found = decoder.forward(never, layer, positions, hidden, "batch", None if first else residual)
+        whole = hidden.double() if first else hidden.double() + residual
+        for ours, right in zip(found, layer.expected(positions, whole), strict=True):
+            assert (ours - right).abs().max() < 2e-5
+    assert torch.equal(hidden, given[0])
+    assert torch.equal(residual, given[1])
+
+
+@pytest.mark.usefixtures("elementwise")
+def test_other_decoder_layers_stay_with_sglang() -> None:
+    decoder = importlib.import_module("slime_engine_plugin.decoder")
+    layer, positions = Layer(decoder, bias=False), torch.arange(TOKENS)
+    hidden = torch.randn(TOKENS, HIDDEN)
+    for asked in (
+        (positions, hidden.to(torch.bfloat16), "batch", None, None),
+        (positions, hidden, "batch", None, hidden),  # something to add behind the residual
+        (positions.expand(3, -1), hidden, "batch", None, None),  # multimodal positions
+        (positions, hidden[:0], "batch", None, None),
+    ):
+        assert decoder.forward(lambda *args: args, layer, *asked) == (layer, *asked)
+    decoder._PARTS[layer] = None  # quantized, of several ranks, with adapters
+    asked = (positions, hidden, "batch", None, None)
+    assert decoder.forward(lambda *args: args, layer, *asked) == (layer, *asked)

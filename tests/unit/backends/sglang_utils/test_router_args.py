@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.backends.sglang_utils.router import SMG_PATIENCE, choose_package, router_fields
+from slime.backends.sglang_utils.router import SMG_BALANCE, SMG_PATIENCE, choose_package, router_fields
 from slime.backends.sglang_utils.router_main import router_options
 from tests.support.arguments import known, run_args
 
@@ -74,12 +74,12 @@ def test_without_any_router(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_package(run_args(router_policy="random"))
 
 
-def test_smg_waits_for_engines_that_pause_and_keeps_sessions_where_they_are() -> None:
+def test_smg_waits_for_engines_that_pause_and_gives_all_of_them_requests() -> None:
     fields = router_fields(run_args(), host="h", port=1, package="smg")
     assert {fields[name] for name in SMG_PATIENCE} == {14400}
-    assert "worker_overload_protection" not in fields
-    sticky = router_fields(run_args(router_policy="manual"), host="h", port=1, package="smg")
-    assert sticky["worker_overload_protection"] is False
+    assert fields["worker_overload_protection"] is False
+    assert (fields["load_monitor_interval"], fields["worker_warmup_secs"]) == (1, 0)
+    assert not SMG_BALANCE.keys() & router_fields(run_args(), host="h", port=1).keys()
 
 
 def test_data_parallel_ranks_can_be_workers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-FASTER_ON_CPU = ("attention", "sampler", "elementwise", "gloo")
+FASTER_ON_CPU = ("attention", "sampler", "elementwise", "decoder", "gloo")
 """Modules that compute on a CPU what SGLang computes too."""
 
 

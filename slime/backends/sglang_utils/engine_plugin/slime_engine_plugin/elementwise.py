@@ -61,18 +61,18 @@ def rotate(
         and positions.dim() == 1
         and positions.dtype == torch.int64
         and query.dtype == key.dtype == embedding.cos_sin_cache.dtype
-        and _has_stock_rotation(type(embedding))
+        and has_stock_rotation(type(embedding))
     )
     if not plain:
         return original(embedding, positions, query, key, offsets, fused_set_kv_buffer_arg)
     half = embedding.head_size // 2
-    cos, sin = _table(embedding.cos_sin_cache, positions)
+    cos, sin = rotation_table(embedding.cos_sin_cache, positions)
     heads = [x.view(len(positions), -1, embedding.head_size) for x in (query, key)]
     rotated = [torch.addcmul(x * cos, x.roll(half, dims=-1), sin) for x in heads]
     return rotated[0].view(query.shape), rotated[1].view(key.shape)
 
 
-def _table(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation_table(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines, and sines with the sign of the other half, [tokens, 1, head_dim]: once for all layers of a pass."""
     if not (_LAST and _LAST[0] is cos_sin and torch.equal(_LAST[1], positions)):
         cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
@@ -80,7 +80,7 @@ def _table(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor
     return _LAST[2], _LAST[3]
 
 
-def _has_stock_rotation(kind: Any) -> bool:
+def has_stock_rotation(kind: Any) -> bool:
     """Whether this kind of embedding differs from the base class in nothing but its table."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 

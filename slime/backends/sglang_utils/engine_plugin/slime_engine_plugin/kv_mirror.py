@@ -18,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 ROWS_PER_CALL = 32
 """Rows of one attention call: enough to be worth a dispatch, few enough for the rows to have similar lengths."""
+POSITIONS_OF_ONE_CALL = 16384
+"""So few positions, padding included, are one call."""
 MIN_CAPACITY = 64
 """Positions of the smallest row; capacity grows by doubling."""
 
@@ -28,39 +30,72 @@ Pool = tuple[torch.Tensor, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """One attention call: rows ``start`` to ``end``, the longest of ``width``; mask: [rows, 1, 1, width], additive."""
+    """One attention call: rows ``start`` to ``end``, the longest of ``width``.
+
+    mask: [rows, 1, 1, width], additive; None where all rows have that length.
+    """
 
     start: int
     end: int
     width: int
-    mask: torch.Tensor
+    mask: torch.Tensor | None
 
 
 def calls_for(lengths: list[int]) -> list[Call]:
     """Split rows of these lengths into calls."""
-    longest = max(lengths)
-    hidden = torch.arange(longest) >= torch.tensor(lengths)[:, None]
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
+    longest, count = max(lengths), len(lengths)
+    rows = count if count * longest <= POSITIONS_OF_ONE_CALL else ROWS_PER_CALL
+    mask = None
+    if min(lengths) < longest:
+        hidden = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
     calls = []
-    for start in range(0, len(lengths), ROWS_PER_CALL):
-        end = min(start + ROWS_PER_CALL, len(lengths))
+    for start in range(0, count, rows):
+        end = min(start + rows, count)
         width = max(lengths[start:end])
-        calls.append(Call(start, end, width, mask[start:end, ..., :width]))
+        ragged = mask is not None and min(lengths[start:end]) < width
+        calls.append(Call(start, end, width, mask[start:end, ..., :width] if ragged else None))
     return calls
+
+
+def attend_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float | None
+) -> torch.Tensor:
+    """Return the attention output for query, both [rows, kv_heads, group, head_dim]: one position of each row.
+
+    key, value: [rows, kv_heads, width, head_dim]. In float32 by products of matrices, which take two thirds of the time
+    of torch's attention: its blocks are made for many positions.
+    """
+    if query.dtype != torch.float32:
+        mask = None if call.mask is None else call.mask.to(query.dtype)
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    rows, kv_heads, group, head_dim = query.shape
+    query = query * (head_dim**-0.5 if scale is None else scale)
+    scores = torch.bmm(query.view(-1, group, head_dim), key.flatten(0, 1).transpose(1, 2))
+    if call.mask is not None:
+        scores.view(rows, kv_heads, group, -1).add_(call.mask)
+    return torch.bmm(torch.softmax(scores, dim=-1), value.flatten(0, 1)).view(query.shape)
 
 
 @dataclass
 class DecodeStep:
-    """What all layers of one decode step share. ``order[row]`` is the position in the batch of the request of a row."""
+    """What all layers of one decode step share.
+
+    ``order[row]`` is the position in the batch of the request of a row; None where rows are in the batch's order.
+    """
 
     number: int
-    order: torch.Tensor
+    order: torch.Tensor | None
     positions: torch.Tensor
     tokens: torch.Tensor
     lengths: list[int]
     filled: list[int]
     calls: list[Call]
     places: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def by_row(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return ``batch`` [batch, ...] in the order of the rows."""
+        return batch if self.order is None else batch[self.order]
 
     def place_of_new(self, kv_heads: int, capacity: int) -> torch.Tensor:
         """Where the new positions are in buffers [rows * kv_heads * capacity, head_dim]; the same for most layers."""
@@ -143,7 +178,8 @@ class KVMirror:
         self._tokens[: len(order), :longest] = tokens
         self._lengths = by_row
         self._step += 1
-        return DecodeStep(self._step, torch.tensor(order), last, tokens, by_row, filled, calls_for(by_row))
+        moved = None if order == list(range(len(order))) else torch.tensor(order)
+        return DecodeStep(self._step, moved, last, tokens, by_row, filled, calls_for(by_row))
 
     def attend(
         self,
@@ -168,19 +204,16 @@ class KVMirror:
         buffers.step = step.number
         places = step.place_of_new(kv_heads, buffers.keys.shape[2])
         for kept, new in ((buffers.keys, key), (buffers.values, value)):
-            kept.view(-1, head_dim).index_copy_(0, places, new[step.order].view(-1, head_dim))
-        grouped = query[step.order].view(batch, kv_heads, -1, head_dim)  # the query heads of one key head side by side
-        output = torch.empty_like(query)
+            kept.view(-1, head_dim).index_copy_(0, places, step.by_row(new).reshape(-1, head_dim))
+        # The query heads of one key head side by side.
+        grouped = step.by_row(query).view(batch, kv_heads, -1, head_dim)
+        attended = []
         for call in step.calls:
-            attended = scaled_dot_product_attention(
-                grouped[call.start : call.end],
-                buffers.keys[call.start : call.end, :, : call.width],
-                buffers.values[call.start : call.end, :, : call.width],
-                attn_mask=call.mask.to(query.dtype),
-                scale=scale,
-            )
-            output[step.order[call.start : call.end]] = attended.reshape(call.end - call.start, -1, head_dim)
-        return output
+            rows = slice(call.start, call.end)
+            key, value = (side[rows, :, : call.width] for side in (buffers.keys, buffers.values))
+            attended.append(attend_one(grouped[rows], key, value, call, scale).reshape(-1, *query.shape[1:]))
+        output = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return output if step.order is None else torch.empty_like(output).index_copy_(0, step.order, output)
 
     def _fill(self, buffers: LayerBuffers, row: int, tokens: torch.Tensor, pool: Pool) -> None:
         for kept, source in zip((buffers.keys, buffers.values), pool, strict=True):
@@ -285,8 +318,6 @@ class GatheredRows:
         output = torch.empty_like(query)
         for call in self._calls:
             key, value = work.gather(self._tokens[call.start : call.end, : call.width], pool)
-            attended = scaled_dot_product_attention(
-                grouped[call.start : call.end], key, value, attn_mask=call.mask.to(query.dtype), scale=scale
-            )
+            attended = attend_one(grouped[call.start : call.end], key, value, call, scale)
             output[self._order[call.start : call.end]] = attended.reshape(call.end - call.start, -1, head_dim)
         return output
