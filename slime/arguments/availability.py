@@ -17,8 +17,6 @@ from slime.arguments.passthrough.megatron_table import refused, without_effect
 ANY = "any value"
 
 NOT_YET: dict[str, str | tuple[Any, ...]] = {
-    # cluster
-    "use_distributed_post": ANY,
     # training process
     "qwen_gdn_backend": ANY,
     "freeze_indexer": ANY,

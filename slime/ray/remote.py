@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -141,6 +141,12 @@ class Peer:
     log: Path | None = None
 
 
+class Liveness(Protocol):
+    """What a wait depends on besides those that it waits for."""
+
+    def check(self, what: str) -> None: ...  # raises when the wait ``what`` is in vain
+
+
 class LivenessMonitor:
     """Whether the processes of ``actors``, which answer ``ping``, are there; ``peers`` name them in messages.
 
@@ -177,7 +183,7 @@ def wait_all(
     what: str,
     deadline_s: float,
     watch: Sequence[Any] = (),
-    liveness: Sequence[LivenessMonitor] = (),
+    liveness: Sequence[Liveness] = (),
 ) -> list[Any]:
     """Return the results of ``refs`` in order; raise as soon as any of them fails.
 
@@ -209,7 +215,7 @@ def wait_one(
     what: str,
     deadline_s: float,
     watch: Sequence[Any] = (),
-    liveness: Sequence[LivenessMonitor] = (),
+    liveness: Sequence[Liveness] = (),
 ) -> Any:
     """Return the result of one remote call; see ``wait_all``."""
     return wait_all([ref], [peer], what, deadline_s, watch, liveness)[0]

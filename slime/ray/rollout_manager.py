@@ -21,6 +21,7 @@ from slime.ray import worker
 from slime.ray.conversion import Converter, carried_over_path, load_dump, save_dump, write_carried_over
 from slime.ray.engines.control import EngineControl
 from slime.ray.engines.elastic import ElasticFleet
+from slime.ray.posters import Posters
 from slime.ray.remote import EngineDied, reports_errors
 from slime.ray.rollout_metrics import (
     ConstantRewards,
@@ -68,7 +69,7 @@ class RolloutManager(EngineControl):
         check_hooks(args)
         if not args.debug_train_only:
             self.fleet = ElasticFleet(args, pg, wiring, self)
-            threading.Thread(target=self._start_engines, name="engine-starter", daemon=True).start()
+            threading.Thread(target=self._start_engines, args=(wiring,), name="engine-starter", daemon=True).start()
         self.data_source = make_hook(args.data_source_path, "data_source_path")(args)
         self._make_rollout = _rollout_function(args, "rollout_function_path")
         self.generate_rollout = load_function(args.rollout_function_path)
@@ -187,13 +188,15 @@ class RolloutManager(EngineControl):
 
     # Inside
 
-    def _start_engines(self) -> None:
+    def _start_engines(self, wiring: dict[str, Any]) -> None:
         assert self.fleet is not None
         try:
             self.fleet.start()
             most = max(self.args.rollout_num_engines or 0, self.args.rollout_max_engines or 0)  # some may join later
             init_http_client(Namespace(**{**vars(self.args), "rollout_num_engines": most}))
             get_http_client().answers.report = self.fleet.note_rejected
+            if self.args.use_distributed_post:
+                Posters(self.args, get_http_client(), wiring)
         except Exception as e:
             logger.exception("the engines did not start")
             self.engines_failed(EngineDied(str(e)))

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -33,6 +33,7 @@ from slime.utils.http_replies import (
     Rejected,
     Retry,
     StreamLostError,
+    WholeReply,
     answering_engine,
     check_status,
     engine_of,
@@ -63,6 +64,7 @@ CONTROL_CONNECTIONS = 100
 CONNECT_DEADLINE_S = 30
 _LARGE_BODY = 1 << 14
 _gc_lock = threading.Lock()
+Fetch: TypeAlias = "Callable[[str, str, bytes | None, dict[str, str]], Awaitable[WholeReply]]"
 
 
 class HttpClient:
@@ -86,6 +88,8 @@ class HttpClient:
         self._left_to_caller: set[str] = set()
         self.refused = 0
         self.answers = EngineAnswers()
+        self.fetch: Fetch = self.fetch_here
+        """How requests are sent whose answers do not come as events: from here, or from other nodes (``posters``)."""
 
     def trust(self, url: str) -> None:
         """Send the API key to the host and port of ``url`` from now on."""
@@ -319,18 +323,24 @@ class HttpClient:
             return url
         return f"{min(others, key=lambda each: (self.answers.rejected[each], random.random()))}/{endpoint}"
 
+    async def fetch_here(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> WholeReply:
+        """Send a request from this process, and read all of the reply. Raises aiohttp's errors and OSError."""
+        session = await self._session(method, url)
+        async with session.request(method, url, data=body, headers=headers) as reply:
+            raw = await reply.read()
+        found = {name.lower(): value for name, value in reply.headers.items()}
+        return WholeReply(method, str(reply.url), reply.status, found, reply.content_type, raw)
+
     async def _exchange(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], attempt: int, started: float
-    ) -> tuple[Any, aiohttp.ClientResponse]:
+    ) -> tuple[Any, WholeReply]:
         with transport_errors(method, url, attempt):
-            session = await self._session(method, url)
-            async with session.request(method, url, data=body, headers=headers) as reply:
-                raw = await reply.read()
-        check_status(reply, raw, attempt, started)
+            reply = await self.fetch(method, url, body, headers)
+        check_status(reply, reply.body, attempt, started)
         try:
-            return _decode(raw), reply
+            return _decode(reply.body), reply
         except orjson.JSONDecodeError as e:
-            text = raw.decode("utf-8", "replace")
+            text = reply.body.decode("utf-8", "replace")
             if reply.content_type == "application/json" and text:
                 raise Retry(f"answered {reply.status} with broken JSON ({e})", reply.status, text) from e
             return text, reply

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -81,6 +82,18 @@ class Rejected(Retry):
         self.engine_url = engine_url
 
 
+@dataclass(frozen=True)
+class WholeReply:
+    """A reply that has been read to its end; names of ``headers`` are in lower case."""
+
+    method: str
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content_type: str
+    body: bytes
+
+
 def engine_of(worker_url: str) -> str:
     """Return the address of the engine that a router lists as ``worker_url``: one rank of it under --router-dp-aware
     (``http://host:port@rank``)."""
@@ -88,7 +101,7 @@ def engine_of(worker_url: str) -> str:
     return base if rank.isdecimal() else worker_url
 
 
-def answering_engine(reply: aiohttp.ClientResponse) -> str | None:
+def answering_engine(reply: aiohttp.ClientResponse | WholeReply) -> str | None:
     """Return which engine gave an answer, as smg says in a header; None of a router that does not."""
     named = reply.headers.get("x-smg-routed-worker-id")
     return engine_of(named) if named and named.startswith("http") else None
@@ -109,13 +122,13 @@ def transport_errors(method: str, url: str, attempts: int) -> Iterator[None]:
         raise Retry(f"{type(e).__name__}: {e}" if str(e) else type(e).__name__) from e
 
 
-def check_status(reply: aiohttp.ClientResponse, raw: bytes, attempts: int, started: float) -> None:
+def check_status(reply: aiohttp.ClientResponse | WholeReply, raw: bytes, attempts: int, started: float) -> None:
     """Raise for every status from 400 up."""
     if reply.status < 400:
         return
     text = raw.decode("utf-8", "replace")
     if reply.status in RETRIED_STATUSES or is_lost_upstream(reply.status, text) or _NO_WORKER in text:
-        retry_after = reply.headers.get("Retry-After", "")
+        retry_after = reply.headers.get("retry-after", "")
         raise Retry(
             f"answered {reply.status}", reply.status, text, float(retry_after) if retry_after.isdigit() else 0.0
         )

@@ -81,13 +81,16 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_a_killed_driver_leaves_the_cluster_and_nothing_of_its_own(head, model, tmp_path):
-    flags = [*rl_flags(model, sums_file(tmp_path / "sums.jsonl")), "--num-rollout", "100000"]
+    flags = [*rl_flags(model, sums_file(tmp_path / "sums.jsonl")), "--num-rollout", "100000", "--use-distributed-post"]
     with Run(flags, tmp_path / "run", env=head.joining) as run:
         run.wait_for(r"rollout 1 of", 240)
         port = head.address.rpartition(":")[2]
         assert re.search(rf"on Ray at [\d.]+:{port}: CPU 2, device cpu", run.output), run.output
+        run.wait_for_log("rollout_manager", "1 helper processes send up to", 1.0)
         run_id = run.run_id
-        assert len(processes_of_run(run_id)) >= 6  # manager, trainer, engine actor, router, engine and its scheduler
+        assert (
+            len(processes_of_run(run_id)) >= 7
+        )  # manager, poster, trainer, engine actor, router, engine and its scheduler
         run.process.kill()
         run.process.wait(10)
         assert run.assert_nothing_left() < 30

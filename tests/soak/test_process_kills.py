@@ -1,4 +1,4 @@
-"""Each kind of process of the serving side, killed at random moments of a real run; prints the time to recovery."""
+"""Each kind of process of the serving side, and a node, lost at random moments of real runs: times to recovery."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import contextlib
 import os
 import re
 import signal
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slime.ray.engines.served_model import ROUTER_RESTARTS
 from tests.integration.test_loop_engine_faults import engine_servers
+from tests.support.machines import Machines
 from tests.support.plain_engine import PlainEngine
-from tests.support.process_kills import DEADLINE_S, Kills, reached, serves_again
-from tests.support.run_train import Run, command_line, rl_flags, sums_file
+from tests.support.process_kills import DEADLINE_S, Kills, Kind
+from tests.support.run_train import Run, command_line, read_metric, rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 KEY = "a-key-of-others"
 KILLS = int(os.environ.get("SLIME_SOAK_KILLS", "20"))
+NODES = max(2, KILLS // 4)
+"""Each takes more than a minute until it is noticed."""
 FLAGS = """--num-rollout 100000 --use-fault-tolerance --custom-rm-path tests.support.rollout_hooks.{reward}
     --rollout-max-response-len 128 --save-debug-rollout-data {folder}/dump_{{rollout_id}}.pt"""
 
@@ -30,41 +35,58 @@ def flags_of(folder: Path, checkpoint: Path, words: str, reward: str = "parity_r
     return [*flags, *FLAGS.format(folder=folder, reward=reward).split(), *words.split()]
 
 
-def pid_of(run: Run, kind: str, judge: Path) -> int:
-    """The process to kill."""
-    if kind == "router":
-        log = (run.run_dir / "logs" / "rollout_manager.log").read_text()
-        return int(re.findall(r"router: \w+, pid (\d+), http", log)[-1])
-    signs = {"prefill": "--disaggregation-mode=prefill", "decode": "--disaggregation-mode=decode", "judge": str(judge)}
-    return next(pid for pid in engine_servers(run) if signs[kind] in command_line(pid))
+def kill_of(run: Run, is_it: Callable[[str], bool]) -> Callable[[], None]:
+    """Return what kills the first engine whose command line is one."""
+    return lambda: os.kill(next(pid for pid in engine_servers(run) if is_it(command_line(pid))), signal.SIGKILL)
+
+
+def kill_router(run: Run) -> None:
+    log = (run.run_dir / "logs" / "rollout_manager.log").read_text()
+    os.kill(int(re.findall(r"router: \w+, pid (\d+), http", log)[-1]), signal.SIGKILL)
+
+
+def of_model(name: str, count: int) -> dict[str, str | int]:
+    """What says that an engine of a model was lost, and that it has all of them."""
+    return {"counter": f"rollout/engines/{name}/lost", "serving": f"rollout/engines/{name}/serving", "count": count}
+
+
+REGULAR = "[{num_gpus: 2}]"
+DISAGGREGATED = "[{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 2}]"
 
 
 @pytest.mark.timeout(600 + KILLS * 300)
-@pytest.mark.parametrize("kind", ["prefill", "decode", "judge", "router"])
-def test_a_process_that_the_run_has_started(tmp_path: Path, kind: str):
-    pytest.importorskip("nixl", reason="prefill and decode engines on a CPU need nixl, which make setup installs")
+@pytest.mark.parametrize("deployment", ["regular", "disaggregated"])
+def test_processes_that_the_run_has_started(tmp_path: Path, deployment: str):
+    """Of a model that is trained and of a frozen one, and the first one's router."""
+    if deployment == "disaggregated":
+        pytest.importorskip("nixl", reason="prefill and decode engines on a CPU need nixl, which make setup installs")
     judge = make_tiny_checkpoint(tmp_path / "judge", seed=7, num_hidden_layers=1)
     engines = tmp_path / "engines.yaml"
     engines.write_text(f"""
 sglang:
-  - name: actor
-    server_groups: [{{worker_type: prefill, num_gpus: 1}}, {{worker_type: decode, num_gpus: 2}}]
+  - {{name: actor, server_groups: {REGULAR if deployment == "regular" else DISAGGREGATED}}}
   - {{name: judge, model_path: {judge}, server_groups: [{{num_gpus: 1}}]}}
 """)
-    words = f"--sglang-config {engines} --rollout-num-gpus 4"
+    words = f"--sglang-config {engines} --rollout-num-gpus {3 if deployment == 'regular' else 4}"
     flags = flags_of(tmp_path, make_tiny_checkpoint(tmp_path / "model"), words, "judged_reward")
     with Run(flags, tmp_path / "run") as run:
         run.wait_for(r"rollout 0 of ", DEADLINE_S)
-
-        def recovered(kills: int) -> bool:
-            if kind == "router":
-                return reached(run, "rollout/engines/router_restarts", kills) is not None
-            model, count = ("judge", 1) if kind == "judge" else ("actor", 3)
-            name = f"rollout/engines/{model}"
-            return serves_again(run, f"{name}/lost", kills, f"{name}/serving", count)
-
-        kills = Kills(run, tmp_path, lambda: os.kill(pid_of(run, kind, judge), signal.SIGKILL), recovered)
-        print(f"{kind}: {kills.repeat(min(KILLS, ROUTER_RESTARTS), seed=len(kind))}")
+        if deployment == "regular":
+            kinds = [
+                Kind("regular engine", kill_of(run, lambda line: str(judge) not in line), **of_model("actor", 2)),
+                Kind("frozen engine", kill_of(run, lambda line: str(judge) in line), **of_model("judge", 1)),
+                Kind("router", lambda: kill_router(run), "rollout/engines/router_restarts"),
+            ]
+        else:
+            kinds = [
+                Kind(
+                    f"{kind} engine",
+                    kill_of(run, lambda line, kind=kind: f"--disaggregation-mode={kind}" in line),  # type: ignore[misc]
+                    **of_model("actor", 3),
+                )
+                for kind in ("prefill", "decode")
+            ]
+        print(Kills(run, tmp_path).repeat(kinds, min(KILLS, ROUTER_RESTARTS), seed=3))
 
 
 @pytest.mark.timeout(600 + KILLS * 300)
@@ -86,6 +108,38 @@ def test_an_engine_that_others_have_started(tmp_path: Path):
             engines[1].kill()
             engines[1].start()  # as others would
 
-        names = ("rollout/engines/lost", "rollout/engines/serving")
-        kills = Kills(run, tmp_path, kill, lambda number: serves_again(run, names[0], number, names[1], 2))
-        print(f"external engine: {kills.repeat(KILLS, seed=3)}")
+        kind = Kind("external engine", kill, "rollout/engines/lost", "rollout/engines/serving", 2)
+        print(Kills(run, tmp_path).repeat([kind], KILLS, seed=3))
+
+
+@pytest.mark.timeout(600 + KILLS * 300)
+def test_a_node_that_is_switched_off(tmp_path: Path):
+    """The run goes on with the engine on the other node, and gets one on a node that takes its place."""
+    words = "--rollout-num-gpus 2 --weight-sync-timeout 60"  # nothing else ends a push to a host that is silent
+    flags = flags_of(tmp_path, make_tiny_checkpoint(tmp_path / "model"), words)
+    with contextlib.ExitStack() as stack:
+        # Ray's sockets live under its directory, and their paths must be short.
+        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True))
+        machines = stack.enter_context(Machines(Path(root), head_slots=2, slots=1))
+        last = [machines.add()]
+        run = stack.enter_context(Run(flags, tmp_path / "run", env=machines.joining))
+        run.wait_for(r"rollout 0 of ", DEADLINE_S)
+
+        def is_lost() -> None:
+            gone = last[0].address
+            last[0].switch_off()
+            run.wait_for(rf"engine 1: its node {gone} is gone", DEADLINE_S)
+            run.wait_for(r"engine 1: a node of its slots is gone, and no other has room for them", DEADLINE_S)
+            trained = max(read_metric(run.run_dir, "train/loss"))
+            run.wait_for(rf"rollout {trained + 3} of ", DEADLINE_S)
+            assert read_metric(run.run_dir, "rollout/engines/serving")[trained + 3] == 1
+            last[0] = machines.add()
+
+        def is_replaced() -> None:
+            last[0].switch_off()
+            last[0] = machines.add()
+
+        counts = ("rollout/engines/lost", "rollout/engines/serving", 2)
+        kills = Kills(run, tmp_path)
+        kills.once(Kind("node, replaced after three rollouts", is_lost, *counts))
+        print(kills.repeat([Kind("node", is_replaced, *counts)], NODES - 1, seed=3))

@@ -1,10 +1,12 @@
-"""A run of ``train.py`` one process of which is killed at random moments: how long it takes, and what is trained on."""
+"""A run of ``train.py`` whose processes are killed at random moments: how long it takes, and what is trained on."""
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,45 +15,79 @@ from slime.utils.types import Sample
 from tests.support.run_train import Run, read_metric
 
 DEADLINE_S = 300.0
-LONGEST_WAIT_S = 8.0
+LONGEST_WAIT_S = 4.0
+"""A step of these runs takes less: all of its stages are met."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of process: ``kill`` ends one, which ``counter`` counts (a metric).
+
+    The run has recovered after a rollout at whose end the metric ``serving`` was ``count``, the loss behind it; without
+    ``serving`` after the first rollout that knew of the loss.
+    """
+
+    name: str
+    kill: Callable[[], None]
+    counter: str
+    serving: str = ""
+    count: int = 0
 
 
 @dataclass
 class Kills:
-    """Calls ``kill`` at random moments; ``folder`` has the dumps (``dump_<rollout>.pt``).
-
-    The run has recovered after a rollout that began with the loss behind it: ``recovered(kills so far)`` says so of the
-    metrics.
-    """
+    """Kills processes of ``run`` at random moments; ``folder`` has its dumps (``dump_<rollout>.pt``)."""
 
     run: Run
     folder: Path
-    kill: Callable[[], None]
-    recovered: Callable[[int], bool]
-    seconds: list[float] = field(default_factory=list)
+    counted: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def repeat(self, times: int, seed: int) -> str:
-        """Kill ``times`` times, waiting for the recovery from each; return what happened, in words."""
-        moments = random.Random(seed)
-        for number in range(1, times + 1):
-            time.sleep(moments.uniform(0.0, LONGEST_WAIT_S))
-            self.kill()
-            killed = time.monotonic()
-            while not self.recovered(number):
-                waited = time.monotonic() - killed
-                assert waited < DEADLINE_S, f"kill {number}:\n{self.run.output}{self.run.logs()}"
-                assert self.run.process.poll() is None, f"the run has ended:\n{self.run.output}{self.run.logs()}"
-                time.sleep(0.05)
-            self.seconds.append(time.monotonic() - killed)
+    def repeat(self, kinds: Sequence[Kind], times: int, seed: int) -> str:
+        """Kill each of ``kinds`` ``times`` times, in random order; wait for every recovery; return a line of each.
+
+        ``SLIME_SOAK_SECONDS`` ends it earlier, after a recovery. No group is lost, none trained twice, and nothing
+        trained that other weights had generated.
+        """
+        draw = random.Random(seed)
+        order = [kind for kind in kinds for _ in range(times)]
+        draw.shuffle(order)
+        end = time.monotonic() + float(os.environ.get("SLIME_SOAK_SECONDS", "inf"))
+        for kind in order:
+            if time.monotonic() > end:
+                break
+            time.sleep(draw.uniform(0.0, LONGEST_WAIT_S))
+            self.once(kind)
         rollouts = self.check()
-        in_order = sorted(self.seconds)
-        return (
-            f"{times} kills in {rollouts} rollouts, every sample once; until a whole rollout had all of them again "
-            f"{in_order[len(in_order) // 2]:.1f} s (median), {in_order[-1]:.1f} s (longest)"
-        )
+        lines = [f"{rollouts} rollouts, every sample once; until one had all of them again:"]
+        for name, seconds in self.seconds.items():
+            in_order = sorted(seconds)
+            middle, longest = in_order[len(in_order) // 2], in_order[-1]
+            lines.append(f"  {name}: {len(seconds)} kills, {middle:.1f} s (median), {longest:.1f} s (longest)")
+        return "\n".join(lines)
+
+    def once(self, kind: Kind) -> None:
+        """Kill one, and wait until the run has recovered."""
+        self.counted[kind.counter] += 1
+        killed = time.monotonic()
+        kind.kill()
+        while not self._recovered(kind, self.counted[kind.counter]):
+            what = f"kill {self.counted.total()}, a {kind.name}:\n{self.run.output}{self.run.logs()}"
+            assert self.run.process.poll() is None, f"the run has ended after {what}"
+            assert time.monotonic() - killed < DEADLINE_S, f"not recovered from {what}"
+            time.sleep(0.05)
+        self.seconds[kind.name].append(time.monotonic() - killed)
+        print(f"kill {self.counted.total()}, {kind.name}: {self.seconds[kind.name][-1]:.1f} s", flush=True)
+
+    def _recovered(self, kind: Kind, losses: int) -> bool:
+        since = reached(self.run, kind.counter, losses)
+        if since is None or not kind.serving:
+            return since is not None
+        values = read_metric(self.run.run_dir, kind.serving)
+        return any(step >= since and value == kind.count for step, value in values.items())
 
     def check(self) -> int:
-        """No group is lost, none trained twice, nothing trained that other weights had generated; return rollouts."""
+        """Every sample was trained on once, with the log-probs of its weights; return how many rollouts that were."""
         rollouts = max(read_metric(self.run.run_dir, "train/loss")) + 1
         indices: list[int | None] = []
         for rollout_id in range(rollouts):
@@ -67,10 +103,3 @@ class Kills:
 def reached(run: Run, name: str, at_least: float) -> int | None:
     """Return the first rollout after which the metric was so high, None before."""
     return min((step for step, value in read_metric(run.run_dir, name).items() if value >= at_least), default=None)
-
-
-def serves_again(run: Run, lost: str, at_least: int, serving: str, count: int) -> bool:
-    """Whether a rollout has had ``count`` engines at its end, after one that knew of ``at_least`` losses."""
-    since = reached(run, lost, at_least)
-    values = read_metric(run.run_dir, serving)
-    return since is not None and any(step >= since and value == count for step, value in values.items())

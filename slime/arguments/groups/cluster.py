@@ -51,5 +51,5 @@ class Cluster(ArgumentGroup):
     )
     http_proxy: str | None = flag(None, "accepted for old launch scripts")
     use_distributed_post: bool = flag(
-        False, "send generate requests from helper actors spread over the nodes instead of from one process"
+        False, "send requests from a helper process on every node, each with ports and open files of its own"
     )

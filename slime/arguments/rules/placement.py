@@ -11,6 +11,9 @@ from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import Model, engines_of, layout_of, models_of
 
+OF_ENCODERS = frozenset({"encoder_only", "language_only", "encoder_urls", "encoder_register_urls"})
+"""Fields of SGLang with which one engine encodes images and another one generates."""
+
 
 def apply_offload_shorthand(args: Namespace) -> None:
     """``--offload`` is both offloads; the attribute goes away."""
@@ -266,13 +269,21 @@ def check_models(args: Namespace) -> None:
     Prefill and decode engines of a model go together. Raises ``ArgumentError``.
     """
     models = models_of(args)
-    if models is None or args.debug_train_only:
+    if args.debug_train_only:
+        return
+    for name in sorted(OF_ENCODERS):
+        if f"sglang_{name}" in args.explicit_flags and getattr(args, f"sglang_{name}"):
+            _refuse_encoders(args, f"--sglang-{name.replace('_', '-')}: encoder engines")
+    if models is None:
         return
     option = f"--prefill-num-servers {args.prefill_num_servers}"
     if args.sglang_config is not None:
         option = f"--sglang-config {args.sglang_config}"
     for model in models:
-        _refuse_encoders(args, option, model)
+        for group in model.server_groups:
+            if group.worker_type == "encoder" or OF_ENCODERS & set(group.overrides):
+                _refuse_encoders(args, f"{option}: encoder engines (model {model.name})")
+                break
         if model.has_pd_disaggregation:
             _check_disaggregation(args, option, model)
     if any(model.name == "default" for model in models[1:]):
@@ -282,12 +293,10 @@ def check_models(args: Namespace) -> None:
     _check_borders(args, option, models)
 
 
-def _refuse_encoders(args: Namespace, option: str, model: Model) -> None:
-    if not any(group.worker_type == "encoder" for group in model.server_groups):
-        return
+def _refuse_encoders(args: Namespace, what: str) -> None:
     message = (
-        f"{option}: encoder engines (model {model.name}) are not available yet in this version: SGLang's encoder "
-        "server takes no new weights, and slime has no image prompts; use regular ones"
+        f"{what} are not available yet in this version: SGLang's encoder server takes no new weights, and slime has no "
+        "image prompts; use regular ones"
     )
     if not args.dry_run:
         raise ArgumentError(message)
@@ -308,6 +317,11 @@ def _check_disaggregation(args: Namespace, option: str, model: Model) -> None:
             raise ArgumentError(
                 f"{option}: the prefill and decode engines of model {model.name} differ in {name} "
                 f"({', '.join(sorted(found))}); give all of them the same"
+            )
+        if found == {"fake"}:
+            raise ArgumentError(
+                f"{option}: disaggregation_transfer_backend fake carries nothing from prefill to decode engines; use "
+                "mooncake or nixl"
             )
     if args.use_rollout_routing_replay and model.update_weights:
         raise ArgumentError(

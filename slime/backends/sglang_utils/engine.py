@@ -15,7 +15,7 @@ from slime.arguments.rules.lora import takes_adapters
 from slime.backends.sglang_utils.environment import Scratch, engine_environment, make_private
 from slime.backends.sglang_utils.errors import EngineStartError, with_last_lines
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
-from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args, secret_fields
+from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args, check_transport, secret_fields
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
@@ -112,9 +112,10 @@ class EngineProcess:
         return EngineClient(self.info.url, api_key=self.info.api_key, timeout=timeout)
 
     def start(self) -> None:
-        """Start the server process and return at once."""
+        """Start the server process and return at once. Raises EngineStartError for a package that is missing."""
         if self._process is not None and self._process.poll() is None:
             raise RuntimeError(f"{self.name} runs already (pid {self.pid})")
+        check_transport(self.args, self._spec)
         if self._chooses_ports:
             port, nccl_port = reserve_ports(2)
             self._spec = replace(self._spec, port=port, nccl_port=nccl_port)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 
 from slime.arguments.passthrough import catalog
 from slime.arguments.rules.lora import adapted_modules, takes_adapters
+from slime.backends.sglang_utils.errors import EngineStartError
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +169,22 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
         if not on_cuda:
             fields["lora_backend"] = "torch_native"
     return fields
+
+
+def check_transport(args: Namespace, spec: EngineSpec) -> None:
+    """Raise EngineStartError where the package that carries caches between the engines is not installed."""
+    backend = (spec.overrides or {}).get("disaggregation_transfer_backend", args.sglang_disaggregation_transfer_backend)
+    module = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}.get(backend)
+    if spec.worker_type not in ("prefill", "decode") or module is None or importlib.util.find_spec(module) is not None:
+        return
+    package = module
+    if module == "mooncake":
+        package = f"mooncake-transfer-engine{'' if args.device_type == 'cuda' else '-non-cuda'}"
+    raise EngineStartError(
+        f"--sglang-disaggregation-transfer-backend {backend} carries the caches of prefill engines, and the package "
+        f"{module} is not installed on {socket.gethostname()}: pip install {package}, or choose "
+        f"{'nixl' if module == 'mooncake' else 'mooncake'}"
+    )
 
 
 def _worker_fields(spec: EngineSpec) -> dict[str, Any]:

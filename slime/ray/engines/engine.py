@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 POLL_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 30.0
 RENDEZVOUS_DEADLINE_S = 60.0
+SLOTS_INTERVAL_S = 5.0
 RENDEZVOUS_PORTS = 14
 """Of SGLang: its rendezvous, the six sockets after it, and the one 13 above that tells the other nodes its ports."""
 
@@ -44,6 +47,9 @@ class RayEngine:
         self._pg, self._bundles, self._gpu_ids = slots
         self._wiring = wiring
         self._actors: list[Any] = []
+        self._hosts: list[dict[str, Any]] = []
+        """Ray's entry of the node of every actor."""
+        self._slots_seen = 0.0
         self._ended = False
 
     def __str__(self) -> str:
@@ -55,8 +61,7 @@ class RayEngine:
         Raises RemoteFailure with the log's last lines when it is not ready within ``--engine-ready-timeout``, and
         SlotsLostError while the placement group waits for nodes in the place of those that are gone.
         """
-        if self._pg is not None and placement_group_table(self._pg).get("state") == "RESCHEDULING":
-            raise SlotsLostError(f"{self}: a node of its slots is gone, and no other has room for them")
+        self._hosts = self._nodes_of_slots()
         deadline = self.args.engine_ready_timeout
         self._actors = [self._launch(node_rank) for node_rank in range(self.plan.nodes)]
         if self._ended:
@@ -66,6 +71,9 @@ class RayEngine:
         while True:
             try:
                 return self._start_once(deadline)
+            except SlotsLostError:
+                self._kill(self._actors)  # they wait for slots, and would take what its next start is to have
+                raise
             except RemoteFailure as e:  # an engine on one node tries again by itself
                 taken = self.plan.nodes > 1 and looks_like_port_conflict(str(e).splitlines())
                 if not taken or attempt == PORT_ATTEMPTS or self._ended:
@@ -85,10 +93,16 @@ class RayEngine:
             actor.start.remote(self._loopback, bootstrap_port=bootstrap_port, **self._placement(node_rank, meeting))
             for node_rank, actor in enumerate(self._actors)
         ]
-        wait_all(starts, peers, f"launching {self}", deadline)
+        wait_all(starts, peers, f"launching {self}", deadline, liveness=[self])
         ready = [actor.wait_ready.remote() for actor in self._actors]
-        info: EngineInfo = wait_all(ready, peers, f"starting {self}", deadline + STOP_DEADLINE_S)[0]
+        info: EngineInfo = wait_all(ready, peers, f"starting {self}", deadline + STOP_DEADLINE_S, liveness=[self])[0]
         return info
+
+    def check(self, what: str) -> None:
+        """Raise SlotsLostError when Ray has lost the node of slots during the wait ``what``: no actor would answer."""
+        if time.monotonic() - self._slots_seen > SLOTS_INTERVAL_S:
+            self._slots_seen = time.monotonic()
+            self._nodes_of_slots()
 
     def pull_weights(self, directory: str, deadline_s: float) -> str:
         """Copy a version of the weights to every host of the engine; return the path of the copies."""
@@ -101,25 +115,46 @@ class RayEngine:
 
         Actors answer within milliseconds; one that does not is warned of and taken to run.
         """
-        names = {actor.poll.remote(): self._name(node_rank) for node_rank, actor in enumerate(self._actors)}
-        pending = list(names)
+        ranks = {actor.poll.remote(): node_rank for node_rank, actor in enumerate(self._actors)}
+        pending = list(ranks)
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_DEADLINE_S)
             if not ready:
-                logger.warning("%s: the actor has not answered for %.0f s", names[pending[0]], POLL_DEADLINE_S)
+                rank = ranks[pending[0]]
+                address = self._hosts[rank]["NodeManagerAddress"]
+                logger.warning(
+                    "%s: the actor on %s has not answered for %.0f s", self._name(rank), address, POLL_DEADLINE_S
+                )
                 return None
             try:
                 ended = ray.get(ready[0])
             except ray.exceptions.RayError as e:
-                ended = f"{names[ready[0]]}: its actor ended, and the engine with it. {one_line_kind(e)}"
+                ended = self._describe_loss(ranks[ready[0]], e)
             if ended is not None:
                 return str(ended)
         return None
 
     def nodes(self) -> set[str]:
         """Return the Ray nodes of its processes."""
+        return {str(host["NodeID"]) for host in self._hosts}
+
+    def _nodes_of_slots(self) -> list[dict[str, Any]]:
+        """Return Ray's entry of the node of each of its processes. Raises SlotsLostError."""
         node_of = placement_group_table(self._pg)["bundles_to_node_id"]
-        return {str(node_of[self._bundles[self._first_slot(node_rank)]]) for node_rank in range(self.plan.nodes)}
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        bundles = [self._bundles[self._first_slot(node_rank)] for node_rank in range(self.plan.nodes)]
+        if not all(node_of.get(bundle) in alive for bundle in bundles):
+            raise SlotsLostError(f"{self}: a node of its slots is gone, and no other has room for them")
+        return [alive[node_of[bundle]] for bundle in bundles]
+
+    def _describe_loss(self, node_rank: int, error: Exception) -> str:
+        """Return what has ended the actor of ``node_rank``, which failed to answer with ``error``."""
+        host = self._hosts[node_rank]
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        address = host["NodeManagerAddress"]
+        if host["NodeID"] not in alive:
+            return f"{self._name(node_rank)}: its node {address} is gone, and the engine with it."
+        return f"{self._name(node_rank)}: its actor on {address} ended, and the engine with it. {one_line_kind(error)}"
 
     def last_lines(self) -> list[str]:
         """Return the end of the log of its first node; nothing when its actor does not answer."""
@@ -135,6 +170,10 @@ class RayEngine:
         actors, self._actors = self._actors, []
         if actors:
             ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=STOP_DEADLINE_S)
+        self._kill(actors)
+
+    @staticmethod
+    def _kill(actors: Sequence[Any]) -> None:
         for actor in actors:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)

@@ -13,6 +13,7 @@ from slime.rollout.cancelling import cancel_all
 from slime.rollout.requests.engines import num_engines_asked
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import LateFailures
+from slime.utils.http_utils import get_http_client
 from slime.utils.network import connection_limit
 from slime.utils.types import Sample
 
@@ -61,9 +62,10 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
 
 
 def request_limit(args: Any) -> int:
-    """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine, as far as this process
-    can open connections."""
-    return connection_limit(max(1, int(args.sglang_server_concurrency) * max(1, num_engines_asked(args))))
+    """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine, as far as the processes
+    that send them can open connections."""
+    wanted = max(1, int(args.sglang_server_concurrency) * max(1, num_engines_asked(args)))
+    return min(wanted, get_http_client().concurrency) if args.use_distributed_post else connection_limit(wanted)
 
 
 class PromptTokens:

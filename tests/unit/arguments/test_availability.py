@@ -65,8 +65,8 @@ def test_the_default_of_an_unavailable_flag_may_be_spelled_out(flags):
 
 
 def test_one_line_of_the_table_makes_a_flag_available(monkeypatch, flags):
-    monkeypatch.delitem(NOT_YET, "use_distributed_post")
-    assert unavailable_messages({"use_distributed_post": True}, flags) == []
+    monkeypatch.delitem(NOT_YET, "allgather_cp")
+    assert unavailable_messages({"allgather_cp": True}, flags) == []
 
 
 def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
@@ -88,12 +88,12 @@ def test_the_way_out_lists_the_other_choices():
 
 
 def test_a_run_is_refused_and_a_dry_run_lists():
-    with pytest.raises(ArgumentError, match="--use-distributed-post is not available yet"):
-        parse("--use-distributed-post", "--freeze-indexer")
-    args = dry("--use-distributed-post", "--freeze-indexer")
+    with pytest.raises(ArgumentError, match="--allgather-cp is not available yet"):
+        parse("--allgather-cp", "--freeze-indexer")
+    args = dry("--allgather-cp", "--freeze-indexer")
     assert sorted(message.split()[0] for message in args.not_available) == [
+        "--allgather-cp",
         "--freeze-indexer",
-        "--use-distributed-post",
     ]
 
 

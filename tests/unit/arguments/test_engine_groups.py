@@ -57,6 +57,7 @@ def models(folder: Path, *models: str) -> Path:
 
 PREFILL = "{worker_type: prefill, num_gpus: 1, overrides: {disaggregation_transfer_backend: nixl}}"
 DECODE = "{worker_type: decode, num_gpus: 1, overrides: {disaggregation_transfer_backend: nixl}}"
+FAKE = PREFILL.replace("nixl", "fake")
 MOONCAKE = DECODE.replace("nixl", "mooncake")
 JUDGE = "{name: judge, update_weights: false, server_groups: [{num_gpus: 2}]}"
 
@@ -92,6 +93,10 @@ def test_regular_and_placeholder_groups_of_two_models_are_accepted(tmp_path: Pat
          r"the prefill and decode engines of model a differ in disaggregation_transfer_backend \(mooncake, nixl\)"),
         (["{name: a, server_groups: [{worker_type: encoder, num_gpus: 1}, {num_gpus: 1}]}"],
          r"encoder engines \(model a\) are not available yet in this version: SGLang's encoder server takes no"),
+        (["{name: a, server_groups: [{num_gpus: 1, overrides: {language_only: true, encoder_urls: ['http://e']}}]}"],
+         r"encoder engines \(model a\) are not available yet in this version"),
+        ([f"{{name: a, server_groups: [{FAKE}, {FAKE.replace('prefill', 'decode')}]}}"],
+         "disaggregation_transfer_backend fake carries nothing from prefill to decode engines; use mooncake or nixl"),
     ],
 )  # fmt: skip
 def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str) -> None:
@@ -99,6 +104,14 @@ def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str)
     slots = sum(int(number) for text in given for number in re.findall(r"num_gpus: (\d)", text))
     with pytest.raises(ArgumentError, match=f"--sglang-config {path}: {message}"):
         parse("--sglang-config", path, "--rollout-num-gpus", slots)
+
+
+@pytest.mark.parametrize("words", ["--sglang-encoder-only", "--sglang-language-only", "--sglang-encoder-urls http://e"])
+def test_flags_of_encoder_engines_are_refused(words: str) -> None:
+    option = words.split()[0]
+    with pytest.raises(ArgumentError, match=f"{option}: encoder engines are not available yet .* no image prompts"):
+        parse(*words.split(), "--rollout-num-gpus", 1)
+    parse("--debug-train-only", *words.split())  # where there are none
 
 
 def test_prefill_and_decode_engines_of_several_sizes(tmp_path: Path) -> None:

@@ -74,16 +74,16 @@ def test_what_a_real_run_would_do(tmp_path: Any) -> None:
     assert last_line(run(*here)) == "A real run would start."
     assert last_line(run(*here, "--http-proxy", "p")) == "A real run would start with 1 warning."
     assert last_line(run("--prompt-data", tmp_path / "none.jsonl")).startswith("A real run would start, if everything")
-    assert run(*here, "--use-distributed-post").splitlines()[-2:] == [
+    assert run(*here, "--allgather-cp").splitlines()[-2:] == [
         "A real run would be refused:",
-        "  - --use-distributed-post is not available yet in this version; leave it out",
+        "  - --allgather-cp is not available yet in this version; leave it out",
     ]
 
 
 def test_reasons_that_differ_in_the_flag_alone_are_one() -> None:
-    assert run("--freeze-indexer", "--use-distributed-post", "--update-weights-interval", "2").splitlines()[-4:] == [
+    assert run("--freeze-indexer", "--allgather-cp", "--update-weights-interval", "2").splitlines()[-4:] == [
         "A real run would be refused:",
-        "  - not available yet in this version; leave it out: --use-distributed-post, --freeze-indexer",
+        "  - not available yet in this version; leave it out: --freeze-indexer, --allgather-cp",
         "  - --update-weights-interval 2 has no effect in train.py, which takes the weights to the engines after",
         "    every rollout; use train_async.py or leave it out",
     ]

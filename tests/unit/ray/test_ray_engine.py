@@ -11,7 +11,7 @@ import ray.exceptions
 from slime.arguments.placement import EnginePlan
 from slime.ray import remote
 from slime.ray.engines import engine as ray_engine
-from slime.ray.engines.engine import POLL_DEADLINE_S, STOP_DEADLINE_S, RayEngine
+from slime.ray.engines.engine import POLL_DEADLINE_S, SLOTS_INTERVAL_S, STOP_DEADLINE_S, RayEngine
 from slime.ray.engines.members import SlotsLostError
 from slime.ray.remote import RemoteFailure
 from slime.servers.types import EngineInfo
@@ -37,7 +37,16 @@ class Cluster(FakeRay):
     def __init__(self) -> None:
         super().__init__()
         self.killed: list[Actor] = []
-        self.placement = "CREATED"
+        self.alive = ["n0", "n1"]
+        self.node_of = {bundle: "n1" if bundle > 5 else "n0" for bundle in range(8)}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Ray lists nodes that are gone, too."""
+        addresses = {"n0": "10.0.0.1", "n1": "10.0.0.2"}
+        return [
+            {"NodeID": node, "NodeManagerAddress": address, "Alive": node in self.alive}
+            for node, address in addresses.items()
+        ]
 
     def kill(self, actor: Actor) -> None:
         self.killed.append(actor)
@@ -56,7 +65,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for module in (ray_engine, remote):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(remote, "time", fake)
-    monkeypatch.setattr(ray_engine, "placement_group_table", lambda pg: {"state": fake.placement})
+    monkeypatch.setattr(ray_engine, "placement_group_table", lambda pg: {"bundles_to_node_id": fake.node_of})
     return fake
 
 
@@ -74,11 +83,37 @@ INFO = EngineInfo("http://e3", rank=3)
 
 
 def test_nothing_is_started_while_the_slots_have_no_node(cluster: Cluster) -> None:
-    cluster.placement = "RESCHEDULING"
     actor = Actor()
+    cluster.node_of[4] = ""  # Ray looks for another one
+    with pytest.raises(SlotsLostError, match=r"engine 3.*: a node of its slots is gone"):
+        engine_of(actor).start()
+    cluster.node_of[4] = "n0"
+    cluster.alive.remove("n0")  # it does not look yet
     with pytest.raises(SlotsLostError, match=r"engine 3.*: a node of its slots is gone"):
         engine_of(actor).start()
     assert not actor.calls
+
+
+def test_a_start_on_a_node_that_is_lost_meanwhile_ends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the waits it is in; on other nodes engines go on starting."""
+    monkeypatch.setattr(ray_engine, "time", cluster)
+    for answers in ({"start": Ref(at=NEVER)}, {"wait_ready": Ref(at=NEVER)}):
+        cluster.now, cluster.alive = 0.0, ["n0", "n1"]
+        lost = Actor(**answers)
+        monkeypatch.setattr(cluster, "nodes", lambda: Cluster.nodes(_lose(cluster, "n0", at=30.0)))
+        with pytest.raises(SlotsLostError, match="engine 3: a node of its slots is gone"):
+            engine_of(lost).start()
+        assert 30 <= cluster.now <= 30 + 2 * SLOTS_INTERVAL_S
+        assert cluster.killed.pop() is lost
+    cluster.now, cluster.alive = 0.0, ["n0", "n1"]
+    monkeypatch.setattr(cluster, "nodes", lambda: Cluster.nodes(_lose(cluster, "n1", at=30.0)))
+    assert engine_of(Actor(wait_ready=Ref(INFO, at=60))).start() == INFO
+
+
+def _lose(cluster: Cluster, node: str, at: float) -> Cluster:
+    if cluster.now >= at and node in cluster.alive:
+        cluster.alive.remove(node)
+    return cluster
 
 
 def test_it_is_started_on_every_node_and_reached_at_the_first(cluster: Cluster) -> None:
@@ -159,6 +194,7 @@ def test_what_follows_the_port_of_a_rendezvous_is_free_for_sglang(monkeypatch: p
 def started(*actors: Actor) -> RayEngine:
     engine = engine_of(*actors)
     engine._actors = list(actors)
+    engine._hosts = engine._nodes_of_slots()
     return engine
 
 
@@ -166,14 +202,18 @@ def test_it_has_ended_when_one_of_its_nodes_has(cluster: Cluster) -> None:
     assert started(Actor(), Actor()).poll() is None
     assert started(Actor(), Actor(poll=Ref("engine 3 exited with code 1."))).poll() == "engine 3 exited with code 1."
     gone = Actor(poll=Ref(ray.exceptions.ActorDiedError()))
-    assert "engine 3 node 1: its actor ended, and the engine with it." in str(started(Actor(), gone).poll())
+    ended = started(Actor(), gone)
+    assert "engine 3 node 1: its actor on 10.0.0.2 ended, and the engine with it." in str(ended.poll())
+    assert ended.nodes() == {"n0", "n1"}
+    cluster.alive.remove("n1")
+    assert ended.poll() == "engine 3 node 1: its node 10.0.0.2 is gone, and the engine with it."
 
 
 def test_an_actor_that_is_silent_is_warned_of_and_taken_to_run(cluster: Cluster, caplog: Any) -> None:
     silent = started(Actor(poll=Ref(at=NEVER), last_lines=Ref(at=NEVER)))
     assert silent.poll() is None
     assert cluster.now == POLL_DEADLINE_S
-    assert "engine 3: the actor has not answered for 20 s" in caplog.text
+    assert "engine 3: the actor on 10.0.0.1 has not answered for 20 s" in caplog.text
     assert silent.last_lines() == []
     assert started(Actor(last_lines=Ref(["boom"]))).last_lines() == ["boom"]
     assert started().last_lines() == []

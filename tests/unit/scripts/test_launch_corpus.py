@@ -18,7 +18,6 @@ from tests.support.imports import ROOT
 DATA = ROOT / "tests" / "data" / "arguments"
 # Script -> the flags whose features this version refuses; a dry run says so and continues.
 REFUSED = {
-    "run-delta-weight-sync.sh": {"--use-distributed-post"},
     "run-geo3k-vlm.sh": {"--spec", "--multimodal-keys"},
     "run-glm5-744B-A40B.sh": {
         "--spec", "--freeze-indexer", "--allgather-cp", "--megatron-deepgemm-forward-layers",

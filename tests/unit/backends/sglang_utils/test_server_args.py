@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from slime.arguments.passthrough import catalog
+from slime.backends.sglang_utils import server_args
+from slime.backends.sglang_utils.errors import EngineStartError
 from slime.backends.sglang_utils.server_args import (
     EngineSpec,
     build_server_args,
+    check_transport,
     flag_words,
     forwarded_fields,
     secret_fields,
@@ -163,6 +166,24 @@ def test_only_prefill_and_decode_engines_carry_caches() -> None:
     for worker_type, expected in (("prefill", "nixl"), ("decode", "nixl"), ("regular", "mooncake")):
         got = parse(build_server_args(args, spec(worker_type=worker_type, bootstrap_port=9000)))
         assert got.disaggregation_transfer_backend == expected
+
+
+def test_a_transport_whose_package_is_missing_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"nixl"}
+    monkeypatch.setattr(server_args.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    nixl, mooncake = (engine_args(sglang_disaggregation_transfer_backend=name) for name in ("nixl", "mooncake"))
+    check_transport(nixl, spec(worker_type="prefill"))
+    check_transport(mooncake, spec())  # carries nothing
+    check_transport(mooncake, spec(worker_type="decode", overrides={"disaggregation_transfer_backend": "nixl"}))
+    for device_type, package in (("cuda", "mooncake-transfer-engine"), ("cpu", "mooncake-transfer-engine-non-cuda")):
+        mooncake.device_type = device_type
+        with pytest.raises(
+            EngineStartError, match=rf"mooncake is not installed on \S+: pip install {package}, or choose"
+        ):
+            check_transport(mooncake, spec(worker_type="decode"))
+    installed.clear()
+    with pytest.raises(EngineStartError, match=r"pip install nixl, or choose mooncake"):
+        check_transport(nixl, spec(worker_type="prefill"))
 
 
 def test_an_unknown_worker_type_is_refused() -> None:
