@@ -53,8 +53,8 @@ def calls_for(lengths: list[int]) -> list[Call]:
     for start in range(0, count, rows):
         end = min(start + rows, count)
         width = max(lengths[start:end])
-        ragged = mask is not None and min(lengths[start:end]) < width
-        calls.append(Call(start, end, width, mask[start:end, ..., :width] if ragged else None))
+        ragged = None if mask is None or min(lengths[start:end]) == width else mask[start:end, ..., :width]
+        calls.append(Call(start, end, width, ragged))
     return calls
 
 
