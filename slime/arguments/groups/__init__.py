@@ -5,11 +5,9 @@ from __future__ import annotations
 from slime.arguments.flag import Flag
 from slime.arguments.group import ArgumentGroup, flags_of
 from slime.arguments.groups.algorithm import Algorithm, Distillation, MultiTokenPrediction, OffPolicy, TeacherServer
-from slime.arguments.groups.cluster import Cluster
-from slime.arguments.groups.configuration import Configuration
+from slime.arguments.groups.cluster import Cluster, ElasticEngines, ExternalEngines, FaultTolerance
 from slime.arguments.groups.data import Batch, Data
-from slime.arguments.groups.debug import ContinuousIntegration, Debug, Profiling
-from slime.arguments.groups.engines import ElasticEngines, ExternalEngines, FaultTolerance
+from slime.arguments.groups.debug import Configuration, ContinuousIntegration, Debug, Profiling
 from slime.arguments.groups.logging import Logging
 from slime.arguments.groups.reward import Reward
 from slime.arguments.groups.rollout import Environments, Eval, Rollout
