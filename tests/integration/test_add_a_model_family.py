@@ -30,7 +30,8 @@ def test_the_made_up_family_equals_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in seen.items())
     gradients = {renamed(name): gradient for name, gradient in expected.gradients.items()}
     for name, gradient in rank["gradients"]:
-        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-4)
+        largest = float(gradients[name].abs().max())  # in float64 both are off by 1.5e-6 of it
+        torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-5 * largest, msg=name)
     with HfCheckpoint(tmp_path / "exported") as exported:
         assert exported.names == weights.keys()
 
