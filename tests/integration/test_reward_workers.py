@@ -246,3 +246,18 @@ def test_the_flags_choose_the_workers():
     pool.close()
     assert pool.pids() == []
     assert 1 <= default_worker_count() <= 8
+
+
+def test_workers_of_a_large_process_are_kept():
+    """A worker retires when it has had 1 GiB in memory itself; what its parent had at its start does not count."""
+    ballast = bytearray(b"\1") * (1200 << 20)
+    pool = RewardWorkers(1)
+    try:
+        assert pool.submit(f"{BAD}.echo", 1).result(60) == 1
+        first = pool.pids()
+        assert pool.submit(f"{BAD}.echo", 2).result(60) == 2
+        assert len(first) == 1
+        assert pool.pids() == first
+    finally:
+        pool.close()
+        del ballast

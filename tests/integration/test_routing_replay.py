@@ -110,7 +110,7 @@ def test_training_goes_where_the_log_prob_pass_went(name: str, alone: dict[str, 
             assert not layer[RECOMPUTED]
     first, second = run["steps"]
     assert first["routing_replay_differing"] == 0
-    assert second["routing_replay_differing"] > 0.5
+    assert second["routing_replay_differing"] > 0.25
 
 
 def test_replay_changes_nothing_but_the_experts(alone: dict[str, Any]) -> None:

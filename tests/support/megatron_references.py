@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": False}),
     # A dense layer between two with experts, which also have an expert that every token passes.
-    "qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": False, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
 }
 WITH_EXPERTS = ("qwen3_moe", "qwen2_moe")
 

@@ -287,7 +287,7 @@ def multiplying_with_onednn(plain: Callable[..., Tensor]) -> Callable[..., Tenso
         names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "grad_output_buffer")
         asked = {**dict(zip(names, args, strict=False)), **options}
         plainly = not any(asked.get(name) for name in names[:3]) and asked.get("grad_output_buffer") is None
-        if plainly and input.dtype == weight.dtype == torch.float32 and input.numel():
+        if plainly and input.dtype == weight.dtype and weight.element_size() == 4 and input.numel():  # no float64
             return _Linear.apply(input, weight, bias)
         return plain(input, weight, bias, *args, **options)
 
