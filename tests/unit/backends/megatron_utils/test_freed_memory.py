@@ -17,6 +17,7 @@ def restored() -> Iterator[None]:
     yield
     assert GLIBC is not None
     assert GLIBC(-1, 128 << 10)  # M_TRIM_THRESHOLD
+    assert GLIBC(-3, 128 << 10)  # M_MMAP_THRESHOLD
     assert ctypes.CDLL(None).malloc_trim(0)
 
 
