@@ -62,7 +62,12 @@ SPLIT: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_checkpoint(
-        tmp_path_factory.mktemp("moe"), seed=0, family="qwen3_moe", num_hidden_layers=LAYERS, num_experts=EXPERTS
+        tmp_path_factory.mktemp("moe"),
+        seed=0,
+        family="qwen3_moe",
+        tie_word_embeddings=True,
+        num_hidden_layers=LAYERS,
+        num_experts=EXPERTS,
     )
 
 
@@ -110,7 +115,7 @@ def test_training_goes_where_the_log_prob_pass_went(name: str, alone: dict[str, 
             assert not layer[RECOMPUTED]
     first, second = run["steps"]
     assert first["routing_replay_differing"] == 0
-    assert second["routing_replay_differing"] > 0.25
+    assert second["routing_replay_differing"] > 0.5
 
 
 def test_replay_changes_nothing_but_the_experts(alone: dict[str, Any]) -> None:

@@ -22,11 +22,13 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
         *("--hf-checkpoint", checkpoint, "--disable-rollout-global-dataset", "--rollout-max-response-len", 32),
         *("--rollout-batch-size", 4, "--global-batch-size", 4, "--num-rollout", 1, "--rollout-num-gpus", 1),
         *("--actor-num-gpus-per-node", os.environ["WORLD_SIZE"]),
+        "--debug-train-only",  # so that no engine is asked whether it can serve the checkpoint
     )
     config = json.loads((Path(checkpoint) / "config.json").read_text())
     rope = config.get("text_config", config)["rope_parameters"]
     scaling = ["--use-rope-scaling", "--rope-scaling-factor", rope["factor"]] if rope["rope_type"] == "llama3" else []
     args = parse_args([str(x) for x in (*required, *megatron_flags(checkpoint), *scaling, *flags)])
+    args.debug_train_only = False
     finalize_for_device(args, "cpu")
     return args
 

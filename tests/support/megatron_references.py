@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": False}),
     # A dense layer between two with experts, which also have an expert that every token passes.
-    "qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": False, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
 }
 WITH_EXPERTS = ("qwen3_moe", "qwen2_moe")
 
@@ -62,12 +62,12 @@ def _randomize(checkpoint: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def reference(checkpoint: str) -> Reference:
+def reference(checkpoint: str, dtype: torch.dtype = torch.float32) -> Reference:
     """Return logits and gradients by transformers and autograd, one sequence after the other, without padding."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     logits = torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
     (logits * output_gradient(model.config.vocab_size)).sum().backward()
     weights = load_file(Path(checkpoint) / "model.safetensors")

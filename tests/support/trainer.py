@@ -58,8 +58,10 @@ def _parsed(checkpoint: str, config: str) -> argparse.Namespace:
         *("--hf-checkpoint", checkpoint, "--disable-rollout-global-dataset", "--rollout-max-response-len", "32"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--global-batch-size", "8"),
         *("--num-rollout", "8", "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"),
+        "--debug-train-only",  # so that no engine is asked whether it can serve the checkpoint
     )
     args = parse_args([*required, *megatron_flags(checkpoint)])
+    args.debug_train_only = False
     finalize_for_device(args, "cpu")
     return args
 
