@@ -79,12 +79,14 @@ def make_tiny_checkpoint(
     import transformers
     from transformers import AutoModelForCausalLM
 
+    from slime.arguments.rules.hf_config import NEVER_TIED
+
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     vocab = make_tokenizer(out)
     class_name, own = FAMILIES[family]
     padded = -(-vocab // 128) * 128
-    tied = not family.endswith("_moe") if tie_word_embeddings is None else tie_word_embeddings
+    tied = family not in NEVER_TIED if tie_word_embeddings is None else tie_word_embeddings
     fields = {**SIZES, **own, "vocab_size": padded, "tie_word_embeddings": tied, **sizes}
     if family.startswith("qwen3"):
         fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])

@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.bench.against_trl import ROOT, WARM_UP, Machine, Shape, check_lengths, prepare, throughput_flags
+from scripts.bench.against_trl import ROOT, WARM_UP, Machine, Shape, check_lengths, prepare, spread, throughput_flags
 from scripts.bench.loop_profile import read_rows, read_steps
 
 FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async --max-staleness 2"
@@ -49,11 +48,6 @@ def tokens_per_s(machine: Machine, script: str, flags: Sequence[str], shape: Sha
     return shape.answers * shape.length * (steps - 1) / (timed[-1].ended - timed[0].ended)
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Return ``median [least, most]``."""
-    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +64,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))[: options.cores]
     machine = Machine(options)
     paths = prepare(machine, machine.out / "inputs", task=False)
-    print(f"completion tokens/s, median [least, most] of {options.repeats}; ratio to the first loop of the same turn")
+    print(f"completion tokens/s, median (range) of {options.repeats}; ratio to the first loop of the same turn")
     for shape in options.shapes:
         for count in range(1, len(cores) + 1):
             os.sched_setaffinity(0, cores[:count])  # what is started inherits it
@@ -84,7 +78,7 @@ def main() -> None:
             print(f"\n{shape}, {count} of {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
             for name, values in found.items():
                 ratios = [value / first for value, first in zip(values, found[options.loops[0]], strict=True)]
-                print(f"  {name:46}{spread(values, 0):>24}{spread(ratios, 2):>22}", flush=True)
+                print(f"  {name:46}{spread(values):>28}{spread(ratios):>24}", flush=True)
 
 
 if __name__ == "__main__":
