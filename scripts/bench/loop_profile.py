@@ -91,12 +91,17 @@ def kind_of(command: str) -> str:
 
 
 class CpuSampler(threading.Thread):
-    """Samples CPU seconds of the processes with ``tag`` (``NAME=value``) in their environment, and of the machine."""
+    """Samples CPU seconds of the processes with ``tag`` (``NAME=value``) in their environment, and of the machine.
 
-    def __init__(self, tag: str, interval_s: float = 0.25) -> None:
+    Stages of a small step take 50 to 500 ms: known processes are read ``interval_s`` apart, and new ones, for which all
+    of /proc is read, are looked for every ``look_s``.
+    """
+
+    def __init__(self, tag: str, interval_s: float = 0.04, look_s: float = 0.5) -> None:
         super().__init__(daemon=True)
-        self._tag, self._interval_s = tag.encode(), interval_s
+        self._tag, self._interval_s, self._look_s = tag.encode(), interval_s, look_s
         self._strangers: dict[int, int] = {}
+        self._looked = -look_s
         self.kinds: dict[int, str] = {}
         self._seconds: dict[int, float] = {}
         self._done = threading.Event()
@@ -115,10 +120,14 @@ class CpuSampler(threading.Thread):
 
     def sample(self) -> None:
         """Take one sample. What a process that has ended has used stays."""
-        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        look = time.monotonic() - self._looked >= self._look_s
+        if look:
+            self._looked = time.monotonic()
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()] if look else list(self.kinds):
             try:
                 if self._has_tag(pid):
-                    if self.kinds.setdefault(pid, "others") == "others":  # Ray's workers get their title later
+                    # Ray's workers get their title later.
+                    if self.kinds.setdefault(pid, "others") == "others" and look:
                         self.kinds[pid] = kind_of(Path(f"/proc/{pid}/cmdline").read_text(errors="replace"))
                     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                     self._seconds[pid] = (int(fields[11]) + int(fields[12])) / TICKS

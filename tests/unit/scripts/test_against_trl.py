@@ -128,7 +128,7 @@ class TestCpu:
 
     def test_counts_processes_with_the_tag_by_kind_also_after_their_end(self) -> None:
         code = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
-        sampler = CpuSampler(f"TEST_TAG={os.getpid()}")
+        sampler = CpuSampler(f"TEST_TAG={os.getpid()}", look_s=0)
         env = {**os.environ, "TEST_TAG": str(os.getpid())}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         sampler.sample()
