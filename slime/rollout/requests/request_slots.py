@@ -159,13 +159,16 @@ class RequestSlots(asyncio.Semaphore):
             self.resize(limit)
 
     def _look_later(self) -> None:
-        """Look once in a while as long as requests are in flight."""
+        """Look once in a while as long as requests are in flight, and others wait for them."""
         if self._engines is not None and self._timer is None and self._look is None:
             delay = max(LOOK_INTERVAL_S, LOOK_INTERVAL_PER_ENGINE_S * self._engines.listed)
             self._timer = asyncio.get_running_loop().call_later(delay, self._begin_to_look)
 
     def _begin_to_look(self) -> None:
         self._timer = None
+        if not self.waiting and not get_http_client().refused:
+            self._look_later()  # the limit holds nobody back: no need to ask every engine
+            return
         self._look = asyncio.get_running_loop().create_task(self.follow(), name="engine-loads")
         self._look.add_done_callback(self._looked)
 
