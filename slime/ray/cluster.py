@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 SLOT = "slime_slot"
+HEAD_NODE = "node:__internal_head__"
+NODE_SHARE = 0.001
+"""Of the resource that a node has one of."""
 MANAGER_FILE = "manager.json"
 SMALL_MACHINE_BYTES = 64 * 2**30
 SMALL_OBJECT_STORE_BYTES = 1 * 2**30
@@ -107,10 +110,17 @@ class Cluster:
     def whole_cpu(self) -> dict[str, Any]:
         """Return Ray actor options of a process that needs no slot: a CPU where there are many, nothing otherwise.
 
-        It is on this host if it can be: the run ends with it, and Ray puts what needs nothing on any node.
+        It is on this host, since the run ends with it; elsewhere, with a warning, where Ray has no CPU here to give.
         """
+        if self.device_type == "cpu":
+            return {"num_cpus": 0, "num_gpus": 0, **on_node(self.node_id)}
+        if _resources_of(self.node_id).get("CPU", 0) < 1:
+            logger.warning(
+                "Ray has no CPU on this node (ray start --num-cpus): the manager of the engines and its routers, which "
+                "need one, are put on another node, and the run is lost with either of the two"
+            )
         here = NodeAffinitySchedulingStrategy(self.node_id, soft=True)
-        return {"num_cpus": 1 if self.device_type == "cuda" else 0, "num_gpus": 0, "scheduling_strategy": here}
+        return {"num_cpus": 1, "num_gpus": 0, "scheduling_strategy": here}
 
     def environment(self, extra: dict[str, str] | None = None) -> dict[str, dict[str, str]]:
         """Return the ``runtime_env`` of an actor of this run; ``extra`` wins."""
@@ -125,13 +135,14 @@ class Cluster:
         return {"env_vars": {**env, **(extra or {})}}
 
     def watch_nodes(self, node_ids: list[str]) -> None:
-        """Put a janitor on every other node of the run. Raises TimeoutError when one does not start."""
+        """Put a janitor on every other node of the run.
+
+        Raises TimeoutError when one does not start, RuntimeError when a node has left.
+        """
         remote_nodes = [n for n in dict.fromkeys(node_ids) if n != self.node_id and n not in self.node_janitors]
         for node_id in remote_nodes:
             self.node_janitors[node_id] = (
-                ray.remote(NodeJanitor)
-                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-                .remote(self.run_id)
+                ray.remote(NodeJanitor).options(num_cpus=0, **on_node(node_id)).remote(self.run_id)
             )
         started = [self.node_janitors[n].started.remote() for n in remote_nodes]
         ready = ray.wait(started, num_returns=len(started), timeout=JANITOR_DEADLINE_S)[0] if started else []
@@ -233,6 +244,33 @@ def slot_resources(device_type: str, *, has_slots: bool) -> dict[str, float]:
     if device_type == "cuda":
         return {"GPU": 1.0, "CPU": 1.0}
     return {SLOT: 1.0} if has_slots else {"CPU": 0.01}
+
+
+def node_resource(node_id: str) -> str:
+    """Return the resource that only that node has, one of it: ``node:`` and its address.
+
+    Raises RuntimeError when the node has left.
+    """
+    for name in _resources_of(node_id):
+        if name.startswith("node:") and name != HEAD_NODE:
+            return name
+    raise RuntimeError(f"the node {node_id} has left the Ray cluster while processes were being placed on it")
+
+
+def on_node(node_id: str) -> dict[str, Any]:
+    """Return Ray actor options that put an actor without other resources on that node, and nowhere else.
+
+    The affinity alone does not: Ray lets any node place an actor that needs nothing, also one that has just joined and
+    does not know that node yet. One that needs something is placed by the node that asks for it. Raises RuntimeError
+    when the node has left.
+    """
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {"resources": {node_resource(node_id): NODE_SHARE}, "scheduling_strategy": there}
+
+
+def _resources_of(node_id: str) -> dict[str, float]:
+    """Return the total resources of a node; nothing of one that is gone."""
+    return next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
 
 
 def on_slot(pg: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

@@ -11,9 +11,8 @@ from typing import Any
 
 import aiohttp
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.ray import worker
+from slime.ray import cluster, worker
 from slime.utils.http_client import HttpClient
 from slime.utils.http_replies import WholeReply
 from slime.utils.http_utils import get_rollout_num_engines
@@ -62,7 +61,7 @@ class Posters:
                 num_cpus=0,
                 max_concurrency=each + 1,
                 runtime_env=wiring["runtime_env"],
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                **cluster.on_node(node),
             )
             .remote(args, number, each)
             for number, node in enumerate(nodes)

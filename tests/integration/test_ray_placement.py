@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from tests.support.machines import Machines
 from tests.support.run_train import ROOT, rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -37,3 +40,44 @@ def test_slots_are_gpus_in_order_and_engines_follow_trainers(tmp_path):
     assert "5 slots of [GPU 1, CPU 1] are not placed within --placement-timeout 2 s" in second["refused"]
     assert "2 for training" in second["refused"]
     assert "CPU 8, GPU 4 (free: CPU 4)" in second["refused"]
+
+
+MANAGERS = """import time
+import ray
+from slime.ray.cluster import Cluster
+
+class Manager:
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+ray.init(logging_level=40)
+here = ray.get_runtime_context().get_node_id()
+options = Cluster("r", False, "cpu", {}, here, None).whole_cpu()
+print("connected", flush=True)
+while len(ray.nodes()) < 2:
+    time.sleep(0.005)
+managers = [ray.remote(Manager).options(**options).remote() for _ in range(8)]
+print(sum(ray.get(manager.node.remote(), timeout=60) == here for manager in managers), flush=True)
+"""
+
+
+def test_the_manager_is_on_the_node_of_the_driver_when_another_has_just_joined():
+    """That node, asked to place an actor that needs nothing, knows itself before it knows others."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as root,
+        Machines(Path(root), head_slots=2, slots=1) as machines,
+        subprocess.Popen(
+            [sys.executable, "-c", MANAGERS],
+            cwd=ROOT,
+            env={**os.environ, **machines.joining},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as driver,
+    ):
+        assert driver.stdout is not None
+        try:
+            assert driver.stdout.readline() == "connected\n"
+            machines.add()
+            assert driver.stdout.readline() == "8\n"
+        finally:
+            driver.kill()

@@ -14,7 +14,7 @@ import pytest
 
 from slime.ray.engines.served_model import ROUTER_RESTARTS
 from tests.integration.test_loop_engine_faults import engine_servers
-from tests.support.machines import Machines
+from tests.support.machines import HEAD, Machines
 from tests.support.plain_engine import PlainEngine
 from tests.support.process_kills import DEADLINE_S, Kills, Kind
 from tests.support.run_train import Run, command_line, read_metric, rl_flags, sums_file
@@ -40,9 +40,11 @@ def kill_of(run: Run, is_it: Callable[[str], bool]) -> Callable[[], None]:
     return lambda: os.kill(next(pid for pid in engine_servers(run) if is_it(command_line(pid))), signal.SIGKILL)
 
 
-def kill_router(run: Run) -> None:
+def router(run: Run) -> tuple[int, str]:
+    """Return the process and the host of the first model's router."""
     log = (run.run_dir / "logs" / "rollout_manager.log").read_text()
-    os.kill(int(re.findall(r"router: \w+, pid (\d+), http", log)[-1]), signal.SIGKILL)
+    pid, host = re.findall(r"router: \w+, pid (\d+), http://([^:]+):", log)[-1]
+    return int(pid), host
 
 
 def of_model(name: str, count: int) -> dict[str, str | int]:
@@ -75,7 +77,7 @@ sglang:
             kinds = [
                 Kind("regular engine", kill_of(run, lambda line: str(judge) not in line), **of_model("actor", 2)),
                 Kind("frozen engine", kill_of(run, lambda line: str(judge) in line), **of_model("judge", 1)),
-                Kind("router", lambda: kill_router(run), "rollout/engines/router_restarts"),
+                Kind("router", lambda: os.kill(router(run)[0], signal.SIGKILL), "rollout/engines/router_restarts"),
             ]
         else:
             kinds = [
@@ -124,6 +126,7 @@ def test_a_node_that_is_switched_off(tmp_path: Path):
         last = [machines.add()]
         run = stack.enter_context(Run(flags, tmp_path / "run", env=machines.joining))
         run.wait_for(r"rollout 0 of ", DEADLINE_S)
+        assert router(run)[1] == HEAD  # and so is the rollout manager, which has started it
 
         def is_lost() -> None:
             gone = last[0].address

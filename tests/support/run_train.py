@@ -98,7 +98,10 @@ class Finished:
 def read_metric(run_dir: Path, name: str) -> dict[int, float]:
     """Return ``{step: value}`` of one metric of a run, as far as it has been written."""
     path = run_dir / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()  # it is being written
+    records = [json.loads(line) for line in lines]
     return {record["step"]: record["value"] for record in records if record["name"] == name}
 
 

@@ -15,21 +15,11 @@ from slime.ray.engines.members import EngineChangeError
 RESERVE_TIMEOUT_S = 10.0
 """Slots that are free are given at once: nothing waits for others to be released."""
 PROBE_TIMEOUT_S = 60.0
-HEAD_NODE = "node:__internal_head__"
-NODE_SHARE = 0.001
-"""Of the resource that a node has one of."""
 LOOPBACK_ONLY = (
     ". The run began when this was the only node: its servers listen on loopback, where other nodes do not reach them. "
     "To use more nodes, start the run when all are in the cluster, or with a router that runs and that they reach "
     "(--sglang-router-ip)"
 )
-
-
-def _this_node() -> str:
-    """Return the resource that only the node of this process has (``node:`` and its address)."""
-    here = ray.get_runtime_context().get_node_id()
-    resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
-    return next(name for name in resources if name.startswith("node:") and name != HEAD_NODE)
 
 
 class _Probe:
@@ -49,7 +39,9 @@ class Reservation:
 
     def __init__(self, plan: EnginePlan, wiring: dict[str, Any], *, on_this_node: bool) -> None:
         bundle = {name: amount * plan.num_gpus_on_node for name, amount in wiring["slot"].items()}
-        pinned = {_this_node(): NODE_SHARE} if on_this_node else {}
+        pinned = {}
+        if on_this_node:
+            pinned[cluster.node_resource(ray.get_runtime_context().get_node_id())] = cluster.NODE_SHARE
         self._pg = placement_group(
             [bundle | pinned] * plan.nodes, strategy="STRICT_SPREAD" if plan.nodes > 1 else "PACK"
         )

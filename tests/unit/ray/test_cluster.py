@@ -184,10 +184,32 @@ def test_a_handler_of_sigterm_survives_the_start_of_ray(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_the_run_ends_with_is_on_this_host() -> None:
+def node(node_id: str, address: str, cpus: float, **more: float) -> dict[str, Any]:
+    return {"NodeID": node_id, "Resources": {**more, f"node:{address}": 1.0, "CPU": cpus}}
+
+
+@pytest.mark.parametrize(("device", "cpus"), [("cpu", 0.0), ("cuda", 2.0), ("cuda", 0.0)])
+def test_what_the_run_ends_with_is_on_this_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str, cpus: float
+) -> None:
     """Ray would put an actor that needs nothing on any node, with which the run would be lost."""
-    for device, cpus in (("cpu", 0), ("cuda", 1)):
-        options = make_cluster(device).whole_cpu()
-        where = options["scheduling_strategy"]
-        assert (where.node_id, where.soft) == (HERE, True)
-        assert (options["num_cpus"], options["num_gpus"]) == (cpus, 0)
+    head = {cluster.HEAD_NODE: 1.0}
+    nodes = [node("b2" * 28, "10.0.0.2", 8.0), node(HERE, "10.0.0.1", cpus, **head)]
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    options = make_cluster(device).whole_cpu()
+    where = options.pop("scheduling_strategy")
+    assert where.node_id == HERE
+    if device == "cpu":
+        assert options == {"num_cpus": 0, "num_gpus": 0, "resources": {"node:10.0.0.1": 0.001}}
+        assert not where.soft
+    else:
+        assert options == {"num_cpus": 1, "num_gpus": 0}
+        assert where.soft  # a head node often has no CPU for Ray
+    is_elsewhere = device == "cuda" and not cpus
+    assert ("Ray has no CPU on this node" in caplog.text) is is_elsewhere
+
+
+def test_nothing_is_placed_on_a_node_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"NodeID": HERE, "Resources": {}}])
+    with pytest.raises(RuntimeError, match=f"the node {HERE} has left the Ray cluster"):
+        cluster.on_node(HERE)

@@ -121,8 +121,8 @@ def test_a_reservation_does_not_leave_the_node_that_loopback_is_on(monkeypatch: 
         {"NodeID": "b", "Resources": {"CPU": 9.0, "node:10.0.0.2": 1.0}},
         {"NodeID": "a", "Resources": {"CPU": 9.0, "node:__internal_head__": 1.0, "node:10.0.0.1": 1.0}},
     ]
+    monkeypatch.setattr(reservation.cluster.ray, "nodes", lambda: nodes)
     fake = SimpleNamespace(
-        nodes=lambda: nodes,
         available_resources=lambda: {"CPU": 9.0},
         get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"),
     )

@@ -66,6 +66,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, device: Any, *, own: bool = False
     slot = slot_resources(device, has_slots=own)
     one = Cluster(run_id="r", own=own, device_type=device, slot=slot, node_id="9" * 56, janitor=None)  # type: ignore[arg-type]
     monkeypatch.setattr(cluster, "_current", one)
+    monkeypatch.setattr(cluster, "on_node", lambda node_id: {"node": node_id})
 
 
 def placed_args(**changes: Any) -> Any:

@@ -65,6 +65,7 @@ class FakeRay:
 def world(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setattr(posters, "ray", fake)
+    monkeypatch.setattr(posters.cluster, "on_node", lambda node: {})
     monkeypatch.setattr(posters.worker, "begin", lambda args, component: None)
     monkeypatch.setattr(http_client, "BACKOFF_BASE_S", 0.01)
     return fake
