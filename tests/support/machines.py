@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -78,7 +78,7 @@ class Machines:
             ip(f"addr add {HEAD}/24 dev {BRIDGE}")
             ip(f"link set {BRIDGE} up")
             self._head = self._start("head", (), HEAD, self._head_slots, self._head_words)
-            self._wait(lambda out: HEAD in out)
+            self._wait(HEAD, self._head)
         except BaseException:
             self.__exit__()
             raise
@@ -105,7 +105,7 @@ class Machines:
         process = self._start(name, namespaces, address, self._slots, f"--address {self._gcs}")
         machine = Machine(self._count, process)
         self._running.append(machine)
-        self._wait(lambda out: address in out)
+        self._wait(address, process)
         return machine
 
     def _start(self, name: str, before: Sequence[str], address: str, slots: int, words: str) -> GuardedProcess:
@@ -116,7 +116,8 @@ class Machines:
         env = {**self._env, "SLIME_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0" if before else BRIDGE}
         return spawn([*before, *command.split(), *resources], env, self._root / f"{name}.log", name)
 
-    def _wait(self, condition: Callable[[str], bool]) -> None:
+    def _wait(self, address: str, process: GuardedProcess) -> None:
+        """Wait until the host with that address, whose ``ray start`` is ``process``, is in the cluster."""
         end = time.monotonic() + READY_S
         env = {**self._env, "RAY_ADDRESS": self._gcs}
         program = """import ray
@@ -125,7 +126,8 @@ print([node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]])"""
         command = [sys.executable, "-c", program]
         while True:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=READY_S)
-            if condition(done.stdout):
+            if f"'{address}'" in done.stdout:
                 return
-            assert time.monotonic() < end, (done.stdout, done.stderr)
+            assert process.poll() is None, process.last_lines()
+            assert time.monotonic() < end, (done.stdout, done.stderr, process.last_lines())
             time.sleep(0.5)
