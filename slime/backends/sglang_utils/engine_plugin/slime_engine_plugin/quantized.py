@@ -38,16 +38,16 @@ def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = 
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def apply_experts(method: Any, layer: Any, dispatched: Any) -> Any:
+def apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     """Replace ``Fp8MoEMethod.apply``, for blocks."""
     if not method.block_quant:
         raise NotImplementedError("experts in FP8 per tensor do not run on a CPU; convert with --strategy block")
-    x, parts = dispatched.hidden_states, {}
+    x, parts = dispatch_output.hidden_states, {}
     for name in ("w13_weight", "w2_weight"):
         weight = getattr(layer, name).float()
         scale = _of_blocks(getattr(layer, f"{name}_scale_inv"), method.quant_config.weight_block_size, weight.shape)
         parts[name] = (weight * scale).to(x.dtype)
-    return _through_experts(method, parts, dispatched)
+    return _through_experts(method, parts, dispatch_output)
 
 
 def _of_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
@@ -86,13 +86,13 @@ def keep_config(scheme: Any, layer: Any, moe_runner_config: Any) -> None:
     scheme.moe_runner_config = moe_runner_config
 
 
-def apply_int4_experts(scheme: Any, layer: Any, dispatched: Any) -> Any:
+def apply_int4_experts(scheme: Any, layer: Any, dispatch_output: Any) -> Any:
     """Replace ``CompressedTensorsWNA16MoE.apply_weights``. SGLang does not load zero points of experts."""
-    x, parts = dispatched.hidden_states, {}
+    x, parts = dispatch_output.hidden_states, {}
     for name in ("w13_weight", "w2_weight"):
         numbers, scale = _unpacked(getattr(layer, f"{name}_packed")), getattr(layer, f"{name}_scale")
         parts[name] = _times_scales(numbers, scale, None).to(x.dtype)
-    return _through_experts(scheme, parts, dispatched)
+    return _through_experts(scheme, parts, dispatch_output)
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
