@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.coding_agent_rl import swe_bench
 from slime.agent.sandbox import Sandbox, exec_and_wait
 from slime.utils.types import Sample
 
@@ -33,19 +34,30 @@ class EvalResult:
 
 
 def get_metadata(sample: Sample) -> dict[str, Any]:
-    """Return the fields of a task; those of ``remote_env_info``, where there is one, fill what is missing."""
+    """Return the fields of a task; those of ``remote_env_info``, where there is one, fill what is missing.
+
+    Of SWE-bench's tasks these are all fields, and where the image and its repository are is known.
+    """
     given = dict(sample.metadata or {})
     remote = given.get("remote_env_info") or {}
+    if swe_bench.is_instance({**remote, **given}):
+        found = {"workdir": swe_bench.WORKDIR, **remote, **given}
+        return {**found, "image": found.get("image") or swe_bench.image_of(found["instance_id"])}
     fields = ("workdir", "instance_id", "f2p_script", "pre_commands", "problem_statement")
     filled = {name: remote[name] for name in fields if name in remote}
     return {"image": remote.get("image_url"), **filled, **given}
 
 
 def evaluability_check(metadata: Metadata) -> str | None:
-    """Return why a task cannot be tried or graded, None when it can."""
+    """Return why a task cannot be tried or graded, None when it can.
+
+    Raises ModuleNotFoundError for a task of SWE-bench where its package is not installed.
+    """
     if not metadata.get("image") or not metadata.get("workdir"):
         return "missing_image_or_workdir"
-    if not any(metadata.get(name) for name in ("swepro", "eval_cmd", "f2p_script")):
+    if swe_bench.is_instance(metadata):
+        swe_bench.harness()
+    elif not any(metadata.get(name) for name in ("swepro", "eval_cmd", "f2p_script")):
         return "unevaluatable:no_grader"
     return None
 
@@ -78,19 +90,23 @@ async def git_diff(sb: Sandbox, workdir: str) -> str:
 
 
 async def run_evaluation(sb: Sandbox, metadata: Metadata, diff: str, timeout_sec: float) -> EvalResult:
-    """Apply ``diff`` in a fresh sandbox and grade it: by ``swepro``, else ``eval_cmd``, else ``f2p_script``.
+    """Apply ``diff`` in a fresh sandbox and grade it: by SWE-bench, ``swepro``, ``eval_cmd`` or ``f2p_script``.
 
-    An empty change counts as applied. The reward is 1 when all tests that ``swepro`` requires pass, or when the command
-    ends with 0 within the time.
+    An empty change counts as applied. The reward is 1 when all tests that SWE-bench or ``swepro`` requires pass, or
+    when the command ends with 0 within the time.
     """
+    ladder = swe_bench.LADDER if swe_bench.is_instance(metadata) else _LADDER
     await apply_before_repo_set_cmd(sb, metadata)
     await apply_pre_commands(sb, metadata)
     workdir = shlex.quote(metadata["workdir"])
     if diff.strip():
         await sb.write_file("/tmp/change.diff", diff)
-        code, _, _ = await sb.exec(f"cd {workdir} && ({_LADDER.format('/tmp/change.diff')})", timeout=_EXIT_S)
+        code, _, _ = await sb.exec(f"cd {workdir} && ({ladder.format('/tmp/change.diff')})", timeout=_EXIT_S)
         if code != 0:
             return EvalResult(0.0, applied_cleanly=False)
+    if swe_bench.is_instance(metadata):
+        solved = await swe_bench.is_resolved(sb, metadata, diff, timeout_sec)
+        return EvalResult(float(solved), applied_cleanly=True)
     if metadata.get("swepro"):
         return EvalResult(float(await _swepro(sb, metadata, timeout_sec)), applied_cleanly=True)
     command = metadata.get("eval_cmd")

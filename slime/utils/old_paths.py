@@ -22,6 +22,11 @@ def _at(home: str, names: str) -> dict[str, str]:
 
 
 _METRICS = {"compute_rollout_step": "slime.observability.tracking.rollout_step"}
+_STATISTICS = {
+    **_METRICS,
+    **_at("slime.utils.old_calls", "compute_statistics dict_add_prefix"),
+    "has_repetition": "slime.ray.rollout_metrics.is_repetitive",
+}
 _TIMER = _at("slime.observability.timer", "timer")
 _UPDATERS = "slime.weight_sync.named_updaters"
 _HF_NAMES = f"{_WEIGHTS}.hf_names"
@@ -86,11 +91,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     "slime.observability.train_metric_utils": _at(
         f"{_MEGATRON}.reporting", "log_perf log_rollout_metrics log_train_metrics rollout_means"
     ),
-    "slime.observability.metric_utils": {
-        **_METRICS,
-        **_at("slime.utils.old_calls", "compute_statistics dict_add_prefix"),
-        "has_repetition": "slime.ray.rollout_metrics.is_repetitive",
-    },
+    "slime.observability.metric_utils": _STATISTICS,
     "slime.observability.profile_utils": {
         **_at("slime.observability.profiling", "Profiling TorchProfile profile_dir"),
         **_at("slime.observability.profiling", "MemrayRecorder TorchRecorder recorder_of"),
@@ -141,7 +142,7 @@ OLD: dict[str, dict[str, str]] = {
     "slime.utils.logging_utils": _at(
         "slime.observability.logging_utils", "configure_logger finish_tracking init_tracking log"
     ),
-    "slime.utils.metric_utils": _METRICS,
+    "slime.utils.metric_utils": _STATISTICS,
     "slime.utils.timer": _TIMER,
     "slime.utils.timer_utils": _TIMER,
     "slime.utils.trace_utils": _at("slime.observability.trace_utils", _TRACE),

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,3 +154,64 @@ def test_every_task_has_one_right_operator(tmp_path):
     rows = {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in tmp_path.glob("*.jsonl")}
     asked = {name: {row["messages"][0]["content"] for row in group} for name, group in rows.items()}
     assert not asked["tasks"] & (asked["sft"] | asked["train"])
+
+
+INSTANCE = {
+    "instance_id": "own__calc-1", "repo": "own/calc", "version": "1.0", "workdir": REPO,
+    "pre_commands": TASK["pre_commands"], "problem_statement": "wrong sum", "eval_type": "pass_and_fail",
+    "log_parser": "parse_log_pytest", "FAIL_TO_PASS": '["check.py::sum"]', "PASS_TO_PASS": '["check.py::other"]',
+    "image": "own/image",
+    "eval_script": (
+        "#!/bin/bash\nset -uxo pipefail\n: '>>>>> Start Test Output'\n"
+        "python3 check.py && echo 'PASSED check.py::sum' || echo 'FAILED check.py::sum - wrong'\n"
+        "echo 'PASSED check.py::other'\n: '>>>>> End Test Output'\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def swebench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package swebench, as far as it is called: the script of an instance, and a report from its log."""
+    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
+    modules = {name: ModuleType(name) for name in ("swebench", "swebench.harness", "swebench.harness.grading",
+                                                   "swebench.harness.utils")}  # fmt: skip
+
+    def get_eval_report(spec: Any, prediction: dict[str, str], test_log_path: str, include_tests_status: bool) -> Any:
+        log = Path(test_log_path).read_text()
+        passed = set(re.findall(r"^PASSED (\S+)", log, re.MULTILINE))
+        wanted = {*json.loads(spec.FAIL_TO_PASS), *json.loads(spec.PASS_TO_PASS)}
+        ran = ">>>>> End Test Output" in log
+        return {prediction["instance_id"]: {"resolved": wanted <= passed, "infra_failure": not ran}}
+
+    modules["swebench.harness.grading"].get_eval_report = get_eval_report
+    modules["swebench.harness.utils"].make_test_spec = lambda instance: SimpleNamespace(**instance)
+    for name, made in modules.items():
+        monkeypatch.setitem(sys.modules, name, made)
+
+
+@pytest.mark.usefixtures("swebench")
+def test_swe_bench_grades_by_the_tests_that_must_pass():
+    assert graded(FIX, **INSTANCE) == swe.EvalResult(1.0, True)
+    assert graded("", **INSTANCE) == swe.EvalResult(0.0, True)
+    assert graded(FIX.replace("a - b", "a / b"), **INSTANCE) == swe.EvalResult(0.0, False)
+    assert graded(FIX, **{**INSTANCE, "PASS_TO_PASS": '["check.py::gone"]'}) == swe.EvalResult(0.0, True)
+    with pytest.raises(RuntimeError, match="the tests of own__calc-1 could not run"):
+        graded(FIX, **{**INSTANCE, "eval_script": "exit 1"})
+
+
+@pytest.mark.usefixtures("swebench")
+def test_an_instance_of_swe_bench_says_where_it_is():
+    given = {name: value for name, value in INSTANCE.items() if name not in ("image", "workdir")}
+    found = swe.get_metadata(Sample(metadata={"remote_env_info": given}))
+    assert found["image"] == "swebench/sweb.eval.x86_64.own_1776_calc-1:latest"
+    assert (found["workdir"], found["FAIL_TO_PASS"]) == ("/testbed", '["check.py::sum"]')
+    assert swe.evaluability_check(found) is None
+    assert swe.get_metadata(Sample(metadata={"remote_env_info": INSTANCE}))["image"] == "own/image"
+
+
+def test_swe_bench_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "swebench", ModuleType("swebench"))
+    for name in ("swebench.harness", "swebench.harness.grading"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ModuleNotFoundError, match="pip install swebench"):
+        swe.evaluability_check(swe.get_metadata(Sample(metadata=INSTANCE)))

@@ -16,6 +16,7 @@ from examples.quickstart.recipe import Paths
 from examples.retool.run import EXAMPLE as RETOOL
 from examples.search_r1.run import EXAMPLE as SEARCH
 from examples.small_run import without
+from examples.tau_bench.run import EXAMPLE as TAU_BENCH
 from examples.tournament.run import EXAMPLE as TOURNAMENT
 from slime.arguments import parse_args
 from slime.arguments.files.environments import environments_of
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("example", [ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT])
+@pytest.mark.parametrize(
+    "example", [ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT, TAU_BENCH]
+)
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
