@@ -10,7 +10,7 @@ NO_MEMORY = "No previous memory"
 PROMPTS = {
     "update": (
         "You are given a problem, a section of a document that may help to solve it, and the memory that you wrote of "
-        "the sections before. Read the section carefully and write the memory anew: keep everything in it that may be "
+        "the sections before. Read the section carefully and write the memory again: keep everything in it that may be "
         "needed, and add what this section says about the problem.\n\n"
         "<problem>\n{problem}\n</problem>\n\n<memory>\n{memory}\n</memory>\n\n<section>\n{section}\n</section>\n\n"
         "Updated memory:"

@@ -10,6 +10,7 @@ import functools
 import re
 import statistics
 from argparse import Namespace
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,10 +92,10 @@ async def generate(
     return made[-1] if evaluation else made
 
 
-@functools.lru_cache(256)
-def tokens_of(tokenizer: Any, context: str) -> tuple[int, ...]:
-    """Return the token ids of a document, once for all samples of a group."""
-    return tuple(tokenizer.encode(context, add_special_tokens=False))
+@functools.lru_cache(64)
+def tokens_of(tokenizer: Any, context: str) -> array[int]:
+    """Return the token ids of a document, once for all samples of a group; there are many, which a list makes large."""
+    return array("i", tokenizer.encode(context, add_special_tokens=False))
 
 
 def chunks_of(ids: Sequence[int], size: int, most: int) -> list[Sequence[int]]:
