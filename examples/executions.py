@@ -49,7 +49,9 @@ def conversation_of(sample: Sample, tokens: Sequence[int], **metadata: Any) -> S
     """
     one = without_response(sample)
     one.tokens, one.rollout_id, one.session_id = list(tokens), sample.index, sample.session_id
-    one.metadata = {**one.metadata, **metadata}
+    for name in ("abort_reason", "abort_error"):  # of an earlier attempt
+        one.metadata.pop(name, None)
+    one.metadata |= metadata
     return one
 
 

@@ -48,6 +48,8 @@ def test_a_conversation_of_an_execution():
     assert (one.tokens, one.response_length, one.prompt) == ([1, 2], 0, asked.prompt)
     assert one.metadata == {"row": 1, "agent": "planner"}
     assert asked.metadata == {"row": 1}
+    asked.metadata["abort_reason"] = "service.executor"
+    assert conversation_of(asked, []).metadata == {"row": 1}
     assert problem_of(asked) == "x"
     assert problem_of(Sample(prompt="text")) == "text"
 
