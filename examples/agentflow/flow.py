@@ -14,7 +14,7 @@ from typing import Any
 from examples.agentflow.services import Models, ServiceFailure, Settings
 from examples.agentflow.tools import LONGEST_RESULT, AgentTool, code_block
 from examples.executions import conversation_of, problem_of, response_tokens
-from examples.search_r1.environment import normalized, targets
+from examples.search_r1.environment import targets
 from slime.rollout import sglang_rollout
 from slime.rollout.environments import ToolError
 from slime.rollout.rm_hub.answer_text import final_answer
@@ -193,12 +193,14 @@ class Flow:
     async def is_right(self) -> bool:
         """Return whether the answer equals one of the label's, or means the same to the judge. Raises ServiceFailure.
 
-        The answer is the last ``<answer>``, else all that was said; of one with a box, what is in that.
+        The answer is the last ``<answer>``, else all that was said; of one with a box, what is in that. Compared
+        literally it may differ in case and blanks alone: without punctuation -1.5 would be 15.
         """
         said = _ANSWER.findall(self.answer)
         given = (said[-1] if said else self.answer).strip()
         right = targets(self.sample.label)
-        if normalized(extract_boxed_answer(given) or given) in [normalized(target) for target in right]:
+        literal = (extract_boxed_answer(given) or given).lower().split()
+        if any(literal == target.lower().split() for target in right):
             return True
         if self.settings.judge is None:
             return False

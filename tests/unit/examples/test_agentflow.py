@@ -266,6 +266,27 @@ def test_a_judge_that_fails_aborts_and_one_that_says_no_is_heeded(world):
     assert run(reward_func(None, right)) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("said", "label", "right"),
+    [
+        ("It is <answer>1</answer>, no, <answer> New  York</answer>", "new york", True),
+        ("<answer>\\boxed{-1.5}</answer>", "-1.5", True),
+        ("<answer>15</answer>", "-1.5", False),
+        ("42", "42", True),
+        ("It is 42", "42", False),
+        ("None", "42", False),
+    ],
+)
+def test_what_is_literally_right(said, label, right):
+    async def grade(args, one, params, evaluation):
+        found = flow_module.Flow(args, Settings(tools=(), judge=None), one, params, evaluation)
+        found.answer = said
+        return await found.is_right()
+
+    with player(grade) as play:
+        assert play(plans, sample(label=label)) is right
+
+
 def test_a_model_that_is_not_served_is_no_policy(world):
     with (
         player(generate, {**world, "agentflow_urls": {}}) as play,
