@@ -24,7 +24,8 @@ EXAMPLE = SmallExample(
     replaced={
         "--rollout-max-response-len": "10",
         "--rollout-batch-size": "32",
-        "--kl-loss-coef": "0.03",
+        "--kl-loss-coef": "0.01",
+        "--lr": "5e-4",
         "--n-samples-per-eval-prompt": "2",
     },
     rollouts=30,
