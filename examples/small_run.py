@@ -45,6 +45,8 @@ class SmallExample:
     """Of 1280 demonstrations each."""
     generate: str = "slime.rollout.environments.generate"
     """``--custom-generate-function-path``, "" for the built-in one."""
+    control: str = "examples.quickstart.reward.shuffled_rewards"
+    """``--custom-reward-post-process-path`` of the control."""
     service: Callable[[Paths], AbstractContextManager[list[str]]] = lambda paths: nullcontext([])
     """What runs beside GRPO, and yields more flags of it."""
 
@@ -55,7 +57,8 @@ class SmallExample:
             words = without(words, flag)
         for flag in ("--apply-chat-template", "--rollout-shuffle"):
             words.remove(flag)
-        for flag, value in self.replaced.items():
+        own = {"--custom-reward-post-process-path": self.control} if shuffled else {}
+        for flag, value in (*self.replaced.items(), *own.items()):
             words[words.index(flag) + 1] = value
         evaluated = [word for name in self.data_sets for word in (name, str(paths.data / f"{name}.jsonl"))]
         words += ["--input-key", "messages"]

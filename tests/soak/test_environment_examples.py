@@ -15,7 +15,7 @@ from slime.utils.misc import load_function
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [
     "adaptive_environments", "coding_agent_rl", "delta_weight_sync", "eval_multi_task", "multi_agent", "retool",
-    "search_r1", "tournament", "tau_bench",
+    "search_r1", "tournament", "tau_bench", "agentflow", "memagent",
 ]  # fmt: skip
 GAIN = 0.15
 

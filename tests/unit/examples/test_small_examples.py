@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
+from examples.agentflow.run import EXAMPLE as AGENTFLOW
 from examples.coding_agent_rl.run import EXAMPLE as CODING
 from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
+from examples.memagent.run import EXAMPLE as MEMAGENT
 from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
 from examples.quickstart.recipe import Paths
 from examples.retool.run import EXAMPLE as RETOOL
@@ -29,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
-    "example", [ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT, TAU_BENCH]
+    "example",
+    [ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT, TAU_BENCH, AGENTFLOW, MEMAGENT],
 )
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -44,7 +47,7 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     for entry in environments_of(args).values():
         load_function(entry.path)
     assert [dataset.name for dataset in args.eval_datasets] == [*example.data_sets, *example.watched]
-    assert args.custom_reward_post_process_path == "examples.quickstart.reward.shuffled_rewards"
+    assert args.custom_reward_post_process_path == example.control
     if args.custom_generate_function_path == "slime.rollout.environments.generate":
         assert args.custom_rm_path is None
         assert args.rm_type is None

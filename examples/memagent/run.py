@@ -1,0 +1,36 @@
+"""The small version: ``python -m examples.memagent.run``."""
+
+from __future__ import annotations
+
+import sys
+
+from examples.small_run import SmallExample
+
+EXAMPLE = SmallExample(
+    package="examples.memagent",
+    what="A digit somewhere in a document that is read chunk by chunk: the model learns to remember.",
+    data_sets=("chunks_3", "chunks_16"),
+    flags=(
+        "--prompt-data={data}/train.jsonl",
+        "--label-key=label",
+        "--custom-config-path=examples/memagent/small.yaml",
+        "--custom-rm-path=examples.memagent.rollout.reward_func",
+        "--custom-eval-rollout-log-function-path=examples.memagent.rollout.eval_log",
+        "--calculate-per-token-loss",
+        "--disable-grpo-std-normalization",
+    ),
+    generate="examples.memagent.rollout.generate",
+    control="examples.executions.shuffled_rewards",
+    replaced={
+        "--rollout-max-response-len": "10",
+        "--rollout-batch-size": "32",
+        "--kl-loss-coef": "0.01",
+        "--lr": "5e-4",
+        "--n-samples-per-eval-prompt": "2",
+    },
+    rollouts=30,
+    sft_rollouts=30,
+)
+
+if __name__ == "__main__":
+    sys.exit(EXAMPLE.main())
