@@ -14,7 +14,11 @@ from typing import Any
 
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for call in m.tool_calls %}{{ '<tool_call><function=' + call.function.name + '>' }}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ '<parameter=' ~ key ~ '>' ~ value ~ '</parameter>' }}{% endfor %}"
+    "{{ '</function></tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SIZES: dict[str, Any] = {

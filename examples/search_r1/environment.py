@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import re
-import string
 from typing import Any
 
+from examples.search_r1.answers import is_right
 from slime.rollout.environments import Environment, Step
 from slime.utils.http_utils import post
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 INVALID = (
     "\nThat was neither a search nor an answer. Write <search>words</search> to search, or <answer>text</answer> to "
     "answer.\n"
 )
-
-
-def normalized(text: str) -> str:
-    """Return an answer as SQuAD's evaluation compares it: lower case, no punctuation, articles or extra blanks."""
-    plain = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(_ARTICLES.sub(" ", plain).split())
-
-
-def targets(label: Any) -> list[str]:
-    """Return the right answers of a label: a text, a list, or Search-R1's ``{"ground_truth": {"target": ...}}``."""
-    while isinstance(label, dict):
-        label = label["ground_truth"] if "ground_truth" in label else label["target"]
-    return [label] if isinstance(label, str) else [str(one) for one in label]
 
 
 def shown(hits: list[dict[str, Any]]) -> str:
@@ -53,8 +39,7 @@ class Search(Environment):
             return Step(INVALID)
         kind, content = found[1], found[2].strip()
         if kind == "answer":
-            right = [normalized(target) for target in targets(self.task.label)]
-            return Step(reward=float(normalized(content) in right), done=True)
+            return Step(reward=float(is_right(content, self.task.label)), done=True)
         payload = {"queries": [content], "topk": self.task.options.get("topk", 3), "return_scores": True}
         answer = await post(self.task.options["url"], payload)
         return Step(f"\n\n<information>{shown(answer['result'][0])}</information>\n\n", tool_calls=1)

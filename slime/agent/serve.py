@@ -96,10 +96,14 @@ class Gateway(OpenAIAdapter):
         if item is None:
             item = await self._item(sid, body["reward"], body.get("extra_info") or {})
         self.unsent[sid] = item
-        await self.client.post(f"{self.sink}/buffer/write", item, max_retries=20)
+        await self.write(item)
         self.unsent.pop(sid, None)
         trained = sum(sum(sample["loss_mask"]) for sample in item["samples"])
         return web.json_response({"session_id": sid, "samples": len(item["samples"]), "trained_tokens": trained})
+
+    async def write(self, item: dict[str, Any]) -> None:
+        """Send the trajectory of a session to the sink. Raises HttpRequestError when it does not take it."""
+        await self.client.post(f"{self.sink}/buffer/write", item, max_retries=20)
 
     async def drop(self, request: web.Request) -> web.Response:
         """Forget a session: nothing is written."""

@@ -24,14 +24,20 @@ from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
 from examples.memagent.run import EXAMPLE as MEMAGENT
 from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
+from examples.openai_agents.make_data import call
+from examples.openai_agents.run import EXAMPLE as OPENAI_AGENTS
 from examples.quickstart.make_data import answer
 from examples.quickstart.recipe import Paths
 from examples.retool.interpreter import close_workers
 from examples.retool.run import EXAMPLE as RETOOL
 from examples.search_r1.run import EXAMPLE as SEARCH
 from examples.small_run import SmallExample
+from examples.strands_sglang.make_data import call as call_interpreter
+from examples.strands_sglang.run import EXAMPLE as STRANDS
 from examples.tau_bench.run import EXAMPLE as TAU_BENCH
 from examples.tau_bench.shop import right_turn
+from examples.tool_orchestra.make_data import call as call_model
+from examples.tool_orchestra.run import EXAMPLE as TOOL_ORCHESTRA
 from examples.tournament.run import EXAMPLE as TOURNAMENT
 from scripts.bench.standin import engine as standin
 from slime.arguments import parse_args
@@ -43,6 +49,7 @@ from slime.utils.processing_utils import load_tokenizer
 from tests.support.arguments import CONFIG
 from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_manager import set_up, without_ray
+from tests.support.strands_stub import ensure_strands
 from tools.script_runs import dry_runs
 from tools.tiny_model import make_tokenizer
 
@@ -104,9 +111,24 @@ def remember(turns: list[str]) -> str:
     return (rest[0] if found else memory) if reads else f"\\boxed{{{memory}}}"
 
 
+def call_and_copy(turns: list[str]) -> str:
+    return call(turns[0]) if len(turns) == 2 else turns[2].split()[-1]
+
+
+def compute_with_a_call(turns: list[str]) -> str:
+    return call_interpreter(turns[0]) if len(turns) == 2 else f"Answer: \\boxed{{{turns[2]}}}"
+
+
+def ask_an_expert(turns: list[str]) -> str:
+    """Of hard questions, those of every other place are put to the cheap expert without a search."""
+    guesses = turns[0][-1] in "ae"
+    return call_model("answer-1" if guesses or "Documents" in turns[0] or "easy" in turns[0] else "search-1")
+
+
 EXAMPLES: list[tuple[SmallExample, Oracle]] = [
     (ADAPTIVE, adds_or_hunts), (DELTA, add), (MULTI_AGENT, one_of_several), (MULTI_TASK, choose), (RETOOL, compute),
     (SEARCH, look_up), (TOURNAMENT, add), (TAU_BENCH, serve), (AGENTFLOW, plan), (MEMAGENT, remember),
+    (OPENAI_AGENTS, call_and_copy), (TOOL_ORCHESTRA, ask_an_expert), (STRANDS, compute_with_a_call),
 ]  # fmt: skip
 RIGHT = {"examples.memagent": 0.85}
 """The share of right answers, where it is not 0.7: up to 17 of MemAgent's in a row must be right."""
@@ -127,6 +149,7 @@ def turns_of(text: str) -> list[str]:
 
 @pytest.mark.parametrize(("example", "oracle"), EXAMPLES, ids=[example.package[9:] for example, _ in EXAMPLES])
 def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monkeypatch):
+    ensure_strands()
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(http_utils, "_http_client", None)
     without_ray(tmp_path, monkeypatch)
@@ -144,7 +167,8 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
 
     def reply(input_ids: list[int], params: dict[str, Any]) -> list[int]:
         said = oracle(turns_of(tokenizer.decode(input_ids))) if coin.random() < share else "0"
-        return list(tokenizer.encode(said + ("" if params["stop"] and said.endswith(tuple(params["stop"])) else END)))
+        stopped = said.endswith(tuple(params.get("stop") or ("\0",)))
+        return list(tokenizer.encode(said + ("" if stopped else END)))
 
     monkeypatch.setattr(cluster.engines[0], "reply", reply)
     monkeypatch.setattr(standin, "_text", lambda tokens: tokenizer.decode(list(tokens)))
@@ -167,7 +191,9 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
                         shard["tokens"], shard["loss_masks"], shard["response_lengths"], strict=True
                     ):
                         assert len(mask) == length < len(tokens)
-                        assert sum(mask) > 0
+                        # turns of an orchestrator that are no call are out of the loss
+                        assert sum(mask) > 0 or example is TOOL_ORCHESTRA
+                    assert sum(map(sum, shard["loss_masks"])) > 0
             found = call_rollout_fn(
                 load_function(args.eval_function_path), args, 0, manager.data_source, evaluation=True
             )

@@ -15,7 +15,8 @@ from slime.utils.misc import load_function
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [
     "adaptive_environments", "coding_agent_rl", "delta_weight_sync", "eval_multi_task", "multi_agent", "retool",
-    "search_r1", "tournament", "tau_bench", "agentflow", "memagent",
+    "search_r1", "tournament", "tau_bench", "agentflow", "memagent", "openai_agents", "tool_orchestra",
+    "strands_sglang",
 ]  # fmt: skip
 GAIN = 0.15
 
@@ -40,6 +41,8 @@ def metric(run_dir: Path, name: str) -> list[float]:
 @pytest.mark.timeout(7000)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_reward_teaches_and_shuffled_rewards_do_not(name, tmp_path, capsys):
+    if name == "strands_sglang":
+        pytest.importorskip("strands_sglang")
     learned = run(name, tmp_path)
     control = run(name, tmp_path, "--shuffled-rewards")
     with capsys.disabled():
@@ -53,5 +56,6 @@ def test_the_reward_teaches_and_shuffled_rewards_do_not(name, tmp_path, capsys):
             levels = metric(learned["run_dir"], f"rollout/environment/{environment}/difficulty")
             assert levels[0] == 0.0
             assert levels[-1] > 0.0
-    # what the engines generated is what is trained on
-    assert max(metric(learned["run_dir"], "train/train_rollout_logprob_abs_diff")) <= 1e-4
+    # what the engines generated is what is trained on; agents that write to a buffer run ahead of the weights
+    if name != "openai_agents":
+        assert max(metric(learned["run_dir"], "train/train_rollout_logprob_abs_diff")) <= 1e-4

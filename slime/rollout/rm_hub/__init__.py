@@ -144,7 +144,7 @@ def rewards_of(args: Any, samples: list[Any], returned: Any) -> list[Any]:
     if returned is None and all(sample.reward is not None for sample in flat):
         return [sample.reward for sample in flat]
     if _is_sequence(returned):
-        if len(returned) == len(flat):
+        if len(returned) == len(flat) and not any(map(_is_sequence, returned)):
             return list(returned)
         found = list(_entry_by_entry(samples, returned))
         if len(found) == len(flat) and _MISSING not in found:

@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 import yaml
 
-from examples.search_r1.environment import INVALID, normalized, targets
+from examples.search_r1.answers import normalized, targets
+from examples.search_r1.environment import INVALID
 from examples.search_r1.make_data import document, facts, make_data
 from examples.search_r1.retrieval_server import Index, application
 from slime.agent.aiohttp_threaded import run_app_in_thread

@@ -14,16 +14,20 @@ from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
 from examples.memagent.run import EXAMPLE as MEMAGENT
 from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
+from examples.openai_agents.run import EXAMPLE as OPENAI_AGENTS
 from examples.quickstart.recipe import Paths
 from examples.retool.run import EXAMPLE as RETOOL
 from examples.search_r1.run import EXAMPLE as SEARCH
 from examples.small_run import without
+from examples.strands_sglang.run import EXAMPLE as STRANDS
 from examples.tau_bench.run import EXAMPLE as TAU_BENCH
+from examples.tool_orchestra.run import EXAMPLE as TOOL_ORCHESTRA
 from examples.tournament.run import EXAMPLE as TOURNAMENT
 from slime.arguments import parse_args
 from slime.arguments.files.environments import environments_of
 from slime.utils.misc import load_function
 from tests.support.arguments import CONFIG
+from tests.support.strands_stub import ensure_strands
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +36,26 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize(
     "example",
-    [ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT, TAU_BENCH, AGENTFLOW, MEMAGENT],
-)
+    "example",
+    [
+        ADAPTIVE,
+        CODING,
+        DELTA,
+        MULTI_AGENT,
+        MULTI_TASK,
+        RETOOL,
+        SEARCH,
+        TOURNAMENT,
+        TAU_BENCH,
+        AGENTFLOW,
+        MEMAGENT,
+        OPENAI_AGENTS,
+        TOOL_ORCHESTRA,
+        STRANDS,
+    ],
+)  # fmt: skip
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
+    ensure_strands()
     monkeypatch.chdir(ROOT)
     paths = Paths(tmp_path)
     paths.sft_model.mkdir(parents=True)

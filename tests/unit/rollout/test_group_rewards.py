@@ -161,3 +161,9 @@ def test_arrays_of_one_number_are_no_lists() -> None:
     group = [Sample(index=0), [Sample(index=1), Sample(index=2)]]
     args = run_args(custom_rm_path=f"{HERE}.per_sample")
     assert rewards_of(args, group, [np.float64(1), np.array(2.0)]) == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("returned", [[[1.0], [2.0]], [1.0, 2.0], None])
+def test_a_group_in_which_every_list_has_one_sample(returned: Any) -> None:
+    group = [[Sample(index=0, reward=1.0)], [Sample(index=1, reward=2.0)]]
+    assert rewards_of(run_args(custom_rm_path=f"{HERE}.per_sample"), group, returned) == [1.0, 2.0]
