@@ -14,7 +14,7 @@ from typing import Any
 from examples.agentflow.services import Models, ServiceFailure, Settings
 from examples.agentflow.tools import LONGEST_RESULT, AgentTool, code_block
 from examples.executions import conversation_of, problem_of, response_tokens
-from examples.search_r1.environment import targets
+from examples.search_r1.answers import targets
 from slime.rollout import sglang_rollout
 from slime.rollout.environments import ToolError
 from slime.rollout.rm_hub.answer_text import final_answer

@@ -17,7 +17,7 @@ from typing import Any
 
 from examples.executions import conversation_of, problem_of, response_tokens, settings_of
 from examples.memagent.prompts import NO_MEMORY, PROMPTS, TokenTemplate
-from examples.search_r1.environment import normalized, targets
+from examples.search_r1.answers import normalized, targets
 from slime.observability.logging_utils import log
 from slime.rollout import sglang_rollout
 from slime.rollout.rm_hub.answer_text import final_answer

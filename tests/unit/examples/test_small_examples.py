@@ -36,22 +36,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize(
     "example",
-    "example",
     [
-        ADAPTIVE,
-        CODING,
-        DELTA,
-        MULTI_AGENT,
-        MULTI_TASK,
-        RETOOL,
-        SEARCH,
-        TOURNAMENT,
-        TAU_BENCH,
-        AGENTFLOW,
-        MEMAGENT,
-        OPENAI_AGENTS,
-        TOOL_ORCHESTRA,
-        STRANDS,
+        ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT, TAU_BENCH, AGENTFLOW, MEMAGENT,
+        OPENAI_AGENTS, TOOL_ORCHESTRA, STRANDS,
     ],
 )  # fmt: skip
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
