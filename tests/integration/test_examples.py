@@ -159,9 +159,9 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
     (paths.sft_model / "config.json").write_text(json.dumps(CONFIG))
     make_tokenizer(paths.sft_model)
     load_function(f"{example.package}.make_data.make_data")(paths.data, seed=1, demonstrations=10)
-    for name in (*example.data_sets, *example.watched):
-        file = paths.data / f"{name}.jsonl"
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
+    for file in paths.data.glob("*.jsonl"):
+        if file.stem in ("train", *example.data_sets, *example.watched):
+            file.write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
     tokenizer, coin = load_tokenizer(str(paths.sft_model)), random.Random(1)
     share = RIGHT.get(example.package, 0.7)
 
