@@ -294,8 +294,11 @@ class CheckpointSaver:
         root = Path(self._args.save)
         with_optimizer = not self._args.no_save_optim
         with_rng = not self._args.no_save_rng
-        common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration}
-        common["slime_layout"] = _layout() if with_rng else None
+        common: dict[str, Any] = {
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "slime_layout": _layout() if with_rng else None,
+        }
         if state.adapters is not None:
             common["slime_lora"] = state.adapters
         if state.scheduler is not None and (with_optimizer or _is_stateless(self._args)):
