@@ -45,7 +45,7 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "enable_experimental": ANY,
     "position_embedding_type": ("mrope", "yarn", "relative"),
     # Megatron: other formats of checkpoints
-    "ckpt_format": ("torch", "torch_dcp", "zarr", "fsdp_dtensor"),
+    "ckpt_format": ("zarr", "fsdp_dtensor"),
     # Megatron: what its own training scripts do
     **dict.fromkeys(sorted(refused()), ANY),
 }

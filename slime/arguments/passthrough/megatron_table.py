@@ -185,7 +185,7 @@ HAND_TABLE: tuple[Flag, ...] = (
         "torch_dist",
         "str",
         RUN,
-        "format of checkpoints",
+        "format of the checkpoints that are saved",
         choices=("torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"),
     ),
     _off("--no-ckpt-fully-parallel-save", "ckpt_fully_parallel_save", RUN, "one data-parallel rank writes"),

@@ -79,6 +79,7 @@ RULES = (
     quantization.check_pushes,
     quantization.check_training,
     megatron.derive,
+    checkpoints.check_format,
     experts.check_routing_replay,
     model_defaults.warn_of_dropout,
     optimizer.check,

@@ -153,6 +153,33 @@ def check_save(args: Namespace) -> None:
         _check_writable(args)
 
 
+def check_format(args: Namespace) -> None:
+    """Refuse what only ``torch_dist`` stores: it alone knows which part of a tensor a rank has."""
+    form = args.ckpt_format
+    if args.save is None or form == "torch_dist":
+        return
+    divided = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--expert-model-parallel-size": args.expert_model_parallel_size,
+    }
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    conflicts = [
+        ("--async-save", args.async_save, "is written while training waits"),
+        ("--lora-rank", args.lora_rank, "holds whole models, and no adapters"),
+        ("--optimizer sgd", form == "torch_dcp" and args.optimizer == "sgd", "holds the state of Adam"),
+        *((option, form == "torch_dcp" and size > 1, "holds an undivided model") for option, size in divided.items()),
+        (
+            f"--expert-tensor-parallel-size {expert_tensor}",
+            expert_tensor > args.tensor_model_parallel_size,
+            "names files by --tensor-model-parallel-size, of which there are fewer",
+        ),
+    ]
+    for option, given, why in conflicts:
+        if given:
+            raise ArgumentError(f"--ckpt-format {form} {why}: leave out {option}, or --ckpt-format (torch_dist)")
+
+
 def _refuse_to_overwrite(args: Namespace) -> None:
     """Never overwrite checkpoints of another run: only the run that resumes them writes beside them."""
     last = _last_step(args.save)

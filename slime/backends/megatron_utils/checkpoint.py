@@ -1,5 +1,7 @@
 """Save and load trainer state as Megatron ``torch_dist`` checkpoints that any other parallel layout can read.
 
+The other formats of ``--ckpt-format`` are ``checkpoint_formats``'s; a checkpoint is read in the one that it has.
+
 What is saved: model, optimizer (``fully_reshardable``: fp32 parameters and Adam moments in model coordinates),
 learning-rate schedule, random states. The iteration of a checkpoint is the rollout id after which it was taken.
 """
@@ -7,15 +9,14 @@ learning-rate schedule, random states. The iteration of a checkpoint is the roll
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import pickle
 import queue
 import random
 import shutil
 import threading
-import zipfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
+from slime.backends.megatron_utils.checkpoint_dir import TORCH_DIST
+from slime.backends.megatron_utils.checkpoint_formats import (
+    DAMAGE,
+    load_optimizer,
+    read_common,
+    read_model,
+    writer_for,
+)
 from slime.backends.megatron_utils.checkpoint_names import rename_to_stored
 from slime.backends.megatron_utils.lora.checkpoint import base_part, check_described, trained_part
 from slime.backends.megatron_utils.offload import torch_optimizers
@@ -35,7 +44,13 @@ from slime.backends.megatron_utils.optimizer import (
     for_chain,
     with_length_of_run,
 )
-from slime.backends.megatron_utils.parallel import data_parallel, gather_from_world, pipeline_parallel, tensor_parallel
+from slime.backends.megatron_utils.parallel import (
+    all_gather_objects,
+    data_parallel,
+    gather_from_world,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from slime.utils.distributed_utils import control_group
 
 
@@ -103,10 +118,6 @@ ADAPTER_DIRECTORY = "adapter"
 """Within a checkpoint of adapters: the same in PEFT's form."""
 
 
-# What torch and pickle raise for files that are not what was written.
-_DAMAGE = (EOFError, OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
-
-
 @dataclass
 class TrainerState:
     """The objects a checkpoint holds. ``optimizer`` and ``scheduler`` are None for weights only.
@@ -140,15 +151,17 @@ def load_checkpoint(
     """
     import_megatron()
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
     directory, iteration = checkpoint_dir.find_checkpoint(root, step)
-    with _naming_damage(directory):
-        common = dist_checkpointing.load_common_state_dict(str(directory))
-    check_described(common.get("slime_lora"), state.adapters, directory)
+    form = checkpoint_dir.stored_format(directory)
     finetune = weights_only or args.finetune
     goes_on = state.optimizer is not None and not finetune and not args.no_load_optim
+    with _naming_damage(directory):
+        if form == TORCH_DIST:
+            common = dist_checkpointing.load_common_state_dict(str(directory))
+        else:
+            common = read_common(directory, form, _named_chunks(state.model), with_optimizer=goes_on)
+    check_described(common.get("slime_lora"), state.adapters, directory)
     with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
     if goes_on and not with_optimizer and not _is_stateless(args):
         raise ValueError(
@@ -158,33 +171,26 @@ def load_checkpoint(
     if with_optimizer:
         check_optimizers(common["optimizer"], state.optimizer, directory)
     with_rng = not finetune and not args.no_load_rng and _saved_layout(common) == _layout()
-    content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
-    request = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True)
-    for name, _ in _named_chunks(state.model) if without is not None else ():
-        request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
-    try:
-        with _naming_damage(directory):
-            renamed = rename_to_stored(request, dist_checkpointing.load_tensors_metadata(str(directory)).keys())
-            loaded = dist_checkpointing.load(request, str(directory))
-    except (CheckpointingException, CheckpointException) as e:
-        if with_optimizer and content.get("non_homogeneous_layers", False) != _freezes_some(state.model):
-            raise ValueError(
-                f"the optimizer state in {directory} is of other parameters than those trained now: look at "
-                "--only-train-params-name-list and --freeze-params-name-list, or take the weights alone with "
-                "--no-load-optim"
-            ) from e
-        raise
-
-    if renamed:
-        logger.info(
-            "%s has the names of other layers (TransformerEngine's, or Megatron's own): %d", directory, len(renamed)
+    if form == TORCH_DIST:
+        loaded = _load_sharded(
+            state, common, directory, with_optimizer=with_optimizer, with_rng=with_rng, without=without
         )
+    else:
+        loaded = common
+        with _naming_damage(directory):
+            for name, chunk in _named_chunks(state.model):
+                wanted = _part_in_plain(state, chunk, without)
+                loaded[name] = read_model(directory, form, common, name, wanted)
     for name, chunk in _named_chunks(state.model):
-        whole = without is None and state.adapters is None and not state.base_only
+        whole = form == TORCH_DIST and without is None and state.adapters is None and not state.base_only
         chunk.load_state_dict(loaded[name], strict=whole)
     if with_optimizer:
         rates = [dict(group) for group in _groups(state.optimizer)]
-        state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
+        if form == TORCH_DIST:
+            state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
+        else:
+            with _naming_damage(directory):
+                load_optimizer(directory, form, common, state.optimizer)
         choose_adam_kernel(state.optimizer)
         if not args.use_checkpoint_opt_param_scheduler:
             _restore_limits(state.optimizer, rates)
@@ -193,12 +199,49 @@ def load_checkpoint(
     if goes_on:
         _load_scheduler(args, state.scheduler, loaded, directory)
     if with_rng:
-        _restore_rng(loaded["rng_state"])
+        _restore_rng(loaded["rng_state"] if form == TORCH_DIST else loaded["rng_state"][_copy()])
     elif not finetune and not args.no_load_rng:
         why = "it has none (--no-save-rng)" if _saved_layout(common) is None else "saved under another parallel layout"
         logger.info("random states of %s are not restored: %s", directory, why)
     logger.info("loaded %s (optimizer: %s, random states: %s)", directory, with_optimizer, with_rng)
     return None if finetune else iteration
+
+
+def _load_sharded(
+    state: TrainerState,
+    common: dict[str, Any],
+    directory: Path,
+    *,
+    with_optimizer: bool,
+    with_rng: bool,
+    without: str | None,
+) -> dict[str, Any]:
+    """Return the state of a ``torch_dist`` checkpoint, of which ``common`` is read already, for this layout."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
+    request = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True)
+    for name, _ in _named_chunks(state.model) if without is not None else ():
+        request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
+    try:
+        with _naming_damage(directory):
+            renamed = rename_to_stored(request, dist_checkpointing.load_tensors_metadata(str(directory)).keys())
+            loaded: dict[str, Any] = dist_checkpointing.load(request, str(directory))
+    except (CheckpointingException, CheckpointException) as e:
+        if with_optimizer and content.get("non_homogeneous_layers", False) != _freezes_some(state.model):
+            raise ValueError(
+                f"the optimizer state in {directory} is of other parameters than those trained now: look at "
+                "--only-train-params-name-list and --freeze-params-name-list, or take the weights alone with "
+                "--no-load-optim"
+            ) from e
+        raise
+    if renamed:
+        logger.info(
+            "%s has the names of other layers (TransformerEngine's, or Megatron's own): %d", directory, len(renamed)
+        )
+    return loaded
 
 
 @contextlib.contextmanager
@@ -208,11 +251,11 @@ def _naming_damage(directory: Path) -> Iterator[None]:
 
     try:
         yield
-    except _DAMAGE as e:
+    except DAMAGE as e:
         raise ValueError(_damaged(directory, e)) from e
     except CheckpointException as e:
         causes = [failure[0] for failure in e.failures.values()]
-        if any(isinstance(cause, _DAMAGE) and not _is_of_planning(cause) for cause in causes):
+        if any(isinstance(cause, DAMAGE) and not _is_of_planning(cause) for cause in causes):
             raise ValueError(_damaged(directory, causes[0])) from e
         e.add_note(f"while reading the checkpoint {directory}")
         raise
@@ -224,7 +267,11 @@ def _is_of_planning(cause: BaseException) -> bool:
 
 
 def _damaged(directory: Path, cause: BaseException) -> str:
-    sizes = ", ".join(f"{path.name} {path.stat().st_size}" for path in sorted(directory.iterdir()) if path.is_file())
+    sizes = ", ".join(
+        f"{path.relative_to(directory)} {path.stat().st_size}"
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    )
     return (
         f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {type(cause).__name__}: "
         f"{str(cause)[:300]} (files and bytes: {sizes[:1000]}). Choose another iteration with --ckpt-step"
@@ -247,33 +294,53 @@ class CheckpointSaver:
         root = Path(self._args.save)
         with_optimizer = not self._args.no_save_optim
         with_rng = not self._args.no_save_rng
-        content = {**_CONTENT, **({"non_homogeneous_layers": True} if _freezes_some_anywhere(state.model) else {})}
-        sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
-        sharded.update(checkpoint_version=3.0, iteration=iteration, slime_layout=_layout() if with_rng else None)
+        common: dict[str, Any] = {
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "slime_layout": _layout() if with_rng else None,
+        }
         if state.adapters is not None:
-            sharded["slime_lora"] = state.adapters
+            common["slime_lora"] = state.adapters
         if state.scheduler is not None and (with_optimizer or _is_stateless(self._args)):
-            sharded["opt_param_scheduler"] = state.scheduler.state_dict()
+            common["opt_param_scheduler"] = state.scheduler.state_dict()
         if dist.get_rank() == 0:
             checkpoint_dir.begin(root, iteration)
         dist.barrier(group=control_group())
         asynchronous = self._args.async_save and not force_sync
-        directory = str(checkpoint_dir.iteration_dir(root, iteration)) + ".writing"
+        directory = Path(str(checkpoint_dir.iteration_dir(root, iteration)) + ".writing")
         _check_space(state, root)
-        request = self._write(sharded, directory, content)
+        finalize: list[Callable[[], None]] = []
+        if (form := self._args.ckpt_format) == TORCH_DIST:
+            request = self._write(state, common, directory, with_optimizer=with_optimizer, with_rng=with_rng)
+            write, finalize = _writing(request, copy=asynchronous), request.finalize_fns
+        else:
+            if with_rng:
+                common["rng_state"] = all_gather_objects(_own_rng_state())
+            optimizer = state.optimizer if with_optimizer else None
+            write = writer_for(form, directory, _named_chunks(state.model), optimizer, common, _collective_device())
         if state.adapters is not None:
             from slime.backends.megatron_utils.lora.peft import write_adapter
 
-            write_adapter(state.model, self._args, Path(directory) / ADAPTER_DIRECTORY)
-        self._pending = _PendingSave(request, root, iteration, asynchronous)
+            write_adapter(state.model, self._args, directory / ADAPTER_DIRECTORY)
+        self._pending = _PendingSave(write, finalize, root, iteration)
         if not asynchronous:
             self.finish()
 
-    def _write(self, sharded: dict[str, Any], directory: str, content: dict[str, Any]) -> Any:
+    def _write(
+        self, state: TrainerState, common: dict[str, Any], directory: Path, *, with_optimizer: bool, with_rng: bool
+    ) -> Any:
+        """Begin a ``torch_dist`` checkpoint and return Megatron's request to write its tensors."""
         from megatron.core import dist_checkpointing
 
-        strategy = in_process_strategy(parallel_over_dp=self._args.ckpt_fully_parallel_save)
-        return dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True, content_metadata=content)
+        content = {**_CONTENT, **({"non_homogeneous_layers": True} if _freezes_some_anywhere(state.model) else {})}
+        sharded = _sharded_state(state, content, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=False)
+        return dist_checkpointing.save(
+            {**sharded, **common},
+            str(directory),
+            in_process_strategy(parallel_over_dp=self._args.ckpt_fully_parallel_save),
+            async_sharded_save=True,
+            content_metadata=content,
+        )
 
     def poll(self) -> None:
         """Publish an asynchronous save that has finished on every rank; do not wait for one that has not."""
@@ -290,23 +357,17 @@ class CheckpointSaver:
 class _PendingSave:
     """A save whose data is being written by a thread of this process."""
 
-    def __init__(self, request: Any, root: Path, iteration: int, asynchronous: bool) -> None:
-        self._request, self._root, self._iteration = request, root, iteration
+    def __init__(
+        self, write: Callable[[], None], finalize: list[Callable[[], None]], root: Path, iteration: int
+    ) -> None:
+        self._write, self._finalize, self._root, self._iteration = write, finalize, root, iteration
         self._error: BaseException | None = None
-        write = request.async_fn
-        arguments = list(request.async_fn_args)
-        if write is not None:
-            # Copies to host memory: training continues and changes the parameters while the thread writes.
-            arguments[1] = _staged(request.preload_fn(), copy=asynchronous)
-        self._thread = threading.Thread(
-            target=self._run, args=(write, arguments), name=f"save-{iteration}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"save-{iteration}", daemon=True)
         self._thread.start()
 
-    def _run(self, write: Any, arguments: list[Any]) -> None:
+    def _run(self) -> None:
         try:
-            if write is not None:
-                write(*arguments)
+            self._write()
         except BaseException as error:  # noqa: BLE001 -- handed to the thread that waits, in publish()
             self._error = error
 
@@ -328,7 +389,7 @@ class _PendingSave:
                 + f". Free space there: {shutil.disk_usage(self._root).free / 2**30:.1f} GiB. "
                 "The previous checkpoint is untouched"
             ) from self._error
-        for finalize in self._request.finalize_fns:
+        for finalize in self._finalize:
             finalize()
         dist.barrier(group=control_group())
         if dist.get_rank() == 0:
@@ -340,6 +401,15 @@ class _PendingSave:
 def _is_stateless(args: Namespace) -> bool:
     """Whether the optimizer has nothing to save, so that its schedule is all there is to continue."""
     return args.use_stateless_adam
+
+
+def _writing(request: Any, *, copy: bool) -> Callable[[], None]:
+    """Return what writes the tensors of Megatron's ``request``; of copies of them, if training goes on meanwhile."""
+    if request.async_fn is None:
+        return lambda: None
+    arguments = list(request.async_fn_args)
+    arguments[1] = _staged(request.preload_fn(), copy=copy)
+    return functools.partial(request.async_fn, *arguments)
 
 
 def _staged(buckets: Any, *, copy: bool) -> Any:
@@ -378,6 +448,13 @@ def _part(state: TrainerState, chunk: Any, sharded: dict[str, Any]) -> dict[str,
     if state.adapters is not None:
         return trained_part(chunk, sharded)
     return base_part(sharded) if state.base_only else sharded
+
+
+def _part_in_plain(state: TrainerState, chunk: Any, without: str | None) -> dict[str, Any]:
+    """Return the tensors of a chunk that are read from a checkpoint that holds state dicts as they are."""
+    whole = chunk.state_dict_for_save_checkpoint()
+    named = base_part(whole) if state.base_only else whole
+    return {key: value for key, value in named.items() if without is None or not key.startswith(f"{without}.")}
 
 
 def _freezes_some(model: Sequence[torch.nn.Module]) -> bool:
@@ -431,21 +508,34 @@ def _saved_layout(common: dict[str, Any]) -> list[int] | None:
     return common.get("slime_layout")
 
 
+def _copy() -> int:
+    """This rank's number among those that hold the same part of the model."""
+    return data_parallel(with_context_parallel=True).rank
+
+
 def _rng_state() -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     pp, tp, dp = pipeline_parallel(), tensor_parallel(), data_parallel(with_context_parallel=True)
-    states = {
+    return ShardedObject(
+        "slime_rng_state",
+        _own_rng_state(),
+        (pp.size, tp.size, dp.size),
+        (pp.rank, tp.rank, dp.rank),
+        replica_id=0,
+    )
+
+
+def _own_rng_state() -> dict[str, Any]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject(
-        "slime_rng_state", states, (pp.size, tp.size, dp.size), (pp.rank, tp.rank, dp.rank), replica_id=0
-    )
 
 
 def _restore_rng(states: dict[str, Any]) -> None:

@@ -3,6 +3,9 @@
 Layout (Megatron-LM's): ``<root>/latest_checkpointed_iteration.txt`` names the iteration, ``<root>/iter_0000012``
 holds it. A checkpoint is written to ``iter_0000012.writing`` and renamed when every rank has finished; the tracker is
 replaced last. A process killed at any moment therefore leaves the tracker pointing at a complete directory.
+
+What a checkpoint is of (``--ckpt-format``) is seen by its files: ``torch_dist`` and ``torch_dcp`` have one
+``.metadata`` for all, ``torch`` a directory per model-parallel rank.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 from slime.utils.atomic_file import sync, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TORCH_DIST, TORCH, TORCH_DCP = "torch_dist", "torch", "torch_dcp"
 _WRITING, _REPLACED = ".writing", ".replaced"
 
 
@@ -54,13 +58,31 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> tuple[Path, in
             present = sorted(p.name for p in Path(root).glob("iter_*") if p.is_dir())
             raise FileNotFoundError(f"there is no checkpoint {directory}; {root} has {present or 'none'}")
         directory = aside
-    for name in ("metadata.json", ".metadata", "common.pt"):
-        if not (directory / name).is_file():
-            raise ValueError(
-                f"checkpoint {directory} is incomplete: it has no {name}. Choose another iteration of {root} with "
-                f"--ckpt-step, or write its number to {TRACKER}"
-            )
+    absent = _absent(directory)
+    if absent is not None:
+        raise ValueError(
+            f"checkpoint {directory} is incomplete: it has no {absent}. Choose another iteration of {root} with "
+            f"--ckpt-step, or write its number to {TRACKER}"
+        )
     return directory, iteration
+
+
+def stored_format(directory: Path) -> str:
+    """Return the ``--ckpt-format`` of the checkpoint in ``directory``, which is complete."""
+    if any(directory.glob("mp_rank_*")):
+        return TORCH
+    return TORCH_DIST if (directory / "metadata.json").is_file() else TORCH_DCP
+
+
+def _absent(directory: Path) -> str | None:
+    """Return the first file that a checkpoint should have and ``directory`` has not."""
+    if ranks := sorted(directory.glob("mp_rank_*")):
+        names = [f"{rank.name}/model_optim_rng.pt" for rank in ranks]
+    elif any(directory.glob("*.distcp")) and not any((directory / n).is_file() for n in ("metadata.json", "common.pt")):
+        names = [".metadata"]
+    else:
+        names = ["metadata.json", ".metadata", "common.pt"]
+    return next((name for name in names if not (directory / name).is_file()), None)
 
 
 def begin(root: str | Path, iteration: int) -> Path:
@@ -80,7 +102,7 @@ def publish(root: str | Path, iteration: int) -> Path:
     directory = iteration_dir(root, iteration)
     writing = directory.with_name(directory.name + _WRITING)
     aside = directory.with_name(directory.name + _REPLACED)
-    for path in writing.iterdir():
+    for path in writing.rglob("*"):
         sync(path)
     sync(writing)
     if directory.exists():

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.algorithms.losses import compute_value_loss
+from slime.backends.megatron_utils.checkpoint_dir import TORCH_DIST, stored_format
+from slime.backends.megatron_utils.checkpoint_formats import shapes_of
 from slime.backends.megatron_utils.cp_utils import Reducer, response_rows_and_targets, slice_samples_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, sample_name
 from slime.backends.megatron_utils.response_logits import note_finite_samples, packed_row
@@ -91,7 +93,10 @@ def checkpoint_has_value_head(directory: Path, hidden_size: int) -> bool:
     """Whether a Megatron checkpoint holds a value head for this hidden size, and not e.g. a language model's layer."""
     from megatron.core import dist_checkpointing
 
-    saved = dist_checkpointing.load_tensors_metadata(str(directory)).get(f"{VALUE_HEAD}.weight")
+    name = f"{VALUE_HEAD}.weight"
+    if stored_format(directory) != TORCH_DIST:
+        return (1, hidden_size) in shapes_of(directory, name)
+    saved = dist_checkpointing.load_tensors_metadata(str(directory)).get(name)
     return saved is not None and tuple(saved.global_shape) == (1, hidden_size)
 
 

@@ -138,8 +138,8 @@ class TestFlagsOfTrainingScripts:
     def test_what_would_change_the_training_is_refused(self) -> None:
         with pytest.raises(ArgumentError, match="--rampup-batch-size is not available yet"):
             parse("--rampup-batch-size", "16", "16", "1000")
-        with pytest.raises(ArgumentError, match=r"--ckpt-format torch is not available yet.*torch_dist"):
-            parse("--ckpt-format", "torch")
+        with pytest.raises(ArgumentError, match=r"--ckpt-format zarr is not available yet.*torch_dist"):
+            parse("--ckpt-format", "zarr")
 
 
 def test_the_nine_names_that_differ_from_their_fields(flags) -> None:

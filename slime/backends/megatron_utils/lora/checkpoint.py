@@ -36,7 +36,9 @@ def base_digest(args: Namespace) -> str:
     base = base_of(args)
     directory = find_checkpoint(base, args.ref_ckpt_step)[0] if is_megatron_checkpoint(base) else Path(base)
     digest = hashlib.sha256()
-    for path in sorted(p for pattern in ("*.safetensors", "*.distcp") for p in directory.glob(pattern)):
+    for path in sorted(
+        p for pattern in ("*.safetensors", "*.distcp", "mp_rank_*/*.pt") for p in directory.glob(pattern)
+    ):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -93,8 +93,15 @@ class TorchDistCheckpoint:
 
 
 def _iteration(directory: Path) -> Path:
+    form = checkpoint_dir.TORCH if any(directory.glob("mp_rank_*")) else checkpoint_dir.TORCH_DIST
     if checkpoint_dir.is_megatron_checkpoint(directory):
-        return checkpoint_dir.find_checkpoint(directory)[0]
+        directory = checkpoint_dir.find_checkpoint(directory)[0]
+        form = checkpoint_dir.stored_format(directory)
+    if form != checkpoint_dir.TORCH_DIST:
+        raise ValueError(
+            f"{directory} is of --ckpt-format {form}, and torch_dist is what is converted: resume it with "
+            "--ckpt-format torch_dist and convert what is saved then, or let the run export with --save-hf"
+        )
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no directory {directory}")
     absent = [name for name in (".metadata", "common.pt") if not (directory / name).is_file()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,24 @@ def test_release_checkpoint_and_garbage_tracker(tmp_path: Path) -> None:
 def test_no_tracker_is_no_megatron_checkpoint(tmp_path: Path) -> None:
     assert not cd.is_megatron_checkpoint(tmp_path)
     assert not cd.is_megatron_checkpoint(None)
+
+
+@pytest.mark.parametrize(
+    ("files", "form"),
+    [
+        (FILES, cd.TORCH_DIST),
+        (("mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"), cd.TORCH),
+        ((".metadata", "__0_0.distcp"), cd.TORCH_DCP),
+    ],
+)
+def test_the_format_is_seen_by_the_files(tmp_path: Path, files: tuple[str, ...], form: str) -> None:
+    directory = cd.begin(tmp_path, 2)
+    for name in files:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("x")
+    cd.publish(tmp_path, 2)
+    found, _ = cd.find_checkpoint(tmp_path)
+    assert cd.stored_format(found) == form
+    (found / files[0]).unlink()
+    with pytest.raises(ValueError, match=f"is incomplete: it has no {re.escape(files[0])}"):
+        cd.find_checkpoint(tmp_path)

@@ -329,3 +329,16 @@ def test_the_commands(
     said = capsys.readouterr().out
     assert "not needed, config.json describes the model: --num-layers 2" in said
     assert "all tensors equal those of" in said
+
+
+@pytest.mark.parametrize(
+    ("form", "files"), [("torch", ["mp_rank_00/model_optim_rng.pt"]), ("torch_dcp", [".metadata", "__0_0.distcp"])]
+)
+def test_checkpoints_of_other_formats_are_named(form: str, files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    for name in files:
+        path = tmp_path / "iter_0000003" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    with pytest.raises(ValueError, match=rf"is of --ckpt-format {form}, and torch_dist is what is converted"):
+        TorchDistCheckpoint(tmp_path)
