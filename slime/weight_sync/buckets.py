@@ -47,7 +47,8 @@ class Bucket:
 
     def flatten(self) -> torch.Tensor:
         """Return all tensors as one contiguous uint8 tensor of shape ``[nbytes]``."""
-        return torch.cat([t.detach().contiguous().flatten().view(torch.uint8) for _, t in self.tensors])
+        parts = [t.detach().contiguous().flatten().view(torch.uint8) for _, t in self.tensors]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def iter_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], limit_bytes: int) -> Iterator[Bucket]:

@@ -24,6 +24,7 @@ from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import control_group
 from slime.weight_sync.buckets import Bucket, iter_buckets
+from slime.weight_sync.experts import ExpertPlaces
 from slime.weight_sync.fanout import WeightSyncError, agree, attempt
 from slime.weight_sync.process_group import EngineGroup
 from slime.weight_sync.quantized import weights_to_push
@@ -39,6 +40,7 @@ class TensorTransport:
         self._client: EngineClient | None = None
         self._slots: list[int] = []
         self._slots_group: dist.ProcessGroup | None = None
+        self._experts: ExpertPlaces | None = None
         self._spare_draft: bool | None = None
         """True: the engine's draft model has a checkpoint of its own, whose tensors have the names of the model's."""
         self._beyond: EngineGroup | None = None
@@ -60,12 +62,14 @@ class TensorTransport:
             group = dist.new_group(slots, backend="gloo")
             if self.layout.rank in slots:
                 self._client, self._slots, self._slots_group = client, slots, group
-        attempt(self._ask_for_draft)
+        attempt(self._ask_engine)
         attempt(partial(self._join_beyond, beyond))
 
-    def _ask_for_draft(self) -> None:
-        if self._client is not None and self.layout.rank == self._slots[0]:
-            self._spare_draft = separate_draft(self._client.server_info()) is not None or None
+    def _ask_engine(self) -> None:
+        if self._client is not None:
+            info = self._client.server_info()
+            self._spare_draft = separate_draft(info) is not None or None
+            self._experts = ExpertPlaces.of_engine(info, self.args.num_experts)
 
     def _join_beyond(self, beyond: list[tuple[EngineInfo, EngineClient]]) -> None:
         if beyond and self.layout.rank == 0:
@@ -92,12 +96,22 @@ class TensorTransport:
                 except Exception as e:  # noqa: BLE001  (raised on every rank, after the stream)
                     error = e
             if self._slots_group is not None:
-                error = self._send_local(bucket, version, error)
-            sent += bucket.nbytes
+                mine = self._own(bucket)
+                error = self._send_local(mine, version, error)
+                sent += mine.nbytes
+            elif self._beyond is not None:
+                sent += bucket.nbytes
         agree(error)
         if sent and self._slots_group is not None and torch.cuda.is_available():
             torch.cuda.ipc_collect()  # blocks that an engine still held when the bucket was dropped here
         return sent
+
+    def _own(self, bucket: Bucket) -> Bucket:
+        """Return the part of ``bucket`` that the engine rank on this rank's slot needs."""
+        if self._experts is None:
+            return bucket
+        place = self._slots.index(self.layout.rank)
+        return Bucket(tuple(t for t in bucket.tensors if self._experts.holds(place, t[0])), bucket.is_last)
 
     def _send_local(self, bucket: Bucket, weight_version: str | None, error: Exception | None) -> Exception | None:
         """Hand over this rank's part; return ``error`` or what goes wrong now. After an error no request is made."""
