@@ -14,6 +14,8 @@ SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 
 GRPO_ROLLOUTS = 100
 STEPS_PER_ROLLOUT, EVAL_INTERVAL = 2, 10
+LORA_LR = "1.5e-3"
+"""Ten times that of full training."""
 PPO_ROLES = "examples/quickstart/ppo_roles.yaml"
 Algorithm = Literal["grpo", "ppo"]
 DATASET = "addition"
@@ -51,9 +53,9 @@ class Paths:
         """The checkpoint after SFT, in Megatron's format."""
         return self.root / "sft_save"
 
-    def grpo(self, shuffled: bool) -> Path:
-        """The run directory of GRPO, or of its control."""
-        return self.root / ("grpo_shuffled" if shuffled else "grpo")
+    def grpo(self, shuffled: bool, lora_rank: int = 0) -> Path:
+        """The run directory of GRPO, of its control, or of adapters."""
+        return self.root / ("grpo_shuffled" if shuffled else f"grpo_lora{lora_rank}" if lora_rank else "grpo")
 
     @property
     def ppo(self) -> Path:
@@ -102,12 +104,16 @@ def sft(paths: Paths, seed: int) -> list[str]:
     ]  # fmt: skip
 
 
-def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]:
-    """Return the arguments of ``train.py`` for GRPO: two engines behind the router, one trainer."""
+def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool, lora_rank: int = 0) -> list[str]:
+    """Return the arguments of ``train.py`` for GRPO: two engines behind the router, one trainer.
+
+    ``lora_rank``: of the adapters that are trained in the place of the model, and that engines are sent alone.
+    """
     evaluate_every, steps = min(EVAL_INTERVAL, rollouts), STEPS_PER_ROLLOUT * rollouts
     control = ["--custom-reward-post-process-path", "examples.quickstart.reward.shuffled_rewards"] if shuffled else []
+    adapters = ["--lora-rank", str(lora_rank), "--lora-sync", "adapter"] if lora_rank else []
     return [
-        "--hf-checkpoint", str(paths.sft_model),
+        "--hf-checkpoint", str(paths.sft_model), *adapters,
         "--prompt-data", str(paths.data / "train.jsonl"), "--input-key", "messages", "--label-key", "label",
         "--apply-chat-template", "--rollout-shuffle", "--rollout-seed", str(42 + seed),
         "--custom-rm-path", "examples.quickstart.reward.exact_answer", *control,
@@ -121,10 +127,11 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]
         "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28",
         "--use-kl-loss", "--kl-loss-coef", "0.15", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
-        "--lr", "1.5e-4", "--min-lr", "0", "--lr-decay-style", "linear", "--lr-warmup-iters", str(min(10, steps // 2)),
+        "--lr", LORA_LR if lora_rank else "1.5e-4", "--min-lr", "0",
+        "--lr-decay-style", "linear", "--lr-warmup-iters", str(min(10, steps // 2)),
         "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
         "--seed", str(1234 + seed),
-        "--run-dir", str(unused(paths.grpo(shuffled))),
+        "--run-dir", str(unused(paths.grpo(shuffled, lora_rank))),
     ]  # fmt: skip
 
 

@@ -39,6 +39,12 @@ def accuracy(run_dir: Path) -> list[tuple[int, float]]:
     return [(row["step"], float(row["value"])) for row in rows if row["name"] == f"eval/{recipe.DATASET}"]
 
 
+def last_push(run_dir: Path) -> int:
+    """Return the bytes of weights that the last push to the engines sent."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return int([row["value"] for row in rows if row["name"] == "perf/update_weights_wire_bytes"][-1])
+
+
 def describe_sft(row: dict[str, Any]) -> str | None:
     """Return the loss, now and then."""
     step = row["step"] + 1
@@ -66,7 +72,12 @@ def expected_time(paths: Paths, rollouts: int, algorithm: recipe.Algorithm) -> s
 
 
 def quickstart(
-    paths: Paths, seed: int, rollouts: int, shuffled: bool, algorithm: recipe.Algorithm = "grpo"
+    paths: Paths,
+    seed: int,
+    rollouts: int,
+    shuffled: bool,
+    algorithm: recipe.Algorithm = "grpo",
+    lora_rank: int = 0,
 ) -> dict[str, Any]:
     """Run the stages that have not been run yet in ``paths`` and return the result."""
     seconds: dict[str, float] = {}
@@ -88,7 +99,7 @@ def quickstart(
     if algorithm == "ppo":
         flags = recipe.ppo(paths, seed, rollouts=rollouts)
     else:
-        flags = recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)
+        flags = recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled, lora_rank=lora_rank)
     run_dir = Path(flags[flags.index("--run-dir") + 1])
     seconds[algorithm] = run_stage(
         name, ["python", "train.py", *flags], logs / f"{run_dir.name}.log", deadline_s=DEADLINES[algorithm],
@@ -100,7 +111,9 @@ def quickstart(
     from slime.report import write_report
 
     result = {
-        "seed": seed, "shuffled": shuffled, "algorithm": name, "before": evaluations[0][1], "after": evaluations[-1][1],
+        "seed": seed, "shuffled": shuffled, "algorithm": name, "lora_rank": lora_rank,
+        "push_bytes": last_push(run_dir),
+        "before": evaluations[0][1], "after": evaluations[-1][1],
         "evaluations": evaluations, "seconds": {k: round(v, 1) for k, v in seconds.items()},
         "report": str(write_report(run_dir)),
     }  # fmt: skip
@@ -113,11 +126,13 @@ def conclude(paths: Paths, result: dict[str, Any]) -> None:
     during = " ".join(f"{value:.1%}" for _, value in result["evaluations"])
     accuracies = f"{result['before']:.1%} after SFT -> {result['after']:.1%} after {result['algorithm']}"
     took = ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items())
+    adapters = f" (adapters of rank {result['lora_rank']})" if result["lora_rank"] else ""
     print(f"""
 == Done ({took})
 
 Held-out accuracy, sampled at temperature 1: {accuracies}
 (of every evaluation: {during}).
+Each push of weights to the engines: {result["push_bytes"]:,} bytes{adapters}.
 
 Curves, time per stage and samples, to open in a browser:
     {os.path.relpath(result["report"])}
@@ -140,6 +155,9 @@ def main() -> int:
     parser.add_argument(
         "--algorithm", choices=("grpo", "ppo"), default="grpo", help="what the third stage learns with (default: grpo)"
     )
+    parser.add_argument(
+        "--lora-rank", type=int, default=0, help="train adapters of this rank, not the model (default: 0, the model)"
+    )
     parser.add_argument("--shuffled-rewards", action="store_true", help="the control: rewards dealt out at random")
     parser.add_argument("--dir", type=Path, help="directory; where it holds an SFT model, only the third stage is run")
     options = parser.parse_args()
@@ -147,6 +165,10 @@ def main() -> int:
         parser.error(f"--rollouts {options.rollouts}: expected at least 1")
     if options.shuffled_rewards and options.algorithm != "grpo":
         parser.error("--shuffled-rewards is a control of --algorithm grpo, whose rewards are those of groups")
+    if options.lora_rank < 0 or (options.lora_rank and (options.shuffled_rewards or options.algorithm != "grpo")):
+        parser.error(
+            f"--lora-rank {options.lora_rank}: expected 0, or a rank with --algorithm grpo and its own rewards"
+        )
     root = options.dir or Path("runs") / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
     paths = Paths(Path(os.path.relpath(root, ROOT)) if root.absolute().is_relative_to(ROOT) else root.absolute())
     os.chdir(ROOT)
@@ -154,7 +176,7 @@ def main() -> int:
     expected = expected_time(paths, options.rollouts, algorithm)
     print(INTRODUCTION.format(expected=expected, root=os.path.relpath(paths.root)), flush=True)
     try:
-        conclude(paths, quickstart(paths, options.seed, options.rollouts, shuffled, algorithm))
+        conclude(paths, quickstart(paths, options.seed, options.rollouts, shuffled, algorithm, options.lora_rank))
     except StageError as error:
         print(f"\nquickstart: {error}", file=sys.stderr)
         return 1

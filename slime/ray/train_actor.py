@@ -122,6 +122,7 @@ class TrainRayActor:
 
         A push that fails fails on every rank alike, with ``WeightSyncError``; another one may be tried.
         """
+        from slime.backends.megatron_utils.parallel import gather_from_world
         from slime.weight_sync import create_updater
         from slime.weight_sync.in_place import InPlaceTransport
 
@@ -131,14 +132,17 @@ class TrainRayActor:
             self._updater.connect(engines)
             with self.trainer.weights_present():  # an offloaded trainer keeps its weights elsewhere
                 version = self._updater.update()
-        if isinstance(transport := self._updater.transport, InPlaceTransport):
-            self._report_changes(transport.density, transport.wire_bytes)
+        transport = self._updater.transport
+        density = transport.density if isinstance(transport, InPlaceTransport) else None
+        self._report_push(sum(gather_from_world(self._updater.bytes_sent)), density)
         self.weights_synced(synchronous_loop)
         return version
 
-    def _report_changes(self, density: float, wire_bytes: int) -> None:
+    def _report_push(self, wire_bytes: int, density: float | None) -> None:
         if self.rank == 0:
-            metrics = {"perf/update_weights_density": density, "perf/update_weights_wire_bytes": wire_bytes}
+            metrics: dict[str, float] = {"perf/update_weights_wire_bytes": wire_bytes}
+            if density is not None:
+                metrics["perf/update_weights_density"] = density
             step = {"rollout/step": rollout_step(self.args, self._next_rollout)}
             log(self.args, metrics | step, *step)
 
@@ -162,7 +166,7 @@ class TrainRayActor:
         with timer("update_weights"), self.trainer.weights_present():
             directory = publish(self.args, self.trainer, version, engines, delta=delta, confirmed=confirmed)
         if delta is not None:
-            self._report_changes(delta.density, delta.wire_bytes)
+            self._report_push(delta.wire_bytes, delta.density)
         return str(directory)
 
     @reports_errors

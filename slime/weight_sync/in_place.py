@@ -68,12 +68,11 @@ class InPlaceTransport(DistributedTransport):
 
     Attributes:
         density: bytes of the elements that changed in the last push, of all; 1 where all weights were sent.
-        wire_bytes: bytes that were broadcast, by all stages.
     """
 
     def __init__(self, args: Namespace) -> None:
         super().__init__(args)
-        self.density, self.wire_bytes = 1.0, 0
+        self.density = 1.0
         self._run = ""
         self._engines: list[EngineInfo] = []
         self._holders: set[EngineInfo] = set()
@@ -131,7 +130,6 @@ class InPlaceTransport(DistributedTransport):
             apply(change.payload, form, content, _dtype(change.part).itemsize, xor=False)
         self._confirm(target, prepared.sums)
         self._since_full += 1
-        self.wire_bytes = sum(gather_from_world(sum(sent)))
         return sum(sent)
 
     def _send_stage_changes(
@@ -158,7 +156,7 @@ class InPlaceTransport(DistributedTransport):
         """Send all weights and keep a copy of them; let the engines note which they are."""
         self._content = {}
         sent = super().send(source, weight_version=weight_version)
-        self.density, self.wire_bytes = 1.0, sum(gather_from_world(sent))
+        self.density = 1.0
         if not self._takes_changes:
             return sent
         mine = {name: checksum(weight.content.data, self._kind) for name, weight in self._content.items()}

@@ -57,6 +57,16 @@ def test_ppo_adds_fifteen_points(tmp_path, capsys):
     assert sorted(metric(result["run_dir"], "train/loss")) == list(range(10, 2 * PPO_ROLLOUTS))
 
 
+@pytest.mark.timeout(2400)
+def test_adapters_learn_as_much_and_pushes_are_small(tmp_path, capsys):
+    result = run_quickstart(tmp_path, "--lora-rank", "8", timeout_s=2300)
+    with capsys.disabled():
+        print(f"\nLoRA: {result['before']:.1%} -> {result['after']:.1%}, {result['push_bytes']} bytes a push")
+    check_run(result, ROLLOUTS)
+    assert result["after"] >= result["before"] + 0.20
+    assert result["push_bytes"] == 2 * 8 * 2816 * 4  # two layers, rank 8, fp32; 2816: inputs and outputs of all layers
+
+
 def median_stages(run_dir):
     """Return {stage: median seconds} over the rollouts of a run."""
     stages = ("generate", "train", "sync_weights")

@@ -19,7 +19,10 @@ def run_quickstart(directory: Path, *flags: str, timeout_s: float) -> dict[str, 
     )  # fmt: skip
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
-    run_dir = directory / ("grpo_shuffled" if "--shuffled-rewards" in flags else "ppo" if "ppo" in flags else "grpo")
+    name = "grpo_shuffled" if "--shuffled-rewards" in flags else "ppo" if "ppo" in flags else "grpo"
+    if "--lora-rank" in flags:
+        name += f"_lora{flags[flags.index('--lora-rank') + 1]}"
+    run_dir = directory / name
     return {**json.loads((run_dir / "result.json").read_text()), "output": output, "run_dir": run_dir}
 
 

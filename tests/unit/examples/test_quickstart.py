@@ -102,6 +102,9 @@ def test_the_command_lines_are_accepted_by_train_py(paths):
     ppo = parse_args(recipe.ppo(paths, 1, rollouts=60))
     assert (ppo.num_rollout, ppo.use_critic, ppo.num_critic_only_steps) == (60, True, 5)
     assert role_args(ppo, "critic").lr == 1e-3
+    lora = parse_args(recipe.grpo(paths, 1, rollouts=60, shuffled=False, lora_rank=8))
+    assert (lora.lora_rank, lora.lora_sync, lora.lr) == (8, "adapter", 1.5e-3)
+    assert Path(lora.run_dir).name == "grpo_lora8"
 
 
 @pytest.mark.parametrize("rollouts", [1, 2, 5, 10])
@@ -127,6 +130,12 @@ def test_a_second_run_in_a_directory_has_metrics_of_its_own(paths):
     directory().mkdir()
     assert directory() == paths.root / "grpo-3"
     assert quickstart.accuracy(paths.grpo(False)) == [(0, 0.5), (9, 0.5)]
+
+
+def test_the_bytes_of_the_last_push_are_those_of_the_metric(tmp_path):
+    rows = [{"name": "perf/update_weights_wire_bytes", "step": step, "value": 100.0 + step} for step in (0, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert quickstart.last_push(tmp_path) == 101
 
 
 def test_what_it_says_about_time_counts_only_what_is_left_to_do(paths, tmp_path):
