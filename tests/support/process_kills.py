@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -61,8 +62,7 @@ class Kills:
         rollouts = self.check()
         lines = [f"{rollouts} rollouts, every sample once; until one had all of them again:"]
         for name, seconds in self.seconds.items():
-            in_order = sorted(seconds)
-            middle, longest = in_order[len(in_order) // 2], in_order[-1]
+            middle, longest = statistics.median(seconds), max(seconds)
             lines.append(f"  {name}: {len(seconds)} kills, {middle:.1f} s (median), {longest:.1f} s (longest)")
         return "\n".join(lines)
 
