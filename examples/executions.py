@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from slime.utils.types import Sample
 _Settings = TypeVar("_Settings")
 
 
-def settings_of(args: Namespace, kind: type[_Settings], prefix: str, prompts: Mapping[str, str]) -> _Settings:
+def settings_of(args: Namespace, kind: Callable[..., _Settings], prefix: str, prompts: Mapping[str, str]) -> _Settings:
     """Return the dataclass ``kind`` with the values that ``--custom-config-path`` sets: attributes ``<prefix><field>``.
 
     Its field ``prompts`` gets the texts of ``prompts``, of which the file may replace any. Raises ValueError for an
