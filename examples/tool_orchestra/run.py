@@ -57,6 +57,7 @@ EXAMPLE = SmallExample(
         "--custom-eval-rollout-log-function-path=examples.tool_orchestra.rollout.log_evaluation",
     ),
     generate="examples.tool_orchestra.rollout.generate",
+    control="examples.executions.shuffled_rewards",
     service=services,
     replaced={
         "--rollout-max-response-len": "80",
