@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -31,12 +32,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def engine(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """An engine of two ranks with half of the experts each; a CPU computes nothing with them."""
+    """An engine of two ranks with half of the experts each: it takes weights, but on a CPU it cannot generate."""
     args = engine_args(models[0], rollout_num_gpus_per_engine=2, sglang_ep_size=2, sglang_skip_server_warmup=True)
     engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=tmp_path_factory.mktemp("log") / "engine.log")
     engine.start()
     try:
-        engine.wait_ready()
+        client, end = engine.client(timeout=10), time.monotonic() + 180
+        while not client.is_healthy(timeout=5):
+            assert engine.poll() is None, engine.last_lines(50)
+            assert time.monotonic() < end, engine.last_lines(50)
+            time.sleep(0.5)
         yield engine
     finally:
         engine.stop()
