@@ -21,6 +21,7 @@ NETWORK = f"10.213.{os.getpid() % 250}"
 HEAD = f"{NETWORK}.1"
 BRIDGE = f"slime{os.getpid() % 100000}"
 READY_S = 120.0
+STARTS = 3
 
 
 def ip(words: str) -> None:
@@ -78,7 +79,7 @@ class Machines:
             ip(f"addr add {HEAD}/24 dev {BRIDGE}")
             ip(f"link set {BRIDGE} up")
             self._head = self._start("head", (), HEAD, self._head_slots, self._head_words)
-            self._wait(HEAD, self._head)
+            assert self._joins(HEAD, self._head), self._head.last_lines()
         except BaseException:
             self.__exit__()
             raise
@@ -92,7 +93,10 @@ class Machines:
         ip(f"link del {BRIDGE}")
 
     def add(self) -> Machine:
-        """Switch a new host on, and return when it has joined."""
+        """Switch a new host on, and return when it has joined.
+
+        Ray gives a start up after 30 s, which is too early on a busy machine: it is tried again.
+        """
         self._count += 1
         name, address = f"{BRIDGE}-{self._count}", f"{NETWORK}.{self._count}"
         outside = f"sl{os.getpid() % 100000}.{self._count}"
@@ -102,11 +106,13 @@ class Machines:
         for words in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
             ip(f"netns exec {name} ip {words}")
         namespaces = ("ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-        process = self._start(name, namespaces, address, self._slots, f"--address {self._gcs}")
-        machine = Machine(self._count, process)
-        self._running.append(machine)
-        self._wait(address, process)
-        return machine
+        for _ in range(STARTS):
+            process = self._start(name, namespaces, address, self._slots, f"--address {self._gcs}")
+            machine = Machine(self._count, process)
+            self._running.append(machine)
+            if self._joins(address, process):
+                return machine
+        raise AssertionError(process.last_lines())
 
     def _start(self, name: str, before: Sequence[str], address: str, slots: int, words: str) -> GuardedProcess:
         command = f"""{RAY} start --block --num-cpus 2 --node-ip-address {address} --min-worker-port 0
@@ -116,8 +122,8 @@ class Machines:
         env = {**self._env, "SLIME_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0" if before else BRIDGE}
         return spawn([*before, *command.split(), *resources], env, self._root / f"{name}.log", name)
 
-    def _wait(self, address: str, process: GuardedProcess) -> None:
-        """Wait until the host with that address, whose ``ray start`` is ``process``, is in the cluster."""
+    def _joins(self, address: str, process: GuardedProcess) -> bool:
+        """Wait until a host is in the cluster; return False when its ``ray start``, ``process``, has ended before."""
         end = time.monotonic() + READY_S
         env = {**self._env, "RAY_ADDRESS": self._gcs}
         program = """import ray
@@ -127,7 +133,8 @@ print([node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]])"""
         while True:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=READY_S)
             if f"'{address}'" in done.stdout:
-                return
-            assert process.poll() is None, process.last_lines()
+                return True
+            if process.poll() is not None:
+                return False
             assert time.monotonic() < end, (done.stdout, done.stderr, process.last_lines())
             time.sleep(0.5)
