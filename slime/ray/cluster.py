@@ -270,7 +270,8 @@ def on_node(node_id: str) -> dict[str, Any]:
 
 def _resources_of(node_id: str) -> dict[str, float]:
     """Return the total resources of a node; nothing of one that is gone."""
-    return next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
+    found: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
+    return found
 
 
 def on_slot(pg: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

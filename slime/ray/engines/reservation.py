@@ -39,7 +39,7 @@ class Reservation:
 
     def __init__(self, plan: EnginePlan, wiring: dict[str, Any], *, on_this_node: bool) -> None:
         bundle = {name: amount * plan.num_gpus_on_node for name, amount in wiring["slot"].items()}
-        pinned = {}
+        pinned: dict[str, float] = {}
         if on_this_node:
             pinned[cluster.node_resource(ray.get_runtime_context().get_node_id())] = cluster.NODE_SHARE
         self._pg = placement_group(
