@@ -20,7 +20,7 @@ LIMIT = 2
 
 def test_fully_async_rollouts_with_a_bound_on_staleness_until_ctrl_c(tmp_path: Path):
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
-    extra = f"""--rollout-num-gpus 1 --num-rollout 1000 --rollout-max-response-len 192 --sglang-server-concurrency 24
+    extra = f"""--rollout-num-gpus 1 --num-rollout 1000 --rollout-max-response-len 448 --sglang-server-concurrency 24
         --custom-rm-path tests.support.rollout_hooks.parity_reward
         --rollout-data-postprocess-path tests.support.rollout_hooks.note_training
         --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async --max-staleness {LIMIT}
