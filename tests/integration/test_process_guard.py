@@ -139,14 +139,16 @@ def test_owner_ended_by_a_signal(tmp_path, end_owner):
 
 def test_fork_of_the_owner_does_not_keep_the_command(tmp_path):
     """A fork holds copies of the owner's sockets, so that the supervisor sees no end-of-file."""
-    code = OWNER.replace("print(p.pid", "import os\nif os.fork() == 0: time.sleep(3); os._exit(0)\nprint(p.pid")
+    code = OWNER.replace("print(p.pid", "import os\nfork = os.fork()\nif not fork: time.sleep(600)\nprint(p.pid, fork")
     args = [DAEMON, str(tmp_path / "pid"), str(tmp_path / "log")]
     owner = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
-    command = int(owner.stdout.readline())
+    command, fork = map(int, owner.stdout.readline().split())
     owner.kill()
-    started = time.monotonic()
-    wait_for(lambda: not alive(command), 15, "the command has ended")
-    assert time.monotonic() - started < 2.9
+    try:
+        wait_for(lambda: not alive(command), 15, "the command has ended")
+        assert alive(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
     owner.communicate(timeout=20)
 
 

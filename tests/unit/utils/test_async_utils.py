@@ -38,19 +38,19 @@ def test_results_and_errors_come_back():
 def test_calls_from_several_threads_share_the_loop():
     seen: list[asyncio.AbstractEventLoop] = []
 
-    async def remember() -> None:
-        await asyncio.sleep(0.05)
+    async def wait_for_the_others() -> None:
         seen.append(asyncio.get_running_loop())
+        while len(seen) < 4:
+            await asyncio.sleep(0.01)
 
-    threads = [threading.Thread(target=lambda: run(remember())) for _ in range(4)]
-    began = time.monotonic()
+    threads = [threading.Thread(target=lambda: run(wait_for_the_others()), daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
-    assert set(seen) == {get_async_loop()}
+        thread.join(30)
+        assert not thread.is_alive()
     assert len(seen) == 4
-    assert time.monotonic() - began < 1.0
+    assert set(seen) == {get_async_loop()}
 
 
 def test_a_call_from_the_loop_itself_is_refused():
@@ -74,7 +74,7 @@ def test_interrupt_cancels_what_is_running_and_raises_its_reason():
         run(wait())
     timer.join()
     assert cleaned == ["yes"]
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     assert run(value(1)) == 1
     assert interrupt(RuntimeError("nobody")) == 0
 
@@ -94,7 +94,7 @@ def test_a_coroutine_that_will_not_end_is_left_behind(monkeypatch):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="stop"):
         run(stubborn())
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     release.set()
 
 

@@ -183,12 +183,12 @@ async def test_nobody_listens(client):
 
 
 async def test_the_deadline_covers_everything_and_aborts_the_request(cluster, client):
-    cluster.engines[0].delay = cluster.engines[1].delay = 5.0
+    cluster.engines[0].delay = cluster.engines[1].delay = 60.0
     began = time.monotonic()
     with pytest.raises(HttpTimeoutError, match=r"deadline of 0\.3 s") as caught:
         await client.post(f"{cluster.router.url}/generate", REQUEST, timeout=0.3)
     assert isinstance(caught.value, TimeoutError)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     await client.drain_aborts()
     rid = cluster.requests[0]["rid"]
     assert all({"rid": rid} in engine.aborts for engine in cluster.engines)
