@@ -2,6 +2,7 @@
 
     python -m tools.convert hf-to-fp8 /models/Qwen3-4B /models/Qwen3-4B-FP8
     python -m tools.convert hf-to-int4 /models/Qwen3-30B-A3B /models/Qwen3-30B-A3B-INT4 --group-size 128
+    python -m tools.convert hf-to-int4 /models/Qwen3-30B-A3B /models/Qwen3-30B-A3B-GPTQ --calibration-data texts.jsonl
     python -m tools.convert to-bf16 /models/Qwen3-4B-FP8 /models/Qwen3-4B-bf16
     python -m tools.convert torch-dist-to-hf checkpoints exported --origin-hf-dir /models/Qwen3-4B
     python -m tools.convert hf-to-torch-dist /models/Qwen3-4B /models/Qwen3-4B_torch_dist
@@ -56,12 +57,32 @@ def add_int4_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-workers", type=int, default=1, help="files in work at a time; memory is that of all")
 
 
+def add_calibration_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of GPTQ, of those of the older command those but the data and the group size."""
+    parser.add_argument("--num-calibration-samples", type=int, default=256, help="windows of text (default 256)")
+    parser.add_argument("--max-sequence-length", type=int, default=2048, help="tokens of a window (default 2048)")
+    parser.add_argument(
+        "--dampening-frac", type=float, default=0.01, help="added to the Hessian's diagonal, of its mean"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the checkpoint")
+
+
 def hf_to_int4(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
-    """Write ``source`` in INT4, rounded to nearest."""
+    """Write ``source`` in INT4, rounded to nearest, or by GPTQ with --calibration-data."""
     from slime.utils.quantization import Int4
     from slime.utils.quantization.files import quantize_checkpoint
 
     form = Int4(options.group_size, options.is_symmetric)
+    if data := getattr(options, "calibration_data", None):
+        from slime.utils.quantization.gptq import Calibration, gptq_checkpoint
+
+        texts = Calibration(
+            *(str(data), options.num_calibration_samples, options.max_sequence_length, options.dampening_frac),
+            trust_remote_code=options.trust_remote_code,
+        )
+        rules, workers = options.ignore_rules, options.max_workers
+        gptq_checkpoint(source, target, form, rules, texts, workers=workers, force=force)
+        return
     quantize_checkpoint(source, target, form, options.ignore_rules, workers=options.max_workers, force=force)
 
 
@@ -112,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_fp8_flags(made[hf_to_fp8])
     add_int4_flags(made[hf_to_int4])
     made[hf_to_int4].add_argument("--asymmetric", dest="is_symmetric", action="store_false", help="with zero points")
+    made[hf_to_int4].add_argument(
+        "--calibration-data", metavar="FILE", help="round by GPTQ: .jsonl or .parquet with texts in a column text"
+    )
+    add_calibration_flags(made[hf_to_int4])
     made[to_bf16].add_argument("--max-workers", type=int, default=1, help="files in work at a time")
     made[torch_dist_to_hf].add_argument("--origin-hf-dir", type=Path, help="the model that training began with")
     made[torch_dist_to_hf].add_argument(

@@ -29,7 +29,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "DeepEP": ("--moe-enable-deepep", "--moe-token-dispatcher-type"),
     "sparse attention": ("--enable-experimental", "--allgather-cp", "--dsa-*", "--spec"),
     "routing replay": ("--use-*routing-replay",),
-    "FP8 training": ("--fp8-*",),
     "INT4 QAT": ("--train-env-vars",),
 }  # fmt: skip
 

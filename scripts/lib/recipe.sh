@@ -88,10 +88,10 @@ SFT_OPTIMIZER_ARGS=(
     --adam-beta1 0.9 --adam-beta2 0.95
 )
 
-# Matrix products of the trainer in block-wise FP8, as the engines compute them; weights are kept in FP8 too.
+# Matrix products of the trainer in block-wise FP8, as the engines compute them; its weights are bf16.
 FP8_ARGS=(
     --transformer-impl transformer_engine --bf16
-    --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather
+    --fp8-format e4m3 --fp8-recipe blockwise
 )
 
 # Quantization-aware training: the trainer computes with experts rounded to INT4 in groups, as the engine has them, and

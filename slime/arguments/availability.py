@@ -38,7 +38,6 @@ NOT_YET: dict[str, str | tuple[Any, ...]] = {
     "megatron_server_update_timeout_s": ANY,
     "megatron_server_warmup": ANY,
     # Megatron: families and formats that have no weight map or kernel yet
-    "fp8": ANY,
     "fp4": ANY,
     "moe_token_drop_policy": ("position",),
     "experimental_attention_variant": ANY,
@@ -72,12 +71,7 @@ NOT_YET_MEGATRON: tuple[str, ...] = (
     "ep_overlap_early_attn_memory_release",
     "use_fused_weighted_squared_relu",
     # low precision
-    "fp8_*",
     "fp4_*",
-    "tp_only_amax_red",
-    "first_last_layers_bf16",
-    "num_layers_at_*_in_bf16",
-    "disable_parameter_transpose_cache",
     "keep_fp8_transpose_cache",
     "reuse_grad_buf_for_mxfp8_param_ag",
     "use_kitchen*",
@@ -139,6 +133,8 @@ NOT_YET_SPECS: dict[str, str] = {
 # Flags that can have no effect -> why, or what to do instead.
 _INFERENCE = "it concerns generation with Megatron; engines generate here"
 INERT: dict[str, str] = {
+    "fp8_param_gather": "weights are kept and gathered in bf16, of which pushes and checkpoints are made",
+    "fp8_interval": "TransformerEngine does not read it; leave it out",
     "http_proxy": "set the environment variables http_proxy and no_proxy instead",
     "min_batch_collection_ratio": "it never had an effect; leave it out",
     "cross_entropy_loss_fusion": "slime computes log-probs itself; see --log-probs-chunk-size",

@@ -29,6 +29,7 @@ CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
     "moe_enable_deepep": (False, None),
     "tp_comm_overlap": (False, "--tp-comm-overlap"),
     "use_nccl_ub": (False, "--use-nccl-ub"),
+    "fp8": (None, "--fp8-format"),
     "optimizer_cpu_offload": (False, "--optimizer-cpu-offload"),
 }
 # Attribute -> values that only work with a GPU.

@@ -185,7 +185,7 @@ NOT_YET = "not available yet in this version; leave it out"
         ([], []),
         ([f"--allgather-cp is {NOT_YET}"], ["sparse attention"]),
         ([f"--spec slime_plugins.models.glm5.glm5 get_glm5_spec is {NOT_YET}"], ["sparse attention"]),
-        ([f"{NOT_YET}: --fp8-recipe, --allgather-cp"], ["FP8 training", "sparse attention"]),
+        ([f"{NOT_YET}: --moe-enable-deepep, --allgather-cp"], ["DeepEP", "sparse attention"]),
         (
             ["--sglang-config f: encoder engines (model a) are not available yet in this version: y; use x"],
             ["encoder engines"],

@@ -10,7 +10,7 @@ import pytest
 from tests.support.distributed import run_distributed
 from tests.support.model_families import FAMILIES, LAYOUTS, families_of, make_checkpoint
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]  # the first test waits for all cases
 
 CASES = [(name, layout) for layout in LAYOUTS for name in families_of(layout)]
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -33,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     checkpoints = {name: make_checkpoint(folder, name) for name in FAMILIES}
     scratch = tmp_path_factory.mktemp("merged")
     arguments = {"checkpoints": checkpoints, "layouts": LAYOUTS, "scratch": str(scratch)}
-    return run_distributed("tests.support.lora_ranks:all_families", 2, arguments, timeout=900)
+    return run_distributed("tests.support.lora_ranks:all_families", 2, arguments, timeout=3000)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

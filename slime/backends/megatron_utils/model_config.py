@@ -134,6 +134,11 @@ def transformer_config_from_args(args: Namespace) -> Any:
     values = _same_named(config_class, args)
     values.update(_translated(args))
     on_cuda = accelerator.device_type() == "cuda"
+    if args.fp8 is not None and not (on_cuda and HAVE_TE):
+        raise ValueError(
+            f"--fp8-format {args.fp8}: TransformerEngine computes products in FP8, and it is not installed where this "
+            "trainer runs (import transformer_engine); install it, or leave out --fp8-format"
+        )
     without = list(NEEDS_FUSED_KERNELS) if not (on_cuda and HAVE_TE) else []
     if not on_cuda:
         without += NEEDS_CUDA

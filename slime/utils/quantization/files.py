@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +42,48 @@ def quantize_checkpoint(
     Raises FileExistsError for a ``target`` that is there without ``force``, FileNotFoundError for what is no
     checkpoint, and ValueError for one that is quantized, has no linear layer left, or whose weights do not divide.
     """
-    config = read_config(source)
-    if quantization_of(config):
-        raise ValueError(f"{source} is quantized already: convert it to bf16 first")
-    with HfCheckpoint(source) as checkpoint:
-        shapes = {name: checkpoint.slice(name).get_shape() for name in checkpoint.names}
-    chosen = {n for n, shape in shapes.items() if is_linear(n, shape) and not any(ignores(rule, n) for rule in rules)}
-    if not chosen:
-        raise ValueError(f"the rules {', '.join(rules)} leave no linear layer of {source} to quantize")
-    quantizer = Quantizer(form, lambda name, _: name in chosen)
-    for name in sorted(chosen):  # what does not divide is found before anything is written
-        list(quantizer.quantize(name, torch.empty(shapes[name], device="meta")))
+    weights = Chosen.of(source, form, rules)
+    quantizer = Quantizer(form, lambda name, _: name in weights.names)
 
     def transform(checkpoint: HfCheckpoint, names: Sequence[str]) -> Named:
         return quantizer.stream((name, checkpoint.tensor(name)) for name in names)
 
-    left = sorted(n.removesuffix(".weight") for n, shape in shapes.items() if len(shape) > 1 and n not in chosen)
-    config["quantization_config"] = form.config([*rules, *left])
-    made_of = {"format": [type(form).__name__, asdict(form)], "rules": list(rules)}  # type: ignore[call-overload]
-    _rewrite(source, target, transform, config, made_of, workers=workers, force=force)
+    made_of = {"format": described(form), "rules": list(rules)}
+    rewrite(source, target, transform, weights.config(form, rules), made_of, workers=workers, force=force)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The weights ``names`` of the checkpoint ``source`` that are to be quantized; ``shapes`` are those of all."""
+
+    source: Path
+    names: frozenset[str]
+    shapes: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def of(cls, source: Path, form: Format, rules: Sequence[str]) -> Chosen:
+        """Choose linear layers that ``rules`` do not ignore. Raises as ``quantize_checkpoint``."""
+        if quantization_of(read_config(source)):
+            raise ValueError(f"{source} is quantized already: convert it to bf16 first")
+        with HfCheckpoint(source) as checkpoint:
+            shapes = {name: checkpoint.slice(name).get_shape() for name in checkpoint.names}
+        names = {n for n, shape in shapes.items() if is_linear(n, shape) and not any(ignores(r, n) for r in rules)}
+        if not names:
+            raise ValueError(f"the rules {', '.join(rules)} leave no linear layer of {source} to quantize")
+        quantizer = Quantizer(form, lambda name, _: name in names)
+        for name in sorted(names):  # what does not divide is found before anything is written
+            list(quantizer.quantize(name, torch.empty(shapes[name], device="meta")))
+        return cls(source, frozenset(names), shapes)
+
+    def config(self, form: Format, rules: Sequence[str]) -> dict[str, Any]:
+        """Return ``config.json`` of the quantized checkpoint, which lists what is not quantized."""
+        left = sorted(n.removesuffix(".weight") for n, s in self.shapes.items() if len(s) > 1 and n not in self.names)
+        return {**read_config(self.source), "quantization_config": form.config([*rules, *left])}
+
+
+def described(form: Format) -> list[Any]:
+    """Return what tells ``form`` from others, as JSON."""
+    return [type(form).__name__, asdict(form)]  # type: ignore[call-overload]
 
 
 def to_bf16(source: Path, target: Path, *, workers: int = 1, force: bool = False) -> None:
@@ -82,7 +105,7 @@ def to_bf16(source: Path, target: Path, *, workers: int = 1, force: bool = False
         if isinstance(part, dict):
             part.pop("quantization_config", None)
             part.update({key: "bfloat16" for key in ("torch_dtype", "dtype") if key in part})
-    _rewrite(source, target, transform, config, {"format": "bf16"}, workers=workers, force=force)
+    rewrite(source, target, transform, config, {"format": "bf16"}, workers=workers, force=force)
 
 
 def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Format) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,7 +135,7 @@ def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Format) ->
             yield name, tensor
 
 
-def _rewrite(
+def rewrite(
     source: Path,
     target: Path,
     transform: Transform,
@@ -130,7 +153,7 @@ def _rewrite(
         files: dict[str, list[str]] = {}
         for name in sorted(checkpoint.names):
             files.setdefault(checkpoint.file_of(name).name, []).append(name)
-        states = {file: [(source / file).stat().st_size, (source / file).stat().st_mtime_ns] for file in files}
+        states = {file: state_of(source / file) for file in files}
         partial = hf_writer.begin(target, {**made_of, "source": str(source.resolve()), "files": states})
         missing = [file for file in files if not (partial / file).is_file()]
         total = sum(states[file][0] for file in files)
@@ -166,3 +189,8 @@ def _rewrite(
     hf_writer.copy_other_files(source, partial)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     hf_writer.publish(partial, target)
+
+
+def state_of(file: Path) -> list[int]:
+    """Return what changes when ``file`` does: its size, and when it was written."""
+    return [file.stat().st_size, file.stat().st_mtime_ns]

@@ -77,7 +77,6 @@ TRANSLATED = {
     "--attention-output-gate": ("attention_output_gate", True),
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
     "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_grad", False),
-    "--fp8-param-gather": ("fp8_param", True),
     "--use-nccl-ub": ("nccl_ub", True),
     "--te-rng-tracker": ("use_te_rng_tracker", True),
     "--ddp-bucket-size 100": ("bucket_size", 100),

@@ -22,8 +22,7 @@ REFUSED = {
     "run-glm5-744B-A40B.sh": {
         "--spec", "--freeze-indexer", "--allgather-cp", "--megatron-deepgemm-forward-layers",
         "--megatron-deepgemm-forward-modules", "--megatron-deepgemm-moe-forward-layers",
-        "--megatron-deepgemm-moe-forward-modules", "--fp8-param-gather", "--enable-experimental", "--fp8-format",
-        "--fp8-recipe",
+        "--megatron-deepgemm-moe-forward-modules", "--enable-experimental",
     },
     "run-megatron-server.sh": {"--megatron-server-warmup"},
     "run-qwen3-4B-0.2-refused.sh": {

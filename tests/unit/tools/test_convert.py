@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -66,8 +68,21 @@ def test_int4_and_back(model: Path, tmp_path: Path) -> None:
     convert.main(["hf-to-int4", str(model), str(tmp_path / "zero"), "--asymmetric", "--ignore-rules", "re:.*lm_head"])
     with HfCheckpoint(tmp_path / "zero") as checkpoint:
         assert "model.layers.0.self_attn.q_proj.weight_zero_point" in checkpoint.names
-    with pytest.raises(SystemExit, match=r"GPTQ .* are not available yet .* --group-size 64 --is-symmetric"):
-        older("convert_hf_to_int4", "--input-dir", model, "--quant-group-size", 64, "--data-dir", "/nowhere")
+
+
+def test_int4_by_gptq_asks_for_what_it_needs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("convert_hf_to_int4", "--input-dir", model, "--output-dir", tmp_path / "out", "--data-dir", "/nowhere")
+    with pytest.raises(SystemExit, match="W8A16 is not available"):
+        older(*given, "--quant-type", "W8A16")
+    with pytest.raises(SystemExit, match=r"cannot be stored in INT4: .* group size 48"):
+        older(*given, "--quant-group-size", 48)
+    monkeypatch.setitem(sys.modules, "llmcompressor", None)
+    with pytest.raises(SystemExit, match=r"package llmcompressor, which cannot be imported .* pip install"):
+        older(*given)
+    monkeypatch.setitem(sys.modules, "llmcompressor", ModuleType("llmcompressor"))
+    with pytest.raises(SystemExit, match=r"/nowhere/train-00000-of-00001.parquet does not exist"):
+        older(*given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_quantized_checkpoint_becomes_loadable(model: Path, tmp_path: Path) -> None:

@@ -178,3 +178,36 @@ def test_only_the_built_in_model_lets_the_loss_overwrite_its_logits() -> None:
     wrapper.module = model
     assert passes._needs_no_logits(model)
     assert not passes._needs_no_logits(wrapper)  # it may end in anything
+
+
+@pytest.fixture
+def gpt_layer_specs() -> Any:
+    """Megatron's module, imported as on this machine."""
+    import_megatron()
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return gpt_layer_specs
+
+
+@pytest.mark.parametrize(("device", "installed"), [("cuda", False), ("cpu", True)])
+def test_fp8_needs_transformer_engine(
+    gpt_layer_specs: Any, monkeypatch: pytest.MonkeyPatch, device: str, installed: bool
+) -> None:
+    monkeypatch.setattr(accelerator, "device_type", lambda: device)
+    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", installed)
+    with pytest.raises(ValueError, match=r"--fp8-format e4m3: TransformerEngine .* is not installed .*; install it"):
+        transformer_config_from_args(_args(fp8="e4m3"))
+
+
+def test_fp8_is_passed_on_to_transformer_engine(gpt_layer_specs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "device_type", lambda: "cuda")
+    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", True)
+    args = _args(
+        fp8="hybrid", fp8_recipe="tensorwise", fp8_margin=1, first_last_layers_bf16=True, num_layers_at_end_in_bf16=2,
+        bf16=True, apply_rope_fusion=False,
+    )  # fmt: skip
+    config = transformer_config_from_args(args)
+    assert (config.fp8, config.fp8_recipe, config.fp8_margin) == ("hybrid", "tensorwise", 1)
+    assert (config.first_last_layers_bf16, config.num_layers_at_end_in_bf16) == (True, 2)
+    assert not config.fp8_param
+    assert optimizer_config_from_args(args, config).fp8_recipe == "tensorwise"
