@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +46,7 @@ class Served:
     """The engines of one model, the router, a regular engine beside them, and checkpoints of one architecture."""
 
     root: Path
+    transport: str
     checkpoints: list[Path]
     prefill: EngineProcess
     decode: list[EngineProcess]
@@ -60,16 +63,25 @@ class Served:
         control.close()
 
 
-def engine_of(root: Path, checkpoint: Path, rank: int, worker_type: str) -> EngineProcess:
-    args = engine_args(checkpoint)
+def engine_of(root: Path, checkpoint: Path, rank: int, worker_type: str, transport: str) -> EngineProcess:
+    args = engine_args(checkpoint, sglang_disaggregation_transfer_backend=transport)
     log = root / f"{worker_type}_{rank}.log"
     engine = EngineProcess(args, rank=rank, host="127.0.0.1", log_path=log, worker_type=worker_type)
     engine.start()
     return engine
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def why_not(transport: str) -> str:
+    """What this machine lacks to carry caches with ``transport``; empty where it lacks nothing."""
+    module = {"nixl": "nixl", "mooncake": "mooncake.engine", "mooncake_tcp": "mooncake.engine"}[transport]
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+
+
+@pytest.fixture(scope="module", params=["nixl", "mooncake", "mooncake_tcp"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    if reason := why_not(request.param):
+        pytest.skip(f"{request.param} cannot carry caches here: {reason}")
     root = tmp_path_factory.mktemp("disaggregated")
     checkpoints = [make_tiny_checkpoint(root / f"model{seed}", seed=seed) for seed in (0, 1)]
     router = RouterProcess(
@@ -80,13 +92,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         router.start()
         for rank, worker_type in enumerate(("prefill", "decode", "decode", "regular")):
-            engines.append(engine_of(root, checkpoints[0], rank, worker_type))
+            engines.append(engine_of(root, checkpoints[0], rank, worker_type, request.param))
         router.wait_ready()
         for engine in engines:
             engine.wait_ready()
         for engine in engines[:3]:
             router.add_engine(engine.info)
-        made = Served(root, checkpoints, engines[0], engines[1:3], engines[3], router)
+        made = Served(root, request.param, checkpoints, engines[0], engines[1:3], engines[3], router)
         yield made
     finally:
         router.stop()
@@ -203,7 +215,7 @@ def test_engines_that_die_are_done_without_and_replaced(served: Served, args: Si
     os.kill(served.prefill.pid or 0, signal.SIGKILL)
     served.router.remove_engine(served.prefill.info)
     samples, thread = begin(args, 4, 20)
-    successor = engine_of(served.root, served.checkpoints[0], 4, "prefill")
+    successor = engine_of(served.root, served.checkpoints[0], 4, "prefill", served.transport)
     assert successor.info.bootstrap_port != served.prefill.info.bootstrap_port
     served.prefill = successor
     successor.wait_ready()

@@ -1,18 +1,68 @@
-"""Engines that join, leave and die at many random moments."""
+"""Engines that join, leave and die at many random moments, and real ones: at the wrong moment, and with their node."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.integration.test_loop_elastic_engines import (
+    DEADLINE_S,
+    check_samples,
+    engines,
+    first_server,
+    serving,
+    wait_until,
+)
 from tests.support.engine_churn import churn_engines
 from tests.support.engine_kills import ENGINE_WORDS, rollout_client
+from tests.support.imports import ROOT
+from tests.support.machines import Machines
+from tests.support.run_train import Run, read_metric, rl_flags, sums_file
 from tests.support.standin_fleet import standin_fleet
+from tools.tiny_model import make_tiny_checkpoint
 
+__all__ = ["engines"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 CHANGES = int(os.environ.get("SLIME_SOAK_KILLS", "20")) * 3
+FLAGS = """--num-rollout 100000 --rollout-max-response-len 256
+    --custom-rm-path tests.support.rollout_hooks.parity_reward
+    --save-debug-rollout-data {folder}/dump_{{rollout_id}}.pt"""
+
+
+def flags_of(folder: Path, words: str) -> list[str]:
+    flags = rl_flags(make_tiny_checkpoint(folder / "model"), sums_file(folder / "sums.jsonl"))
+    return [*flags, *FLAGS.format(folder=folder).split(), *words.split()]
+
+
+def last_rollout(run: Run) -> int:
+    """The last rollout that was trained on."""
+    return int(max(read_metric(run.run_dir, "train/loss"), default=-1))
+
+
+def end_and_check(run: Run, folder: Path) -> dict[str, float]:
+    """Two rollouts later: nothing is amiss with samples, tokens and versions; return the counts of engines."""
+    last = last_rollout(run) + 2
+    run.wait_for(rf"rollout {last} of ", DEADLINE_S)
+    run.send(signal.SIGTERM)
+    ended = run.finish(60.0)
+    assert ended.returncode == 143, ended.output
+    run.assert_nothing_left()
+    check_samples(folder, last + 1)
+    for which in ("min", "max"):
+        versions = ended.metric(f"rollout/weight_version/{which}")
+        assert all(version == rollout_id + 1 for rollout_id, version in versions.items())
+    assert max(ended.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    names = ("serving", "added", "removed", "lost")
+    return {name: ended.metric(f"rollout/engines/{name}").get(last, 0.0) for name in names}
 
 
 @pytest.mark.timeout(600)
@@ -22,3 +72,50 @@ def test_standins_join_leave_and_die_at_many_random_moments(monkeypatch: pytest.
         rollout_client(monkeypatch, tmp_path) as make_args,
     ):
         print(churn_engines(monkeypatch, standins, router, make_args, CHANGES))
+
+
+@pytest.mark.timeout(900)
+def test_the_only_engine_dies_while_another_is_added(tmp_path: Path, engines: Callable[..., str]) -> None:
+    """It takes the weights of then from a push in the middle of the rollout, and so does the successor of the lost."""
+    words = "--rollout-num-gpus 1 --rollout-max-engines 2 --use-fault-tolerance"
+    with Run(flags_of(tmp_path, words), tmp_path / "run") as run:
+        run.wait_for(r"rollout 1 of ", DEADLINE_S)
+        only = first_server(run, engines(run, "list"))
+        assert engines(run, "add") == "being started: engine 1\n"
+        assert re.search(r" 1 .* starting$", engines(run, "list"), re.MULTILINE)
+        os.kill(only, signal.SIGKILL)
+        run.wait_for(rf"\(pid {only}, .* was ended by signal 9", DEADLINE_S)
+        run.wait_for(r"It was the last one that served", DEADLINE_S)
+        wait_until(run, lambda: serving(run) == 2)
+        assert end_and_check(run, tmp_path) == {"serving": 2, "added": 1, "removed": 0, "lost": 1}
+
+
+@pytest.mark.timeout(900)
+def test_a_node_that_ray_takes_away_is_replaced(tmp_path: Path) -> None:
+    """Its engine leaves in time, no request breaks off, and one is added on a node that joins."""
+    with contextlib.ExitStack() as stack:
+        # Ray's sockets live under its directory, and their paths must be short.
+        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True))
+        machines = stack.enter_context(Machines(Path(root), head_slots=2, slots=1))
+        leaving = machines.add()
+        words = "--rollout-num-gpus 2 --rollout-max-engines 2 --drain-timeout 30"
+        run = stack.enter_context(Run(flags_of(tmp_path, words), tmp_path / "run", env=machines.joining))
+
+        def command(*words: str) -> str:
+            done = subprocess.run(
+                [sys.executable, "-m", "slime", "engines", *words, "--run-dir", str(run.run_dir)],
+                env={**os.environ, **machines.joining}, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
+            )  # fmt: skip
+            return done.stdout or done.stderr
+
+        run.wait_for(r"rollout 1 of ", DEADLINE_S)
+        machines.drain(leaving, 120)
+        run.wait_for(r"Ray takes nodes away: engines 1 leave within 30 s", DEADLINE_S)
+        run.wait_for(r"engine 1 was removed", DEADLINE_S)
+        leaving.switch_off()
+        wait_until(run, lambda: serving(run) == 1)
+        assert "the Ray cluster has no room for engine 2" in command("add")
+        machines.add()
+        assert command("add") == "being started: engine 3\n"
+        wait_until(run, lambda: serving(run) == 2)
+        assert end_and_check(run, tmp_path) == {"serving": 2, "added": 1, "removed": 1, "lost": 0}

@@ -114,6 +114,17 @@ class Machines:
                 return machine
         raise AssertionError(process.last_lines())
 
+    def drain(self, machine: Machine, seconds: int) -> None:
+        """Tell Ray that ``machine`` is taken away in so many seconds, as an autoscaler does."""
+        program = f"""import ray
+ray.init(logging_level=40)
+print({{node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}}["{machine.address}"])"""
+        env = {**self._env, "RAY_ADDRESS": self._gcs}
+        found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        words = f"""drain-node --address {self._gcs} --node-id {found.stdout.split()[-1]} --reason-message test
+            --reason DRAIN_NODE_REASON_PREEMPTION --deadline-remaining-seconds {seconds}"""
+        subprocess.run([RAY, *words.split()], env=env, check=True, capture_output=True, timeout=READY_S)
+
     def _start(self, name: str, before: Sequence[str], address: str, slots: int, words: str) -> GuardedProcess:
         command = f"""{RAY} start --block --num-cpus 2 --node-ip-address {address} --min-worker-port 0
             --max-worker-port 0 --object-store-memory 200000000 --disable-usage-stats {words}"""
