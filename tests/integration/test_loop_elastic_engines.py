@@ -59,9 +59,9 @@ def pauses(run: Run, rank: int) -> int:
     return (run.run_dir / "logs" / f"engine_{rank}.log").read_text().count("POST /pause_generation")
 
 
-def first_server(run: Run, table: str) -> int:
-    """The process that answers HTTP of the first engine in what ``list`` has printed."""
-    found = re.search(r"  0 +http://127.0.0.1:(\d+) ", table)
+def server_of(run: Run, rank: int, table: str) -> int:
+    """The process that answers HTTP of an engine in what ``list`` has printed."""
+    found = re.search(rf"  {rank} +http://127.0.0.1:(\d+) ", table)
     assert found, table
     lines = {pid: command_line(pid) for pid in run.processes()}
     of_engine = [pid for pid, line in lines.items() if re.search(rf"--port[ =]{found[1]}\b", line)]
@@ -102,7 +102,7 @@ def test_one_engine_becomes_three_and_one_again(tmp_path: Path, engines: Callabl
         if when == "in a push":  # which the other engine holds up for longer than this one may wait for
             (run.run_dir / "stay").touch()
             wait_until(run, (run.run_dir / "stays").exists)
-            slow, before = first_server(run, table), pauses(run, 1)
+            slow, before = server_of(run, 0, table), pauses(run, 1)
             os.kill(slow, signal.SIGSTOP)
             (run.run_dir / "stay").unlink()
             wait_until(run, lambda: pauses(run, 1) > before)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +17,9 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.engine import EngineProcess
+from slime.backends.sglang_utils.errors import EngineStartError
 from slime.backends.sglang_utils.router import RouterProcess
+from slime.backends.sglang_utils.server_args import EngineSpec, check_transport
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.requests.engines import EngineLoads
 from slime.rollout.sglang_rollout import generate
@@ -37,7 +37,6 @@ from tests.support.run_train import Run, command_line, read_metric, rl_flags, ru
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
-pytest.importorskip("nixl", reason="prefill and decode engines on a CPU need nixl, which make setup installs")
 TOLERANCE = 1e-5
 
 
@@ -71,17 +70,18 @@ def engine_of(root: Path, checkpoint: Path, rank: int, worker_type: str, transpo
     return engine
 
 
-def why_not(transport: str) -> str:
-    """What this machine lacks to carry caches with ``transport``; empty where it lacks nothing."""
-    module = {"nixl": "nixl", "mooncake": "mooncake.engine", "mooncake_tcp": "mooncake.engine"}[transport]
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
-    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+def need(transport: str) -> None:
+    """Skip the test where this machine lacks what carries caches with ``transport``."""
+    spec = EngineSpec(rank=0, host="", port=0, nccl_port=0, num_gpus=1, model_path="", worker_type="decode")
+    try:
+        check_transport(engine_args("none", sglang_disaggregation_transfer_backend=transport), spec)
+    except EngineStartError as e:
+        pytest.skip(str(e))
 
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake", "mooncake_tcp"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    if reason := why_not(request.param):
-        pytest.skip(f"{request.param} cannot carry caches here: {reason}")
+    need(request.param)
     root = tmp_path_factory.mktemp("disaggregated")
     checkpoints = [make_tiny_checkpoint(root / f"model{seed}", seed=seed) for seed in (0, 1)]
     router = RouterProcess(
@@ -229,6 +229,7 @@ def test_engines_that_die_are_done_without_and_replaced(served: Served, args: Si
 
 @pytest.mark.timeout(900)
 def test_grpo_over_prefill_and_decode_engines_that_die(tmp_path: Path):
+    need("nixl")
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
     extra = """--prefill-num-servers 1 --rollout-num-gpus 3 --num-rollout 100000 --rollout-max-response-len 64
         --use-fault-tolerance --check-weight-update-equal --custom-rm-path tests.support.rollout_hooks.parity_reward"""
@@ -245,12 +246,14 @@ def test_grpo_over_prefill_and_decode_engines_that_die(tmp_path: Path):
     assert max(read_metric(run.run_dir, "rollout/engines/lost").values()) == 2
 
 
-def test_prefill_and_decode_engines_take_turns_with_the_trainer(tmp_path: Path):
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_prefill_and_decode_engines_take_turns_with_the_trainer(tmp_path: Path, transport: str):
     """Their memory is released and resumed around every training step."""
+    need(transport)
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
-    extra = """--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --prefill-num-servers 1 --num-rollout 3
-        --check-weight-update-equal --use-fault-tolerance --rollout-max-response-len 64
-        --custom-rm-path tests.support.rollout_hooks.parity_reward"""
+    extra = f"""--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --prefill-num-servers 1 --num-rollout 3
+        --sglang-disaggregation-transfer-backend {transport} --check-weight-update-equal --use-fault-tolerance
+        --rollout-max-response-len 64 --custom-rm-path tests.support.rollout_hooks.parity_reward"""
     run = run_train([*flags, *extra.split()], tmp_path / "run")
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
     assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0, 2: 3.0}

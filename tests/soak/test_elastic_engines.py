@@ -18,7 +18,7 @@ from tests.integration.test_loop_elastic_engines import (
     DEADLINE_S,
     check_samples,
     engines,
-    first_server,
+    server_of,
     serving,
     wait_until,
 )
@@ -80,7 +80,7 @@ def test_the_only_engine_dies_while_another_is_added(tmp_path: Path, engines: Ca
     words = "--rollout-num-gpus 1 --rollout-max-engines 2 --use-fault-tolerance"
     with Run(flags_of(tmp_path, words), tmp_path / "run") as run:
         run.wait_for(r"rollout 1 of ", DEADLINE_S)
-        only = first_server(run, engines(run, "list"))
+        only = server_of(run, 0, engines(run, "list"))
         assert engines(run, "add") == "being started: engine 1\n"
         assert re.search(r" 1 .* starting$", engines(run, "list"), re.MULTILINE)
         os.kill(only, signal.SIGKILL)
@@ -91,7 +91,8 @@ def test_the_only_engine_dies_while_another_is_added(tmp_path: Path, engines: Ca
 
 
 @pytest.mark.timeout(900)
-def test_a_node_that_ray_takes_away_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("notice", ["drain-node", "SIGTERM"])
+def test_a_node_that_ray_takes_away_is_replaced(tmp_path: Path, notice: str) -> None:
     """Its engine leaves in time, no request breaks off, and one is added on a node that joins."""
     with contextlib.ExitStack() as stack:
         # Ray's sockets live under its directory, and their paths must be short.
@@ -109,8 +110,13 @@ def test_a_node_that_ray_takes_away_is_replaced(tmp_path: Path) -> None:
             return done.stdout or done.stderr
 
         run.wait_for(r"rollout 1 of ", DEADLINE_S)
-        machines.drain(leaving, 120)
-        run.wait_for(r"Ray takes nodes away: engines 1 leave within 30 s", DEADLINE_S)
+        if notice == "SIGTERM":
+            leaving.terminate()
+            within = r"1\d"  # half of the 30 s that Ray gives it
+        else:
+            machines.drain(leaving, 120)
+            within = "30"  # --drain-timeout
+        run.wait_for(rf"Ray takes nodes away: engines 1 leave within {within} s", DEADLINE_S)
         run.wait_for(r"engine 1 was removed", DEADLINE_S)
         leaving.switch_off()
         wait_until(run, lambda: serving(run) == 1)
