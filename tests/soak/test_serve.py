@@ -16,7 +16,7 @@ import yaml
 from openai import OpenAI
 
 from tests.integration.test_loop_elastic_engines import engines, server_of
-from tests.integration.test_serve import PAGE, START_DEADLINE_S, wait_until
+from tests.integration.test_serve import PAGE, wait_until
 from tests.support.engines import Reference
 from tests.support.run_train import Run
 from tools.tiny_model import make_tiny_checkpoint
@@ -24,6 +24,7 @@ from tools.tiny_model import make_tiny_checkpoint
 __all__ = ["engines"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 PROMPT = list(range(20, 40))
+DEADLINE_S = 480.0
 
 
 def file_of_the_page(folder: Path, paths: dict[str, Path]) -> Path:
@@ -55,7 +56,7 @@ def serving(run: Run) -> dict[str, list[str]]:
     return {name: [engine["state"] for engine in model["engines"]] for name, model in found.items()}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_two_models(tmp_path: Path, engines: Callable[..., str]) -> None:
     paths = {
         "policy": make_tiny_checkpoint(tmp_path / "policy"),
@@ -63,7 +64,7 @@ def test_two_models(tmp_path: Path, engines: Callable[..., str]) -> None:
     }
     flags = ["--sglang-config", str(file_of_the_page(tmp_path, paths)), "--rollout-max-engines", "2"]
     with Run(flags, tmp_path / "run", module=("slime", "serve")) as run:
-        run.wait_for(r"^judge .* regular +1 +serving$", START_DEADLINE_S)
+        run.wait_for(r"^judge .* regular +1 +serving$", DEADLINE_S)
         table = engines(run, "list")
         routers = dict(re.findall(r"^(policy|judge) +(http://\S+) ", table, re.MULTILINE))
 
@@ -81,12 +82,12 @@ def test_two_models(tmp_path: Path, engines: Callable[..., str]) -> None:
 
         first = server_of(run, 1, table)
         assert engines(run, "add", "--model", "judge") == "being started: engine 2\n"
-        wait_until(lambda: serving(run)["judge"] == ["serving"] * 2, run, START_DEADLINE_S)
+        wait_until(lambda: serving(run)["judge"] == ["serving"] * 2, run, DEADLINE_S)
         os.kill(first, signal.SIGKILL)
         check("judge", references["judge"])
-        wait_until(lambda: serving(run)["judge"][0] != "serving", run, START_DEADLINE_S)
+        wait_until(lambda: serving(run)["judge"][0] != "serving", run, DEADLINE_S)
         check("judge", references["judge"])
-        wait_until(lambda: serving(run)["judge"] == ["serving"] * 2, run, START_DEADLINE_S)
+        wait_until(lambda: serving(run)["judge"] == ["serving"] * 2, run, DEADLINE_S)
         assert engines(run, "remove", 1) == "removed: engine 1\n"
         check("judge", references["judge"])
         check("policy", references["policy"])
