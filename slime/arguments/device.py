@@ -125,7 +125,7 @@ def _check_caches_are_unregistered(args: Namespace) -> None:
         given = args.sglang_disaggregation_transfer_backend
         backend = plan.overrides.get("disaggregation_transfer_backend", given)
         disaggregated = plan.worker_type in ("prefill", "decode")
-        if plan.offload and disaggregated and backend != "mooncake":
+        if plan.offload and disaggregated and backend not in ("mooncake", "mooncake_tcp"):
             raise ArgumentError(
                 f"--sglang-disaggregation-transfer-backend {backend}: SGLang leaves the cache of {plan} registered "
                 "when its memory is released for the trainer, and unregisters it with mooncake alone; use mooncake, "

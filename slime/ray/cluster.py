@@ -43,6 +43,8 @@ SMALL_MACHINE_BYTES = 64 * 2**30
 SMALL_OBJECT_STORE_BYTES = 1 * 2**30
 JANITOR_DEADLINE_S = 60.0
 CONNECT_SECONDS = 20.0
+RAY_TIMED_OUT = "timed out during startup"
+"""What Ray says when its node has not registered in time, which cannot be set."""
 _SOURCE_ROOT = str(Path(slime.__file__).parents[1])
 
 QUIET_RAY = {
@@ -345,6 +347,20 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
     _use_loopback()
+    try:
+        _start(run_id, slots)
+    except Exception as e:
+        if RAY_TIMED_OUT not in str(e):
+            raise
+        logger.warning("Ray has not started within its 30 s on a busy machine, and is started once more: %s", e)
+        ray.shutdown()
+        start_janitor(f"{RUN_TAG}={run_id}").sweep()  # what is left of it, which ``shutdown`` does not know
+        _start(run_id, slots)
+    return True
+
+
+def _start(run_id: str, slots: int) -> None:
+    """Start Ray in processes of this host, and connect."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Socket paths below a long temporary directory would be too long for the kernel.
     too_long = len(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "") > 40 and sys.platform == "linux"
@@ -360,7 +376,6 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
         _node_ip_address="127.0.0.1",
         _temp_dir="/tmp/ray" if too_long else None,
     )
-    return True
 
 
 def _use_loopback() -> None:

@@ -67,7 +67,7 @@ def test_a_frozen_judge_takes_turns_with_the_trainer(tmp_path: Path):
 
 
 def test_engines_of_different_sizes_get_the_same_weights(tmp_path: Path):
-    """One engine of two slots beside one of one, with settings of their own, and a slot that stays free."""
+    """One engine of two slots beside two of one, with settings of their own, and a slot that stays free."""
     actor = make_tiny_checkpoint(tmp_path / "actor")
     engines = write(
         tmp_path / "engines.yaml",
@@ -77,18 +77,18 @@ sglang:
     server_groups:
       - {num_gpus: 2, num_gpus_per_engine: 2, overrides: {max_running_requests: 7}}
       - {worker_type: placeholder, num_gpus: 1}
-      - {num_gpus: 1, overrides: {max_running_requests: 9}}
+      - {num_gpus: 2, num_gpus_per_engine: 1, overrides: {max_running_requests: 9}}
 """,
     )
     flags = rl_flags(actor, sums_file(tmp_path / "sums.jsonl"))
-    extra = f"""--rollout-num-gpus 4 --sglang-config {engines} --num-rollout 2 --check-weight-update-equal
+    extra = f"""--rollout-num-gpus 5 --sglang-config {engines} --num-rollout 2 --check-weight-update-equal
         --router-policy round_robin --custom-rm-path tests.support.rollout_hooks.parity_reward"""
     run = run_train([*flags, *extra.split()], tmp_path / "run")
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
     assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0}
-    for rank, tp_size, limit in ((0, 2, 7), (1, 1, 9)):
+    for rank, tp_size, limit in ((0, 2, 7), (1, 1, 9), (2, 1, 9)):
         arguments = server_arguments(run, rank)
         assert f"'tp_size': {tp_size}," in arguments
         assert f"'max_running_requests': {limit}," in arguments
-    answered = [(run.run_dir / "logs" / f"engine_{rank}.log").read_text().count("POST /generate") for rank in (0, 1)]
+    answered = [(run.run_dir / "logs" / f"engine_{rank}.log").read_text().count("POST /generate") for rank in range(3)]
     assert min(answered) > 0

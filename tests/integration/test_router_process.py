@@ -87,6 +87,41 @@ def test_requests_with_one_routing_key_go_to_one_engine(tmp_path: Path, policy: 
     assert not set(asked[0]) & set(asked[1])
 
 
+def test_sessions_stay_where_they_are_when_an_engine_leaves_smg(tmp_path: Path) -> None:
+    pytest.importorskip("smg")
+    args = engine_args("none", router_policy="consistent_hashing", sglang_router_package="smg")
+    router = RouterProcess(args, "127.0.0.1", log_path=tmp_path / "router.log")
+    keys = [f"session-{number}" for number in range(48)]
+    with StandInCluster(3) as cluster, requests.Session() as client:
+        infos = [EngineInfo(engine.url) for engine in cluster.engines]
+
+        def ask() -> None:
+            body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+            for key in keys:
+                headers = {"X-SMG-Routing-Key": key}
+                client.post(f"{router.url}/generate", json=body, headers=headers, timeout=60).raise_for_status()
+
+        try:
+            router.start()
+            router.wait_ready(60)
+            for info in infos:
+                router.add_engine(info)
+            ask()
+            before = [{_routing_key(headers) for headers in engine.headers} for engine in cluster.engines]
+            assert router.remove_engine(infos[0])
+            wait_until(lambda: len(list_workers(router.url)) == 2)
+            ask()
+        finally:
+            router.stop()
+    after = [{_routing_key(headers) for headers in engine.headers} for engine in cluster.engines]
+    assert all(before)
+    assert after[0] == before[0]
+    # Those of the engine that left went to the others, and no other moved.
+    assert not (after[1] - before[1]) - before[0]
+    assert not (after[2] - before[2]) - before[0]
+    assert before[0] <= after[1] | after[2]
+
+
 def _routing_key(headers: dict[str, str]) -> str:
     return {name.lower(): value for name, value in headers.items()}["x-smg-routing-key"]
 

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.engine import EngineProcess
+from slime.backends.sglang_utils.errors import EngineStartError
 from slime.backends.sglang_utils.router import RouterProcess
+from slime.backends.sglang_utils.server_args import EngineSpec, check_transport
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.requests.engines import EngineLoads
 from slime.rollout.sglang_rollout import generate
@@ -35,7 +37,6 @@ from tests.support.run_train import Run, command_line, read_metric, rl_flags, ru
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
-pytest.importorskip("nixl", reason="prefill and decode engines on a CPU need nixl, which make setup installs")
 TOLERANCE = 1e-5
 
 
@@ -44,6 +45,7 @@ class Served:
     """The engines of one model, the router, a regular engine beside them, and checkpoints of one architecture."""
 
     root: Path
+    transport: str
     checkpoints: list[Path]
     prefill: EngineProcess
     decode: list[EngineProcess]
@@ -60,16 +62,26 @@ class Served:
         control.close()
 
 
-def engine_of(root: Path, checkpoint: Path, rank: int, worker_type: str) -> EngineProcess:
-    args = engine_args(checkpoint)
+def engine_of(root: Path, checkpoint: Path, rank: int, worker_type: str, transport: str) -> EngineProcess:
+    args = engine_args(checkpoint, sglang_disaggregation_transfer_backend=transport)
     log = root / f"{worker_type}_{rank}.log"
     engine = EngineProcess(args, rank=rank, host="127.0.0.1", log_path=log, worker_type=worker_type)
     engine.start()
     return engine
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def need(transport: str) -> None:
+    """Skip the test where this machine lacks what carries caches with ``transport``."""
+    spec = EngineSpec(rank=0, host="", port=0, nccl_port=0, num_gpus=1, model_path="", worker_type="decode")
+    try:
+        check_transport(engine_args("none", sglang_disaggregation_transfer_backend=transport), spec)
+    except EngineStartError as e:
+        pytest.skip(str(e))
+
+
+@pytest.fixture(scope="module", params=["nixl", "mooncake", "mooncake_tcp"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    need(request.param)
     root = tmp_path_factory.mktemp("disaggregated")
     checkpoints = [make_tiny_checkpoint(root / f"model{seed}", seed=seed) for seed in (0, 1)]
     router = RouterProcess(
@@ -80,13 +92,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         router.start()
         for rank, worker_type in enumerate(("prefill", "decode", "decode", "regular")):
-            engines.append(engine_of(root, checkpoints[0], rank, worker_type))
+            engines.append(engine_of(root, checkpoints[0], rank, worker_type, request.param))
         router.wait_ready()
         for engine in engines:
             engine.wait_ready()
         for engine in engines[:3]:
             router.add_engine(engine.info)
-        made = Served(root, checkpoints, engines[0], engines[1:3], engines[3], router)
+        made = Served(root, request.param, checkpoints, engines[0], engines[1:3], engines[3], router)
         yield made
     finally:
         router.stop()
@@ -203,7 +215,7 @@ def test_engines_that_die_are_done_without_and_replaced(served: Served, args: Si
     os.kill(served.prefill.pid or 0, signal.SIGKILL)
     served.router.remove_engine(served.prefill.info)
     samples, thread = begin(args, 4, 20)
-    successor = engine_of(served.root, served.checkpoints[0], 4, "prefill")
+    successor = engine_of(served.root, served.checkpoints[0], 4, "prefill", served.transport)
     assert successor.info.bootstrap_port != served.prefill.info.bootstrap_port
     served.prefill = successor
     successor.wait_ready()
@@ -217,6 +229,7 @@ def test_engines_that_die_are_done_without_and_replaced(served: Served, args: Si
 
 @pytest.mark.timeout(900)
 def test_grpo_over_prefill_and_decode_engines_that_die(tmp_path: Path):
+    need("nixl")
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
     extra = """--prefill-num-servers 1 --rollout-num-gpus 3 --num-rollout 100000 --rollout-max-response-len 64
         --use-fault-tolerance --check-weight-update-equal --custom-rm-path tests.support.rollout_hooks.parity_reward"""
@@ -233,12 +246,14 @@ def test_grpo_over_prefill_and_decode_engines_that_die(tmp_path: Path):
     assert max(read_metric(run.run_dir, "rollout/engines/lost").values()) == 2
 
 
-def test_prefill_and_decode_engines_take_turns_with_the_trainer(tmp_path: Path):
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_prefill_and_decode_engines_take_turns_with_the_trainer(tmp_path: Path, transport: str):
     """Their memory is released and resumed around every training step."""
+    need(transport)
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
-    extra = """--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --prefill-num-servers 1 --num-rollout 3
-        --check-weight-update-equal --use-fault-tolerance --rollout-max-response-len 64
-        --custom-rm-path tests.support.rollout_hooks.parity_reward"""
+    extra = f"""--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --prefill-num-servers 1 --num-rollout 3
+        --sglang-disaggregation-transfer-backend {transport} --check-weight-update-equal --use-fault-tolerance
+        --rollout-max-response-len 64 --custom-rm-path tests.support.rollout_hooks.parity_reward"""
     run = run_train([*flags, *extra.split()], tmp_path / "run")
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
     assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0, 2: 3.0}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.backends.sglang_utils.ports import reserve_ports
@@ -36,6 +37,12 @@ class Machine:
 
     def __init__(self, number: int, process: GuardedProcess) -> None:
         self.address, self._name, self._process = f"{NETWORK}.{number}", f"{BRIDGE}-{number}", process
+
+    def terminate(self) -> None:
+        """Send SIGTERM to its ``ray start --block``, as the end of a pod does: Ray drains the node before it ends."""
+        inside = psutil.Process(self._process.pid).children(recursive=True)
+        (start,) = [process for process in inside if "--block" in process.cmdline()]
+        start.terminate()
 
     def switch_off(self) -> None:
         """End all of it at once, without a word to anyone: who waits for an answer of it gets neither that nor an end.
@@ -113,6 +120,17 @@ class Machines:
             if self._joins(address, process):
                 return machine
         raise AssertionError(process.last_lines())
+
+    def drain(self, machine: Machine, seconds: int) -> None:
+        """Tell Ray that ``machine`` is taken away in so many seconds, as an autoscaler does."""
+        program = f"""import ray
+ray.init(logging_level=40)
+print({{node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}}["{machine.address}"])"""
+        env = {**self._env, "RAY_ADDRESS": self._gcs}
+        found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        words = f"""drain-node --address {self._gcs} --node-id {found.stdout.split()[-1]} --reason-message test
+            --reason DRAIN_NODE_REASON_PREEMPTION --deadline-remaining-seconds {seconds}"""
+        subprocess.run([RAY, *words.split()], env=env, check=True, capture_output=True, timeout=READY_S)
 
     def _start(self, name: str, before: Sequence[str], address: str, slots: int, words: str) -> GuardedProcess:
         command = f"""{RAY} start --block --num-cpus 2 --node-ip-address {address} --min-worker-port 0

@@ -34,7 +34,9 @@ CPU_DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Engines and trainers share the cores: more threads lose a factor of 5-10 under load and win little when idle.
     "OMP_NUM_THREADS": "1",
-    "UCX_TLS": "tcp",  # nixl carries key-value caches with UCX, whose other transports look for devices
+    # Between prefill and decode engines. nixl carries caches with UCX, whose other transports look for devices.
+    "UCX_TLS": "tcp",
+    "MOONCAKE_PROTOCOL": "tcp",
 }
 TAKES_ADAPTERS = "SLIME_TAKES_ADAPTERS"
 REMOVED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

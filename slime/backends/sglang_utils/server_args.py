@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import socket
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -172,19 +173,30 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
 
 
 def check_transport(args: Namespace, spec: EngineSpec) -> None:
-    """Raise EngineStartError where the package that carries caches between the engines is not installed."""
+    """Raise EngineStartError where what carries caches between the engines is not installed, or cannot be loaded."""
     backend = (spec.overrides or {}).get("disaggregation_transfer_backend", args.sglang_disaggregation_transfer_backend)
     module = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}.get(backend)
-    if spec.worker_type not in ("prefill", "decode") or module is None or importlib.util.find_spec(module) is not None:
+    if spec.worker_type not in ("prefill", "decode") or module is None:
         return
-    package = module
-    if module == "mooncake":
-        package = f"mooncake-transfer-engine{'' if args.device_type == 'cuda' else '-non-cuda'}"
-    raise EngineStartError(
+    on_cuda = args.device_type == "cuda"
+    what = (
         f"--sglang-disaggregation-transfer-backend {backend} carries the caches of prefill engines, and the package "
-        f"{module} is not installed on {socket.gethostname()}: pip install {package}, or choose "
-        f"{'nixl' if module == 'mooncake' else 'mooncake'}"
+        f"{module}"
     )
+    host, other = socket.gethostname(), "nixl" if module == "mooncake" else "mooncake"
+    if importlib.util.find_spec(module) is None:
+        package = module if module == "nixl" else f"mooncake-transfer-engine{'' if on_cuda else '-non-cuda'}"
+        raise EngineStartError(f"{what} is not installed on {host}: pip install {package}, or choose {other}")
+    if (
+        module == "mooncake"
+    ):  # pip does not bring the libraries that it links to, and SGLang would only name the package
+        done = subprocess.run([sys.executable, "-P", "-c", "import mooncake.engine"], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise EngineStartError(
+                f"{what} cannot be loaded on {host}: {done.stderr.strip().rpartition(chr(10))[2]}. It needs libraries "
+                f"of the system (libibverbs1{', and those of its CUDA version' if on_cuda else ''}): install them, or "
+                f"choose {other}"
+            )
 
 
 def _worker_fields(spec: EngineSpec) -> dict[str, Any]:

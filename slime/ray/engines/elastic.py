@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slime.arguments.placement import EnginePlan
-from slime.ray.engines.engine import RayEngine
+from slime.ray.engines.engine import RayEngine, slots_stay
 from slime.ray.engines.fleet import EngineFleet, wait_until_idle
 from slime.ray.engines.members import LIVING, STAYING, Engine, EngineChangeError, Member, State
 from slime.ray.engines.reservation import Reservation
@@ -46,6 +46,8 @@ class ElasticFleet(EngineFleet):
         self._next_rank = len(self.plans)
         self._vacant: list[EnginePlan] = []
         """Removed engines whose slots, of those that the run started with, are free."""
+        self._taken: list[EnginePlan] = []
+        """The same of engines whose node was taken away. Ray moves the slots to another node when there is one."""
         self._reservations: dict[int, Reservation] = {}
         """Slots of engines that were added, by rank."""
         self._no_push = threading.Event()
@@ -103,6 +105,7 @@ class ElasticFleet(EngineFleet):
         rank = self._next_rank
         self._next_rank += 1
         with self._changes:
+            self._take_back()
             for plan in self._vacant:
                 if plan.group == like.group:
                     self._vacant.remove(plan)
@@ -110,6 +113,12 @@ class ElasticFleet(EngineFleet):
         plan = replace(like, rank=rank, gpu_offset=0, offload=False)  # the first slot of its own reservation
         self._reservations[rank] = Reservation(plan, self._wiring, on_this_node=self._loopback)
         return plan
+
+    def _take_back(self) -> None:
+        """Count slots as free that Ray has moved to a node that stays."""
+        back = [plan for plan in self._taken if slots_stay(self._slots, plan)]
+        self._taken = [plan for plan in self._taken if plan not in back]
+        self._vacant += back
 
     def _enlist(self, plan: EnginePlan, model: ServedModel) -> Member:
         member = Member(self._new_engine(plan))
@@ -227,8 +236,8 @@ class ElasticFleet(EngineFleet):
         reservation = self._reservations.pop(plan.rank, None)
         if reservation is not None:
             reservation.release()
-        elif plan.url is None and not is_lost:
-            self._vacant.append(plan)
+        elif plan.url is None:
+            (self._taken if is_lost else self._vacant).append(plan)
 
     # Who there is
 

@@ -140,12 +140,10 @@ class RayEngine:
 
     def _nodes_of_slots(self) -> list[dict[str, Any]]:
         """Return Ray's entry of the node of each of its processes. Raises SlotsLostError."""
-        node_of = placement_group_table(self._pg)["bundles_to_node_id"]
-        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        bundles = [self._bundles[self._first_slot(node_rank)] for node_rank in range(self.plan.nodes)]
-        if not all(node_of.get(bundle) in alive for bundle in bundles):
+        found = nodes_of_slots((self._pg, self._bundles, self._gpu_ids), self.plan)
+        if found is None:
             raise SlotsLostError(f"{self}: a node of its slots is gone, and no other has room for them")
-        return [alive[node_of[bundle]] for bundle in bundles]
+        return found
 
     def _describe_loss(self, node_rank: int, error: Exception) -> str:
         """Return what has ended the actor of ``node_rank``, which failed to answer with ``error``."""
@@ -197,7 +195,7 @@ class RayEngine:
         return int(ray.get(self._actors[0].free_port.remote(), timeout=RENDEZVOUS_DEADLINE_S))
 
     def _first_slot(self, node_rank: int) -> int:
-        return self.plan.gpu_offset + node_rank * self.plan.num_gpus_on_node
+        return first_slot(self.plan, node_rank)
 
     def _placement(self, node_rank: int, meeting: str | None) -> dict[str, Any]:
         return {
@@ -216,6 +214,27 @@ class RayEngine:
 
     def _name(self, node_rank: int) -> str:
         return str(self.plan) + (f" node {node_rank}" if node_rank else "")
+
+
+def first_slot(plan: EnginePlan, node_rank: int) -> int:
+    """Return the first slot of one process of the engine of ``plan``."""
+    return plan.gpu_offset + node_rank * plan.num_gpus_on_node
+
+
+def nodes_of_slots(slots: Any, plan: EnginePlan) -> list[dict[str, Any]] | None:
+    """Return Ray's entry of the node of each process of ``plan``; None while one is gone, and no other has room."""
+    pg, bundles, _ = slots
+    node_of = placement_group_table(pg)["bundles_to_node_id"]
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    found = [alive.get(node_of.get(bundles[first_slot(plan, rank)])) for rank in range(plan.nodes)]
+    return [node for node in found if node is not None] if None not in found else None
+
+
+def slots_stay(slots: Any, plan: EnginePlan) -> bool:
+    """Return whether the slots of ``plan`` are on nodes that are there, and that Ray is not about to take away."""
+    nodes = nodes_of_slots(slots, plan)
+    leaving = ray._private.state.state.get_draining_nodes()
+    return nodes is not None and all(node["NodeID"] not in leaving for node in nodes)
 
 
 STOP_GRACE_S = 1.0

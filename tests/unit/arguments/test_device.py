@@ -86,6 +86,7 @@ def test_caches_that_stay_registered_are_not_released():
     flags = ["--prefill-num-servers", 1, "--rollout-num-gpus", 2]
     shared = [*flags, "--colocate", "--actor-num-gpus-per-node", 2]
     finalized("cuda", *shared)  # mooncake
+    finalized("cuda", *shared, "--sglang-disaggregation-transfer-backend", "mooncake_tcp")
     nixl = ["--sglang-disaggregation-transfer-backend", "nixl"]
     with pytest.raises(ArgumentError, match="backend nixl: SGLang leaves the cache of prefill engine 0 registered"):
         finalized("cuda", *shared, *nixl)

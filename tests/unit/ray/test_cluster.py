@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -146,6 +147,43 @@ def test_the_variable_that_named_the_cluster_is_told(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     with pytest.raises(ConnectionError, match="environment variable RAY_ADDRESS"):
         cluster.connect(run_args(ray_address=None), 2)
+
+
+BUSY = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+
+
+@pytest.mark.parametrize(
+    ("failures", "starts", "raised"),
+    [([BUSY], 2, None), ([BUSY, BUSY], 2, BUSY), (["no space left on device"], 1, "no space left on device")],
+)
+def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+    janitors: list[FakeJanitor],
+    caplog: pytest.LogCaptureFixture,
+    failures: list[str],
+    starts: int,
+    raised: str | None,
+) -> None:
+    """What the first attempt has left is ended before the second one."""
+    swept: list[int] = []
+    pending = list(failures)
+
+    def init(**_: Any) -> None:
+        swept.append(sum(janitor.swept for janitor in janitors))
+        if pending:
+            raise Exception(pending.pop(0))
+
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster, "_use_loopback", lambda: None)
+    monkeypatch.setattr(cluster, "QUIET_RAY", {})
+    monkeypatch.setattr(cluster.os, "environ", dict(os.environ))
+    os.environ.pop("RAY_ADDRESS", None)
+    with pytest.raises(Exception, match=raised) if raised else nullcontext():
+        assert cluster._join_or_start(run_args(ray_address=None), "r1", 2)
+    assert swept == list(range(starts))
+    assert [janitor.tag for janitor in janitors] == ["SLIME_RUN_ID=r1"] * (starts - 1)
+    assert ("is started once more" in caplog.text) == (starts == 2)
 
 
 def test_shutdown_sweeps_once_everything_else_has_ended(

@@ -209,6 +209,21 @@ def test_it_has_ended_when_one_of_its_nodes_has(cluster: Cluster) -> None:
     assert ended.poll() == "engine 3 node 1: its node 10.0.0.2 is gone, and the engine with it."
 
 
+def test_slots_of_a_node_that_is_taken_away_are_lost_until_ray_has_moved_them(cluster: Cluster) -> None:
+    draining: dict[str, int] = {}
+    state = SimpleNamespace(get_draining_nodes=lambda: draining)
+    cluster._private = SimpleNamespace(state=SimpleNamespace(state=state))  # type: ignore[attr-defined]
+    slots, plan = ("pg", list(range(8)), [0] * 8), EnginePlan(3, 4, 4, 2, 2)
+    assert ray_engine.slots_stay(slots, plan)
+    draining["n1"] = 0
+    assert not ray_engine.slots_stay(slots, plan)
+    draining.clear()
+    cluster.alive.remove("n1")
+    assert not ray_engine.slots_stay(slots, plan)
+    cluster.node_of |= dict.fromkeys((6, 7), "n0")
+    assert ray_engine.slots_stay(slots, plan)
+
+
 def test_an_actor_that_is_silent_is_warned_of_and_taken_to_run(cluster: Cluster, caplog: Any) -> None:
     silent = started(Actor(poll=Ref(at=NEVER), last_lines=Ref(at=NEVER)))
     assert silent.poll() is None

@@ -28,6 +28,7 @@ def test_cpu_engines_see_the_stand_ins_and_the_plugin() -> None:
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
     assert env["OMP_NUM_THREADS"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert (env["UCX_TLS"], env["MOONCAKE_PROTOCOL"]) == ("tcp", "tcp")  # nothing else carries caches from host to host
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in env
 
 
@@ -36,7 +37,7 @@ def test_cuda_engines_see_the_plugin_but_no_stand_ins() -> None:
     assert paths(env) == [str(ENGINE_PLUGIN)]
     assert env["CUDA_VISIBLE_DEVICES"] == "3"
     assert env["OMP_NUM_THREADS"] == "8"
-    assert "SGLANG_USE_CPU_ENGINE" not in env
+    assert not {"SGLANG_USE_CPU_ENGINE", "UCX_TLS", "MOONCAKE_PROTOCOL"} & env.keys()
 
 
 def test_own_values_win() -> None:

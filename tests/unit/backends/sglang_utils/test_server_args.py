@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +185,24 @@ def test_a_transport_whose_package_is_missing_is_said_before_the_start(monkeypat
     installed.clear()
     with pytest.raises(EngineStartError, match=r"pip install nixl, or choose mooncake"):
         check_transport(nixl, spec(worker_type="prefill"))
+
+
+def test_a_transport_that_lacks_a_library_of_the_system_is_said_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    args = engine_args(sglang_disaggregation_transfer_backend="mooncake_tcp")
+    with pytest.raises(
+        EngineStartError, match=r"cannot be loaded on \S+: ImportError: libibverbs\.so\.1: .*choose nixl"
+    ):
+        check_transport(args, spec(worker_type="prefill"))
+    (package / "engine.py").write_text("")
+    check_transport(args, spec(worker_type="prefill"))
 
 
 def test_an_unknown_worker_type_is_refused() -> None:
