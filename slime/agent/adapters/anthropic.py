@@ -43,6 +43,29 @@ class AnthropicFormat(ProviderFormat):
         _fold_mid_list_system_into_user(body)
         return _translate_messages(body["messages"], body.get("system")), _tools_to_chat_tools(body.get("tools"))
 
+    def to_restore(self, message: Message) -> dict[str, Any]:
+        return {key: message["content"] for key, _ in _uses(message["content"])[:1]}
+
+    def restored(self, body: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
+        """Put what the model wrote in the place of answers that call tools, by the ids of their calls.
+
+        Claude Code sends back what its tools made of their inputs: defaults added, keys in another order, white space
+        at the ends of lines and the ``cd`` into its directory removed. Taken for the agent's own version of the answer,
+        that would leave the model's out of training. An answer whose text or calls are others is left as it is, and
+        reasoning that is not sent back stays away.
+        """
+        messages = body.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if not isinstance(content, list) or not (uses := _uses(content)):
+                continue
+            own = answers.get(uses[0][0])
+            if own is None or uses != _uses(own) or _said(content) != _said(own):
+                continue
+            kinds = {block.get("type") for block in content if isinstance(block, Mapping)}
+            content[:] = [block for block in own if block["type"] != "thinking" or "thinking" in kinds]
+        return body
+
     def reply_message(self, reply: Reply, body: Mapping[str, Any]) -> Message:
         blocks: list[Message] = []
         if reply.reasoning:
@@ -176,6 +199,18 @@ def _user_messages(content: Any) -> list[Message]:
     if texts or not messages:
         messages.append({"role": "user", "content": flatten_content(texts)})
     return messages
+
+
+def _uses(content: list[Any]) -> list[tuple[str, str]]:
+    """The id and the tool of every call."""
+    uses = [block for block in content if isinstance(block, Mapping) and block.get("type") == "tool_use"]
+    return [(str(use.get("id")), str(use.get("name"))) for use in uses]
+
+
+def _said(content: list[Any]) -> str:
+    return "".join(
+        str(block.get("text")) for block in content if isinstance(block, Mapping) and block.get("type") == "text"
+    ).strip()
 
 
 def _assistant_message(content: Any) -> Message:

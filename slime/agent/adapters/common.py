@@ -73,6 +73,8 @@ class Session:
     max_context_tokens: int = 0
     side_requests: int = field(default=0, compare=False)
     """How many turns were answered that the ``turn_filter`` did not want recorded."""
+    answers: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What ``ProviderFormat.restored`` needs of the answers so far."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,7 @@ class BaseAdapter(ProviderFormat):
             had = self.manager.turn_count(sid) + session.side_requests
             if cap is not None and had + self.inflight.count(sid) > cap:
                 raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
+            body = api.restored(body, session.answers)
             messages, tools = api.translate(body)
             prompt_ids = await self.text.render(messages, tools)
             asked = Asked(body, len(prompt_ids))
@@ -253,6 +256,7 @@ class BaseAdapter(ProviderFormat):
                 message = api.reply_message(reply, body)
                 if is_gone(request):
                     raise ClientGone
+                session.answers |= api.to_restore(message)
                 meta = turn_meta(request.path, body, tools, self.max_tokens_keys)
                 if self.turn_filter is None or self.turn_filter({**meta, "messages": messages}):
                     self._record(sid, session, (messages, tools), api, message, turn, meta)
@@ -284,7 +288,9 @@ class BaseAdapter(ProviderFormat):
     async def _count_tokens(self, request: web.Request, api: ProviderFormat) -> web.StreamResponse:
         body = await json_object(request)
         with self._lock:
-            self._check_access(api.session_id(request, body), request)
+            sid = api.session_id(request, body)
+            self._check_access(sid, request)
+            body = api.restored(body, self.store.get(sid, Session()).answers)
         messages, tools = api.translate(body)
         return web.json_response({"input_tokens": len(await self.text.render(messages, tools))})
 

@@ -49,6 +49,15 @@ class ProviderFormat(abc.ABC):
     def reply_message(self, reply: Any, body: Mapping[str, Any]) -> Message:
         """The message of a ``Reply`` in the provider's format, as the client will send it back."""
 
+    def to_restore(self, message: Message) -> dict[str, Any]:
+        """What ``restored`` needs of a ``reply_message``, by a key that later requests have: here nothing."""
+        return {}
+
+    def restored(self, body: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
+        """``body`` without what the client has done to earlier ``answers``: here ``body``, clients send back what they
+        got."""
+        return body
+
     @abc.abstractmethod
     def translate_reply(self, message: Message) -> Message:
         """What ``translate`` returns for the ``reply_message`` in a later request."""

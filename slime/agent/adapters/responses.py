@@ -257,7 +257,8 @@ def _free_form(arguments: Mapping[str, Any]) -> str:
 
 
 def _tools(tools: Any) -> list[Message] | None:
-    """Tools as chat templates take them; those that the provider would run itself are left out."""
+    """Functions and custom tools as chat templates take them; those that the provider would run itself, and namespaces,
+    are left out."""
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -266,7 +267,7 @@ def _tools(tools: Any) -> list[Message] | None:
     for place, tool in enumerate(tools):
         kind = tool.get("type")
         if kind not in ("function", "custom"):
-            logger.warning("a tool of type %r, which the provider would run itself, is left out", kind)
+            logger.warning("a tool of type %r is left out: it is neither a function nor a custom tool", kind)
             continue
         if not isinstance(tool.get("name"), str):
             raise bad_request(f"tools[{place}] must have a name")

@@ -106,6 +106,38 @@ async def test_two_turns_with_thinking_and_tools_are_one_clean_sample(gateway):
     assert sample.metadata["use_tool"]
 
 
+WRITE = [{"name": "write", "input_schema": {"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}}]
+WROTE = "<think>hm</think>wait" + call_text("write", {"a": "x  ", "b": "y"})
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda thought, text, use: ["", thought, text, use | {"input": {"all": False, "b": "y", "a": "x"}}], True),
+        (lambda thought, text, use: [thought, text | {"text": " wait\n"}, use | {"input": {}}], True),
+        (lambda thought, text, use: [thought, text | {"text": "no"}, use | {"input": {}}], False),
+        (lambda thought, text, use: [thought, text, use | {"name": "other", "input": {"a": "x"}}], False),
+        (lambda thought, text, use: [thought, text, use, use | {"id": "toolu_new"}], False),
+        (lambda thought, text, use: [text, use | {"input": {"a": "x"}}], None),
+    ],
+)
+async def test_inputs_that_a_client_cleans_are_those_that_the_model_wrote(gateway, change, same):
+    """``same``: the next prompt begins as the engine's answer; None: but for the reasoning, which was not sent back."""
+    g = gateway(WROTE, "done")
+    blocks = g.post(messages=[user("q")], tools=WRITE).json()["content"]
+    result = {"type": "tool_result", "tool_use_id": blocks[2]["id"], "content": "ok"}
+    echoed = {"role": "assistant", "content": change(*blocks)}
+    request = {"messages": [user("q"), echoed, user([result])], "tools": WRITE}
+    counted = g.post("/v1/messages/count_tokens", **request).json()["input_tokens"]
+    assert g.post(**request).status_code == 200
+    first, second = g.script.prompts
+    assert counted == len(second)
+    said = WROTE if same is not None else WROTE.partition("</think>")[2]
+    assert second.startswith(first + said + END) == (same is not False)
+    [sample] = await g.adapter.finish_session("s", base_sample=BASE)
+    assert trained_text(sample) == ([WROTE + END] if same else []) + ["done" + END]
+
+
 def events(reply: requests.Response) -> list[tuple[str, dict[str, Any]]]:
     parts = [part.split("\n") for part in reply.text.strip().split("\n\n")]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]

@@ -175,7 +175,7 @@ def test_what_codex_sends(caplog):
     ]  # fmt: skip
     assert [tool["function"]["name"] for tool in tools] == ["add", "patch"]
     assert "an input item of type 'web_search_call' is left out" in caplog.text
-    assert "a tool of type 'web_search', which the provider would run itself, is left out" in caplog.text
+    assert "a tool of type 'web_search' is left out: it is neither a function nor a custom tool" in caplog.text
 
 
 def test_the_session_of_a_request(start):
