@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -19,7 +20,11 @@ _END = ToolCall("done", {})
 
 
 def agent_gym() -> Any:
-    """Return tau2-bench's class of environments for agents. Raises ModuleNotFoundError without tau2-bench."""
+    """Return tau2-bench's class of environments for agents. Raises ModuleNotFoundError without tau2-bench.
+
+    Of its log, which has every message of every customer, the errors are shown, unless ``LOGURU_LEVEL`` says otherwise.
+    """
+    os.environ.setdefault("LOGURU_LEVEL", "ERROR")
     try:
         from tau2.gym.gym_agent import AgentGymEnv
     except ModuleNotFoundError as e:

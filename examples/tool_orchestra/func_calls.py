@@ -1,12 +1,9 @@
-"""Tasks of the category ``func_call``: tools of a domain and a user, whose next action an expert may choose.
-
-The domain, its tools, its user and its reward are an environment of tau2-bench's kind, which is not part of this
-repository: ``func_call_domain`` of the settings makes one.
-"""
+"""Tasks of the category ``func_call``: tools of a domain and a user, whose next action an expert may choose."""
 
 from __future__ import annotations
 
 import json
+import logging
 from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,28 +13,37 @@ from examples.tool_orchestra.questions import call_in, schemas
 from examples.tool_orchestra.settings import Settings, Task
 from slime.rollout.environments.tools import ToolCall, ToolError, parse_tool_calls
 
+logger = logging.getLogger(__name__)
+
 CALL_EXPERT = {"call_expert": "Have a model choose what to do next: what it says or calls is done."}
 USER = "message"
-"""What is said in ``<message>`` goes to the user."""
+HOW = (
+    f"Call one tool, or say something to the user in <{USER}> and </{USER}>; with call_expert a model chooses what is "
+    "called or said."
+)
 
 
 class Domain(Protocol):
     """An environment of one task. Its methods may raise what they like: that aborts the execution."""
 
     tools: list[dict[str, Any]]
-    """As chat templates take them."""
+    """As chat templates take them; from ``reset`` on."""
 
     async def reset(self) -> str:
         """Return the policy of the domain, with the first message of the user."""
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return what a tool answers; what is wrong with a call is an answer too."""
+    async def call(self, name: str, arguments: dict[str, Any]) -> str | None:
+        """Return what a tool answers, or None when the conversation is over; what is wrong with a call is an answer
+        too."""
 
     async def say(self, text: str) -> str | None:
         """Return what the user replies, or None when the conversation is over."""
 
     async def reward(self) -> float:
         """Return 1 when the task is done, else 0."""
+
+    async def close(self) -> None:
+        """Release what the task holds; called whatever has happened."""
 
 
 @dataclass
@@ -55,6 +61,11 @@ class FunctionCalls:
     def __post_init__(self) -> None:
         self.experts = Experts(self.args, self.settings, self.task)
 
+    @property
+    def max_turns(self) -> int:
+        """How many turns the orchestrator may take."""
+        return self.settings.func_call_turns
+
     async def begin(self) -> None:
         """Read the first message."""
         self.known = [await working("the domain", self.domain.reset())]
@@ -62,7 +73,7 @@ class FunctionCalls:
     def prompt(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the messages of the next turn, and the tools."""
         system = [{"role": "system", "content": self.settings.system}] if self.settings.system else []
-        text = "\n\n".join([self.task.problem, *self.known])
+        text = "\n\n".join(filter(None, [self.task.problem, HOW, *self.known]))
         return [*system, {"role": "user", "content": text}], [*schemas(self.task, CALL_EXPERT), *self.domain.tools]
 
     async def step(self, text: str) -> bool:
@@ -73,6 +84,8 @@ class FunctionCalls:
         messages, tools = self.prompt()
         said = await self.experts.ask(expert[1], messages, tools=tools[len(CALL_EXPERT) :])
         for call in said.get("tool_calls") or []:
+            if self.answered:
+                break
             arguments = call["function"]["arguments"]
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
             await self._call(call["function"]["name"], given)
@@ -92,14 +105,25 @@ class FunctionCalls:
         await self._say(message)
         return True
 
+    async def close(self) -> None:
+        """End the task. What goes wrong is logged: it does not change what was done."""
+        try:
+            await self.domain.close()
+        except Exception:
+            logger.exception("the domain of a task could not be closed")
+
     async def _call(self, name: str, arguments: dict[str, Any]) -> None:
         answer = await working("the domain", self.domain.call(name, arguments))
-        self.known.append(f"Called {name} {json.dumps(arguments)}:\n{answer}")
+        self.known.append(f"Called {name} {json.dumps(arguments)}:\n{answer or ''}")
+        await self._end_unless(answer)
 
     async def _say(self, text: str) -> None:
         reply = await working("the user", self.domain.say(text))
         self.known.append(f"Said to the user:\n{text}")
-        if reply is None:
-            self.answered, self.correct = True, await working("the domain", self.domain.reward()) == 1.0
-        else:
+        if reply is not None:
             self.known.append(f"The user said:\n{reply}")
+        await self._end_unless(reply)
+
+    async def _end_unless(self, answer: str | None) -> None:
+        if answer is None:
+            self.answered, self.correct = True, await working("the domain", self.domain.reward()) == 1.0

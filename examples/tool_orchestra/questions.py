@@ -65,6 +65,17 @@ class Question:
     def __post_init__(self) -> None:
         self.experts = Experts(self.args, self.settings, self.task)
 
+    @property
+    def max_turns(self) -> int:
+        """How many turns the orchestrator may take."""
+        return self.settings.max_turns
+
+    async def begin(self) -> None:
+        """There is nothing to read."""
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
     def state(self) -> str:
         """Return the problem with what is known."""
         return "\n\n".join([self.task.problem, *self.known])

@@ -39,9 +39,12 @@ async def generate(
     """
     settings = Settings.of(args)
     try:
-        execution = await _begin(args, settings, sample)
+        execution = _execution(args, settings, sample)
         player = Player(args, settings, execution, sample, sampling_params, evaluation)
-        await within(settings.execution_s, player.play())
+        try:
+            await within(settings.execution_s, player.play())
+        finally:
+            await execution.close()
     except ServiceFailure as e:
         logger.warning("execution %s is aborted: %s", sample.index, e)
         sample.status = Sample.Status.ABORTED
@@ -64,7 +67,7 @@ async def generate(
     return player.samples
 
 
-async def _begin(args: Namespace, settings: Settings, sample: Sample) -> Question | FunctionCalls:
+def _execution(args: Namespace, settings: Settings, sample: Sample) -> Question | FunctionCalls:
     task = Task.of(sample, settings)
     if task.category == "qa":
         return Question(args, settings, task, sample.label)
@@ -73,10 +76,7 @@ async def _begin(args: Namespace, settings: Settings, sample: Sample) -> Questio
             f"the category {task.category!r} of sample {sample.index} needs func_call_domain, a function that makes "
             "the environment; without one only the category qa can be played"
         )
-    domain = load_function(settings.func_call_domain)(args, sample)
-    execution = FunctionCalls(args, settings, task, domain)
-    await execution.begin()
-    return execution
+    return FunctionCalls(args, settings, task, load_function(settings.func_call_domain)(args, sample))
 
 
 @dataclass
@@ -98,6 +98,7 @@ class Player:
 
     async def play(self) -> None:
         """Take turns in the layout of the settings."""
+        await self.execution.begin()
         await (self.in_sequence() if self.settings.layout == "sequence" else self.turn_by_turn())
 
     def _new_sample(self) -> Sample:
@@ -109,7 +110,7 @@ class Player:
 
     async def turn_by_turn(self) -> None:
         """Make a sample of every turn."""
-        while self.turns < self.settings.max_turns and not self.execution.answered:
+        while self.turns < self.execution.max_turns and not self.execution.answered:
             messages, tools = self.execution.prompt()
             last = messages[-1]
             last["content"] = shortened(self.tokenizer, last["content"], self.settings.state_tokens)
@@ -144,7 +145,7 @@ class Player:
             if (
                 self.execution.answered
                 or one.status != Sample.Status.COMPLETED
-                or self.turns == self.settings.max_turns
+                or self.turns == self.execution.max_turns
             ):
                 return
             added = "\n\n".join(self.execution.known[known:]) if is_call else NO_CALL

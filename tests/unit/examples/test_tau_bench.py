@@ -16,6 +16,7 @@ from examples.tau_bench import tau2_world
 from examples.tau_bench.make_data import demonstration, make_data
 from examples.tau_bench.make_tasks import make_tasks
 from examples.tau_bench.shop import STATUSES, Shop, right_turn
+from examples.tool_orchestra.tau2_domain import Tau2Domain
 from slime.rollout.environments import Task
 from slime.utils.types import Sample
 from tests.support.agents import END
@@ -166,10 +167,29 @@ def test_a_conversation_that_is_cut_is_ended_and_one_that_breaks_aborted(tau2, m
     assert lost.metadata["abort_reason"] == "retail.step.RuntimeError"
 
 
+async def test_a_domain_for_an_orchestrator(tau2):
+    options = {"domain": "retail", "user_model": "user"}
+    args = SimpleNamespace(tool_orchestra={"func_call_options": options})
+    domain = Tau2Domain(args, Sample(index=0, metadata={"task_id": 3, "domain": "airline"}))
+    assert await domain.reset() == "Be kind.\n\nThe user said:\nHello"
+    assert [tool["function"]["name"] for tool in domain.tools] == ["find"]
+    assert await domain.call("find", {"a": 1}) == "Error: not found"
+    assert await domain.reward() == 0.0
+    assert await domain.say("I am done.") is None
+    assert await domain.reward() == 1.0
+    await domain.close()
+    [made] = Gym.made
+    assert (made["domain"], made["task_id"]) == ("airline", "3")
+    assert made["env"].actions == ['{"name": "find", "arguments": {"a": 1}}', "I am done."]
+
+
 def test_the_tasks_of_a_domain(tau2, tmp_path):
     assert make_tasks(tmp_path / "new" / "tasks.jsonl", domain="retail", split="test") == 1
     row = json.loads((tmp_path / "new" / "tasks.jsonl").read_text())
     assert row == {"prompt": "", "metadata": {"task_id": "retail-test"}}
+    make_tasks(tmp_path / "tasks.jsonl", domain="airline", split="test", category="func_call")
+    row = json.loads((tmp_path / "tasks.jsonl").read_text())
+    assert row["metadata"] == {"task_id": "airline-test", "category": "func_call", "domain": "airline"}
 
 
 def test_the_package_of_another_name_is_told_apart(monkeypatch):

@@ -254,7 +254,9 @@ def test_groups_that_are_all_wrong_and_advantages_that_are_clipped():
 
 
 class Shop:
-    """A domain of one tool: what is bought is told to the user, who leaves at the word bye."""
+    """A domain of one tool: what is bought is told to the user, who leaves at the word bye, or when shown the door."""
+
+    closed = 0
 
     def __init__(self, args: Any, sample: Sample) -> None:
         self.tools = [{"type": "function", "function": {"name": "buy", "parameters": {"type": "object"}}}]
@@ -263,15 +265,18 @@ class Shop:
     async def reset(self) -> str:
         return "Policy: sell lamps.\nThe user said:\na lamp, please"
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, Any]) -> str | None:
         self.bought.append(arguments["what"])
-        return "done"
+        return None if arguments["what"] == "door" else "done"
 
     async def say(self, text: str) -> str | None:
         return None if text == "bye" else "thanks"
 
     async def reward(self) -> float:
         return float(self.bought == ["lamp"])
+
+    async def close(self) -> None:
+        Shop.closed += 1
 
 
 class Broken(Shop):
@@ -283,8 +288,9 @@ def func_call(text: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': text, 'arguments': arguments})}</tool_call>"
 
 
-def test_function_calls_of_a_domain(start):
-    play = start(func_call_domain=f"{__name__}.Shop", max_turns=5)
+def test_function_calls_of_a_domain(start, monkeypatch):
+    monkeypatch.setattr(Shop, "closed", 0)
+    play = start(func_call_domain=f"{__name__}.Shop", max_turns=1, func_call_turns=5)
     plan = Plan(func_call("buy", what="lamp"), "<message>here it is</message>", "hm", "<message>bye</message>")
     found = play(plan, sample("fast", 1, category="func_call"))
     assert (
@@ -292,10 +298,18 @@ def test_function_calls_of_a_domain(start):
     )
     assert [one.remove_sample for one in found] == [False, False, True, False]
     assert found[0].metadata[KEY]["correct"]
+    assert "say something to the user in <message> and </message>" in plan.asked[0]
+    shown = play(
+        Plan(func_call("buy", what="lamp"), func_call("buy", what="door")), sample("fast", 1, category="func_call")
+    )
+    assert (shown[0].metadata[KEY]["answered"], shown[0].metadata[KEY]["correct"]) == (True, False)
+    cut = play(Plan(*["<message>no</message>"] * 5), sample("fast", 1, category="func_call"))
+    assert [one.remove_sample for one in cut] == [True] * 5
     lost = start(func_call_domain=f"{__name__}.Broken")(
         Plan(func_call("buy", what="x")), sample("fast", 1, category="func_call")
     )
     assert lost.metadata["abort_reason"] == "service: the domain: RuntimeError('no database')"
+    assert Shop.closed == 4
 
 
 async def test_an_expert_may_choose_the_action():
