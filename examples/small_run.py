@@ -10,9 +10,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class SmallExample:
     replaced: dict[str, str]
     rollouts: int
     watched: tuple[str, ...] = ()
+    targets: Mapping[str, float] = field(default_factory=dict)
+    """What the share of right answers to a data set is to be at the end."""
     sft_rollouts: int = recipe.SFT_ROLLOUTS
     """Of 1280 demonstrations each."""
     generate: str = "slime.rollout.environments.generate"
@@ -103,7 +105,8 @@ class SmallExample:
             "example": self.package.rpartition(".")[2], "seed": seed, "shuffled": shuffled, "rollouts": rollouts,
             "before": {name: ones[0][1] for name, ones in found.items()},
             "after": {name: ones[-1][1] for name, ones in found.items()},
-            "evaluations": found, "seconds": {name: round(value, 1) for name, value in seconds.items()},
+            "targets": dict(self.targets), "evaluations": found,
+            "seconds": {name: round(value, 1) for name, value in seconds.items()},
         }  # fmt: skip
         (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         return result

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "en" / "README.md"
 RESULTS = ROOT / "examples" / "results.jsonl"
 HEAD = (
-    "| example | data set | seed | rollouts | after SFT | after GRPO | with shuffled rewards |\n"
-    "|---|---|---|---|---|---|---|"
+    "| example | data set | seed | rollouts | after SFT | after GRPO | target | with shuffled rewards | minutes |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
 _TABLE = re.compile(r"(<!-- results: begin -->\n).*?(<!-- results: end -->)", re.DOTALL)
 Result = dict[str, Any]
@@ -34,9 +34,9 @@ def read() -> list[Result]:
 
 def merged(kept: Iterable[Result], new: Iterable[Result]) -> list[Result]:
     """Return both in order of example, seed and kind, of equal ones the last, with the fields of the table."""
-    fields = ("example", "seed", "shuffled", "rollouts", "before", "after")
+    fields = ("example", "seed", "shuffled", "rollouts", "before", "after", "targets", "seconds")
     found = {(one["example"], one["seed"], one["shuffled"]): one for one in (*kept, *new)}
-    return [{field: found[key][field] for field in fields} for key in sorted(found)]
+    return [{field: found[key][field] for field in fields if field in found[key]} for key in sorted(found)]
 
 
 def table(results: Iterable[Result]) -> str:
@@ -51,8 +51,14 @@ def table(results: Iterable[Result]) -> str:
         for name, before in one["before"].items():
             last = f"{control['after'][name]:.1%} after {control['rollouts']}" if control else ""
             link = f"[{one['example']}](../../examples/{one['example']}/README.md)"
-            shown = [link, f"`{name}`", str(one["seed"]), str(one["rollouts"])]
-            rows.append("| " + " | ".join([*shown, f"{before:.1%}", f"{one['after'][name]:.1%}", last]) + " |")
+            target = one.get("targets", {}).get(name)
+            seconds = one.get("seconds", {})
+            cells = [
+                link, f"`{name}`", str(one["seed"]), str(one["rollouts"]), f"{before:.1%}", f"{one['after'][name]:.1%}",
+                f"{target:.0%}" if target else "", last,
+                f"{sum(seconds.values()) / 60:.1f}" if "sft" in seconds else "",  # of a run from nothing
+            ]  # fmt: skip
+            rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
 
@@ -62,14 +68,19 @@ def render() -> str:
     return _TABLE.sub(lambda found: found[1] + table(read()) + found[2], page)
 
 
+def add(paths: Iterable[Path]) -> None:
+    """Add result files to those that are kept, and write the page."""
+    new = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    lines = (json.dumps(one) + "\n" for one in merged(read(), new))
+    RESULTS.write_text("".join(lines), encoding="utf-8")
+    PAGE.write_text(render(), encoding="utf-8")
+
+
 def main() -> int:
     """Command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="*", help="result.json of runs to add")
-    new = [json.loads(path.read_text(encoding="utf-8")) for path in parser.parse_args().results]
-    lines = (json.dumps(one) + "\n" for one in merged(read(), new))
-    RESULTS.write_text("".join(lines), encoding="utf-8")
-    PAGE.write_text(render(), encoding="utf-8")
+    add(parser.parse_args().results)
     return 0
 
 

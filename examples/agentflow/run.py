@@ -36,6 +36,7 @@ EXAMPLE = SmallExample(
     package="examples.agentflow",
     what="Queries of several steps: the planner learns which tool comes next.",
     data_sets=("queries",),
+    targets={"queries": 0.7},
     flags=(
         "--prompt-data={data}/train.jsonl",
         "--label-key=label",

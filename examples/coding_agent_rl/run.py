@@ -36,6 +36,7 @@ EXAMPLE = SmallExample(
     package="examples.coding_agent_rl",
     what="Repositories with a wrong operator, which an agent replaces in a sandbox.",
     data_sets=("tasks",),
+    targets={"tasks": 0.8},
     flags=("--prompt-data={data}/train.jsonl",),
     generate="examples.coding_agent_rl.generate.generate",
     service=variables,

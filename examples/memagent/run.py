@@ -10,6 +10,7 @@ EXAMPLE = SmallExample(
     package="examples.memagent",
     what="A digit somewhere in a document that is read chunk by chunk: the model learns to remember.",
     data_sets=("chunks_3", "chunks_16"),
+    targets={"chunks_3": 0.8, "chunks_16": 0.6},
     flags=(
         "--prompt-data={data}/train.jsonl",
         "--label-key=label",

@@ -10,6 +10,7 @@ EXAMPLE = SmallExample(
     package="examples.retool",
     what="Products of three numbers: the model learns to use an interpreter.",
     data_sets=("products",),
+    targets={"products": 0.8},
     flags=(
         "--prompt-data={data}/train.jsonl",
         "--label-key=label",

@@ -37,6 +37,7 @@ EXAMPLE = SmallExample(
     package="examples.search_r1",
     what="Facts that nobody can guess: the model learns to search.",
     data_sets=("facts",),
+    targets={"facts": 0.7},
     flags=(
         "--prompt-data={data}/train.jsonl",
         "--label-key=label",

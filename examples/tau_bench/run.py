@@ -10,6 +10,7 @@ EXAMPLE = SmallExample(
     package="examples.tau_bench",
     what="Customers of a shop: the model learns to look orders up, to ask, and to keep a policy.",
     data_sets=("orders", "questions"),
+    targets={"orders": 0.7, "questions": 0.7},
     flags=(
         "--prompt-data={data}/train.jsonl",
         "--environment-config=examples/tau_bench/small.yaml",

@@ -47,6 +47,7 @@ EXAMPLE = SmallExample(
     package="examples.tool_orchestra",
     what="Questions that experts of different price and speed answer: the model learns whom to ask.",
     data_sets=("cheap", "fast"),
+    targets={"cheap": 0.9, "fast": 0.9},
     flags=(
         "--prompt-data={data}/train.jsonl",
         "--label-key=label",

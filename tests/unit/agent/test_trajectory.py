@@ -465,7 +465,7 @@ def test_random_sessions_are_what_the_slow_version_makes_of_them(session):
 
 
 @pytest.mark.soak
-@settings(max_examples=5_000, deadline=None)
+@settings(max_examples=10_000, deadline=None)
 @given(sessions())
 def test_many_random_sessions_are_what_the_slow_version_makes_of_them(session):
     check(session)
