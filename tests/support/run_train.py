@@ -101,7 +101,7 @@ def read_metric(run_dir: Path, name: str) -> dict[int, float]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith("\n"):
         lines.pop()  # it is being written
-    records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in lines if name in line]
     return {record["step"]: record["value"] for record in records if record["name"] == name}
 
 
