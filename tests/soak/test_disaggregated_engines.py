@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -79,10 +80,45 @@ def need(transport: str) -> None:
         pytest.skip(str(e))
 
 
+FAILS_ONCE = """
+import os
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+def fail_when_asked(send, *args, **kwargs):
+    try:
+        os.remove("{asked}")
+    except FileNotFoundError:
+        return send(*args, **kwargs)
+    return -1
+
+def register():
+    HookRegistry.register(
+        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache", fail_when_asked, HookType.AROUND
+    )
+"""
+
+
+def make_plugin(root: Path) -> Path:
+    """Make a plug-in of SGLang in a directory, and return that: a file ``fail`` there lets one transfer fail."""
+    path, about = root / "plugin", root / "plugin" / "fails_once-1.0.dist-info"
+    about.mkdir(parents=True)
+    (path / "fails_once.py").write_text(FAILS_ONCE.format(asked=path / "fail"))
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fails-once\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nfails_once = fails_once:register\n")
+    return path
+
+
 @pytest.fixture(scope="module", params=["nixl", "mooncake", "mooncake_tcp"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     need(request.param)
     root = tmp_path_factory.mktemp("disaggregated")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "nixl":
+            patch.setenv("PYTHONPATH", str(make_plugin(root)), prepend=os.pathsep)
+        yield from serve(root, request.param)
+
+
+def serve(root: Path, transport: str) -> Iterator[Served]:
     checkpoints = [make_tiny_checkpoint(root / f"model{seed}", seed=seed) for seed in (0, 1)]
     router = RouterProcess(
         engine_args(checkpoints[0]), "127.0.0.1", log_path=root / "router.log", pd_disaggregation=True
@@ -92,13 +128,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     try:
         router.start()
         for rank, worker_type in enumerate(("prefill", "decode", "decode", "regular")):
-            engines.append(engine_of(root, checkpoints[0], rank, worker_type, request.param))
+            engines.append(engine_of(root, checkpoints[0], rank, worker_type, transport))
         router.wait_ready()
         for engine in engines:
             engine.wait_ready()
         for engine in engines[:3]:
             router.add_engine(engine.info)
-        made = Served(root, request.param, checkpoints, engines[0], engines[1:3], engines[3], router)
+        made = Served(root, transport, checkpoints, engines[0], engines[1:3], engines[3], router)
         yield made
     finally:
         router.stop()
@@ -197,6 +233,26 @@ def test_every_token_has_the_version_of_its_weights(served: Served, args: Simple
     assert not thread.is_alive()
     assert [sample.response_length for sample in samples] == [200] * 12
     assert check_log_probs(served, samples) > 0
+
+
+def test_a_transfer_that_failed_was_not_the_last_one_to_its_engine(served: Served, args: SimpleNamespace) -> None:
+    """Mooncake gives an engine up to which one has failed, until a probe reaches it."""
+    if served.transport == "nixl":
+        pytest.skip("nixl gives no engine up")
+    log = served.root / "prefill_0.log"
+    (served.root / "plugin" / "fail").touch()
+    samples, thread = begin(args, 12, 20)
+    thread.join(120)
+    assert not thread.is_alive()
+    assert [sample.response_length for sample in samples] == [20] * 12
+    assert len(re.findall(r"Session \S+ failed\.", log.read_text())) == 1
+    wait_for(lambda: re.search(r"Session \S+ recovered via probe", log.read_text()), 120)
+    before = [(served.root / f"decode_{rank}.log").read_text().count("POST /generate") for rank in (1, 2)]
+    samples, thread = begin(args, 12, 20)
+    thread.join(120)
+    assert [sample.response_length for sample in samples] == [20] * 12
+    after = [(served.root / f"decode_{rank}.log").read_text().count("POST /generate") for rank in (1, 2)]
+    assert all(more > fewer for more, fewer in zip(after, before, strict=True))
 
 
 def test_engines_that_die_are_done_without_and_replaced(served: Served, args: SimpleNamespace) -> None:

@@ -28,7 +28,11 @@ DEFAULTS = {
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
-    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1",  # read by prefill and decode engines only
+    # Read by prefill and decode engines only. Without the probe, mooncake never sends to an engine again to which one
+    # transfer has failed.
+    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1",
+    "SGLANG_ENABLE_FAILED_SESSION_PROBE": "1",
+    "SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": "5",
 }
 CPU_DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
