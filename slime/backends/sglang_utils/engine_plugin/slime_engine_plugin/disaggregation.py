@@ -1,6 +1,9 @@
 """Prefill and decode engines on a CPU, whose key-value caches are in host memory.
 
 SGLang registers the caches with nixl as memory of a GPU, which nixl refuses of memory that is none.
+
+With ``--sleep-on-idle`` one that has requests but no batch looks for their caches every millisecond: a stock scheduler
+polls without a break, and takes the cores from the engine that computes them.
 """
 
 from __future__ import annotations
@@ -11,16 +14,25 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+POLL_MS = 1
+
 
 def in_host_memory(normalize: Callable[..., list[str]], kinds: Any, expected_len: int) -> list[str]:
     """Around ``_normalize_kv_mem_kinds``: all of it is, whatever SGLang says."""
     return normalize(["DRAM"] * expected_len, expected_len)
 
 
+def wait_for_caches(result: None, scheduler: Any) -> None:
+    """After ``Scheduler.on_idle``, which sleeps only where there are no requests; woken when one is received."""
+    if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
+        scheduler.idle_sleeper.poller.poll(POLL_MS)
+
+
 def register() -> None:
-    """Register the hook where caches are carried at all: applying it imports SGLang's half of nixl."""
+    """Register the hooks where caches are carried at all: applying them imports SGLang's half of nixl."""
     if not any(word.startswith("--disaggregation-mode") for word in sys.argv):
         return
     HookRegistry.register(
         "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds", in_host_memory, HookType.AROUND
     )
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", wait_for_caches, HookType.AFTER)
