@@ -51,11 +51,12 @@ EXAMPLE = SmallExample(
     replaced={
         "--rollout-max-response-len": "18",
         "--rollout-batch-size": "32",
-        "--kl-loss-coef": "0.03",
+        "--kl-loss-coef": "0.01",
+        "--lr": "6e-4",
         "--n-samples-per-eval-prompt": "2",
     },
     rollouts=40,
-    sft_rollouts=15,
+    sft_rollouts=8,
 )
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ EXAMPLE = SmallExample(
         "--lr": "4e-4",
     },
     rollouts=30,
+    sft_rollouts=30,
 )
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ EXAMPLE = SmallExample(
         "--kl-loss-coef": "0.03",
     },
     rollouts=20,
-    sft_rollouts=40,
+    sft_rollouts=12,  # what differs between its demonstrations is one of four calls
 )
 
 if __name__ == "__main__":

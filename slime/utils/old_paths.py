@@ -165,9 +165,13 @@ LACKING: dict[str, str] = {
     },
     f"{_MEGATRON}.server": "a Megatron server for teachers",
     f"{_MEGATRON}.alignment": "trainer kernels that equal the engine's bit for bit",
-    f"{_MEGATRON}.kernels": "quantization-aware training (INT4)",
-    f"{_MEGATRON}.megatron_to_hf.processors.quantizer_fp8": "pushing weights in FP8",
-    f"{_MEGATRON}.megatron_to_hf.processors.quantizer_compressed_tensors": "pushing weights in INT4",
+    f"{_MEGATRON}.kernels": "kernels of its own for INT4: --quantization-aware-training needs none",
+    **{
+        f"{_MEGATRON}.megatron_to_hf.processors.quantizer_{name}": (
+            "quantizers of single formats: slime.utils.quantization has one of all"
+        )
+        for name in ("fp8", "compressed_tensors")
+    },
     f"{_MEGATRON}.update_weight.update_weight_from_disk_delta": _DELTA,
     "slime_plugins.models.flash_dot_product_attention": "attention by FlashAttention's own module",
     "slime_plugins.models.learnable_softmax_attention": "attention with a learnable softmax offset",

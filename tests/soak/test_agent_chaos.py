@@ -36,7 +36,7 @@ COUNT, SEED = 50, 7
 TOKENS = 32
 """Of every turn: nothing ends one before."""
 ASKED = {"max_new_tokens": TOKENS, "ignore_eos": True}
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 CLIENT = """
 import http.client, json, sys
 port, sid, stream = sys.argv[1:]
