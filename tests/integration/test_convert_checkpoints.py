@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
+from slime.utils.hf_checkpoint import HfCheckpoint
 from tests.support.distributed import run_distributed
 from tests.support.model_families import make_checkpoint
 from tests.support.mtp import DEEPSEEK, QWEN
 from tests.support.mtp_ranks import make_family
+from tests.unit.backends.megatron_utils.test_convert import megatron_tensors, write_torch_dist
+from tools.tiny_model import make_tiny_checkpoint
 
 CASES = {  # dense with a fused MLP; latent attention and experts; stacked experts of a whole model; linear attention
     "glm4": ("tp2", "pp2"),
@@ -62,6 +67,27 @@ def test_a_changed_weight_is_what_differs(folder: Path, tmp_path: Path) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + torch.tensor([0.5] + [0.0] * 63)
     save_file(tensors, file, metadata={"format": "pt"})
     assert differences(made, folder / "glm4") == ["model.norm.weight differs by up to 0.5"]
+
+
+def test_a_trainer_loads_what_older_releases_wrote(tmp_path: Path) -> None:
+    """Written without Megatron: TransformerEngine's names and states, layers numbered, as with experts."""
+    written, other = (make_tiny_checkpoint(tmp_path / f"model{seed}", "qwen3_moe", seed=seed) for seed in (0, 1))
+    with HfCheckpoint(written) as checkpoint:
+        weights = {name: checkpoint.tensor(name) for name in checkpoint.names}
+    stored = megatron_tensors(weights, heads=4, groups=2, experts=4, rows=len(weights["lm_head.weight"]))
+    layers = "decoder.layers."
+    by_layer: dict[str, Any] = {name: tensor for name, tensor in stored.items() if not name.startswith(layers)}
+    for name, stacked in ((name, tensor) for name, tensor in stored.items() if name.startswith(layers)):
+        by_layer |= {f"{layers}{i}.{name.removeprefix(layers)}": tensor for i, tensor in enumerate(stacked)}
+    for i, part in itertools.product(range(2), ("self_attention.linear_proj", "self_attention.linear_qkv")):
+        by_layer[f"{layers}{i}.{part}._extra_state/shard_0_1"] = [None]
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in by_layer
+    write_torch_dist(tmp_path / "save" / "iter_0000007", by_layer)
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("7")
+    arguments = {"checkpoint": str(other), "root": str(tmp_path / "save")}
+    loaded = run_distributed("tests.support.convert_ranks:load", 1, arguments)[0]
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("tool", [path.name for path in sorted((ROOT / "tools").glob("*.py")) if is_command(path)])

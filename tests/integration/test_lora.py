@@ -221,6 +221,24 @@ def test_the_export_has_the_adapters_merged(life: dict[str, Any]) -> None:
     assert _largest(life["log-probs of the export"], life["after a step"]) < 1e-5
 
 
+def test_peft_computes_what_was_trained(models: Models, life: dict[str, Any]) -> None:
+    """PEFT with the adapter of the checkpoint gives the trainer's log-probs (where PEFT is installed)."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(models.paths["dense"], dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, str(Path(life["folder"], "save", "iter_0000000", "adapter")))
+    data, expected = make_train_data(seed=5), []
+    for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True):
+        ids = torch.as_tensor(tokens)
+        with torch.no_grad():
+            logits = model(ids.unsqueeze(0)).logits[0, -length - 1 : -1]
+        expected.append(logits.log_softmax(-1).gather(-1, ids[-length:, None])[:, 0])
+    for found in life["after a step"]:
+        same_length = [values for values in expected if values.shape == found.shape]
+        assert min((found - values).abs().max() for values in same_length) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

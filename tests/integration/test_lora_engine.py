@@ -45,6 +45,7 @@ class Served:
             lora_rank=RANK,
             lora_alpha=ALPHA,
             lora_sync="adapter",
+            sglang_lora_paths=[f"judge={self.adapters[2]}"],
         )
         self.engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=folder / "engine.log")
 
@@ -151,3 +152,12 @@ def test_a_batch_reports_the_version_of_every_request(served: Served) -> None:
     assert [reply["meta_info"]["weight_version"] for reply in replies] == ["22", "21", "22"]
     replies = served.client.generate(payload, timeout=300)
     assert [reply["meta_info"]["weight_version"] for reply in replies] == ["22"] * 3
+
+
+def test_another_adapter_is_served_beside_those_that_are_pushed(served: Served) -> None:
+    served.push(0, 31)
+    served.push(1, 32)
+    reply = served.generate(lora_path="judge")
+    expected = Reference(served.merged[2]).log_probs(PROMPT, list(reply["output_ids"]))
+    assert (output_log_probs(reply) - expected).abs().max() < 1e-4
+    served.assert_is_of(served.generate(), served.merged[1], "32")

@@ -1,6 +1,8 @@
-"""What the ranks of ``tests/integration/test_convert_checkpoints.py`` do."""
+"""What the ranks of the tests of conversions do."""
 
 from __future__ import annotations
+
+import torch
 
 from tests.support.megatron_model import model_args, switch_layout
 from tests.support.model_families import LAYOUTS
@@ -24,3 +26,19 @@ def save_all(checkpoints: dict[str, str], cases: dict[str, tuple[str, ...]]) -> 
             model = get_model(args)
             load_hf(model, checkpoint, args)
             CheckpointSaver(args).save(3, TrainerState(model))
+
+
+def load(checkpoint: str, root: str) -> dict[str, torch.Tensor]:
+    """Build the model of ``checkpoint``, load the Megatron checkpoint under ``root``, and return all weights."""
+    from slime.backends.megatron_utils import import_megatron
+
+    import_megatron()
+    from slime.backends.megatron_utils.checkpoint import TrainerState, load_checkpoint
+    from slime.backends.megatron_utils.model_provider import get_model
+    from tests.support.trainer_ranks import hf_weights
+
+    args = model_args(checkpoint)
+    switch_layout(args)
+    model = get_model(args)
+    load_checkpoint(args, root, TrainerState(model), weights_only=True)
+    return hf_weights(model, args)

@@ -165,8 +165,10 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
         fields["dtype"] = "float16"
     if takes_adapters(args) and spec.update_weights:
         fields["enable_lora"] = True
-        fields["max_lora_rank"] = args.lora_rank
-        fields["lora_target_modules"] = adapted_modules(args)
+        # --sglang-lora-paths may name other adapters over the same base, of other ranks and projections.
+        fields["max_lora_rank"] = max(args.lora_rank, args.sglang_max_lora_rank or 0)
+        others = set(args.sglang_lora_target_modules or ())
+        fields["lora_target_modules"] = ["all"] if "all" in others else sorted({*adapted_modules(args), *others})
         if not on_cuda:
             fields["lora_backend"] = "torch_native"
     return fields

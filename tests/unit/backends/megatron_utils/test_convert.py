@@ -26,6 +26,8 @@ CONFIG = {
     "num_key_value_heads": GROUPS, "head_dim": HEAD, "num_experts": EXPERTS, "vocab_size": VOCAB, "dtype": "float32",
 }  # fmt: skip
 ROOT = Path(__file__).parents[4]
+BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+            "common_backend_version": 1}  # fmt: skip
 
 
 def hf_tensors() -> dict[str, torch.Tensor]:
@@ -55,25 +57,28 @@ def hf_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def megatron_tensors(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return them as Megatron stores them: layers and experts stacked, query groups interleaved, rows of padding."""
+def megatron_tensors(
+    hf: dict[str, torch.Tensor], *, heads: int = HEADS, groups: int = GROUPS, experts: int = EXPERTS, rows: int = PADDED
+) -> dict[str, torch.Tensor]:
+    """Return them as Megatron stores them: layers and experts stacked, query groups interleaved, padded to ``rows``."""
+    head = len(hf["model.layers.0.self_attn.q_norm.weight"])
 
     def per_layer(make: Any) -> torch.Tensor:
         return torch.stack([make(f"model.layers.{layer}.") for layer in range(LAYERS)])
 
     def qkv(at: str) -> torch.Tensor:
         q, k, v = (hf[f"{at}self_attn.{x}_proj.weight"] for x in "qkv")
-        rows, of_group = [], HEADS // GROUPS * HEAD
-        for group in range(GROUPS):
-            rows += [q[group * of_group : (group + 1) * of_group]]
-            rows += [x[group * HEAD : (group + 1) * HEAD] for x in (k, v)]
-        return torch.cat(rows)
+        parts, of_group = [], heads // groups * head
+        for group in range(groups):
+            parts += [q[group * of_group : (group + 1) * of_group]]
+            parts += [x[group * head : (group + 1) * head] for x in (k, v)]
+        return torch.cat(parts)
 
     def expert(at: str, i: int, *names: str) -> torch.Tensor:
         return torch.cat([hf[f"{at}mlp.experts.{i}.{name}_proj.weight"] for name in names])
 
     def padded(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, torch.zeros(PADDED - VOCAB, HIDDEN, dtype=x.dtype)])
+        return torch.cat([x, torch.zeros(rows - len(x), x.shape[1], dtype=x.dtype)])
 
     def copied(name: str) -> torch.Tensor:
         return per_layer(lambda at: hf[at + name])
@@ -91,10 +96,10 @@ def megatron_tensors(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         f"{layers}pre_mlp_layernorm.weight": copied("post_attention_layernorm.weight"),
         f"{layers}mlp.router.weight": copied("mlp.gate.weight"),
         f"{layers}mlp.experts.experts.linear_fc1.weight": per_layer(
-            lambda at: torch.stack([expert(at, i, "gate", "up") for i in range(EXPERTS)])
+            lambda at: torch.stack([expert(at, i, "gate", "up") for i in range(experts)])
         ),
         f"{layers}mlp.experts.experts.linear_fc2.weight": per_layer(
-            lambda at: torch.stack([expert(at, i, "down") for i in range(EXPERTS)])
+            lambda at: torch.stack([expert(at, i, "down") for i in range(experts)])
         ),
     }
 
@@ -102,7 +107,7 @@ def megatron_tensors(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def write_torch_dist(directory: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any] | None = None) -> Path:
     extra = {"optimizer.state.exp_avg.output_layer.weight": torch.ones(3), "rng_state": {"seed": 1}}
     dcp.save({**tensors, **extra}, checkpoint_id=directory, no_dist=True)
-    (directory / "metadata.json").write_text("{}")
+    (directory / "metadata.json").write_text(json.dumps(BACKENDS))
     torch.save(common or {"iteration": 7}, directory / "common.pt")
     return directory
 
@@ -310,7 +315,7 @@ def run(tool: str, *words: object) -> subprocess.CompletedProcess[str]:
     """Run the command by its path, from elsewhere and with nothing on PYTHONPATH."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools" / tool), *map(str, words)]
-    return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow

@@ -277,3 +277,17 @@ def test_a_whole_config_file_of_the_user_is_not_forwarded() -> None:
 )  # fmt: skip
 def test_words_of_one_flag(record: dict[str, Any], value: Any, words: list[str]) -> None:
     assert flag_words(record, value) == words
+
+
+def test_engines_that_get_adapters_hold_others_too() -> None:
+    given = {"lora_rank": 8, "lora_sync": "adapter", "lora_target_modules": ["q_proj", "v_proj"]}
+    got = parse(build_server_args(engine_args(**given), spec()))
+    assert (got.enable_lora, got.max_lora_rank, got.lora_target_modules) == (True, 8, ["q_proj", "v_proj"])
+    more = {
+        "sglang_lora_paths": ["judge=/j"], "sglang_max_lora_rank": 32, "sglang_lora_target_modules": ["o_proj"],
+    }  # fmt: skip
+    got = parse(build_server_args(engine_args(**given, **more), spec()))
+    assert (got.lora_paths, got.max_lora_rank) == (["judge=/j"], 32)
+    assert got.lora_target_modules == ["o_proj", "q_proj", "v_proj"]
+    frozen = parse(build_server_args(engine_args(**given), spec(update_weights=False)))
+    assert (frozen.enable_lora, frozen.max_lora_rank) == (False, None)
