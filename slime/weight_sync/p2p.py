@@ -263,7 +263,7 @@ class Sender:
                 late(urls[peer], self.timeout_s) if reason is None else f"{urls[peer]}: {reason}"
                 for peer, reason in error.reasons.items()
             ]
-            raise failed("write weights into the memory of", reasons, len(set(urls.values()))) from error
+            raise failed("write weights into the memory", reasons, len(set(urls.values()))) from error
 
     def finish(self) -> int:
         """Begin a new push; return the bytes that were written in this one."""

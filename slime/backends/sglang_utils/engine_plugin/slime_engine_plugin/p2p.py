@@ -32,11 +32,15 @@ MEETING_DEADLINE_S = 60.0
 
 @dataclass
 class Channel:
-    """What a rank knows of the trainer. ``rank`` is counted over all engines; ``trainers`` write."""
+    """What a rank knows of the trainer. ``rank`` is counted over all engines; ``trainers`` write.
+
+    ``memory`` is what they write to: even if the model gave it up, it must not become that of something else.
+    """
 
     store: meeting.Store
     agent: Agent
     pieces: Sequence[Piece]
+    memory: Sequence[torch.UntypedStorage]
     rank: int
     trainers: int
 
@@ -86,7 +90,7 @@ def open_channel(model: Any, store: meeting.Store, backend: str, rank: int, trai
         for name, tensor in parameters.items()
     }
     meeting.put_rank(store, rank, meeting.EngineRank(agent.address(), places, pieces))
-    return Channel(store, agent, pieces, rank, trainers)
+    return Channel(store, agent, pieces, list(storages.values()), rank, trainers)
 
 
 def confirm(
