@@ -1,8 +1,8 @@
 """Weights written into the engines' memory (``--update-weight-transport p2p``): the trainers' half.
 
-The engines' half is ``slime_engine_plugin.p2p``. All ranks of a pipeline stage gather its weights, and each writes a share
-of them; all ranks of all stages write at the same time. An engine takes part in the first step, where it says where its
-own loader puts each tensor, and in the last one, where it compares checksums.
+The engines' half is ``slime_engine_plugin.p2p``. All ranks of a pipeline stage gather its weights, and each writes a
+share of them; all ranks of all stages write at the same time. Engines take part in the first step, where they say where
+their own loaders put each tensor, and in the last one, where they compare checksums.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class P2PTransport:
             for name, shape, dtype in describe_hf_weights(self.trainer.model, self.trainer.args)
         ]
         stages = gather_from_world((self.layout.pp_rank, weights))
-        every = {stage: described for stage, described in stages}
+        every = dict(stages)
         tensors = [described for stage in sorted(every) for described in every[stage]]
         attempt(lambda: self._open_store(engines, clients, tensors))
         port = gather_from_world(None if self._store is None else self._store.port)[0]
@@ -80,8 +80,8 @@ class P2PTransport:
         for engine in engines:
             if not _is_local(engine.url):
                 raise WeightSyncError(
-                    f"--update-weight-transport p2p: engine {engine.url} is not on {socket.gethostname()}, where trainer "
-                    f"rank {self.layout.rank} is; it is tested on one host only, leave it out"
+                    f"--update-weight-transport p2p: engine {engine.url} is not on {socket.gethostname()}, where the "
+                    f"trainer's rank {self.layout.rank} is; that is tested on one host only, leave it out"
                 )
         if self.layout.rank == 0:
             self._fan_out = FanOut(clients)

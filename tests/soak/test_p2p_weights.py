@@ -32,7 +32,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shards of experts": ("qwen3_moe", {"rollout_num_gpus_per_engine": 2}),
     "whole experts on a rank": ("qwen3_moe", {"rollout_num_gpus_per_engine": 2, "sglang_ep_size": 2}),
 }
-LAYOUTS = {"DP2": "", "TP2": "--tensor-model-parallel-size 2 --sequence-parallel", "PP2": "--pipeline-model-parallel-size 2"}
+LAYOUTS = {
+    "DP2": "",
+    "TP2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": "--pipeline-model-parallel-size 2",
+}
 
 
 @pytest.fixture

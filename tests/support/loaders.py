@@ -1,4 +1,4 @@
-"""Models of two ranks that load checkpoints as SGLang's do: fused layers, shards, experts, padded and tied embeddings."""
+"""Models that load checkpoints as SGLang's do: fused layers, shards, experts, padded and tied embeddings."""
 
 from __future__ import annotations
 

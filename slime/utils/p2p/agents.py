@@ -69,9 +69,7 @@ def make_agent(backend: str) -> Agent:
         return NixlAgent() if backend == "nixl" else MooncakeAgent()
     except ImportError as e:
         why = "; it needs the system library libibverbs1" if "libibverbs" in str(e) else ""
-        raise ImportError(
-            f"--update-weight-p2p-backend {backend}: {e}{why}; pip install {PACKAGES[backend]}"
-        ) from e
+        raise ImportError(f"--update-weight-p2p-backend {backend}: {e}{why}; pip install {PACKAGES[backend]}") from e
 
 
 class NixlAgent:
@@ -176,10 +174,9 @@ class MooncakeAgent:
         started: dict[str, Future[int]] = {}
         for peer, parts in writes.items():
             local, remote, sizes = (list(column) for column in zip(*parts, strict=True))
-            started[peer] = self._pool.submit(
-                self._engine.batch_transfer_sync_write, peer, local, remote, sizes
-            )
-        deadline, reasons = time.monotonic() + deadline_s, {}
+            started[peer] = self._pool.submit(self._engine.batch_transfer_sync_write, peer, local, remote, sizes)
+        deadline = time.monotonic() + deadline_s
+        reasons: dict[str, str | None] = {}
         for peer, future in started.items():
             try:
                 code = future.result(timeout=max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
 """What trainer ranks and engine ranks tell each other in a store, as JSON.
 
-The trainer opens the store and says which tensors it sends; every engine rank answers with its plan and where its memory
-is. In every push each trainer rank leaves the checksums of what it has written for every engine rank.
+The trainer opens the store and says which tensors it sends; every engine rank answers with its plan and the addresses
+of its memory. In every push each trainer rank leaves the checksums of what it has written for every engine rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the elements of Hugging Face tensors go in the memory of one engine rank.
 
-The trainer's tensors are numbered, and a rank's plan is a list of pieces of them. A piece knows nothing of addresses, so
-that ranks which are laid out alike have equal ones.
+The trainer's tensors are numbered, and a rank's plan is a list of pieces of them. A piece knows nothing of addresses:
+ranks that are laid out alike have equal ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def of_copy(cls, tensor: int, parameter: str, target: torch.Tensor, source: torch.Tensor) -> Piece:
-        """Return what ``target.copy_(source)`` copies, both being views: of the parameter's memory and of the tensor."""
+        """Return what ``target.copy_(source)`` copies: views of the parameter's memory and of the tensor."""
         source = source.expand(target.shape)
         dims = [
             (place, size, stride)

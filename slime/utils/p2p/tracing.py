@@ -89,9 +89,9 @@ class _Recording(TorchDispatchMode):
         if func in _FILLS and (memory := self._memory(args[0])) is not None:
             memory.constants.append(args[0])
             return args[0]
-        if func is aten._to_copy.default and self._number(args[0]) is not None:
-            if kwargs.get("dtype") in (None, args[0].dtype):  # to another device, as the copy into the model does
-                return args[0].detach()
+        keeps_values = func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype)
+        if keeps_values and self._number(args[0]) is not None:  # to another device, as the copy into the model does
+            return args[0].detach()
         if not _is_view(func):
             self._check(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
         return func(*args, **kwargs)

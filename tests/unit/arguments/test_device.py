@@ -113,7 +113,7 @@ def test_engines_on_the_trainers_slots_cannot_open_expandable_segments(name, mon
 
 def test_weights_of_gpus_are_not_written_over_tcp():
     p2p = ("--update-weight-transport", "p2p")
-    with pytest.raises(ArgumentError, match="written into host memory over TCP.*NCCL then carries them"):
+    with pytest.raises(ArgumentError, match=r"written into host memory over TCP.*NCCL then carries them"):
         finalized("cuda", *p2p)
     finalized("cuda", *p2p, "--debug-rollout-only")
     assert finalized("cpu", *p2p).update_weight_transport == "p2p"

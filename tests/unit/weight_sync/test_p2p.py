@@ -252,9 +252,7 @@ def test_engines_that_fail_or_are_late_are_named(plugin: Any, monkeypatch: pytes
     sender.agent.reasons = {first: None, second: "connection reset"}
     with pytest.raises(WeightSyncError, match=r"(?s)on 2 of 2 engines:.*engine1: connection reset") as raised:
         push.send()
-    assert engines_that_hang(str(raised.value)) == {
-        "http://engine0": "could not write weights into the memory"
-    }
+    assert engines_that_hang(str(raised.value)) == {"http://engine0": "could not write weights into the memory"}
 
 
 def test_every_tensor_is_written_by_one_rank_of_its_stage() -> None:

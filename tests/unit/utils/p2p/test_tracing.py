@@ -41,7 +41,7 @@ def test_shards_of_two_ranks_are_as_large_as_what_they_hold() -> None:
     weights = random_weights(DENSE, torch.float32)
     for rank, rows in ((0, 11), (1, 10)):
         pieces = trace(Dense(rank, 2, torch.float32), described(weights))
-        sizes = {name: 0 for name in DENSE}
+        sizes = dict.fromkeys(DENSE, 0)
         for piece in pieces:
             sizes[list(DENSE)[piece.tensor]] += piece.numel
         assert sizes["embed.weight"] == rows * 12

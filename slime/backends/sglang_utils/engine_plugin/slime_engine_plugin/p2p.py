@@ -1,8 +1,8 @@
 """Let trainers write into the parameters of an engine (``--update-weight-transport p2p``): the engine's half.
 
 A request for a process group whose backend is one of ours makes a rank meet the trainer in a store: it learns which
-tensors are sent, finds out where its model puts them, lets the trainer's agents write there, and says where that is. After
-the writes a request for a broadcast over that group, which carries the version, makes it compare checksums.
+tensors are sent, finds out where its model puts them, lets the trainer's agents write there, and says where that is.
+After the writes a request for a broadcast over that group, which carries the version, makes it compare checksums.
 """
 
 from __future__ import annotations
