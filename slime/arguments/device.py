@@ -81,7 +81,7 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
             )
         if args.update_weight_transport == "p2p" and not (args.debug_train_only or args.debug_rollout_only):
             raise ArgumentError(
-                "--update-weight-transport p2p: weights are written into host memory over TCP, which is not tested with "
+                "--update-weight-transport p2p: weights are written into host memory over TCP, not tested with "
                 "engines on GPUs; leave it out: NCCL then carries them from GPU to GPU"
             )
         _check_caches_are_unregistered(args)
