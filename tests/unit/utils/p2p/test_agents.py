@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -85,7 +86,7 @@ class Source:
         """Blocks of different sizes, in no order, that cover everything."""
         draw, start = random.Random(target.start), ctypes.addressof(self.memory)
         cuts = [0, *sorted(draw.sample(range(1, BYTES), 99)), BYTES]
-        blocks = [Write(start + a, target.start + a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        blocks = [Write(start + a, target.start + a, b - a) for a, b in itertools.pairwise(cuts)]
         draw.shuffle(blocks)
         return blocks
 
