@@ -80,6 +80,11 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
                 "--use-nccl-ub registers the memory of weights and gradients with NCCL, and --offload-train (part of "
                 "--colocate) frees it; leave one of them out"
             )
+        if args.update_weight_transport == "p2p" and not (args.debug_train_only or args.debug_rollout_only):
+            raise ArgumentError(
+                "--update-weight-transport p2p: weights are written into host memory over TCP, not tested with "
+                "engines on GPUs; leave it out: NCCL then carries them from GPU to GPU"
+            )
         _check_caches_are_unregistered(args)
         _check_handles_of_memory(args)
         if not (args.debug_train_only or args.debug_rollout_only):

@@ -110,6 +110,8 @@ def _weight_sync(args: Namespace, overlap: bool) -> str:
     what = "all weights" if args.update_weight_mode == "full" else "what changed of the weights"
     if args.update_weight_transport == "disk":
         way = f"through files in {args.update_weight_disk_dir}"
+    elif args.update_weight_transport == "p2p":
+        way = f"written into the engines' memory by every trainer rank ({args.update_weight_p2p_backend})"
     elif args.colocate:
         way = "through shared memory of the node"
     else:

@@ -20,7 +20,8 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
 
     Args:
         args: resolved arguments; ``colocate`` selects the tensor transport, otherwise a process group carries
-            them, or with ``--update-weight-mode delta`` what changed of them.
+            them, or with ``--update-weight-mode delta`` what changed of them, or with ``--update-weight-transport
+            p2p`` every rank writes them.
         trainer: the rank's ``MegatronTrainer`` (its ``model`` is read, never written).
         synchronous_loop: True when nothing generates while weights are pushed; decides what ``--weight-sync-pause-mode
             auto`` means.
@@ -31,6 +32,7 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
     from slime.weight_sync.adapters import AdapterTransport
     from slime.weight_sync.distributed import DistributedTransport
     from slime.weight_sync.in_place import InPlaceTransport
+    from slime.weight_sync.p2p import P2PTransport
     from slime.weight_sync.quantized import quantizer_of
     from slime.weight_sync.tensor import TensorTransport
     from slime.weight_sync.transport import Transport
@@ -44,6 +46,8 @@ def create_updater(args: Namespace, trainer: Any, *, synchronous_loop: bool) -> 
     transport: Transport
     if args.colocate:
         transport = TensorTransport(args)
+    elif args.update_weight_transport == "p2p":
+        transport = P2PTransport(args, trainer)
     else:
         transport = InPlaceTransport(args) if args.update_weight_mode == "delta" else DistributedTransport(args)
     return WeightUpdater(args, trainer, transport, pause_mode=resolve_pause_mode(args, synchronous_loop))

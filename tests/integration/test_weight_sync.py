@@ -168,6 +168,30 @@ def test_colocated_tensor_ranks_push_to_the_engine_on_their_slot(engines: Engine
     assert engines.clients[0].weights_checksum() == pushed
 
 
+def test_two_stages_write_into_the_memory_of_engines(engines: Engines, tmp_path: Path) -> None:
+    """Two trainers, each with half of the layers, write to two engines at once; one of the engines is then lost."""
+    engines.back_to_old()
+    for client in engines.clients:
+        generate(client, PROMPT, 2)
+    flags = ["--pipeline-model-parallel-size", "2", "--update-weight-transport", "p2p"]
+    results = run_push(engines, flags, change_one_weight=True, export_to=str(tmp_path / "export"))
+    assert [r["versions"] for r in results] == [[1, 2], [1, 2]]
+    size = sum(t.nbytes for t in load_file(engines.new / "model.safetensors").values())
+    for push in range(2):
+        sent = [r["bytes"][push] for r in results]
+        assert sum(sent) == 2 * size
+        assert min(sent) > 0
+    assert [c.weight_version() for c in engines.clients] == ["2", "2"]
+    first, second = (c.weights_checksum() for c in engines.clients)
+    assert first == second
+    # A prompt that was cached before has the new weights' log-probs, which one changed weight leaves where they were.
+    reply = generate(engines.clients[1], PROMPT, 5)
+    expected = Reference(engines.new).log_probs(PROMPT, reply["output_ids"])
+    assert 0 < (output_log_probs(reply) - expected).abs().max() <= 1e-3
+    engines.clients[0].update_weights_from_disk(str(tmp_path / "export"), weight_version="export")
+    assert engines.clients[0].weights_checksum() != first
+
+
 def test_changes_taken_in_place_are_what_a_full_load_gives(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

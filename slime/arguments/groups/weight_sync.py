@@ -15,8 +15,13 @@ class WeightSync(ArgumentGroup):
     update_weight_mode: Literal["full", "delta"] = flag(
         "full", "send all weights to the engines, or only the bytes that changed"
     )
-    update_weight_transport: Literal["nccl", "disk"] = flag(
-        "nccl", "nccl: a process group to the engines (gloo without GPUs), shared memory with --colocate; disk: files"
+    update_weight_transport: Literal["nccl", "disk", "p2p"] = flag(
+        "nccl",
+        "nccl: a process group to the engines (gloo without GPUs), shared memory with --colocate; disk: files; p2p: "
+        "every trainer rank writes into the engines' memory, without GPUs and on one host",
+    )
+    update_weight_p2p_backend: Literal["nixl", "mooncake"] = flag(
+        "nixl", "what writes over TCP, with --update-weight-transport p2p; each needs the package of that name"
     )
     update_weight_buffer_size: int = flag(
         512 * 1024**2, "bytes of weights sent at a time; larger is faster and needs more memory", gt=0

@@ -59,6 +59,9 @@ DEPENDENCIES: tuple[FlagDependency, ...] = (
         "update_weight_disk_dir", "update_weight_disk_keep_files", "update_weight_local_checkpoint_dir",
         "custom_update_weight_post_write_path",
     )),
+    FlagDependency("--update-weight-transport p2p", lambda args: args.update_weight_transport == "p2p", (
+        "update_weight_p2p_backend",
+    )),
     FlagDependency(
         "--update-weight-mode delta", lambda args: args.update_weight_mode == "delta" or args.rollout_external, (
             "update_weight_delta_encoding", "update_weight_delta_checksum", "update_weight_delta_full_interval",

@@ -91,6 +91,7 @@ def _check_engines(args: Namespace) -> None:
 def _check_pushes(args: Namespace, sync: str, way_out: str) -> None:
     for option, given, why in (
         ("--update-weight-transport disk", args.update_weight_transport == "disk", "adapters go within requests"),
+        ("--update-weight-transport p2p", args.update_weight_transport == "p2p", "adapters go within requests"),
         ("--update-weight-mode delta", args.update_weight_mode == "delta", "adapters are sent whole"),
         ("--check-weight-update-equal", args.check_weight_update_equal, "engines cannot check adapters"),
         ("--rollout-external-engine-addrs", args.rollout_external, "it needs slime's plug-in in the engines"),

@@ -18,6 +18,8 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             "--update-weight-transport disk needs --update-weight-disk-dir, a directory that trainers and engines share"
         )
+    if args.update_weight_transport == "p2p":
+        _check_p2p(args)
     if args.update_weight_mode == "delta":
         _check_delta(args)
     _check_directories(args)
@@ -122,6 +124,31 @@ def _check_release(args: Namespace) -> None:
         )
     if args.save_interval is None:
         args.save_interval = 1
+
+
+def _check_p2p(args: Namespace) -> None:
+    """Trainers write into the engines' memory where that has been tested, and where it stays what it is."""
+    p2p = "--update-weight-transport p2p"
+    disaggregated = any(model.update_weights and model.has_pd_disaggregation for model in models_of(args) or ())
+    for option, given, why in (
+        ("--colocate", args.colocate, "shared slots hand weights over in memory"),
+        ("--update-weight-mode delta", args.update_weight_mode == "delta", "all weights are written"),
+        ("--offload-rollout", args.offload_rollout, "engines would release the memory that is written to"),
+        ("--rollout-external-engine-addrs", args.rollout_external, "it needs slime's plug-in in the engines"),
+        ("--actor-num-nodes", args.actor_num_nodes > 1, "it is tested on one host only"),
+        ("--sglang-speculative-algorithm", args.sglang_speculative_algorithm, "it does not reach draft layers"),
+    ):
+        if given:
+            raise ArgumentError(f"{option}: not together with {p2p}, {why}; leave one of them out")
+    if disaggregated:
+        raise ArgumentError(f"{p2p}: it is not tested with prefill and decode engines; leave it out")
+    backend = args.update_weight_p2p_backend
+    if find_spec(backend) is None:
+        package = "nixl (--no-deps, with nixl-cu12)" if backend == "nixl" else "mooncake-transfer-engine-non-cuda"
+        raise ArgumentError(
+            f"{p2p} needs the package {backend}, which is not installed: pip install {package}, or choose another "
+            "--update-weight-p2p-backend"
+        )
 
 
 def _check_delta(args: Namespace) -> None:

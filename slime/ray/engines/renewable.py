@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from slime.servers.drafts import separate_draft
 
-Transport = Literal["broadcast", "tensor", "disk"]
+Transport = Literal["broadcast", "tensor", "disk", "p2p"]
 
 REARRANGED = {
     "flashinfer_trtllm": "--sglang-moe-runner-backend flashinfer_trtllm_routed",
@@ -34,6 +34,8 @@ def transport_of(args: Namespace) -> Transport:
     """Return how the weights reach the engines."""
     if args.update_weight_transport == "disk":
         return "disk"
+    if args.update_weight_transport == "p2p":
+        return "p2p"
     return "tensor" if args.colocate else "broadcast"
 
 
@@ -49,6 +51,8 @@ def what_a_push_misses(
         return [], []
     refused, warned = _of_weights(info, transport, stored)
     refused += _of_drafts(info)
+    if transport == "p2p":
+        refused += _of_addresses(info, stored)
     if (draft := separate_draft(info)) is not None:
         drafts = f"--sglang-speculative-draft-model-path {draft}: the draft model has a checkpoint of its own"
         if transport == "disk":
@@ -76,6 +80,20 @@ def _of_drafts(info: Mapping[str, Any]) -> list[str]:
             f"--sglang-speculative-draft-model-quantization {info['speculative_draft_model_quantization']}: the draft "
             "layers hold quantized weights, and the trainer sends them as it sends the model's; leave it out"
         )
+    return refused
+
+
+def _of_addresses(info: Mapping[str, Any], stored: str | None) -> list[str]:
+    """Return why the engine's parameters are not what is to be written to from outside."""
+    refused, way_out = [], "leave --update-weight-transport p2p out"
+    if stored:
+        refused.append(f"--hf-checkpoint is quantized ({stored}), and plain weights alone are written; {way_out}")
+    if info.get("speculative_algorithm"):
+        refused.append(
+            f"--sglang-speculative-algorithm {info['speculative_algorithm']}: draft layers are not written; {way_out}"
+        )
+    if info.get("enable_memory_saver"):
+        refused.append(f"--sglang-enable-memory-saver: the memory of weights may be released; {way_out}")
     return refused
 
 

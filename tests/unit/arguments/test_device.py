@@ -112,6 +112,14 @@ def test_engines_on_the_trainers_slots_cannot_open_expandable_segments(name, mon
         finalized("cuda", "--colocate", "--train-env-vars", f'{{"{name}": "expandable_segments:True"}}')
 
 
+def test_weights_of_gpus_are_not_written_over_tcp():
+    p2p = ("--update-weight-transport", "p2p")
+    with pytest.raises(ArgumentError, match=r"written into host memory over TCP.*NCCL then carries them"):
+        finalized("cuda", *p2p)
+    finalized("cuda", *p2p, "--debug-rollout-only")
+    assert finalized("cpu", *p2p).update_weight_transport == "p2p"
+
+
 def test_collectives_outlast_a_weight_sync(caplog):
     assert finalized("cuda").distributed_timeout_minutes == 12  # 600 s, and 2 minutes
     assert finalized("cuda", "--weight-sync-timeout", "1210").distributed_timeout_minutes == 23

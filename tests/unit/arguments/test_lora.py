@@ -53,6 +53,7 @@ def test_what_would_change_the_base_is_refused(overrides: dict[str, Any], words:
         ({"lora_target_modules": ["kv_b_proj"]}, "engines take no adapters of kv_b_proj; use --lora-sync merged"),
         ({"num_experts": 8, "lora_target_modules": ["up_proj"]}, "engines take no adapters of up_proj"),
         ({"update_weight_transport": "disk"}, "--update-weight-transport disk: not together with --lora-sync adapter"),
+        ({"update_weight_transport": "p2p"}, "--update-weight-transport p2p: not together with --lora-sync adapter"),
         ({"check_weight_update_equal": True}, "--check-weight-update-equal: not together"),
         ({"rollout_external": True}, "--rollout-external-engine-addrs: not together"),
         ({"offload_rollout": True}, "--offload-rollout: not together"),

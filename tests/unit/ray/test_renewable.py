@@ -121,6 +121,17 @@ def test_the_transport_of_a_run() -> None:
     assert transport_of(run_args(colocate=True, update_weight_transport="disk")) == "disk"
 
 
+def test_what_is_written_into_an_engines_memory_must_be_what_is_loaded_and_stay_there() -> None:
+    assert transport_of(run_args(update_weight_transport="p2p")) == "p2p"
+    assert what_a_push_misses(PLAIN, "p2p") == what_a_push_misses({}, "p2p") == ([], [])
+    assert "draft layers are not written" in refused("p2p", **OWN)
+    assert "--sglang-enable-memory-saver: the memory" in refused("p2p", enable_memory_saver=True)
+    assert "packs its weights once" in refused("p2p", attention_backend="intel_amx")
+    assert "give --sglang-moe-runner-backend triton" in refused("p2p", moe_runner_backend="aiter")
+    (sentence,), _ = what_a_push_misses({**PLAIN, "quantization": "fp8"}, "p2p", "fp8")
+    assert "--hf-checkpoint is quantized (fp8), and plain weights alone are written" in sentence
+
+
 def test_engines_that_are_sent_adapters_keep_their_weights() -> None:
     info = {**PLAIN, "enable_lora": True, "attention_backend": "intel_amx"}
     assert what_a_push_misses(info, "broadcast", adapters=True) == ([], [])

@@ -38,6 +38,7 @@ def register() -> None:
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
             register_faster_on_cpu()
     register_if_it_fits(["drafts", "changes"], "pushes of changes fail, and a broadcast leaves draft layers out")
+    register_if_it_fits(["p2p"], "--update-weight-transport p2p fails")
 
 
 def register_faster_on_cpu() -> None:

@@ -1,0 +1,1 @@
+"""Weights written straight into the memory of engines: where each element goes, and what carries it."""

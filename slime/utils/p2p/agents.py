@@ -1,0 +1,195 @@
+"""Write into the memory of other processes of this host, over TCP: with NIXL, or with mooncake's transfer engine.
+
+Neither authenticates: a process that knows the address of an agent can write where the agent lets others write. NIXL
+is bound to the loopback interface; mooncake listens on all.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+MODULES = {"nixl": "nixl", "mooncake": "mooncake"}
+"""Backend -> the module that it needs."""
+PACKAGES = {"nixl": "nixl nixl-cu12 (with --no-deps)", "mooncake": "mooncake-transfer-engine-non-cuda"}
+"""Backend -> what to install for it."""
+HOST = "127.0.0.1"
+_POLL_S = 0.0005
+_UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+
+
+class Write(NamedTuple):
+    """``nbytes`` from the address ``local`` of this process to the address ``remote`` of another."""
+
+    local: int
+    remote: int
+    nbytes: int
+
+
+class TransferError(Exception):
+    """Writes that did not arrive: ``reasons`` by peer; None where it was late."""
+
+    def __init__(self, reasons: Mapping[str, str | None]) -> None:
+        super().__init__("; ".join(f"{peer}: {reason or 'late'}" for peer, reason in reasons.items()))
+        self.reasons = reasons
+
+
+class Agent(Protocol):
+    """This process's end. Memory is registered before it is read from, or before others get the address."""
+
+    def register(self, regions: Iterable[tuple[int, int]]) -> None:
+        """Make memory known: ``(address, bytes)`` of each region, none of which overlap."""
+        ...
+
+    def address(self) -> str:
+        """Return what another agent needs to write into the memory that is registered now."""
+        ...
+
+    def connect(self, address: str) -> str:
+        """Return the name of a peer, for :meth:`write`."""
+        ...
+
+    def write(self, writes: Mapping[str, Sequence[Write]], deadline_s: float) -> None:
+        """Write to all peers at once, and return when all has arrived. Raises TransferError."""
+        ...
+
+    def close(self) -> None:
+        """Forget all memory and peers; what is still being written is given up."""
+        ...
+
+
+def make_agent(backend: str) -> Agent:
+    """Return an agent of ``--update-weight-p2p-backend``. Raises ImportError with the reason where it is missing."""
+    try:
+        return NixlAgent() if backend == "nixl" else MooncakeAgent()
+    except ImportError as e:
+        why = "; it needs the system library libibverbs1" if "libibverbs" in str(e) else ""
+        raise ImportError(f"--update-weight-p2p-backend {backend}: {e}{why}; pip install {PACKAGES[backend]}") from e
+
+
+class NixlAgent:
+    """NIXL with its UCX plug-in."""
+
+    def __init__(self) -> None:
+        # UCX reads these when it starts, and prefers transports that look for devices.
+        before = {name: os.environ.get(name) for name in _UCX}
+        os.environ.update(_UCX)
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            self._agent: Any = nixl_agent(f"slime-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        self._registered: list[Any] = []
+
+    def register(self, regions: Iterable[tuple[int, int]]) -> None:
+        described = [(address, nbytes, 0, "") for address, nbytes in regions if nbytes]
+        self._registered.append(self._agent.register_memory(described, "DRAM"))
+
+    def address(self) -> str:
+        return base64.b64encode(self._agent.get_agent_metadata()).decode("ascii")
+
+    def connect(self, address: str) -> str:
+        name: bytes | str = self._agent.add_remote_agent(base64.b64decode(address))
+        return name.decode() if isinstance(name, bytes) else name
+
+    def write(self, writes: Mapping[str, Sequence[Write]], deadline_s: float) -> None:
+        agent, reasons = self._agent, {}
+        handles = {}
+        for peer, parts in writes.items():
+            try:
+                local = agent.get_xfer_descs([(w.local, w.nbytes, 0) for w in parts], "DRAM")
+                remote = agent.get_xfer_descs([(w.remote, w.nbytes, 0) for w in parts], "DRAM")
+                handles[peer] = agent.initialize_xfer("WRITE", local, remote, peer)
+                agent.transfer(handles[peer])
+            except Exception as e:  # noqa: BLE001  (NIXL has an exception class per status)
+                reasons[peer] = f"{type(e).__name__}: {e}"
+        deadline = time.monotonic() + deadline_s
+        waiting = set(handles) - set(reasons)
+        while waiting:
+            for peer in list(waiting):
+                state = self._state(handles[peer])
+                if state != "PROC":
+                    waiting.remove(peer)
+                    if state != "DONE":
+                        reasons[peer] = state
+            if time.monotonic() > deadline:
+                break
+            if waiting:
+                time.sleep(_POLL_S)
+        for peer, handle in handles.items():
+            if peer not in waiting:  # NIXL cannot release what is on its way to a peer that has stopped
+                handle.release()
+        if reasons or waiting:
+            raise TransferError(reasons | dict.fromkeys(waiting))
+
+    def _state(self, handle: Any) -> str:
+        try:
+            state: str = self._agent.check_xfer_state(handle)
+            return "NIXL reports an error" if state == "ERR" else state
+        except Exception as e:  # noqa: BLE001  (NIXL has an exception class per status)
+            return f"{type(e).__name__}: {e}"
+
+    def close(self) -> None:
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
+        self._registered = []
+        self._agent = None
+
+
+class MooncakeAgent:
+    """mooncake's transfer engine, whose peers find each other without a metadata server."""
+
+    def __init__(self) -> None:
+        from mooncake.engine import TransferEngine
+
+        self._engine: Any = TransferEngine()
+        if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""):
+            raise RuntimeError(f"mooncake's transfer engine does not start on {HOST} with protocol tcp")
+        self._addresses: list[int] = []
+        self._pool = ThreadPoolExecutor(thread_name_prefix="mooncake")
+
+    def register(self, regions: Iterable[tuple[int, int]]) -> None:
+        addresses, sizes = zip(*((address, nbytes) for address, nbytes in regions if nbytes), strict=True)
+        if code := self._engine.batch_register_memory(list(addresses), list(sizes)):
+            raise RuntimeError(f"mooncake cannot register memory (code {code})")
+        self._addresses += addresses
+
+    def address(self) -> str:
+        return f"{HOST}:{self._engine.get_rpc_port()}"
+
+    def connect(self, address: str) -> str:
+        return address
+
+    def write(self, writes: Mapping[str, Sequence[Write]], deadline_s: float) -> None:
+        started: dict[str, Future[int]] = {}
+        for peer, parts in writes.items():
+            local, remote, sizes = (list(column) for column in zip(*parts, strict=True))
+            started[peer] = self._pool.submit(self._engine.batch_transfer_sync_write, peer, local, remote, sizes)
+        deadline = time.monotonic() + deadline_s
+        reasons: dict[str, str | None] = {}
+        for peer, future in started.items():
+            try:
+                code = future.result(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                reasons[peer] = None
+            else:
+                if code:
+                    reasons[peer] = f"mooncake reports code {code}"
+        if reasons:
+            raise TransferError(reasons)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._addresses:
+            self._engine.batch_unregister_memory(self._addresses)
+        self._addresses, self._engine = [], None
