@@ -20,6 +20,8 @@ import pytest
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
 from examples.agentflow.run import EXAMPLE as AGENTFLOW
 from examples.agentflow.small_world import plan_for
+from examples.coding_agent_rl.make_data import OPERATORS
+from examples.coding_agent_rl.run import EXAMPLE as CODING
 from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
 from examples.memagent.run import EXAMPLE as MEMAGENT
@@ -40,6 +42,7 @@ from examples.tool_orchestra.make_data import call as call_model
 from examples.tool_orchestra.run import EXAMPLE as TOOL_ORCHESTRA
 from examples.tournament.run import EXAMPLE as TOURNAMENT
 from scripts.bench.standin import engine as standin
+from slime.agent import sandbox
 from slime.arguments import parse_args
 from slime.rollout.base_types import call_rollout_fn
 from slime.utils import http_utils
@@ -125,14 +128,21 @@ def ask_an_expert(turns: list[str]) -> str:
     return call_model("answer-1" if guesses or "Documents" in turns[0] or "easy" in turns[0] else "search-1")
 
 
+def repair(turns: list[str]) -> str:
+    a, b, result = map(int, re.findall(r"\d+", turns[0]))
+    return next(name for name, function in OPERATORS.items() if function(a, b) == result)
+
+
 EXAMPLES: list[tuple[SmallExample, Oracle]] = [
     (ADAPTIVE, adds_or_hunts), (DELTA, add), (MULTI_AGENT, one_of_several), (MULTI_TASK, choose), (RETOOL, compute),
     (SEARCH, look_up), (TOURNAMENT, add), (TAU_BENCH, serve), (AGENTFLOW, plan), (MEMAGENT, remember),
-    (OPENAI_AGENTS, call_and_copy), (TOOL_ORCHESTRA, ask_an_expert), (STRANDS, compute_with_a_call),
+    (OPENAI_AGENTS, call_and_copy), (TOOL_ORCHESTRA, ask_an_expert), (STRANDS, compute_with_a_call), (CODING, repair),
 ]  # fmt: skip
 RIGHT = {"examples.memagent": 0.85}
 """The share of right answers, where it is not 0.7: up to 17 of MemAgent's in a row must be right."""
-SMALLER = {"--rollout-batch-size": "4", "--n-samples-per-prompt": "4", "--n-samples-per-eval-prompt": "1"}
+SIZES: dict[str, tuple[int, int]] = {"examples.coding_agent_rl": (2, 4)}
+"""Prompts of a rollout and samples of each, and tasks of an evaluation, where they are not 4 and 16: every one of these
+takes two sandboxes."""
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +160,9 @@ def turns_of(text: str) -> list[str]:
 @pytest.mark.parametrize(("example", "oracle"), EXAMPLES, ids=[example.package[9:] for example, _ in EXAMPLES])
 def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monkeypatch):
     ensure_strands()
+    for name in ("generate", "swe"):  # they read variables, which the service sets, when they are imported
+        monkeypatch.delitem(sys.modules, f"examples.coding_agent_rl.{name}", raising=False)
+    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(http_utils, "_http_client", None)
     without_ray(tmp_path, monkeypatch)
@@ -159,9 +172,10 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
     (paths.sft_model / "config.json").write_text(json.dumps(CONFIG))
     make_tokenizer(paths.sft_model)
     load_function(f"{example.package}.make_data.make_data")(paths.data, seed=1, demonstrations=10)
+    size, tasks = SIZES.get(example.package, (4, 16))
     for file in paths.data.glob("*.jsonl"):
         if file.stem in ("train", *example.data_sets, *example.watched):
-            file.write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
+            file.write_text("".join(file.read_text().splitlines(keepends=True)[:tasks]))
     tokenizer, coin = load_tokenizer(str(paths.sft_model)), random.Random(1)
     share = RIGHT.get(example.package, 0.7)
 
@@ -173,8 +187,9 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
     monkeypatch.setattr(cluster.engines[0], "reply", reply)
     monkeypatch.setattr(standin, "_text", lambda tokens: tokenizer.decode(list(tokens)))
     words = example.grpo(paths, 0, rollouts=2, shuffled=False)
-    for flag, value in SMALLER.items():
-        words[words.index(flag) + 1] = value
+    for flag in ("--rollout-batch-size", "--n-samples-per-prompt"):
+        words[words.index(flag) + 1] = str(size)
+    words[words.index("--n-samples-per-eval-prompt") + 1] = "1"
     with example.service(paths) as more:
         args = parse_args([*words, *more])
         args.debug_train_only = True  # the manager starts no engines
@@ -198,6 +213,8 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
                 load_function(args.eval_function_path), args, 0, manager.data_source, evaluation=True
             )
         finally:
+            if example is CODING:
+                load_function(f"{example.package}.generate.AdapterService")(args).handle.stop()
             run(http_utils._http_client.close())
             SingletonMeta.clear_instances()
     assert list(found.data) == [*example.data_sets, *example.watched]

@@ -109,7 +109,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def real(checkpoint: Path) -> Iterator[SimpleNamespace]:
     """An engine behind the router: its URL, and how many requests run on it."""
-    args, root = engine_args(checkpoint), checkpoint.parent
+    args, root = engine_args(checkpoint, engine_ready_timeout=600.0), checkpoint.parent
     engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / "engine.log")
     router = RouterProcess(args, "127.0.0.1", log_path=root / "router.log")
     try:

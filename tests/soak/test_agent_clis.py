@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from slime.agent import sandbox
-from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
+from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter, event_stream
 from slime.agent.adapters.side_requests import is_agent_turn
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
 from slime.agent.sandbox import Limits, LocalSandbox
@@ -25,6 +25,7 @@ from tests.support.agents import END, call_text, gateway, trained_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = ROOT / "build" / "agent-clis"
+LIMITS = Limits(memory_bytes=64 << 30)  # their runtimes reserve more addresses than they use
 PACKAGES = {"claude": "@anthropic-ai/claude-code@2.1.332", "codex": "@openai/codex@0.169.0"}
 
 
@@ -82,6 +83,21 @@ def programs() -> Path:
 
 
 @pytest.mark.timeout(1200)
+async def test_codex_waits_for_a_turn_that_takes_longer_than_it_waits_for_an_event(programs, monkeypatch):
+    words = ["stream_idle_timeout_ms=10000", "stream_max_retries=1", "request_max_retries=1"]
+    arguments = " ".join(f"-c model_providers.slime.{word}" for word in words)
+    monkeypatch.setenv("SLIME_AGENT_CODEX_EXTRA_ARGS", arguments)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 1.0)
+    async with LocalSandbox(path=[programs], limits=LIMITS) as box:
+        with gateway(OpenAIAdapter, "done", seconds=25.0) as gate:
+            options = {"session_id": "s", "adapter_url": gate.url, "time_budget_sec": 600.0}
+            assert await CodexHarness().run(box, workdir="/workspace/repo", prompt="do it", **options) == 0
+            [sample] = await gate.adapter.finish_session("s", base_sample=Sample(index=0, group_index=0))
+    assert trained_text(sample) == ["done" + END]
+    assert len(gate.script.prompts) == 1
+
+
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cli", CLIS, ids=[cli.command for cli in CLIS])
 async def test_a_coding_session_is_one_sample(cli, programs, monkeypatch, capsys):
     monkeypatch.setattr(sandbox, "POLL_S", 0.1)
@@ -100,8 +116,7 @@ async def test_a_coding_session_is_one_sample(cli, programs, monkeypatch, capsys
         original(self, router)
 
     monkeypatch.setattr(cli.adapter, "add_routes", with_note)
-    limits = Limits(memory_bytes=64 << 30)  # their runtimes reserve more addresses than they use
-    async with LocalSandbox(path=[programs], limits=limits) as box:
+    async with LocalSandbox(path=[programs], limits=LIMITS) as box:
         version = (await box.exec(f"{cli.command} --version", check=True))[1].strip()
         git = "git -c user.name=a -c user.email=a@b"
         await box.exec(

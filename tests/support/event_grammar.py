@@ -9,7 +9,8 @@ Event = tuple[str, dict[str, Any]]
 
 
 def events_of(raw: str) -> tuple[list[Event], int]:
-    """The events with their names (empty without one), and how many comments and pings were between them."""
+    """The events with their names (empty without one), and how many comments, pings and repetitions that a response is
+    in progress were between them; those are events too."""
     assert raw.endswith("\n\n")
     events: list[Event] = []
     idle = 0
@@ -22,6 +23,7 @@ def events_of(raw: str) -> tuple[list[Event], int]:
         data = {} if lines["data"] == "[DONE]" else json.loads(lines["data"])
         name = "[DONE]" if lines["data"] == "[DONE]" else lines.get("event", "")
         assert "event" not in lines or data["type"] == name
+        idle += name == "response.in_progress" and any(before == name for before, _ in events)
         events.append((name, data))
     return events, idle
 
@@ -109,6 +111,9 @@ def read_responses(events: list[Event]) -> dict[str, Any]:
     text: str | None = None
     for place, (name, data) in enumerate(events[2:], start=2):
         kind = name.removeprefix("response.")
+        if kind == "in_progress":
+            assert data["response"] == events[0][1]["response"]
+            continue
         if kind in ("completed", "failed"):
             assert place == len(events) - 1
             assert item is None

@@ -32,8 +32,6 @@ _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_
 class AnthropicFormat(ProviderFormat):
     """The Messages API."""
 
-    keep_alive = event("ping")
-
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
         sid = _request_session_id(request)
         return sid if sid != DEFAULT_SID else _claude_code_session(request, body) or sid
@@ -95,7 +93,10 @@ class AnthropicFormat(ProviderFormat):
         usage = {"input_tokens": asked.prompt_tokens, "output_tokens": 0}
         yield event("message_start", message={**_head(asked), "content": [], "stop_reason": None, "usage": usage})
 
-    def reply_events(self, body: dict[str, Any]) -> Iterable[bytes]:
+    def keep_alive(self, asked: Asked) -> bytes:
+        return event("ping")
+
+    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
         for index, block in enumerate(body["content"]):
             empty, deltas = _block_events(block)
             yield event("content_block_start", index=index, content_block=empty)

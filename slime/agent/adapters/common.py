@@ -270,7 +270,7 @@ class BaseAdapter(ProviderFormat):
                 refusal = refusal_of(e)
                 return await stream.end([api.error_event(refusal.kind, refusal.message, asked)])
             answer = api.reply_body(message, reply, asked)
-            return web.json_response(answer) if stream is None else await stream.end(api.reply_events(answer))
+            return web.json_response(answer) if stream is None else await stream.end(api.reply_events(answer, asked))
 
     async def _generate(
         self,

@@ -42,7 +42,7 @@ class EventStream:
         """Send what is due. To be called all along. Raises ClientGone."""
         if time.monotonic() < self._due:
             return
-        await (self._write(self.api.keep_alive) if self.is_open else self._open())
+        await (self._write(self.api.keep_alive(self.asked)) if self.is_open else self._open())
         self._due = time.monotonic() + KEEP_ALIVE_S
 
     async def end(self, events: Iterable[bytes]) -> web.StreamResponse:

@@ -86,7 +86,7 @@ class OpenAIAdapter(BaseAdapter):
     def opening_events(self, asked: Asked) -> Iterable[bytes]:
         yield _chunk(_head(asked), {"role": "assistant", "content": ""})
 
-    def reply_events(self, body: dict[str, Any]) -> Iterable[bytes]:
+    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
         choice = body["choices"][0]
         message = choice["message"]
         deltas: list[Message] = []

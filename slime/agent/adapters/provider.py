@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from aiohttp import web
 
@@ -18,12 +19,14 @@ MODEL_LABEL = "slime-actor"
 
 @dataclass(frozen=True)
 class Asked:
-    """What is known of an answer before it is there: ``id`` without the provider's prefix."""
+    """What is known of an answer before it is there: ``id`` without the provider's prefix; ``numbers`` are those of its
+    events, where they have any."""
 
     body: Mapping[str, Any]
     prompt_tokens: int
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
     created: int = field(default_factory=lambda: int(time.time()))
+    numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
 
     @property
     def model(self) -> str:
@@ -33,9 +36,6 @@ class Asked:
 
 class ProviderFormat(abc.ABC):
     """Translates requests in a provider's format to chat messages, and answers back."""
-
-    keep_alive: ClassVar[bytes] = b": wait\n\n"
-    """What may stand anywhere between the events of a stream: a comment."""
 
     @abc.abstractmethod
     def session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
@@ -74,8 +74,12 @@ class ProviderFormat(abc.ABC):
     def opening_events(self, asked: Asked) -> Iterable[bytes]:
         """The server-sent events that need nothing of the answer."""
 
+    def keep_alive(self, asked: Asked) -> bytes:
+        """What keeps a stream open: a comment, unless clients count events only."""
+        return b": wait\n\n"
+
     @abc.abstractmethod
-    def reply_events(self, body: dict[str, Any]) -> Iterable[bytes]:
+    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
         """The whole answer as server-sent events, those that come after ``opening_events``."""
 
     @abc.abstractmethod

@@ -110,20 +110,26 @@ class ResponsesFormat(ProviderFormat):
         }
 
     def opening_events(self, asked: Asked) -> Iterable[bytes]:
-        response = _response(asked, "in_progress")
-        for number, kind in enumerate(("response.created", "response.in_progress")):
-            yield event(kind, sequence_number=number, response=response)
+        yield event("response.created", sequence_number=next(asked.numbers), response=_response(asked, "in_progress"))
+        yield self.keep_alive(asked)
 
-    def reply_events(self, body: dict[str, Any]) -> Iterable[bytes]:
+    def keep_alive(self, asked: Asked) -> bytes:
+        """An event: Codex takes a stream of comments for one that has broken off, after five minutes."""
+        return event(
+            "response.in_progress", sequence_number=next(asked.numbers), response=_response(asked, "in_progress")
+        )
+
+    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
         events = [fields for place, item in enumerate(body["output"]) for fields in _item_events(place, item)]
         # also of one that was cut: clients take a stream that ends otherwise for broken, and ask again
         events.append(("response.completed", {"response": body}))
-        for number, (kind, fields) in enumerate(events, start=2):  # after the two that open the stream
-            yield event(kind, sequence_number=number, **fields)
+        for kind, fields in events:
+            yield event(kind, sequence_number=next(asked.numbers), **fields)
 
     def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
         error = {"code": _ERROR_CODES.get(kind, "server_error"), "message": message}
-        return event("response.failed", sequence_number=2, response={**_response(asked, "failed"), "error": error})
+        response = {**_response(asked, "failed"), "error": error}
+        return event("response.failed", sequence_number=next(asked.numbers), response=response)
 
     def error_body(self, kind: str, message: str) -> dict[str, Any]:
         return openai_error(kind, message)

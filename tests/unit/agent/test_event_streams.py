@@ -78,12 +78,12 @@ uses = st.fixed_dictionaries(
 @given(texts, texts, st.lists(uses, max_size=3), st.sampled_from(["stop", "length"]))
 def test_every_answer_is_a_stream_that_says_the_same(reasoning, text, tool_uses, finish):
     reply = Reply(reasoning, text, tool_uses, "tool_calls" if tool_uses else finish, 3, 4)
-    asked = Asked({"model": "m", "tools": [{"type": "custom", "name": "patch"}]}, 3)
     for api, read in FORMATS:
+        asked = Asked({"model": "m", "tools": [{"type": "custom", "name": "patch"}]}, 3)
         message = api.reply_message(reply, asked.body)
         body = api.reply_body(message, reply, asked)
         body = json.loads(json.dumps(body))
-        raw = b"".join([*api.opening_events(asked), api.keep_alive, *api.reply_events(body)]).decode()
+        raw = b"".join([*api.opening_events(asked), api.keep_alive(asked), *api.reply_events(body, asked)]).decode()
         events, idle = events_of(raw)
         assert idle == 1
         found = read(events)
@@ -97,6 +97,7 @@ def test_every_answer_is_a_stream_that_says_the_same(reasoning, text, tool_uses,
             assert (found["finish_reason"], found["usage"]) == (choice["finish_reason"], body["usage"])
         else:
             assert found == body
+        asked = Asked(asked.body, 3)
         failed = b"".join([*api.opening_events(asked), api.error_event("api_error", "no", asked)]).decode()
         assert read(events_of(failed)[0])["error"]["message"] == "no"
         [echoed] = api.tree_messages([api.translate_reply(message)])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
 
-from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common, event_stream, http_requests
 from slime.utils.types import Sample
 from tests.support.agents import END, call_text, gateway
 
@@ -131,6 +133,10 @@ def total(arguments: str) -> str:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("agent", [messages_agent, chat_agent, responses_agent, agents_sdk, agents_sdk_chat])
 async def test_three_turns_with_tools_are_one_sample_with_every_token_of_the_engine(agent, streamed, monkeypatch):
+    """Streams are kept alive several times in each turn."""
+    monkeypatch.setattr(http_requests, "CLIENT_POLL_S", 0.01)
+    monkeypatch.setattr(event_stream, "OPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.02)
     lines = list(LINES)
     if agent in (chat_agent, agents_sdk_chat):  # a message has text or a call in chat completions here
         lines[1] = lines[1].removeprefix("then")
@@ -143,7 +149,7 @@ async def test_three_turns_with_tools_are_one_sample_with_every_token_of_the_eng
 
     monkeypatch.setattr(common, "call_sglang_generate", noting)
     kind = AnthropicAdapter if agent is messages_agent else OpenAIAdapter
-    with gateway(kind, *lines) as g:
+    with gateway(kind, *lines, seconds=0.1 if streamed else 0.0) as g:
         assert await agent(g.url, streamed) == lines[-1]
         [sample] = await g.adapter.finish_session("s", base_sample=BASE, reward=1.0)
     assert ["".join(map(chr, turn.output_ids)) for turn in made] == [line + END for line in lines]
@@ -184,13 +190,15 @@ def test_errors_are_those_of_the_anthropic_library(streamed):
 
 @pytest.mark.soak
 async def test_many_sessions_of_many_turns_do_not_mix_and_leave_nothing():
-    """64 sessions of 10 turns, all at the same time, over the Responses API."""
+    """64 sessions of 10 turns, all at the same time, over the Responses API; again, they need no more memory."""
     with gateway(OpenAIAdapter) as g:
         g.engine.reply = lambda ids, params: [*ids[-12:-4], ord(END)]  # depends on the conversation
+        g.engine.record = False
 
         async def one(sid: str) -> None:
             g.adapter.open_session(sid, sampling_defaults={"max_new_tokens": 50})
-            async with openai.AsyncOpenAI(base_url=f"{g.url}/v1", api_key=sid, max_retries=0) as client:
+            options: Any = {"base_url": f"{g.url}/v1", "api_key": sid, "max_retries": 0, "timeout": 600.0}
+            async with openai.AsyncOpenAI(**options) as client:
                 items: list[Any] = []
                 for number in range(10):
                     items.append({"role": "user", "content": f"{sid} asks {number}"})
@@ -202,7 +210,16 @@ async def test_many_sessions_of_many_turns_do_not_mix_and_leave_nothing():
             assert text.count(" asks ") == 10
             assert sample.effective_response_length == 90
 
-        await asyncio.gather(*(one(f"<{number:02}>") for number in range(64)))
+        held = []
+        tracemalloc.start()
+        try:
+            for begin in (0, 64, 128):  # the first time makes connections and caches
+                await asyncio.gather(*(one(f"<{number:03}>") for number in range(begin, begin + 64)))
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        assert held[2] - held[1] < 300_000, held  # the turns of one round take more than a megabyte
         g.adapter.store.pop("s")
         assert (g.adapter.store, g.adapter.manager._roots, g.adapter.manager._turns) == ({}, {}, {})
         assert (g.adapter.inflight._turns, g.engine.running) == ({}, {})
