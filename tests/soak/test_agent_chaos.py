@@ -77,7 +77,11 @@ class GatewayProcess:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=log)
-        until(lambda: answers(f"{self.url}/healthz"), "the gateway answers")
+        try:
+            until(lambda: answers(f"{self.url}/healthz"), "the gateway answers")
+        except BaseException:
+            self.end(signal.SIGKILL)
+            raise
 
     def end(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
@@ -215,18 +219,23 @@ def test_engines_that_are_killed(buffer, checkpoint, tmp_path):
     command = [sys.executable, "-m", "scripts.bench.standin", *map(str, words)]
     url = f"http://127.0.0.1:{port}"
 
-    def start() -> subprocess.Popen[bytes]:
-        engine = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    engines: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        engines.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL))
         until(lambda: answers(f"{url}/health"), "the engine answers")
-        return engine
+
+    def kill() -> None:
+        engines[-1].kill()
+        engines[-1].wait(PATIENCE_S)
 
     def running() -> int:
         return int(requests.get(f"{url}/v1/loads", timeout=30).json()["loads"][0]["num_running_reqs"])
 
     gateway = GatewayProcess(url, buffer.url, checkpoint, tmp_path / "gateway.log")
-    engine = start()
     gateway.start()
     try:
+        start()
         handles, hit = (0, 0), 0
         with ThreadPoolExecutor(4) as pool:
             for number in range(COUNT):
@@ -234,9 +243,8 @@ def test_engines_that_are_killed(buffer, checkpoint, tmp_path):
                 turns = [pool.submit(gateway.turn, sid, f"agent {agent}") for agent in range(4)]
                 time.sleep(rng.random() * 0.15)
                 hit += not all(turn.done() for turn in turns)
-                engine.kill()
-                engine.wait(PATIENCE_S)
-                engine = start()
+                kill()
+                start()
                 statuses = [turn.result(PATIENCE_S * 3).status_code for turn in turns]
                 assert set(statuses) <= {200, 502}
                 statuses.append(gateway.turn(sid, "agent 4").status_code)
@@ -251,5 +259,4 @@ def test_engines_that_are_killed(buffer, checkpoint, tmp_path):
         )
     finally:
         gateway.end(signal.SIGTERM)
-        engine.kill()
-        engine.wait(PATIENCE_S)
+        kill()
