@@ -6,6 +6,7 @@ registry the tests are skipped.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,15 +84,18 @@ def programs() -> Path:
 
 
 @pytest.mark.timeout(1200)
-async def test_codex_waits_for_a_turn_that_takes_longer_than_it_waits_for_an_event(programs, monkeypatch):
-    words = ["stream_idle_timeout_ms=10000", "stream_max_retries=1", "request_max_retries=1"]
+@pytest.mark.parametrize("cli", CLIS, ids=[cli.command for cli in CLIS])
+async def test_a_turn_may_take_longer_than_a_program_waits_for_an_event(cli, programs, monkeypatch):
+    idle = dict.fromkeys(["CLAUDE_STREAM_IDLE_TIMEOUT_MS", "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS"], "12000")
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", json.dumps({**idle, "CLAUDE_ENABLE_STREAM_WATCHDOG": "1"}))
+    words = ["stream_idle_timeout_ms=12000", "stream_max_retries=1", "request_max_retries=1"]
     arguments = " ".join(f"-c model_providers.slime.{word}" for word in words)
     monkeypatch.setenv("SLIME_AGENT_CODEX_EXTRA_ARGS", arguments)
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 1.0)
     async with LocalSandbox(path=[programs], limits=LIMITS) as box:
-        with gateway(OpenAIAdapter, "done", seconds=25.0) as gate:
+        with gateway(cli.adapter, "done", seconds=30.0) as gate:
             options = {"session_id": "s", "adapter_url": gate.url, "time_budget_sec": 600.0}
-            assert await CodexHarness().run(box, workdir="/workspace/repo", prompt="do it", **options) == 0
+            assert await cli.harness().run(box, workdir="/workspace/repo", prompt="do it", **options) == 0
             [sample] = await gate.adapter.finish_session("s", base_sample=Sample(index=0, group_index=0))
     assert trained_text(sample) == ["done" + END]
     assert len(gate.script.prompts) == 1
