@@ -120,7 +120,7 @@ def test_random_templates(case):
 
 
 @pytest.mark.soak
-@settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(conversations())
 def test_many_random_templates(case):
     check(case)
