@@ -30,7 +30,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
     "shared experts": ("qwen2_moe", {}),
     "shards of experts": ("qwen3_moe", {"rollout_num_gpus_per_engine": 2}),
-    "whole experts on a rank": ("qwen3_moe", {"rollout_num_gpus_per_engine": 2, "sglang_ep_size": 2}),
+    "whole experts on a rank": (
+        "qwen3_moe",
+        {"rollout_num_gpus_per_engine": 2, "sglang_ep_size": 2, "sglang_skip_server_warmup": True},
+    ),
 }
 LAYOUTS = {
     "DP2": "",

@@ -26,7 +26,7 @@ class OneRankRun:
 
     def __init__(self, checkpoint: Path, patch: pytest.MonkeyPatch, **flags: Any) -> None:
         self.checkpoint = checkpoint
-        self.args = run_args(weight_sync_timeout=60.0, distributed_backend="gloo", **flags)
+        self.args = run_args(**{"weight_sync_timeout": 60.0, "distributed_backend": "gloo", **flags})
         index = checkpoint / "model.safetensors.index.json"
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
         self.weights = {name: one for file in files for name, one in load_file(checkpoint / file).items()}
