@@ -51,12 +51,13 @@ class Piece(NamedTuple):
             else:
                 joined.append((place, size, stride))
         places, shape, strides = zip(*joined, strict=True) if joined else ((), (), ())
-        return cls(tensor, parameter, shape, strides, source.storage_offset(), places, target.storage_offset())
+        first, start = int(source.storage_offset()), int(target.storage_offset())
+        return cls(tensor, parameter, shape, strides, first, places, start)
 
     @classmethod
     def of_json(cls, fields: Sequence[Any]) -> Piece:
         """Return the piece that JSON has made a list of."""
-        return cls(*(tuple(field) if isinstance(field, list) else field for field in fields))
+        return cls._make(tuple(field) if isinstance(field, list) else field for field in fields)
 
     @property
     def numel(self) -> int:
