@@ -77,7 +77,10 @@ def hf_to_int4(source: Path, target: Path, options: Arguments, force: bool = Fal
         from slime.utils.quantization.gptq import Calibration, gptq_checkpoint
 
         texts = Calibration(
-            *(str(data), options.num_calibration_samples, options.max_sequence_length, options.dampening_frac),
+            data=str(data),
+            samples=options.num_calibration_samples,
+            length=options.max_sequence_length,
+            dampening=options.dampening_frac,
             trust_remote_code=options.trust_remote_code,
         )
         rules, workers = options.ignore_rules, options.max_workers

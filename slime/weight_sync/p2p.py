@@ -35,7 +35,6 @@ from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
 logger = logging.getLogger(__name__)
 
 GROUP = "slime-p2p"
-CHECKSUM = "xxh3-128"
 LEAVING_DEADLINE_S = 60.0
 
 Described = tuple[str, tuple[int, ...], torch.dtype]
@@ -196,7 +195,7 @@ class Sender:
         self._used = 0
         self._sent = 0
         self._writes: dict[str, list[Write]] = {}
-        self._packed: dict[Any, tuple[int, int, str]] = {}
+        self._packed: dict[Any, tuple[int, str]] = {}
 
     def add(self, url: str, engine: EngineRank) -> None:
         """Send to this rank, too."""
@@ -229,7 +228,8 @@ class Sender:
         for rank, target in enumerate(self._targets):
             for index in target.pieces.get(number, ()):
                 piece = target.engine.pieces[index]
-                start, local, one = self._pack(piece, target, tensor)
+                start, one = self._pack(piece, target, tensor)
+                local = start
                 address = target.engine.parameters[piece.parameter][0]
                 for place, nbytes in piece.runs(self._dtype(piece, target).itemsize):
                     self._writes.setdefault(target.peer, []).append(Write(local, address + place, nbytes))
@@ -237,7 +237,7 @@ class Sender:
                 self._sent += local - start
                 self.sums[rank][index] = one
 
-    def _pack(self, piece: Piece, target: Target, tensor: torch.Tensor) -> tuple[int, int, str]:
+    def _pack(self, piece: Piece, target: Target, tensor: torch.Tensor) -> tuple[int, str]:
         key = self._key(piece, target)
         if key not in self._packed:
             content = piece.pack(tensor, self._dtype(piece, target))
@@ -246,7 +246,7 @@ class Sender:
             self._buffer[self._used : self._used + content.numel()] = content
             address = self._buffer.data_ptr() + self._used
             self._used += content.numel()
-            self._packed[key] = (address, address, checksum(content.numpy(), CHECKSUM))
+            self._packed[key] = (address, checksum(content.numpy(), meeting.CHECKSUM))
         return self._packed[key]
 
     def flush(self) -> None:

@@ -10,6 +10,7 @@ from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import engine_sizes, engines_of, models_of
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint, needs_reference
+from slime.utils.p2p.agents import PACKAGES
 
 
 def check(args: Namespace) -> None:
@@ -144,10 +145,9 @@ def _check_p2p(args: Namespace) -> None:
         raise ArgumentError(f"{p2p}: it is not tested with prefill and decode engines; leave it out")
     backend = args.update_weight_p2p_backend
     if find_spec(backend) is None:
-        package = "nixl (--no-deps, with nixl-cu12)" if backend == "nixl" else "mooncake-transfer-engine-non-cuda"
         raise ArgumentError(
-            f"{p2p} needs the package {backend}, which is not installed: pip install {package}, or choose another "
-            "--update-weight-p2p-backend"
+            f"{p2p} needs the package {backend}, which is not installed: pip install {PACKAGES[backend]}, or choose "
+            "another --update-weight-p2p-backend"
         )
 
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
+LOADING_DEADLINE_S = 120.0
 NOT_FORWARDED = frozenset({"config", "help"})
 """``config`` would replace the whole command line; the flags below it say the same thing one by one."""
 
@@ -189,10 +190,12 @@ def check_transport(args: Namespace, spec: EngineSpec) -> None:
     if importlib.util.find_spec(module) is None:
         package = module if module == "nixl" else f"mooncake-transfer-engine{'' if on_cuda else '-non-cuda'}"
         raise EngineStartError(f"{what} is not installed on {host}: pip install {package}, or choose {other}")
-    if (
-        module == "mooncake"
-    ):  # pip does not bring the libraries that it links to, and SGLang would only name the package
-        done = subprocess.run([sys.executable, "-P", "-c", "import mooncake.engine"], capture_output=True, text=True)
+    if module == "mooncake":  # pip does not bring what it links to, and SGLang would only name the package
+        loading = [sys.executable, "-P", "-c", "import mooncake.engine"]
+        try:
+            done = subprocess.run(loading, capture_output=True, text=True, timeout=LOADING_DEADLINE_S)
+        except subprocess.TimeoutExpired as e:
+            raise EngineStartError(f"{what} was not loaded on {host} within {LOADING_DEADLINE_S:.0f} s") from e
         if done.returncode != 0:
             raise EngineStartError(
                 f"{what} cannot be loaded on {host}: {done.stderr.strip().rpartition(chr(10))[2]}. It needs libraries "

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
-MODULES = {"nixl": "nixl", "mooncake": "mooncake"}
-"""Backend -> the module that it needs."""
 PACKAGES = {"nixl": "nixl nixl-cu12 (with --no-deps)", "mooncake": "mooncake-transfer-engine-non-cuda"}
-"""Backend -> what to install for it."""
+"""Backend, which is the name of its module, too -> what to install for it."""
 HOST = "127.0.0.1"
 _POLL_S = 0.0005
 _UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}

@@ -16,6 +16,8 @@ from slime.utils.p2p.plan import Piece
 BACKEND = "slime-p2p-"
 """Begins what a request names as the backend of its group; a server without slime's plug-in refuses such a group."""
 TENSORS = "tensors"
+CHECKSUM = "xxh3-128"
+"""Of what is written, taken on both sides."""
 
 
 class Store(Protocol):

@@ -26,7 +26,6 @@ from slime_engine_plugin.hook_points import require
 
 logger = logging.getLogger(__name__)
 
-CHECKSUM = "xxh3-128"
 MEETING_DEADLINE_S = 60.0
 
 
@@ -114,7 +113,7 @@ def compare(model: Any, channel: Channel) -> None:
     wrong = []
     for number, piece in enumerate(channel.pieces):
         content = piece.unpack(parameters[piece.parameter])
-        if checksum(content.numpy(), CHECKSUM) != expected.get(number):
+        if checksum(content.numpy(), meeting.CHECKSUM) != expected.get(number):
             wrong.append(piece.parameter)
     if wrong:
         raise RefusedError(
