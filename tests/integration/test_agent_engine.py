@@ -19,15 +19,12 @@ import torch
 
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.trajectory import TurnRecord
-from slime.backends.sglang_utils.engine import EngineProcess
-from slime.backends.sglang_utils.router import RouterProcess
 from slime.servers.loads import num_requests_from_load
-from slime.servers.router_client import add_worker, wait_worker_ready
 from slime.utils.network import find_available_port
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from tests.support.agents import served
-from tests.support.engines import Reference, engine_args
+from tests.support.engines import Reference, engine_args, routed_engine
 from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -40,22 +37,10 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     root: Path = tmp_path_factory.mktemp("agent_engine")
     checkpoint = make_tiny_checkpoint(root / "model")
     args = engine_args(checkpoint)
-    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / "engine.log")
-    router = RouterProcess(args, "127.0.0.1", log_path=root / "router.log")
-    try:
-        engine.start()
-        router.start()
-        router.wait_ready()
-        engine.wait_ready()
-        url = f"http://127.0.0.1:{router.port}"
-        add_worker(url, engine.info.url)
-        wait_worker_ready(url, engine.info.url, deadline_s=30)
+    with routed_engine(args, root) as (engine, url):
         yield SimpleNamespace(
             url=url, client=engine.client(), tokenizer=load_tokenizer(str(checkpoint)), reference=Reference(checkpoint)
         )
-    finally:
-        router.stop()
-        engine.stop()
 
 
 async def test_samples_hold_what_the_engine_saw_and_made(setup):

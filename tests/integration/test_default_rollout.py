@@ -13,21 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang_utils.engine import EngineProcess
-from slime.backends.sglang_utils.router import RouterProcess
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, teacher_log_probs
 from slime.rollout.rm_hub import remote
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.servers.loads import num_requests_from_load
-from slime.servers.router_client import add_worker, wait_worker_ready
 from slime.utils import http_utils
 from slime.utils.async_utils import interrupt, run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
-from tests.support.engines import Reference, engine_args
+from tests.support.engines import Reference, engine_args, routed_engine
 from tests.support.rollout_args import rollout_args
 from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
@@ -42,22 +39,14 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     checkpoint = make_tiny_checkpoint(root / "model")
     # smg would refuse the model name of the rollout buffer's generator.
     args = engine_args(checkpoint, sglang_api_key=KEY, sglang_router_package="sglang_router")
-    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / "engine.log")
-    router = RouterProcess(args, "127.0.0.1", log_path=root / "router.log")
-    try:
-        engine.start()
-        router.start()
-        router.wait_ready()
-        engine.wait_ready()
-        url = f"http://127.0.0.1:{router.port}"
-        add_worker(url, engine.info.url, api_key=KEY)
-        wait_worker_ready(url, engine.info.url, deadline_s=30, api_key=KEY)
+    with routed_engine(args, root) as (engine, url):
         yield SimpleNamespace(
-            root=root, checkpoint=checkpoint, port=router.port, client=engine.client(), reference=Reference(checkpoint)
+            root=root,
+            checkpoint=checkpoint,
+            port=int(url.rpartition(":")[2]),
+            client=engine.client(),
+            reference=Reference(checkpoint),
         )
-    finally:
-        router.stop()
-        engine.stop()
 
 
 @pytest.fixture

@@ -134,6 +134,20 @@ def test_gradients_are_those_of_autograd(layout: str, plain: dict[str, dict[str,
         assert difference <= 1e-5 * max(gradient.norm().item(), 1e-2 * norm), name
 
 
+def test_gradients_are_those_of_peft(models: Models, plain: dict[str, dict[str, Any]]) -> None:
+    import peft
+
+    path, expected = models.paths["dense"], plain["dense"]
+    model = peft.PeftModel.from_pretrained(plain_grpo.load(path), models.adapters["dense"], is_trainable=True)
+    [step] = plain_grpo.train(trainer_args(path, **SGD, **KL), model, path, make_train_data(seed=3))
+    assert step["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-5, abs=2e-7)
+    found = {name.replace(".default.", "."): gradient for name, gradient in step["grads"].items()}
+    assert found.keys() == expected["gradients"].keys()
+    for name, gradient in found.items():
+        difference = (expected["gradients"][name] - gradient).norm().item()
+        assert difference <= 1e-5 * max(gradient.norm().item(), 1e-2 * step["grad_norm"]), name
+
+
 def _by_expert(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Transformers stacks experts, gate above up: take them apart, under the names of the checkpoint."""
     found = {}
@@ -222,18 +236,17 @@ def test_the_export_has_the_adapters_merged(life: dict[str, Any]) -> None:
 
 
 def test_peft_computes_what_was_trained(models: Models, life: dict[str, Any]) -> None:
-    """PEFT with the adapter of the checkpoint gives the trainer's log-probs (where PEFT is installed)."""
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
+    """PEFT with the adapter of the checkpoint gives the trainer's log-probs."""
+    import peft
 
-    base = AutoModelForCausalLM.from_pretrained(models.paths["dense"], dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, str(Path(life["folder"], "save", "iter_0000000", "adapter")))
-    data, expected = make_train_data(seed=5), []
-    for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True):
-        ids = torch.as_tensor(tokens)
-        with torch.no_grad():
-            logits = model(ids.unsqueeze(0)).logits[0, -length - 1 : -1]
-        expected.append(logits.log_softmax(-1).gather(-1, ids[-length:, None])[:, 0])
+    adapter = Path(life["folder"], "save", "iter_0000000", "adapter")
+    model = peft.PeftModel.from_pretrained(plain_grpo.load(models.paths["dense"]), str(adapter))
+    temperature, data = trainer_args(models.paths["dense"]).rollout_temperature, make_train_data(seed=5)
+    with torch.no_grad():
+        expected = [
+            plain_grpo.token_log_probs(model, tokens, length, temperature)[0].float()
+            for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True)
+        ]
     for found in life["after a step"]:
         same_length = [values for values in expected if values.shape == found.shape]
         assert min((found - values).abs().max() for values in same_length) < 1e-5

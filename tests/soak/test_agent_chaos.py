@@ -22,12 +22,9 @@ from typing import Any
 import pytest
 import requests
 
-from slime.backends.sglang_utils.engine import EngineProcess
-from slime.backends.sglang_utils.router import RouterProcess
 from slime.servers.loads import num_requests_from_load
-from slime.servers.router_client import add_worker, wait_worker_ready
 from slime.utils.network import find_available_port
-from tests.support.engines import engine_args
+from tests.support.engines import engine_args, routed_engine
 from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -114,21 +111,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real(checkpoint: Path) -> Iterator[SimpleNamespace]:
     """An engine behind the router: its URL, and how many requests run on it."""
     args, root = engine_args(checkpoint, engine_ready_timeout=600.0), checkpoint.parent
-    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / "engine.log")
-    router = RouterProcess(args, "127.0.0.1", log_path=root / "router.log")
-    try:
-        engine.start()
-        router.start()
-        router.wait_ready()
-        engine.wait_ready()
-        url = f"http://127.0.0.1:{router.port}"
-        add_worker(url, engine.info.url)
-        wait_worker_ready(url, engine.info.url, deadline_s=30)
+    with routed_engine(args, root) as (engine, url):
         client = engine.client()
         yield SimpleNamespace(url=url, running=lambda: num_requests_from_load(client.loads()))
-    finally:
-        router.stop()
-        engine.stop()
 
 
 @pytest.fixture

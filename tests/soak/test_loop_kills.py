@@ -52,8 +52,13 @@ def test_signals_at_random_moments(tmp_path: Path, signum: signal.Signals):
 
 @pytest.mark.parametrize(
     ("script", "extra"),
-    [("train.py", []), ("train_async.py", []), ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "6"])],
-    ids=["sync", "async", "partial"],
+    [
+        ("train.py", []),
+        ("train_async.py", []),
+        ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "6"]),
+        ("train.py", ["--lora-rank", "8", "--lora-sync", "adapter"]),
+    ],
+    ids=["sync", "async", "partial", "adapters"],
 )
 @pytest.mark.timeout(1800)
 def test_every_prompt_is_trained_on_once_whatever_is_killed_when(tmp_path: Path, script: str, extra: list[str]):

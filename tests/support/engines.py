@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.arguments.device import CPU_ENGINE
+from slime.backends.sglang_utils.engine import EngineProcess
+from slime.backends.sglang_utils.router import RouterProcess
+from slime.servers.router_client import add_worker, wait_worker_ready
 from tests.support.arguments import run_args
 
 
@@ -24,6 +29,25 @@ def engine_values(checkpoint: str | Path) -> dict[str, Any]:
     """What differs of them from the arguments of a run."""
     given = {"sglang_max_total_tokens": 20000, "engine_ready_timeout": 180.0, "router_policy": "round_robin"}
     return {**CPU_ENGINE, "hf_checkpoint": str(checkpoint), "device_type": "cpu", **given}
+
+
+@contextlib.contextmanager
+def routed_engine(args: Namespace, folder: Path) -> Iterator[tuple[EngineProcess, str]]:
+    """Start an engine behind a router, with their logs in ``folder``; yield it, and the router's URL."""
+    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=folder / "engine.log")
+    router = RouterProcess(args, "127.0.0.1", log_path=folder / "router.log")
+    try:
+        engine.start()
+        router.start()
+        router.wait_ready()
+        engine.wait_ready()
+        url = f"http://127.0.0.1:{router.port}"
+        add_worker(url, engine.info.url, api_key=args.sglang_api_key)
+        wait_worker_ready(url, engine.info.url, deadline_s=30, api_key=args.sglang_api_key)
+        yield engine, url
+    finally:
+        router.stop()
+        engine.stop()
 
 
 class Reference:

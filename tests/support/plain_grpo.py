@@ -79,18 +79,18 @@ def sample_loss(
 
 def train(
     args: Any,
-    checkpoint: str,
+    checkpoint: str | torch.nn.Module,
     ref_checkpoint: str | None,
     data: dict[str, list[Any]],
     also: Callable[[range], dict[str, Tensor]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Do the optimizer steps of one rollout with SGD of ``args.lr``.
+    """Do the optimizer steps of one rollout with SGD of ``args.lr``, on a checkpoint or on what a model has to train.
 
     ``also`` is called with the samples of a step after their forwards and returns metrics, and under "loss" what is
     added to the loss. Returns per step {"metrics", "grads" by parameter name, "grad_norm"}; samples are taken in the
     order of ``data``.
     """
-    model = load(checkpoint)
+    model = load(checkpoint) if isinstance(checkpoint, str) else checkpoint
     ref_model = load(ref_checkpoint) if ref_checkpoint else None
     count, batch, temperature = len(data["tokens"]), args.global_batch_size, args.rollout_temperature
 
@@ -121,9 +121,10 @@ def train(
         model.zero_grad()
         (totals["loss"] + further.pop("loss", 0.0)).backward()
         totals.update(further)
-        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        grads = {name: p.grad.clone() for name, p in trained.items()}
         with torch.no_grad():
-            for p in model.parameters():
+            for p in trained.values():
                 p -= args.lr * p.grad
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt().item()
         metrics = {name: value.item() for name, value in totals.items()}
