@@ -38,8 +38,10 @@ CPU_DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Engines and trainers share the cores: more threads lose a factor of 5-10 under load and win little when idle.
     "OMP_NUM_THREADS": "1",
-    # Between prefill and decode engines. nixl carries caches with UCX, whose other transports look for devices.
+    # Between prefill and decode engines. nixl carries caches with UCX, whose other transports look for devices, and
+    # whose library for InfiniBand makes a process end with SIGSEGV (slime/utils/p2p/agents.py).
     "UCX_TLS": "tcp",
+    "UCX_MODULES": "^ib",
     "MOONCAKE_PROTOCOL": "tcp",
 }
 TAKES_ADAPTERS = "SLIME_TAKES_ADAPTERS"

@@ -18,7 +18,8 @@ PACKAGES = {"nixl": "nixl nixl-cu12 (with --no-deps)", "mooncake": "mooncake-tra
 """Backend, which is the name of its module, too -> what to install for it."""
 HOST = "127.0.0.1"
 _POLL_S = 0.0005
-_UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+# The wheel's own copy of libnl, and the system's that libibverbs loads, end a process with SIGSEGV when it exits.
+_UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}
 
 
 class Write(NamedTuple):

@@ -37,7 +37,7 @@ def test_cuda_engines_see_the_plugin_but_no_stand_ins() -> None:
     assert paths(env) == [str(ENGINE_PLUGIN)]
     assert env["CUDA_VISIBLE_DEVICES"] == "3"
     assert env["OMP_NUM_THREADS"] == "8"
-    assert not {"SGLANG_USE_CPU_ENGINE", "UCX_TLS", "MOONCAKE_PROTOCOL"} & env.keys()
+    assert not {"SGLANG_USE_CPU_ENGINE", "UCX_TLS", "UCX_MODULES", "MOONCAKE_PROTOCOL"} & env.keys()
 
 
 def test_own_values_win() -> None:

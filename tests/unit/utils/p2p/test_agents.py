@@ -125,3 +125,9 @@ def test_a_process_that_is_lost_is_named_and_another_agent_goes_on(
     again.write([first], 120.0)
     assert first.checksum() == xxhash.xxh3_128_hexdigest(again.memory)
     again.agent.close()
+
+
+def test_a_process_that_had_an_agent_ends_as_others_do(backend: str) -> None:
+    program = f"from slime.utils.p2p.agents import make_agent; make_agent({backend!r}).close()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
