@@ -51,8 +51,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def grpo(root: Path, name: str, rollouts: int) -> Path:
-    """Train as ``RUNS[name]`` says; return the run directory."""
+def grpo(root: Path, name: str, rollouts: int, dtype: str = "bfloat16") -> Path:
+    """Train as ``RUNS[name]`` says, with engines that compute in ``dtype``; return the run directory."""
     form, flags = RUNS[name]
     paths = recipe.Paths(root)
     plain = served = paths.sft_model
@@ -64,7 +64,7 @@ def grpo(root: Path, name: str, rollouts: int) -> Path:
     words = recipe.grpo(paths, 0, rollouts=rollouts, shuffled=False)
     words[words.index("--hf-checkpoint") + 1] = str(served)
     words[words.index("--run-dir") + 1] = str(run_dir)
-    run(["train.py", *words, "--ref-load", str(plain), "--sglang-dtype", "bfloat16", *flags], Path(f"{run_dir}.log"))
+    run(["train.py", *words, "--ref-load", str(plain), "--sglang-dtype", dtype, *flags], Path(f"{run_dir}.log"))
     return run_dir
 
 
@@ -84,9 +84,11 @@ def test_quantized_engines_learn_nearly_as_much(trained: Path, capsys: pytest.Ca
 
 @pytest.mark.timeout(9000)
 def test_with_qat_the_trainer_has_the_log_probs_of_the_engines(trained: Path, capsys: pytest.CaptureFixture) -> None:
+    """They compute in fp32: in bf16 the activations' rounding alone makes a third of what INT4 does."""
     gaps = {}
     for name in ("bf16", "int4", "int4-qat"):
-        values = metric(grpo(trained, name, FEW_ROLLOUTS), "train/train_rollout_logprob_abs_diff").values()
+        run_dir = grpo(trained, name, FEW_ROLLOUTS, "float32")
+        values = metric(run_dir, "train/train_rollout_logprob_abs_diff").values()
         gaps[name] = (min(values), max(values))
     with capsys.disabled():
         print(f"\nmean difference of log-probs, least and largest of {FEW_ROLLOUTS} rollouts: {gaps}")
