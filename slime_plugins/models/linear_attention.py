@@ -45,6 +45,7 @@ def hybrid_block_spec(args: Namespace, config: Any, vp_stage: int | None, delta_
     kinds = hf_config.layer_types
     if len(kinds) != config.num_layers:
         raise ValueError(f"{args.hf_checkpoint} has {len(kinds)} layers, --num-layers is {config.num_layers}")
+    config.hetereogenous_dist_checkpoint = True  # Megatron's word: layers are not stacked in checkpoints
     block = decoder_block_spec(args, config, vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for i, layer in enumerate(block.layer_specs):

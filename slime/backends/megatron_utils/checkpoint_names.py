@@ -1,7 +1,7 @@
 """Norms that TransformerEngine's layers have in another module than Megatron's own: one weight under two names.
 
 TransformerEngine fuses a norm into the linear layer behind it where it can. Megatron names the norms of its own layers
-likewise in checkpoints, but for those before experts and in latent attention.
+likewise in checkpoints, but for those before experts, before linear attention and in latent attention.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 PAIRS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),

@@ -21,6 +21,10 @@ def tensor(key: str) -> SimpleNamespace:
             "decoder.layers.self_attention.q_layernorm.weight",
             "decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight",
         ),
+        (  # before linear attention
+            "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+            "decoder.layers.0.input_layernorm.weight",
+        ),
         (
             "optimizer.state.exp_avg.decoder.layers.3.self_attention.kv_layernorm.weight",
             "optimizer.state.exp_avg.decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight",
@@ -29,11 +33,11 @@ def tensor(key: str) -> SimpleNamespace:
 )
 def test_both_ways(local: str, stored: str) -> None:
     for ours, theirs in ((local, stored), (stored, local)):
-        kept, wanted = tensor("decoder.layers.input_layernorm.weight"), tensor(ours)
+        kept, wanted = tensor("decoder.final_layernorm.weight"), tensor(ours)
         request = {"model": {"a": kept, "b": [wanted, 3]}, "step": 1}
         assert rename_to_stored(request, {theirs, kept.key}) == [theirs]
         assert wanted.key == theirs
-        assert kept.key == "decoder.layers.input_layernorm.weight"
+        assert kept.key == "decoder.final_layernorm.weight"
 
 
 def test_names_that_the_checkpoint_has_and_those_that_it_lacks_stay() -> None:
