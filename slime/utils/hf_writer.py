@@ -32,6 +32,8 @@ def check_output(out: Path, *, force: bool, sources: Mapping[str, Path | None]) 
         raise FileExistsError(f"{out} exists already: choose another directory, or -f to replace it")
     if out.exists() and not out.is_dir():
         raise ValueError(f"cannot write to {out}: it is a file")
+    if out.is_symlink():  # of which only the link is replaced
+        return
     for what, source in sources.items():
         if source is not None and source.resolve().is_relative_to(out.resolve()):
             raise ValueError(f"refusing to write to {out}: replacing it would remove {what} {source}")
@@ -82,13 +84,18 @@ def publish(partial: Path, out: Path) -> None:
     """Rename the complete directory ``partial`` to ``out``, in the place of an older one."""
     (partial / MADE_OF).unlink(missing_ok=True)
     old = out.with_name(f".{out.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if out.exists():
+    _remove(old)
+    if out.exists() or out.is_symlink():
         out.rename(old)
     partial.rename(out)
-    if old.exists():
-        shutil.rmtree(old)
+    _remove(old)
+
+
+def _remove(directory: Path) -> None:
+    if directory.is_symlink():
+        directory.unlink()
+    elif directory.exists():
+        shutil.rmtree(directory)
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:

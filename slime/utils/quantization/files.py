@@ -108,31 +108,82 @@ def to_bf16(source: Path, target: Path, *, workers: int = 1, force: bool = False
     rewrite(source, target, transform, config, {"format": "bf16"}, workers=workers, force=force)
 
 
-def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Format) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights that are stored in the tensors ``names`` of ``checkpoint``, a part of it, in bf16.
+class Weights:
+    """The weights of ``checkpoint`` by name; those that ``form`` says are quantized, in bf16. Read when asked for.
 
     Scales may be in other files. Raises ValueError for a weight without them.
     """
-    stored = "" if "" in form.suffixes else form.marker  # what holds the numbers of a weight
-    marked = {name.removesuffix(form.marker) for name in checkpoint.names if name.endswith(form.marker)}
-    weights = {weight for weight in marked if weight + stored in checkpoint.names}  # logit_scale is no scale of one
-    parts = {weight + suffix for weight in weights for suffix in form.suffixes}
-    for name in names:
-        weight = name.removesuffix(stored)
-        if weight in weights and name == weight + stored:
-            needed = {suffix: weight + suffix for suffix in form.suffixes}
-            absent = [part for part in needed.values() if part not in checkpoint.names]
-            if absent:
-                raise ValueError(f"{checkpoint.path}: the quantized weight {weight} has no {', '.join(absent)}")
-            try:
-                yield weight, form.dequantize({suffix: checkpoint.tensor(part) for suffix, part in needed.items()})
-            except ValueError as e:
-                raise ValueError(f"{checkpoint.path}: {weight}: {e}") from e
-        elif name not in parts:
-            tensor = checkpoint.tensor(name)
-            if tensor.is_floating_point() and tensor.element_size() == 1:
-                raise ValueError(f"the FP8 weight {name} of {checkpoint.file_of(name)} has no {name}{form.marker}")
-            yield name, tensor
+
+    def __init__(self, checkpoint: HfCheckpoint, form: Format | None) -> None:
+        self._checkpoint, self._form = checkpoint, form
+        self._quantized: frozenset[str] = frozenset()
+        numbers, parts = "", set()
+        if form is not None:
+            numbers = "" if "" in form.suffixes else form.marker  # what holds the numbers of a weight
+            marked = {name.removesuffix(form.marker) for name in checkpoint.names if name.endswith(form.marker)}
+            # logit_scale is no scale of one
+            self._quantized = frozenset(weight for weight in marked if weight + numbers in checkpoint.names)
+            parts = {weight + suffix for weight in self._quantized for suffix in form.suffixes}
+        self._stored = {name: name for name in checkpoint.names - parts}
+        self._stored |= {weight: weight + numbers for weight in self._quantized}
+        self.by_tensor = {stored: weight for weight, stored in self._stored.items()}
+        """Which weight the numbers in a tensor of the checkpoint are of; scales are not in it."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of all weights."""
+        return frozenset(self._stored)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file with the numbers of the weight."""
+        return self._checkpoint.file_of(self._stored[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the weight's shape, of which nothing but a header is read."""
+        stored = self._stored[name]
+        if name in self._quantized and stored != name:  # packed
+            return tuple(self._checkpoint.tensor(f"{name}_shape").tolist())
+        return tuple(self._checkpoint.slice(stored).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the weight's dtype."""
+        if name in self._quantized:
+            return torch.bfloat16
+        return self._checked(name, self._checkpoint.slice(name)[:0]).dtype
+
+    def slice(self, name: str) -> Any:
+        """Return the weight, or a lazy view of it."""
+        return self.tensor(name) if name in self._quantized else self._checkpoint.slice(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the weight."""
+        checkpoint, form = self._checkpoint, self._form
+        if form is None or name not in self._quantized:
+            return self._checked(name, checkpoint.tensor(name))
+        needed = {suffix: name + suffix for suffix in form.suffixes}
+        absent = [part for part in needed.values() if part not in checkpoint.names]
+        if absent:
+            raise ValueError(f"{checkpoint.path}: the quantized weight {name} has no {', '.join(absent)}")
+        try:
+            return form.dequantize({suffix: checkpoint.tensor(part) for suffix, part in needed.items()})
+        except ValueError as e:
+            raise ValueError(f"{checkpoint.path}: {name}: {e}") from e
+
+    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.element_size() == 1:
+            scale = self._form.marker if self._form is not None else "_scale_inv"
+            raise ValueError(f"the FP8 weight {name} of {self._checkpoint.file_of(name)} has no {name}{scale}")
+        return tensor
+
+
+def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Format) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights that are stored in the tensors ``names`` of ``checkpoint``, a part of it, in bf16.
+
+    Raises ValueError as ``Weights``.
+    """
+    weights = Weights(checkpoint, form)
+    for weight in (weights.by_tensor[name] for name in names if name in weights.by_tensor):
+        yield weight, weights.tensor(weight)
 
 
 def rewrite(
