@@ -1,4 +1,4 @@
-"""Convert checkpoints: Hugging Face ones to FP8, INT4 and bf16, Megatron ones (torch_dist) to Hugging Face.
+"""Convert checkpoints: Hugging Face ones to FP8, INT4, bf16 and Megatron's torch_dist, and that to Hugging Face.
 
     python -m tools.convert hf-to-fp8 /models/Qwen3-4B /models/Qwen3-4B-FP8
     python -m tools.convert hf-to-int4 /models/Qwen3-30B-A3B /models/Qwen3-30B-A3B-INT4 --group-size 128
@@ -104,10 +104,10 @@ def torch_dist_to_hf(source: Path, target: Path, options: Arguments, force: bool
 
 
 def hf_to_torch_dist(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
-    """Make ``target`` loadable by trainers, which read Hugging Face checkpoints: a link, or a copy in bf16."""
-    from slime.utils.external_utils.command_utils import make_loadable
+    """Write the Hugging Face checkpoint ``source`` as a Megatron one, which --load and --ref-load take."""
+    from slime.backends.megatron_utils.weights.to_torch_dist import to_torch_dist
 
-    make_loadable(source, target)
+    to_torch_dist(source, target, force=force)
 
 
 def run(work: Callable[..., None], source: Path, target: Path, options: Arguments, force: bool = False) -> None:
@@ -129,9 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = commands.add_parser(work.__name__.replace("_", "-"), help=(work.__doc__ or "").splitlines()[0])
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path, help="appears when it is complete")
-        if work is not hf_to_torch_dist:
-            command.add_argument("-f", "--force", action="store_true", help="replace target if it exists")
-        command.set_defaults(work=work, force=False)
+        command.add_argument("-f", "--force", action="store_true", help="replace target if it exists")
+        command.set_defaults(work=work)
         made[work] = command
     add_fp8_flags(made[hf_to_fp8])
     add_int4_flags(made[hf_to_int4])

@@ -2,6 +2,9 @@
 
 Trainers read Hugging Face checkpoints themselves, so nothing has to be converted, and the flags that describe the model
 are not needed: train.py compares them with config.json. Under torchrun or Slurm the first process does it.
+
+With --torch-dist a Megatron checkpoint is written all the same, for programs that read nothing else. It takes no GPU,
+and the memory of a few weights; python -m tools.convert hf-to-torch-dist does the same.
 """
 
 from __future__ import annotations
@@ -18,20 +21,27 @@ if not __package__:  # run by its path: without this, modules of this directory 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    from slime.utils.external_utils.command_utils import make_loadable
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--hf-checkpoint", type=Path, required=True)
     parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--torch-dist", action="store_true", help="write a Megatron checkpoint instead of a link")
+    parser.add_argument("-f", "--force", action="store_true", help="with --torch-dist: replace --save if it exists")
     options, others = parser.parse_known_args(argv)
     if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) > 0:
         return
     if others:
-        print(f"not needed, as nothing is converted: {' '.join(others)}", flush=True)
+        print(f"not needed, as config.json describes the model: {' '.join(others)}", flush=True)
     try:
-        make_loadable(options.hf_checkpoint, options.save)
+        if options.torch_dist:
+            from slime.backends.megatron_utils.weights.to_torch_dist import to_torch_dist
+
+            to_torch_dist(options.hf_checkpoint, options.save, force=options.force)
+        else:
+            from slime.utils.external_utils.command_utils import make_loadable
+
+            make_loadable(options.hf_checkpoint, options.save)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
 

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.weights.carried import carried_names
 from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
-from slime.utils.hf_checkpoint import HfCheckpoint
+from slime.backends.megatron_utils.weights.maps import family_of
+from slime.backends.megatron_utils.weights.to_torch_dist import to_torch_dist
+from slime.utils.hf_checkpoint import HfCheckpoint, read_config
 from tests.support.distributed import run_distributed
 from tests.support.model_families import make_checkpoint
 from tests.support.mtp import DEEPSEEK, QWEN
@@ -22,11 +25,11 @@ from tests.unit.backends.megatron_utils.test_convert import megatron_tensors, wr
 from tools.tiny_model import make_tiny_checkpoint
 
 CASES = {  # dense with a fused MLP; latent attention and experts; stacked experts of a whole model; linear attention
-    "qwen3_5": ("pp2",),
     "glm4": ("tp2", "pp2"),
     "deepseek_v3": ("pp2", "ep2"),
     "qwen3_5_moe-whole": ("ep2",),
     "qwen3_next": ("pp2",),
+    "qwen3_5": ("pp2",),  # the same without experts
     "glm4_moe-predicting": ("pp2",),  # with an MTP layer, numbered on after the last one, that repeats the embedding
     "qwen3_next-predicting": ("ep2",),
 }
@@ -41,22 +44,72 @@ def is_command(path: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("convert")
     checkpoints = {name: make_checkpoint(folder, name) for name in CASES if name not in MTP}
-    checkpoints |= {name: make_family(folder, name.removesuffix("-predicting"), names) for name, names in MTP.items()}
+    return checkpoints | {n: make_family(folder, n.removesuffix("-predicting"), names) for n, names in MTP.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: dict[str, str]) -> Path:
     run_distributed(
         "tests.support.convert_ranks:save_all", 2, {"checkpoints": checkpoints, "cases": CASES}, timeout=300
     )
-    return folder
+    return Path(checkpoints["glm4"]).parent
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoints: dict[str, str]) -> dict[str, dict[str, torch.Tensor]]:
+    """What trainers have after loading what the Hugging Face checkpoints were converted to."""
+    for path in checkpoints.values():
+        to_torch_dist(Path(path), Path(f"{path}-torch_dist"))
+    arguments = {"checkpoints": checkpoints, "cases": CASES}
+    ranks: list[dict[str, dict[str, torch.Tensor]]] = run_distributed(
+        "tests.support.convert_ranks:load_all", 2, arguments, timeout=300
+    )
+    return {case: {**ranks[0][case], **ranks[1][case]} for case in ranks[0]}
 
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in CASES.items() for layout in layouts])
-def test_a_trainer_s_checkpoint_becomes_the_original(folder: Path, tmp_path: Path, name: str, layout: str) -> None:
+def test_a_trainer_s_checkpoint_becomes_the_original(
+    folder: Path, tmp_path: Path, name: str, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
     origin, saved = folder / name, folder / f"{name}-{layout}"
     lacks_some = name not in (*MTP, "glm4", "qwen3_5")  # a vision tower, or MTP layers that were not built
     made = convert(Conversion(saved, tmp_path / "made", origin, add_missing=lacks_some, chunk_bytes=50_000))
     assert differences(made, origin) == []
+    assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in CASES.items() for layout in layouts])
+def test_a_trainer_loads_what_was_converted(
+    checkpoints: dict[str, str], loaded: dict[str, dict[str, torch.Tensor]], name: str, layout: str
+) -> None:
+    family = family_of(read_config(checkpoints[name])["model_type"])
+    found = loaded[f"{name}-{layout}"]
+    with HfCheckpoint(checkpoints[name]) as checkpoint:
+        built = checkpoint.names if name in MTP else checkpoint.names - carried_names(checkpoint, family)
+        wanted = {n: checkpoint.tensor(n) for n in built if not (name in MTP and family.copy_of(n))}
+    assert found.keys() == wanted.keys()
+    assert [n for n, weight in wanted.items() if not torch.equal(found[n], weight)] == []
+
+
+def test_a_trainer_starts_from_what_was_converted(tmp_path: Path) -> None:
+    """With bf16 weights, as published ones are."""
+    from safetensors.torch import load_file, save_file
+
+    written, other = (make_tiny_checkpoint(tmp_path / f"model{seed}", "qwen3_moe", seed=seed) for seed in (0, 1))
+    file = written / "model.safetensors"
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    to_torch_dist(written, tmp_path / "root")
+    arguments = {"checkpoint": str(other), "root": str(tmp_path / "root")}
+    refused, first, found = run_distributed("tests.support.convert_ranks:start", 1, arguments)[0]
+    assert "has no optimizer state" in refused
+    assert "--no-load-optim" in refused
+    assert first == 0
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in weights.items())
 
 
 def test_a_changed_weight_is_what_differs(folder: Path, tmp_path: Path) -> None:

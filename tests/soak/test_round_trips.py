@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from slime.backends.megatron_utils.weights import to_torch_dist
 from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
 from slime.utils import hf_writer
 from slime.utils.quantization import Format, Fp8, Int4
@@ -24,20 +27,29 @@ FORMS: dict[str, tuple[Format, float]] = {  # and the largest error, over the la
 }  # fmt: skip
 
 
-def killed_and_started_again(work: Callable[[], object], out: Path, patch: pytest.MonkeyPatch) -> None:
-    """Do ``work``, which is killed at its second file, and once more; no file is written twice."""
-    write, written = hf_writer.write_tensors, []
+def killed_and_started_again(
+    work: Callable[[], object],
+    out: Path,
+    patch: pytest.MonkeyPatch,
+    writer: tuple[ModuleType, str, str] = (hf_writer, "write_tensors", ".unfinished"),
+) -> None:
+    """Do ``work``, which is killed at its second file, and once more; no file is written twice.
 
-    def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    ``writer``: the module and function that write a file, and what its name ends in until it is whole.
+    """
+    module, function, unfinished = writer
+    write, written = getattr(module, function), []
+
+    def write_file(path: Path, *what: Any) -> Any:
         if len(written) == 1:
             written.append("killed")
-            path.with_name(f"{path.name}.unfinished").write_bytes(b"half")
+            path.with_name(f"{path.name}{unfinished}").write_bytes(b"half")
             raise KeyboardInterrupt
         written.append(path.name)
-        write(path, tensors)
+        return write(path, *what)
 
     with patch.context() as patched:
-        patched.setattr(hf_writer, "write_tensors", write_tensors)
+        patched.setattr(module, function, write_file)
         with pytest.raises(KeyboardInterrupt):
             work()
         assert not out.exists()
@@ -60,6 +72,20 @@ def test_quantized_and_in_bf16_again(name: str, form: str, tmp_path: Path, monke
     for n in changed:
         assert n.endswith(".weight")
         assert (found[n].float() - weights[n].float()).abs().max() <= weights[n].float().abs().max() * bound, n
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_as_megatron_stores_it_and_in_hugging_face_s_form_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, megatron, out = Path(make_checkpoint(tmp_path, name)), tmp_path / "megatron", tmp_path / "out"
+    split(source, FILES)
+    writer = (to_torch_dist, "write_entries", "")
+    killed_and_started_again(lambda: to_torch_dist.to_torch_dist(source, megatron), megatron, monkeypatch, writer)
+    has_vision = bool(FAMILIES[name].whole)
+    conversion = Conversion(megatron, out, source, add_missing=has_vision, chunk_bytes=20_000)
+    killed_and_started_again(lambda: convert(conversion), out, monkeypatch)
+    assert differences(out, source) == []
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.support.megatron_model import model_args, switch_layout
@@ -28,7 +30,7 @@ def save_all(checkpoints: dict[str, str], cases: dict[str, tuple[str, ...]]) -> 
             CheckpointSaver(args).save(3, TrainerState(model))
 
 
-def load(checkpoint: str, root: str) -> dict[str, torch.Tensor]:
+def load(checkpoint: str, root: str, *flags: Any) -> dict[str, torch.Tensor]:
     """Build the model of ``checkpoint``, load the Megatron checkpoint under ``root``, and return all weights."""
     from slime.backends.megatron_utils import import_megatron
 
@@ -37,8 +39,33 @@ def load(checkpoint: str, root: str) -> dict[str, torch.Tensor]:
     from slime.backends.megatron_utils.model_provider import get_model
     from tests.support.trainer_ranks import hf_weights
 
-    args = model_args(checkpoint)
+    args = model_args(checkpoint, *flags)
     switch_layout(args)
     model = get_model(args)
     load_checkpoint(args, root, TrainerState(model), weights_only=True)
     return hf_weights(model, args)
+
+
+def load_all(checkpoints: dict[str, str], cases: dict[str, tuple[str, ...]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the weights of the Megatron checkpoint ``<checkpoint>-torch_dist`` by ``<name>-<layout>``."""
+    found = {}
+    for name, layouts in cases.items():
+        for layout in layouts:
+            mtp = ("--mtp-num-layers", 1) if "predicting" in name else ()
+            loaded = load(checkpoints[name], f"{checkpoints[name]}-torch_dist", *mtp, *LAYOUTS[layout])
+            found[f"{name}-{layout}"] = loaded
+    return found
+
+
+def start(checkpoint: str, root: str) -> tuple[str, int, dict[str, torch.Tensor]]:
+    """Start a trainer with ``--load`` of weights alone; return what is said without --no-load-optim, and with it
+    the first rollout and the weights."""
+    from tests.support.trainer_ranks import hf_weights, new_trainer
+
+    try:
+        new_trainer(checkpoint, load=root)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    trainer, first = new_trainer(checkpoint, load=root, no_load_optim=True)
+    return refused, first, hf_weights(trainer.model, trainer.args)

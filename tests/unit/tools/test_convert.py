@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from slime.backends.megatron_utils.weights.convert import differences
 from slime.utils.hf_checkpoint import HfCheckpoint
 from tools import convert
 from tools.tiny_model import make_tiny_checkpoint
@@ -85,8 +86,11 @@ def test_int4_by_gptq_asks_for_what_it_needs(model: Path, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_quantized_checkpoint_becomes_loadable(model: Path, tmp_path: Path) -> None:
-    convert.main(["hf-to-int4", str(model), str(tmp_path / "int4")])
-    convert.main(["hf-to-torch-dist", str(tmp_path / "int4"), str(tmp_path / "loadable")])
-    convert.main(["to-bf16", str(tmp_path / "int4"), str(tmp_path / "bf16")])
-    assert same(tmp_path / "loadable", tmp_path / "bf16")
+def test_a_quantized_checkpoint_becomes_megatron_s_and_comes_back_in_bf16(model: Path, tmp_path: Path) -> None:
+    int4, megatron, back = (str(tmp_path / name) for name in ("int4", "megatron", "back"))
+    convert.main(["hf-to-int4", str(model), int4])
+    convert.main(["to-bf16", int4, str(tmp_path / "bf16")])
+    for _ in range(2):
+        convert.main(["hf-to-torch-dist", int4, megatron, "--force"])
+    convert.main(["torch-dist-to-hf", megatron, back, "--origin-hf-dir", int4])
+    assert differences(tmp_path / "back", tmp_path / "bf16") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from slime.backends.megatron_utils.weights.maps import Family
 from slime.utils.hf_checkpoint import HfCheckpoint, read_config
@@ -13,18 +14,18 @@ from slime.utils.quantization.formats import Format
 
 def carried_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
     """Return the names of the tensors of ``checkpoint`` that models are built without, MTP layers included."""
-    extra = _extra_layers(checkpoint)
+    extra = extra_layers(read_config(checkpoint.path))
     return frozenset(name for name in checkpoint.names if family.carries_hf(name, extra))
 
 
 def mtp_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:
     """Return the names of the tensors of ``checkpoint`` in MTP layers."""
-    extra = _extra_layers(checkpoint)
+    extra = extra_layers(read_config(checkpoint.path))
     return frozenset(name for name in checkpoint.names if family.is_mtp_hf(name, extra))
 
 
-def _extra_layers(checkpoint: HfCheckpoint) -> range:
-    config = read_config(checkpoint.path)
+def extra_layers(config: dict[str, Any]) -> range:
+    """Return the numbers of the layers that ``config.json`` has after the decoder's, for families whose MTP are."""
     config = config.get("text_config", config)
     layers = config.get("num_hidden_layers", 0)
     return range(layers, layers + (config.get("num_nextn_predict_layers") or 0))

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def convert(conversion: Conversion) -> Path:
     size = sum(unit.size for unit in units)
     origin = conversion.origin_hf_dir
     if origin is not None:
-        if any(weight.name.startswith(MTP) for unit in units for weight in unit.weights):
+        if _has_mtp(units):
             copies, more = write_copies(origin, partial, described.family, files)
             files, size, missing = {**files, **copies}, size + more, missing - copies.keys()
         if conversion.add_missing and missing:
@@ -141,14 +141,8 @@ def _describe(checkpoint: TorchDistCheckpoint, conversion: Conversion) -> Descri
     """Take the model's family and sizes from the config of ``--origin-hf-dir``, else from Megatron-LM's arguments."""
     rows = {w.shape[0] for w in checkpoint.weights if w.name == "embedding.word_embeddings.weight"}
     if conversion.origin_hf_dir is not None:
-        whole = read_config(conversion.origin_hf_dir)
-        family = _family(conversion.model_name or whole.get("model_type", "missing"))
-        config = hf_fields.text_part(whole)
-        heads = config["num_attention_heads"]
-        groups = config.get("num_key_value_heads") or heads
-        channels = config.get("head_dim") or config["hidden_size"] // heads
-        layers, vocab = config["num_hidden_layers"], conversion.vocab_size or config["vocab_size"]
-        experts = (hf_fields.experts(config) or ("", 0))[1]
+        found = described_by(read_config(conversion.origin_hf_dir), conversion.model_name)
+        vocab = conversion.vocab_size or found.dims.vocab_size
     else:
         if conversion.model_name is None:
             raise ValueError("give --origin-hf-dir (a Hugging Face checkpoint of the same model), or --model-name")
@@ -162,11 +156,23 @@ def _describe(checkpoint: TorchDistCheckpoint, conversion: Conversion) -> Descri
         heads = args.num_attention_heads
         groups = args.num_query_groups if getattr(args, "group_query_attention", False) else heads
         channels = getattr(args, "kv_channels", None) or args.hidden_size // heads
-        layers, vocab = args.num_layers, conversion.vocab_size or max(rows, default=0)
+        vocab = conversion.vocab_size or max(rows, default=0)
         experts = getattr(args, "num_experts", None) or 0
+        found = Described(family, Dims(heads, groups, channels, vocab, vocab, experts), args.num_layers)
     if rows and vocab > max(rows):
         raise ValueError(f"{checkpoint.path} has {max(rows)} rows of vocabulary, fewer than the {vocab} asked for")
-    return Described(family, Dims(heads, groups, channels, vocab, max(rows, default=vocab), experts), layers)
+    return replace(found, dims=replace(found.dims, vocab_size=vocab, padded_vocab_size=max(rows, default=vocab)))
+
+
+def described_by(whole: dict[str, Any], model_name: str | None = None) -> Described:
+    """Return what ``config.json`` says; ``model_name``: of the family, where it is not to be that of the config."""
+    config = hf_fields.text_part(whole)
+    family = _family(model_name or whole.get("model_type", "missing"))
+    heads, vocab = config["num_attention_heads"], config["vocab_size"]
+    groups = config.get("num_key_value_heads") or heads
+    channels = config.get("head_dim") or config["hidden_size"] // heads
+    experts = (hf_fields.experts(config) or ("", 0))[1]
+    return Described(family, Dims(heads, groups, channels, vocab, vocab, experts), config["num_hidden_layers"])
 
 
 def _family(name: str) -> Family:
@@ -247,12 +253,17 @@ def _compare_with_origin(units: Sequence[Unit], conversion: Conversion, family: 
             f"{conversion.input_dir} lacks {len(needed)} tensors of {origin}: {_some(sorted(needed))}. "
             "--add-missing-from-origin-hf takes them from there"
         )
-    if missing and not conversion.add_missing:
+    repeated = {name for name in missing if family.copy_of(name)} if _has_mtp(units) else set()  # they are written
+    if (left_out := missing - repeated) and not conversion.add_missing:
         logger.warning(
             "%d tensors of %s are not in the checkpoint and are left out (%s); --add-missing-from-origin-hf adds them",
-            len(missing), origin, _some(sorted(missing)),
+            len(left_out), origin, _some(sorted(left_out)),
         )  # fmt: skip
     return missing
+
+
+def _has_mtp(units: Sequence[Unit]) -> bool:
+    return any(weight.name.startswith(MTP) for unit in units for weight in unit.weights)
 
 
 def _shape(checkpoint: HfCheckpoint, name: str) -> list[int]:

@@ -48,7 +48,7 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
     with HfCheckpoint(hf_dir) as checkpoint:
         unneeded, in_mtp = set(carried_names(checkpoint, family)), mtp_names(checkpoint, family)
         if any(weight.name.startswith(MTP) for weight in weights):
-            _check_copies(checkpoint, family, in_mtp)
+            check_copies(checkpoint, family, in_mtp)
             unneeded -= {name for name in in_mtp if family.copy_of(name) is None}
         if any(is_value_head(p) for chunk in model_chunks for p in chunk.parameters()):
             unneeded.add(LM_HEAD)
@@ -62,10 +62,10 @@ def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: N
 
 def _sources(checkpoint: HfCheckpoint, weight: Weight) -> list[Any]:
     sources = [checkpoint.slice(name) for name in weight.hf_names]
-    return [_OneOf(source, weight.expert) for source in sources] if weight.rule.is_stacked else sources
+    return [OneOf(source, weight.expert) for source in sources] if weight.rule.is_stacked else sources
 
 
-class _OneOf:
+class OneOf:
     """One entry of the first dimension of a lazy slice, itself a lazy slice."""
 
     def __init__(self, stack: Any, number: int | None) -> None:
@@ -127,7 +127,7 @@ def _held_elsewhere(name: str, is_mtp: bool, family: Family, own: Own, args: Nam
     return experts != {None} and expert is not None and expert < dims.num_experts and expert not in experts
 
 
-def _check_copies(checkpoint: HfCheckpoint, family: Family, in_mtp: frozenset[str]) -> None:
+def check_copies(checkpoint: HfCheckpoint, family: Family, in_mtp: frozenset[str]) -> None:
     """Compare the first rows of tensors that repeat another one: the model has only that."""
     for name in sorted(in_mtp):
         original = family.copy_of(name)

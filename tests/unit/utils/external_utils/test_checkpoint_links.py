@@ -74,4 +74,4 @@ def test_the_command_takes_the_flags_of_a_model_and_works_once(
     monkeypatch.setenv("RANK", "0")
     convert_hf_to_torch_dist.main(words)
     assert target.resolve() == source
-    assert "not needed, as nothing is converted: --swiglu --num-layers 2" in capsys.readouterr().out
+    assert "not needed, as config.json describes the model: --swiglu --num-layers 2" in capsys.readouterr().out
