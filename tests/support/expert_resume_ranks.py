@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -9,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,7 +26,7 @@ def resume_everywhere(
     Returns name -> {"steps": of the second rollout, "weights" after it, "directory": of the checkpoint after the first
     one}; a name is "<saved under>" or "<saved under> -> <loaded under>". Flags may have "unmarked": whether experts
     share an optimizer with the rest, as Megatron has it where it does not divide them; and "te_names": whether the
-    checkpoint that is loaded has the names of TransformerEngine's layers.
+    checkpoint that is loaded has the names of TransformerEngine's layers, and attention a state that it has not.
     """
     found: dict[str, Any] = {}
     for saved, others in pairs.items():
@@ -40,17 +42,18 @@ def _rollout(checkpoint: str, save: str, flags: dict[str, Any], load: str | None
 
     import_megatron()
     from slime.backends.megatron_utils import experts
+    from slime.backends.megatron_utils.attention import TorchCoreAttention
 
-    mark, flags = experts.mark_routed_experts, dict(flags)
-    if flags.pop("unmarked", False):
-        experts.mark_routed_experts = lambda model: None
-    if flags.pop("te_names", False):
-        load = with_te_names(str(load), f"{save} source")
-    try:
+    flags = dict(flags)
+    with contextlib.ExitStack() as stack:
+        if flags.pop("unmarked", False):
+            stack.enter_context(patch.object(experts, "mark_routed_experts", lambda model: None))
+        if flags.pop("te_names", False):
+            load = with_te_names(str(load), f"{save} source")
+            state = {"get_extra_state": lambda self: torch.empty(0), "set_extra_state": lambda self, found: None}
+            stack.enter_context(patch.multiple(TorchCoreAttention, **state))
         source = {} if load is None else {"load": load}
         trainer, start = new_trainer(checkpoint, save=save, adam_eps=1e-3, lr=1e-2, **source, **flags)
-    finally:
-        experts.mark_routed_experts = mark
     if load is None:
         train_once(trainer, 0, make_train_data(seed=0))
     assert start == (0 if load is None else 1)

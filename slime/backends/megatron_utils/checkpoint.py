@@ -219,6 +219,8 @@ def _load_sharded(
     """Return the state of a ``torch_dist`` checkpoint, of which ``common`` is read already, for this layout."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from torch.distributed.checkpoint.api import CheckpointException
 
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
@@ -227,8 +229,22 @@ def _load_sharded(
         request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
     try:
         with _naming_damage(directory):
-            renamed = rename_to_stored(request, dist_checkpointing.load_tensors_metadata(str(directory)).keys())
+            stored = load_sharded_metadata(str(directory)).keys()
+            renamed = rename_to_stored(request, stored)
+            # TransformerEngine's layers have states, empty without FP8, that Megatron's own do not write.
+            own = {
+                name: {
+                    key: request[name].pop(key).data
+                    for key, part in list(request[name].items())
+                    if isinstance(part, ShardedObject)
+                    and key.endswith("_extra_state")
+                    and part.unique_key not in stored
+                }
+                for name, _ in _named_chunks(state.model)
+            }
             loaded: dict[str, Any] = dist_checkpointing.load(request, str(directory))
+            for name, states in own.items():
+                loaded[name].update(states)
     except (CheckpointingException, CheckpointException) as e:
         if with_optimizer and content.get("non_homogeneous_layers", False) != _freezes_some(state.model):
             raise ValueError(
