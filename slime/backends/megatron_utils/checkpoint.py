@@ -220,7 +220,7 @@ def _load_sharded(
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.api import CheckpointException
 
     content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or dict(_CONTENT)
@@ -229,7 +229,7 @@ def _load_sharded(
         request[name] = {key: part for key, part in request[name].items() if not key.startswith(f"{without}.")}
     try:
         with _naming_damage(directory):
-            stored = load_sharded_metadata(str(directory)).keys()
+            stored = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
             renamed = rename_to_stored(request, stored)
             # TransformerEngine's layers have states, empty without FP8, that Megatron's own do not write.
             own = {
