@@ -43,7 +43,8 @@ EXAMPLE = SmallExample(
     replaced={
         "--rollout-batch-size": "8",
         "--rollout-max-response-len": "4",
-        "--kl-loss-coef": "0.03",
+        "--lr": "1e-3",
+        "--kl-loss-coef": "0.01",
         "--n-samples-per-eval-prompt": "1",
     },
     rollouts=20,
