@@ -24,7 +24,7 @@ from slime.utils.network import find_available_port
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from tests.support.agents import served
-from tests.support.engines import Reference, engine_args, routed_engine
+from tests.support.engines import Reference, engine_and_router, engine_args
 from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -37,9 +37,13 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     root: Path = tmp_path_factory.mktemp("agent_engine")
     checkpoint = make_tiny_checkpoint(root / "model")
     args = engine_args(checkpoint)
-    with routed_engine(args, root) as (engine, url):
+    with engine_and_router(args, root) as (engine, router):
+        router.add_engine(engine.info)
         yield SimpleNamespace(
-            url=url, client=engine.client(), tokenizer=load_tokenizer(str(checkpoint)), reference=Reference(checkpoint)
+            url=router.url,
+            client=engine.client(),
+            tokenizer=load_tokenizer(str(checkpoint)),
+            reference=Reference(checkpoint),
         )
 
 

@@ -24,7 +24,7 @@ from slime.utils.async_utils import interrupt, run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
-from tests.support.engines import Reference, engine_args, routed_engine
+from tests.support.engines import Reference, engine_and_router, engine_args
 from tests.support.rollout_args import rollout_args
 from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
@@ -39,11 +39,12 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     checkpoint = make_tiny_checkpoint(root / "model")
     # smg would refuse the model name of the rollout buffer's generator.
     args = engine_args(checkpoint, sglang_api_key=KEY, sglang_router_package="sglang_router")
-    with routed_engine(args, root) as (engine, url):
+    with engine_and_router(args, root) as (engine, router):
+        router.add_engine(engine.info)
         yield SimpleNamespace(
             root=root,
             checkpoint=checkpoint,
-            port=int(url.rpartition(":")[2]),
+            port=router.port,
             client=engine.client(),
             reference=Reference(checkpoint),
         )

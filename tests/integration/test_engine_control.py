@@ -28,7 +28,7 @@ from slime.backends.sglang_utils.router import RouterProcess
 from slime.servers import router_client
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
-from tests.support.engines import Reference, engine_args, output_log_probs
+from tests.support.engines import Reference, engine_and_router, engine_args, output_log_probs
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -62,17 +62,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     root = tmp_path_factory.mktemp("engine")
     first, second = (make_tiny_checkpoint(root / f"model{i}", seed=i) for i in (0, 1))
     args = engine_args(first, sglang_api_key=KEY)
-    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=root / "engine_0.log")
-    router = RouterProcess(args, "127.0.0.1", log_path=root / "router.log")
-    try:
-        engine.start()
-        router.start()
-        router.wait_ready()
-        engine.wait_ready()
+    with engine_and_router(args, root) as (engine, router):
         yield Setup(engine, router, engine.client(timeout=60), (first, second), (Reference(first), Reference(second)))
-    finally:
-        router.stop()
-        engine.stop()
 
 
 def in_background(calls: list[Any]) -> tuple[list[threading.Thread], list[dict[str, Any]]]:

@@ -24,7 +24,7 @@ import requests
 
 from slime.servers.loads import num_requests_from_load
 from slime.utils.network import find_available_port
-from tests.support.engines import engine_args, routed_engine
+from tests.support.engines import engine_and_router, engine_args
 from tests.support.rollout_buffers import ServedBuffer
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -111,9 +111,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real(checkpoint: Path) -> Iterator[SimpleNamespace]:
     """An engine behind the router: its URL, and how many requests run on it."""
     args, root = engine_args(checkpoint, engine_ready_timeout=600.0), checkpoint.parent
-    with routed_engine(args, root) as (engine, url):
+    with engine_and_router(args, root) as (engine, router):
+        router.add_engine(engine.info)
         client = engine.client()
-        yield SimpleNamespace(url=url, running=lambda: num_requests_from_load(client.loads()))
+        yield SimpleNamespace(url=router.url, running=lambda: num_requests_from_load(client.loads()))
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from slime.arguments.device import CPU_ENGINE
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.router import RouterProcess
-from slime.servers.router_client import add_worker, wait_worker_ready
 from tests.support.arguments import run_args
 
 
@@ -32,8 +31,8 @@ def engine_values(checkpoint: str | Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def routed_engine(args: Namespace, folder: Path) -> Iterator[tuple[EngineProcess, str]]:
-    """Start an engine behind a router, with their logs in ``folder``; yield it, and the router's URL."""
+def engine_and_router(args: Namespace, folder: Path) -> Iterator[tuple[EngineProcess, RouterProcess]]:
+    """Start both, with their logs in ``folder``; the router does not know the engine."""
     engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=folder / "engine.log")
     router = RouterProcess(args, "127.0.0.1", log_path=folder / "router.log")
     try:
@@ -41,10 +40,7 @@ def routed_engine(args: Namespace, folder: Path) -> Iterator[tuple[EngineProcess
         router.start()
         router.wait_ready()
         engine.wait_ready()
-        url = f"http://127.0.0.1:{router.port}"
-        add_worker(url, engine.info.url, api_key=args.sglang_api_key)
-        wait_worker_ready(url, engine.info.url, deadline_s=30, api_key=args.sglang_api_key)
-        yield engine, url
+        yield engine, router
     finally:
         router.stop()
         engine.stop()
