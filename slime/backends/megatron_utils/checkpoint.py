@@ -34,7 +34,7 @@ from slime.backends.megatron_utils.checkpoint_formats import (
     read_model,
     writer_for,
 )
-from slime.backends.megatron_utils.checkpoint_names import rename_to_stored
+from slime.backends.megatron_utils.checkpoint_names import rename_to_stored, take_unstored_states
 from slime.backends.megatron_utils.lora.checkpoint import base_part, check_described, trained_part
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.optimizer import (
@@ -219,7 +219,6 @@ def _load_sharded(
     """Return the state of a ``torch_dist`` checkpoint, of which ``common`` is read already, for this layout."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -231,17 +230,7 @@ def _load_sharded(
         with _naming_damage(directory):
             stored = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
             renamed = rename_to_stored(request, stored)
-            # TransformerEngine's layers have states, empty without FP8, that Megatron's own do not write.
-            own = {
-                name: {
-                    key: request[name].pop(key).data
-                    for key, part in list(request[name].items())
-                    if isinstance(part, ShardedObject)
-                    and key.endswith("_extra_state")
-                    and part.unique_key not in stored
-                }
-                for name, _ in _named_chunks(state.model)
-            }
+            own = {name: take_unstored_states(request[name], stored) for name, _ in _named_chunks(state.model)}
             loaded: dict[str, Any] = dist_checkpointing.load(request, str(directory))
             for name, states in own.items():
                 loaded[name].update(states)

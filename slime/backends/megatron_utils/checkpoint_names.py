@@ -1,7 +1,8 @@
-"""Norms that TransformerEngine's layers have in another module than Megatron's own: one weight under two names.
+"""What checkpoints of TransformerEngine's layers have under other names than those of Megatron's own, or alone.
 
-TransformerEngine fuses a norm into the linear layer behind it where it can. Megatron names the norms of its own layers
-likewise in checkpoints, but for those before experts, before linear attention and in latent attention.
+A norm is one weight under two names: TransformerEngine fuses it into the linear layer behind it where it can. Megatron
+names the norms of its own layers likewise in checkpoints, but for those before experts, before linear attention and in
+latent attention.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ def rename_to_stored(request: Any, stored: Collection[str]) -> list[str]:
                     renamed.append(name)
                     break
     return renamed
+
+
+def take_unstored_states(request: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """Take the states beside weights that a checkpoint lacks out of a model's request; return what they are now.
+
+    TransformerEngine's layers have some, empty without FP8, that Megatron's own do not write.
+    """
+    absent = [key for key, part in request.items() if key.endswith("_extra_state") and part.unique_key not in stored]
+    return {key: request.pop(key).data for key in absent}
 
 
 def _sharded(part: Any) -> Iterator[Any]:
