@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
+from slime.utils.p2p.agents import UCX_OVER_TCP
+
 HERE = Path(__file__).parent
 CPU_STANDINS = HERE / "cpu_standins"
 ENGINE_PLUGIN = HERE / "engine_plugin"
@@ -38,10 +40,8 @@ CPU_DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Engines and trainers share the cores: more threads lose a factor of 5-10 under load and win little when idle.
     "OMP_NUM_THREADS": "1",
-    # Between prefill and decode engines. nixl carries caches with UCX, whose other transports look for devices, and
-    # whose library for InfiniBand makes a process end with SIGSEGV (slime/utils/p2p/agents.py).
-    "UCX_TLS": "tcp",
-    "UCX_MODULES": "^ib",
+    # Between prefill and decode engines.
+    **UCX_OVER_TCP,
     "MOONCAKE_PROTOCOL": "tcp",
 }
 TAKES_ADAPTERS = "SLIME_TAKES_ADAPTERS"

@@ -18,8 +18,10 @@ PACKAGES = {"nixl": "nixl nixl-cu12 (with --no-deps)", "mooncake": "mooncake-tra
 """Backend, which is the name of its module, too -> what to install for it."""
 HOST = "127.0.0.1"
 _POLL_S = 0.0005
-# The wheel's own copy of libnl, and the system's that libibverbs loads, end a process with SIGSEGV when it exits.
-_UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}
+# With the module for InfiniBand come the wheel's own libnl and the system's, and a process with both ends by SIGSEGV.
+UCX_OVER_TCP = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}
+"""What NIXL's UCX reads when it starts: its other transports look for devices."""
+_UCX = {**UCX_OVER_TCP, "UCX_NET_DEVICES": "lo"}
 
 
 class Write(NamedTuple):
@@ -75,7 +77,6 @@ class NixlAgent:
     """NIXL with its UCX plug-in."""
 
     def __init__(self) -> None:
-        # UCX reads these when it starts, and prefers transports that look for devices.
         before = {name: os.environ.get(name) for name in _UCX}
         os.environ.update(_UCX)
         try:
