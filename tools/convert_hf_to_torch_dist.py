@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--torch-dist", action="store_true", help="write a Megatron checkpoint instead of a link")
     parser.add_argument("-f", "--force", action="store_true", help="with --torch-dist: replace --save if it exists")
     options, others = parser.parse_known_args(argv)
+    if options.force and not options.torch_dist:
+        parser.error("-f replaces what --torch-dist writes: give that, too, or remove --save yourself")
     if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) > 0:
         return
     if others:

@@ -245,19 +245,19 @@ def _compare_with_origin(units: Sequence[Unit], conversion: Conversion, family: 
             if name not in checkpoint.names or not _fits(shape, _shape(checkpoint, name), conversion.vocab_size)
         ]
         if wrong:
-            raise ValueError(f"the weights are not those of {origin}, which has no {_some(wrong)}")
+            raise ValueError(f"the weights are not those of {origin}, which has no {some_of(wrong)}")
         carried = carried_names(checkpoint, family)
         needed = {n for n in missing - carried if not family.ignores_hf(n)}
     if needed and not conversion.add_missing:
         raise ValueError(
-            f"{conversion.input_dir} lacks {len(needed)} tensors of {origin}: {_some(sorted(needed))}. "
+            f"{conversion.input_dir} lacks {len(needed)} tensors of {origin}: {some_of(sorted(needed))}. "
             "--add-missing-from-origin-hf takes them from there"
         )
     repeated = {name for name in missing if family.copy_of(name)} if _has_mtp(units) else set()  # they are written
     if (left_out := missing - repeated) and not conversion.add_missing:
         logger.warning(
             "%d tensors of %s are not in the checkpoint and are left out (%s); --add-missing-from-origin-hf adds them",
-            len(left_out), origin, _some(sorted(left_out)),
+            len(left_out), origin, some_of(sorted(left_out)),
         )  # fmt: skip
     return missing
 
@@ -274,7 +274,8 @@ def _fits(shape: Shape, there: Sequence[int], vocab_size: int | None) -> bool:
     return list(shape) == list(there) or (vocab_size is not None and list(shape) == [vocab_size, *there[1:]])
 
 
-def _some(items: Sequence[str]) -> str:
+def some_of(items: Sequence[str]) -> str:
+    """Return the first of ``items``, and how many more there are."""
     more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return ", ".join(items[:MAX_LISTED]) + more
 

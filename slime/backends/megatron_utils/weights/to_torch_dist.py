@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from slime.arguments.models import hf_fields
 from slime.backends.megatron_utils.checkpoint_dir import TRACKER
 from slime.backends.megatron_utils.weights.carried import extra_layers, mtp_names
-from slime.backends.megatron_utils.weights.convert import MAX_LISTED, Described, described_by
+from slime.backends.megatron_utils.weights.convert import Described, described_by, some_of
 from slime.backends.megatron_utils.weights.layouts import Shape
 from slime.backends.megatron_utils.weights.load import OneOf, check_copies
 from slime.backends.megatron_utils.weights.maps import Rule
@@ -193,7 +193,7 @@ def _entry(
     dtypes = {weights.dtype(name) for name in sources}
     if len(dtypes) > 1:
         raise ValueError(
-            f"{', '.join(sources)} are one weight of Megatron's, and have the dtypes {_some([*map(str, dtypes)])}"
+            f"{', '.join(sources)} are one weight of Megatron's, and have the dtypes {some_of([*map(str, dtypes)])}"
         )
     return Entry(key, expert, rule, sources, shape, dtypes.pop())
 
@@ -203,7 +203,7 @@ def _check_names(
 ) -> None:
     family = described.family
     if missing := sorted(used - weights.names):
-        raise ValueError(f"{source}: {len(missing)} tensors of the model are missing: {_some(missing)}")
+        raise ValueError(f"{source}: {len(missing)} tensors of the model are missing: {some_of(missing)}")
     unexpected = [
         f"{name} (in {weights.file_of(name).name})"
         for name in sorted(weights.names - used)
@@ -215,7 +215,7 @@ def _check_names(
     if unexpected:
         raise ValueError(
             f"{source}: {len(unexpected)} tensors have no place in a model of the family {family.name!r}: "
-            f"{_some(unexpected)}"
+            f"{some_of(unexpected)}"
         )
 
 
@@ -245,17 +245,12 @@ def _check_complete(
     for (_, number, rule), numbers in experts.items():
         missing += [rule.hf_names(number, i)[0] for i in range(described.dims.num_experts) if i not in numbers]
     if missing:
-        raise ValueError(f"{source}: {len(missing)} tensors of the model are missing: {_some(missing)}")
+        raise ValueError(f"{source}: {len(missing)} tensors of the model are missing: {some_of(missing)}")
 
 
 def _kind(rules: set[Rule]) -> tuple[bool, ...]:
     """Return what kind of layer has the weights of ``rules``: whether with linear attention, and with experts."""
     return tuple(any(part in rule.megatron[0] for rule in rules) for part in (".linear_attn.", ".experts."))
-
-
-def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
-    return ", ".join(items[:MAX_LISTED]) + more
 
 
 def _sources(entry: Entry, weights: Weights) -> list[Any]:

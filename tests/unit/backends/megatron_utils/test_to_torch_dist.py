@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_what_megatron_stores_is_stored(tmp_path: Path, source: Path, hf: dict[s
     names = {path.name for path in (tmp_path / "out" / "release").iterdir()}
     files = {f"__{i}_0.distcp" for i in range(4)}
     assert names == {*files, ".metadata", "metadata.json", "common.pt"}
-    common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)
+    with torch.serialization.safe_globals([Namespace]):
+        common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=True)
     assert common["content_metadata"]["non_homogeneous_layers"] is True
     assert "optimizer" not in common
     assert common["args"].num_layers == LAYERS
@@ -172,6 +174,8 @@ def test_an_output_is_replaced_when_asked(tmp_path: Path, source: Path) -> None:
     assert (tmp_path / "out").is_symlink()
     with pytest.raises(SystemExit, match="exists already: choose another directory, or -f"):
         convert_hf_to_torch_dist.main([*words, "--torch-dist"])
+    with pytest.raises(SystemExit, match="2"):  # a link is not replaced
+        convert_hf_to_torch_dist.main([*words, "--force"])
     for _ in range(2):  # a link first, then a directory
         convert_hf_to_torch_dist.main([*words, "--torch-dist", "--force"])
         assert (tmp_path / "out" / "release" / ".metadata").is_file()
