@@ -22,7 +22,8 @@ __all__ = [
 
 EXIT_TIME_BUDGET_EXCEEDED = -1
 AGENT_USER = "agent"
-POLL_S = 5.0
+FIRST_POLL_S, POLL_S = 0.1, 5.0
+"""The first wait before a detached command is asked for again, and the longest: each is twice the one before."""
 TAIL_BYTES = 512
 _TAG = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -73,7 +74,7 @@ async def exec_and_wait(
     out_file: str | None = None,
     want_output: bool = False,
 ) -> tuple[int, str]:
-    """Run ``cmd`` detached, however long it takes, and ask every few seconds whether it has ended.
+    """Run ``cmd`` detached, however long it takes, and ask whether it has ended: soon at first, then every 5 s.
 
     Returns (exit code, output): the whole output with ``want_output``, else the last 512 bytes of a command that
     failed. One that is not done after ``time_budget_sec`` is killed and has the exit code -1
@@ -107,7 +108,7 @@ async def exec_and_wait(
 
 async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
     """Return the exit code in ``done`` once it is there, None when the budget is spent."""
-    deadline = time.monotonic() + budget
+    deadline, wait = time.monotonic() + budget, FIRST_POLL_S
     while True:
         _, text, _ = await sb.exec(f"cat {done} 2>/dev/null; true", user=user)
         if text.strip():
@@ -115,7 +116,9 @@ async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
         left = deadline - time.monotonic()
         if left <= 0:
             return None
-        await asyncio.sleep(min(POLL_S, left))
+        wait = min(wait, POLL_S)
+        await asyncio.sleep(min(wait, left))
+        wait *= 2
 
 
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:

@@ -42,7 +42,6 @@ from examples.tool_orchestra.make_data import call as call_model
 from examples.tool_orchestra.run import EXAMPLE as TOOL_ORCHESTRA
 from examples.tournament.run import EXAMPLE as TOURNAMENT
 from scripts.bench.standin import engine as standin
-from slime.agent import sandbox
 from slime.arguments import parse_args
 from slime.rollout.base_types import call_rollout_fn
 from slime.utils import http_utils
@@ -162,7 +161,6 @@ def test_two_rollouts_and_an_evaluation(example, oracle, cluster, tmp_path, monk
     ensure_strands()
     for name in ("generate", "swe"):  # they read variables, which the service sets, when they are imported
         monkeypatch.delitem(sys.modules, f"examples.coding_agent_rl.{name}", raising=False)
-    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(http_utils, "_http_client", None)
     without_ray(tmp_path, monkeypatch)

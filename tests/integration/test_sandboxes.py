@@ -102,7 +102,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(kind: str, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
     monkeypatch.setitem(sys.modules, "e2b", e2b_client(LIMITS))
     kinds: dict[str, Make] = {
         "docker": lambda: DockerSandbox(IMAGE, limits=LIMITS),

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.agent import sandbox
 from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter, event_stream
 from slime.agent.adapters.side_requests import is_agent_turn
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
@@ -104,7 +103,6 @@ async def test_a_turn_may_take_longer_than_a_program_waits_for_an_event(cli, pro
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cli", CLIS, ids=[cli.command for cli in CLIS])
 async def test_a_coding_session_is_one_sample(cli, programs, monkeypatch, capsys):
-    monkeypatch.setattr(sandbox, "POLL_S", 0.1)
     statuses: list[tuple[str, int]] = []
 
     @web.middleware

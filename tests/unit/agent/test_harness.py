@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from slime.agent import sandbox
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness
 from slime.agent.harness.common import install_node22, install_npm_cli, run_agent
 from tests.support.local_sandbox import RecordingSandbox
@@ -29,8 +28,7 @@ env | grep -E '^(ANTHROPIC|CLAUDE_CODE|OPENAI|EXTRA|HOME)' | LC_ALL=C sort
 
 
 @pytest.fixture
-async def local(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RecordingSandbox]:
-    monkeypatch.setattr(sandbox, "POLL_S", 0.02)
+async def local() -> AsyncIterator[RecordingSandbox]:
     async with RecordingSandbox() as sb:
         yield sb
 

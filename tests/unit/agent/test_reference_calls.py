@@ -22,7 +22,7 @@ import requests
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from slime.agent import sandbox, sglang_parsers
+from slime.agent import sglang_parsers
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
@@ -78,7 +78,6 @@ class World:
         self.posts: list[tuple[Any, ...]] = []
         self.stopped: list[Any] = []
         monkeypatch.setattr(common, "post", self.post)
-        monkeypatch.setattr(sandbox, "POLL_S", 0.01)
         monkeypatch.setattr(sglang_parsers, "tool_calls", lambda body, tools, name: ("rest", [("stop", "{}")], True))
 
     async def post(self, url: str, payload: dict[str, Any], headers: Any = None) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from tests.support.local_sandbox import RecordingSandbox
 
 
 @pytest.fixture
-async def local(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RecordingSandbox]:
-    monkeypatch.setattr(sandbox, "POLL_S", 0.02)
+async def local() -> AsyncIterator[RecordingSandbox]:
     async with RecordingSandbox() as sb:
         yield sb
 
@@ -86,6 +85,22 @@ async def test_a_command_that_takes_too_long_is_killed_with_what_it_started(loca
 
 async def test_a_command_that_has_hardly_begun_is_killed_too(local):
     assert await wait_for(local, "sleep 1000", time_budget_sec=0) == (EXIT_TIME_BUDGET_EXCEEDED, "")
+
+
+async def test_a_long_command_is_asked_for_less_and_less_often(monkeypatch):
+    now, waits = [0.0], []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(round(seconds, 3))
+        now[0] += seconds
+
+    async def nothing(*what: Any, **options: Any) -> tuple[int, str, str]:
+        return 0, "", ""
+
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sandbox, "asyncio", SimpleNamespace(sleep=sleep))
+    assert await wait_for(SimpleNamespace(exec=nothing, write_file=nothing), "make", time_budget_sec=20) == (-1, "")
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 3.7]
 
 
 async def test_a_spawn_that_is_repeated_runs_once(local, monkeypatch):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from slime.agent import sandbox
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.harness import BaseHarness, MiniAgentHarness, ScriptedHarness
 from slime.agent.harness import mini_agent_program as program
@@ -24,9 +23,8 @@ WORKDIR = "/workspace/repo"
 
 
 @pytest.fixture
-async def box(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalSandbox]:
+async def box() -> AsyncIterator[LocalSandbox]:
     """A sandbox with this interpreter, which may be where only root may look."""
-    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
     async with LocalSandbox(path=[Path(sys.executable).parent], uid=0) as sb:
         yield sb
 

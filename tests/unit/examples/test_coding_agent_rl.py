@@ -19,7 +19,6 @@ from examples.coding_agent_rl import generate as module
 from examples.coding_agent_rl import swe
 from examples.coding_agent_rl.make_data import OPERATORS, make_data, metadata, tasks
 from examples.coding_agent_rl.operator_agent import OperatorHarness
-from slime.agent import sandbox
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.sandbox import LocalSandbox
@@ -33,7 +32,6 @@ TASK = metadata(12, 5, "+", "-")
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
     monkeypatch.setattr(module, "CONFIG", replace(module.CONFIG, adapter_port=0))
     for name, value in {"SANDBOX": "local", "HARNESS_CLS": OperatorHarness, "ADAPTER_CLS": OpenAIAdapter}.items():
         monkeypatch.setattr(module, name, value)
@@ -104,8 +102,7 @@ def graded(diff: str, **fields: Any) -> swe.EvalResult:
 FIX = "--- a/calc.py\n+++ b/calc.py\n@@ -1,2 +1,2 @@\n def f(a, b):\n-    return a - b\n+    return a + b\n"
 
 
-def test_graders(monkeypatch, tmp_path):
-    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
+def test_graders(tmp_path):
     assert graded(FIX) == swe.EvalResult(1.0, True)
     assert graded("") == swe.EvalResult(0.0, True)
     assert graded(FIX.replace("a - b", "a / b")) == swe.EvalResult(0.0, False)
@@ -121,7 +118,7 @@ def test_graders(monkeypatch, tmp_path):
     assert graded("", swepro=own).reward == 0.0
 
 
-def test_the_change_leaves_out_what_is_ours(monkeypatch):
+def test_the_change_leaves_out_what_is_ours():
     async def change() -> str:
         async with LocalSandbox() as sb:
             await swe.prepare_workspace(sb, TASK)
@@ -172,7 +169,6 @@ INSTANCE = {
 @pytest.fixture
 def swebench(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package swebench, as far as it is called: the script of an instance, and a report from its log."""
-    monkeypatch.setattr(sandbox, "POLL_S", 0.05)
     modules = {name: ModuleType(name) for name in ("swebench", "swebench.harness", "swebench.harness.grading",
                                                    "swebench.harness.utils")}  # fmt: skip
 
