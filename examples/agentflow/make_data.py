@@ -2,8 +2,8 @@
 
 python -m examples.agentflow.make_data --out data --seed 0
 
-The demonstrations are turns of a planner that knows the format and chooses any tool, in somewhat more than a third of
-the turns the right one. ``train.jsonl`` and ``queries.jsonl`` (held out) have queries and labels.
+The demonstrations are turns of a planner that knows the format and is hasty: more often than the right tool it takes
+the one of the step after. ``train.jsonl`` and ``queries.jsonl`` (held out) have queries and labels.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from examples.data_command import data_command
 from examples.quickstart.make_data import write
 
 TOOLS = ("value", "friend", "next")
-SHARE_RIGHT, HELD_OUT = 0.1, 128
-"""Of the turns that are not drawn at random."""
+SHARE_RIGHT, SHARE_HASTY, HELD_OUT = 0.25, 0.55, 128
+"""The other turns take any tool, as do hasty ones where no step comes after."""
 
 
 def demonstration(query: str, rng: random.Random) -> list[dict[str, str]]:
@@ -28,7 +28,13 @@ def demonstration(query: str, rng: random.Random) -> list[dict[str, str]]:
     for tool in plan[:position]:
         latest = answer_to(f"{tool} {latest}")
         steps.append(f"{tool}={latest}")
-    tool = plan[position] if rng.random() < SHARE_RIGHT else rng.choice(TOOLS)
+    draw, after = rng.random(), plan[position + 1 : position + 2]
+    if draw < SHARE_RIGHT:
+        tool = plan[position]
+    elif draw < SHARE_RIGHT + SHARE_HASTY and after:
+        [tool] = after
+    else:
+        tool = rng.choice(TOOLS)
     asked = "\n".join([query, *steps]) if steps else f"{query}\n"
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": f"Tool Name: {tool}"}]
 

@@ -52,11 +52,11 @@ EXAMPLE = SmallExample(
         "--rollout-max-response-len": "18",
         "--rollout-batch-size": "32",
         "--kl-loss-coef": "0.01",
-        "--lr": "6e-4",
+        "--lr": "4e-4",
         "--n-samples-per-eval-prompt": "2",
     },
-    rollouts=40,
-    sft_rollouts=8,
+    rollouts=20,
+    sft_rollouts=30,
 )
 
 if __name__ == "__main__":

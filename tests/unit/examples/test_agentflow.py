@@ -440,4 +440,4 @@ def test_the_data(tmp_path):
         for row in rows["sft"]
         for query, *steps in [row["messages"][0]["content"].splitlines()]
     )
-    assert 0.35 < right / len(rows["sft"]) < 0.45
+    assert 0.42 < right / len(rows["sft"]) < 0.48
