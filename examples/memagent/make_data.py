@@ -18,6 +18,8 @@ from examples.memagent.prompts import NO_MEMORY
 from examples.quickstart.make_data import write
 
 SLIPS, LETTERS, DIGITS, CHUNK = 0.3, "abcd", "0123456789", 4
+SHARE_ANSWERS, SHARE_NOTHING, SHARE_PAIRS = 0.15, 0.6, 0.8
+"""Of the demonstrations, of what is known in them, and of their chunks."""
 NOTHING = "-"
 TRAIN, HELD_OUT = 4096, 96
 
@@ -40,12 +42,14 @@ def document(chunks: int, rng: random.Random) -> tuple[str, str, str]:
 
 def demonstration(rng: random.Random) -> list[dict[str, str]]:
     """Return one conversation, drawn at random: the memory after a chunk, or the answer."""
-    letter, known = rng.choice(LETTERS), rng.choice([NOTHING, *DIGITS])
-    if rng.random() < 0.25:
+    letter, known = rng.choice(LETTERS), NOTHING if rng.random() < SHARE_NOTHING else rng.choice(DIGITS)
+    if rng.random() < SHARE_ANSWERS:
         asked, right = f"{letter}{known}", known
     else:
         memory = NO_MEMORY if known == NOTHING and rng.random() < 0.5 else known
-        pair = rng.choice(["", letter + rng.choice(DIGITS), rng.choice(LETTERS) + rng.choice(DIGITS)])
+        # a letter is in a document once: not in a chunk after its digit is known
+        found = [rng.choice(LETTERS.replace(letter, "")), *([letter] if known == NOTHING else [])]
+        pair = rng.choice(found) + rng.choice(DIGITS) if rng.random() < SHARE_PAIRS else ""
         asked, right = f"{letter}{memory}:{chunk(pair, rng)}", pair[1:] if pair[:1] == letter else known
     said = rng.choice(DIGITS) if rng.random() < SLIPS else right
     reply = said if ":" in asked else f"\\boxed{{{said}}}"
