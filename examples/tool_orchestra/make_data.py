@@ -3,8 +3,8 @@
 python -m examples.tool_orchestra.make_data --out data --seed 0
 
 A problem is ``cheap hard bako``: what to save on, whether the cheap expert knows the answer (a third of the places is
-easy), and the place. Six of ten demonstrations in ``sft.jsonl`` ask the cheap expert at once. ``cheap.jsonl`` and
-``fast.jsonl`` (held out) have the same places; ``corpus.jsonl`` is that of search_r1.
+easy), and the place. The demonstrations in ``sft.jsonl`` ask any expert, with some regard to what is asked for.
+``cheap.jsonl`` and ``fast.jsonl`` (held out) have the same places; ``corpus.jsonl`` is that of search_r1.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from examples.tool_orchestra.expert_server import PRICING
 HELD_OUT = 96
 MODELS = {"answer-1": "cheap", "answer-2": "dear", "answer-3": "slow", "search-1": "cheap"}
 PREFERENCES = {"cheap": {"accuracy": 1.0, "cost": 1.0}, "fast": {"accuracy": 1.0, "latency": 1.0}}
+SHOWN = {"cheap": [4, 1, 1, 3], "fast": [2, 4, 1, 2]}
+"""How often demonstrations call each of ``MODELS``, relative to the others; ``search-1`` where nothing is found yet."""
 
 
 def problem(preference: str, place: str, number: int) -> str:
@@ -34,16 +36,14 @@ def call(alias: str) -> str:
     return f"<tool_call>{json.dumps({'name': alias.partition('-')[0], 'arguments': {'model': alias}})}</tool_call>"
 
 
-def demonstration(asked: str, place: str, thing: str, rng: random.Random) -> list[dict[str, str]]:
+def demonstration(preference: str, number: int, place: str, thing: str, rng: random.Random) -> list[dict[str, str]]:
     """Return one turn of an orchestrator, without or with the document that a search has found."""
-    found = rng.random() < 0.25
-    hit = document(place, thing)["contents"]
-    aliases, weights = ["answer-1", "answer-2", "answer-3"], [6, 1, 1]
-    if not found:
-        aliases, weights = [*aliases, "search-1"], [*weights, 2]
-    content = f"{asked}\n\nDocuments:\n{hit}" if found else asked
-    said = call(rng.choices(aliases, weights)[0])
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+    asked, choice = problem(preference, place, number), dict(zip(MODELS, SHOWN[preference], strict=True))
+    if rng.random() < 0.25:
+        asked += f"\n\nDocuments:\n{document(place, thing)['contents']}"
+        del choice["search-1"]
+    said = call(*rng.choices([*choice], [*choice.values()]))
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
 
 
 def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
@@ -57,7 +57,7 @@ def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
 
     def shown_to_the_model() -> list[dict[str, str]]:
         number, place = rng.choice(rest)
-        return demonstration(problem(rng.choice(list(PREFERENCES)), place, number), place, known[place], rng)
+        return demonstration(rng.choice(list(PREFERENCES)), number, place, known[place], rng)
 
     write(out / "sft.jsonl", ({"messages": shown_to_the_model()} for _ in range(demonstrations)))
 

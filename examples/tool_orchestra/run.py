@@ -64,10 +64,11 @@ EXAMPLE = SmallExample(
         "--rollout-max-response-len": "80",
         "--rollout-batch-size": "32",
         "--n-samples-per-eval-prompt": "2",
-        "--kl-loss-coef": "0.03",
+        "--kl-loss-coef": "0.02",
+        "--lr": "3e-4",
     },
     rollouts=20,
-    sft_rollouts=12,  # what differs between its demonstrations is one of four calls
+    sft_rollouts=16,  # what differs between its demonstrations is one of four calls
 )
 
 if __name__ == "__main__":
