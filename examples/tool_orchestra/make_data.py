@@ -22,6 +22,8 @@ from examples.tool_orchestra.expert_server import PRICING
 HELD_OUT = 96
 MODELS = {"answer-1": "cheap", "answer-2": "dear", "answer-3": "slow", "search-1": "cheap"}
 PREFERENCES = {"cheap": {"accuracy": 1.0, "cost": 1.0}, "fast": {"accuracy": 1.0, "latency": 1.0}}
+BUDGETS = {"cheap": {"cost": 2.0}, "fast": {"latency": 2.0}}
+"""Of evaluations: enough for a search and the cheap expert, and for the dear one."""
 SHOWN = {"cheap": [4, 1, 1, 3], "fast": [2, 4, 1, 2]}
 """How often demonstrations call each of ``MODELS``, relative to the others; ``search-1`` where nothing is found yet."""
 
@@ -63,7 +65,7 @@ def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
 
     def row(preference: str, number: int, place: str) -> dict[str, Any]:
         metadata = {"category": "qa", "model_mapping": MODELS, "tool_pricing": PRICING,
-                    "pref_vec": PREFERENCES[preference]}  # fmt: skip
+                    "pref_vec": PREFERENCES[preference], "budget": BUDGETS[preference]}  # fmt: skip
         asked = {"role": "user", "content": problem(preference, place, number)}
         return {"messages": [asked], "label": known[place], "metadata": metadata}
 

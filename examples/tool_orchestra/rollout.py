@@ -62,7 +62,8 @@ async def generate(
         one.metadata[KEY] = about
         one.remove_sample = one.remove_sample or not execution.answered
     if evaluation:
-        player.samples[-1].reward = float(execution.correct)
+        within_budget = all(-about["features"][name] <= most for name, most in task.budget.items())
+        player.samples[-1].reward = float(execution.correct and within_budget)
         return player.samples[-1]
     return player.samples
 
@@ -164,7 +165,7 @@ def shortened(tokenizer: Any, text: str, limit: int) -> str:
 
 
 def evaluate(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = True) -> Any:
-    """Evaluate single executions (``--eval-function-path``), whose reward is whether the answer is right."""
+    """Evaluate single executions (``--eval-function-path``): whether the answer is right, within the row's budget."""
     alone = copy.copy(args)
     alone.group_rm = False
     return generate_rollout(alone, rollout_id, data_source, evaluation=True)

@@ -71,6 +71,8 @@ class Task:
     models: Mapping[str, str]
     pricing: Mapping[str, Mapping[str, float]]
     preferences: Mapping[str, float]
+    budget: Mapping[str, float] = field(default_factory=dict)
+    """The most ``cost`` and ``latency`` with which an evaluation counts an answer as right; {} for any."""
 
     @classmethod
     def of(cls, sample: Sample, settings: Settings) -> Task:
@@ -82,6 +84,7 @@ class Task:
             row.get("model_mapping") or settings.model_mapping,
             row.get("tool_pricing") or settings.tool_pricing,
             row.get("pref_vec") or settings.pref_vec,
+            row.get("budget") or {},
         )
 
     def aliases(self, tool: str) -> list[str]:

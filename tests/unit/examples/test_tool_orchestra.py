@@ -135,6 +135,16 @@ def test_an_evaluation_is_one_sample_with_the_outcome(start):
     assert (right.reward, wrong.reward) == (1.0, 0.0)
 
 
+def test_an_evaluation_counts_what_is_within_the_budget(start):
+    def rewards(*calls: str) -> list[float]:
+        budgets = ({}, {"cost": 2.0}, {"latency": 2.0}, {"cost": 10.0, "latency": 1.0})
+        return [start()(Plan(*calls), sample("cheap", 1, budget=most), evaluation=True).reward for most in budgets]
+
+    assert rewards(call("search-1"), call("answer-1")) == [1.0, 1.0, 0.0, 0.0]  # 2, in 4 s
+    assert rewards(call("answer-2")) == [1.0, 0.0, 1.0, 1.0]  # 10, in 1 s
+    assert rewards(call("answer-1")) == [0.0] * 4  # wrong
+
+
 @pytest.mark.parametrize("what", ["retrieval", "urls"])
 def test_a_service_that_fails_aborts_without_a_reward(start, what, monkeypatch):
     monkeypatch.setattr(experts, "RETRIES", 1)
