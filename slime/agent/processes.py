@@ -122,8 +122,7 @@ def pids_where(found: Callable[[int], bool]) -> Iterator[int]:
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
-            state = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
-            if state not in ("Z", "X") and found(int(entry)):
+            if found(int(entry)) and Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
                 yield int(entry)
         except OSError:
             continue
@@ -131,7 +130,8 @@ def pids_where(found: Callable[[int], bool]) -> Iterator[int]:
 
 def has_variable(pid: int, prefix: str) -> bool:
     """True when an entry of the environment that process ``pid`` was started with begins with ``prefix``."""
-    return any(entry.startswith(prefix.encode()) for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    with open(f"/proc/{pid}/environ", "rb") as environment:
+        return b"\0" + prefix.encode() in b"\0" + environment.read()
 
 
 def start_time(pid: int) -> str:
