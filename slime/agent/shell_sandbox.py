@@ -55,7 +55,7 @@ class ShellSandbox(abc.ABC):
         data = await asyncio.to_thread(content.read_bytes) if isinstance(content, Path) else content
         data = self._written(data.encode() if isinstance(data, str) else data)
         folder, path = shlex.quote(str(Path(sandbox_path).parent)), shlex.quote(sandbox_path)
-        cmd = f"mkdir -p {folder} && cat > {path}"
+        cmd = f"{{ [ -d {folder} ] || mkdir -p {folder}; }} && cat > {path}"
         code, _, err = await self._shell(cmd, user=user, env={}, timeout=FILE_TIMEOUT_S, stdin=data)
         if code != 0:
             raise OSError(f"{sandbox_path} could not be written in the sandbox: {err.strip()[-500:]}")
