@@ -110,15 +110,14 @@ async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
     """Return the exit code in ``done`` once it is there, None when the budget is spent."""
     deadline, wait = time.monotonic() + budget, FIRST_POLL_S
     while True:
+        left = deadline - time.monotonic()
+        await asyncio.sleep(max(0.0, min(wait, left)))
         _, text, _ = await sb.exec(f"cat {done} 2>/dev/null; true", user=user)
         if text.strip():
             return int(text)
-        left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= wait:
             return None
-        wait = min(wait, POLL_S)
-        await asyncio.sleep(min(wait, left))
-        wait *= 2
+        wait = min(2 * wait, POLL_S)
 
 
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
