@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -81,7 +82,7 @@ class LocalSandbox(ShellSandbox):
             )
         paths = self.paths or ("words" if hidden else default_paths())
         await asyncio.to_thread(sweep)
-        self._uid = (random.choice(_UIDS) if self.uid is None else self.uid or None) if os.geteuid() == 0 else None
+        self._uid = (_free_uid() if self.uid is None else self.uid or None) if os.geteuid() == 0 else None
         name = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{uuid.uuid4().hex[:12]}"
         self._root = Path(tempfile.gettempdir()).resolve() / name
         self._root.mkdir(mode=0o700)
@@ -100,12 +101,14 @@ class LocalSandbox(ShellSandbox):
 
     async def __aexit__(self, *exc: object) -> None:
         root, holder, uid = self.root, self._holder, self._uid
-        namespace = None
+        namespace = held = None
         if holder is not None and holder.returncode is None:
             namespace = _mounts_of(holder.pid)
             if namespace == _mounts_of(os.getpid()):  # it was cancelled before it had one of its own
                 holder.kill()
                 namespace = None
+            else:  # held open, its number is not given to a sandbox that starts while this one ends
+                held = os.open(f"/proc/{holder.pid}/ns/mnt", os.O_RDONLY)
 
         def belongs(pid: int) -> bool:
             return (namespace is not None and _mounts_of(pid) == namespace) or _is_of(pid, root.name, uid)
@@ -114,6 +117,9 @@ class LocalSandbox(ShellSandbox):
             await asyncio.to_thread(end_all, belongs)
         except RuntimeError as e:  # what was done in the sandbox must not be lost for it
             logger.warning("sandbox %s: %s", root.name, e)
+        finally:
+            if held is not None:
+                os.close(held)
         if holder is not None:
             await holder.wait()
         await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
@@ -265,6 +271,17 @@ def _tool(name: str) -> str:
 
 def _unshare() -> list[str]:
     return [_tool("unshare"), "--mount", *(() if os.geteuid() == 0 else ("--user", "--map-root-user"))]
+
+
+def _free_uid() -> int:
+    """Return a user that owns no other sandbox: what it runs ends with the sandbox."""
+    taken = set()
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):
+            taken.add(directory.stat().st_uid)
+    while (uid := random.choice(_UIDS)) in taken:
+        pass
+    return uid
 
 
 @functools.cache

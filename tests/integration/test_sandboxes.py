@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from slime.agent import docker_sandbox, sandbox
+from slime.agent import docker_sandbox, local_sandbox, sandbox
 from slime.agent.harness.common import HOME_OF_AGENT
 from slime.agent.local_sandbox import PREFIX, default_paths, sweep
-from slime.agent.processes import pids_where, start_time
+from slime.agent.processes import end_all, pids_where, start_time
 from slime.agent.sandbox import (
     EXIT_TIME_BUDGET_EXCEEDED,
     DockerSandbox,
@@ -301,6 +301,39 @@ async def test_processes_that_have_hidden_their_variables_end_too(tmp_path):
         await box.exec("env -i setsid sleep 4326 > /dev/null 2>&1 & true")
         await until(lambda: bool(alive("sleep", "4326")))
     assert not alive("sleep", "4326")
+
+
+async def test_what_starts_while_a_sandbox_ends_is_left_alone(monkeypatch):
+    """The kernel gives the number of a mount namespace to another one as soon as nobody holds it."""
+    if default_paths() != "mounts":
+        pytest.skip("mount namespaces are not allowed here")
+    numbers: list[str] = []
+
+    def end_and_start_others(belongs: Callable[[int], bool]) -> None:
+        end_all(belongs)
+        for _ in range(50):
+            numbers.append(
+                subprocess.check_output([*local_sandbox._unshare(), "readlink", "/proc/self/ns/mnt"], text=True)
+            )
+
+    monkeypatch.setattr(local_sandbox, "end_all", end_and_start_others)
+    async with LocalSandbox(paths="mounts") as box:
+        assert box._holder is not None
+        own = os.readlink(f"/proc/{box._holder.pid}/ns/mnt")
+    assert numbers
+    assert own not in [number.strip() for number in numbers]
+
+
+async def test_sandboxes_do_not_share_a_user(monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("commands of a local sandbox have slime's user")
+    monkeypatch.setattr(local_sandbox, "_UIDS", range(700_000, 700_008))
+    async with contextlib.AsyncExitStack() as stack:
+        uids = set()
+        for _ in range(8):
+            box = await stack.enter_async_context(LocalSandbox())
+            uids.add((await box.exec("id -u"))[1].strip())
+    assert len(uids) == 8
 
 
 async def test_a_sandbox_whose_slime_was_killed_is_removed_by_the_next():
