@@ -365,18 +365,25 @@ class HttpClient:
         task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, base: str, rid: str) -> None:
-        """Abort request ``rid`` on every engine behind ``base``."""
+        """Abort request ``rid`` on every engine behind ``base``.
+
+        Where one cannot be reached, the list of them may be older than a restart: those of a new one are told too.
+        """
+        told: set[str] = set()
         try:
-            urls = await self.list_workers(base)
+            while urls := [url for url in await self.list_workers(base) if url not in told]:
+                posts = [
+                    self.post(f"{url}/abort_request", {"rid": rid}, max_retries=1, timeout=ABORT_DEADLINE_S)
+                    for url in urls
+                ]
+                results = await asyncio.gather(*posts, return_exceptions=True)
+                for url, result in zip(urls, results, strict=True):
+                    if isinstance(result, BaseException):
+                        logger.warning("could not abort request %s on %s: %s", rid, url, result)
+                        self._workers.pop(base, None)
+                told.update(urls)
         except HttpRequestError as e:
             logger.warning("cannot list the engines to abort request %s on: %s", rid, e)
-            return
-        posts = [
-            self.post(f"{url}/abort_request", {"rid": rid}, max_retries=1, timeout=ABORT_DEADLINE_S) for url in urls
-        ]
-        for url, result in zip(urls, await asyncio.gather(*posts, return_exceptions=True), strict=True):
-            if isinstance(result, BaseException):
-                logger.warning("could not abort request %s on %s: %s", rid, url, result)
 
 
 class _ConnectionPools:

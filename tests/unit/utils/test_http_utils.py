@@ -13,6 +13,7 @@ from scripts.bench.standin import ServerThread
 from slime.utils import http_client, http_utils
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
 from slime.utils.http_replies import MOST_REJECTED
+from slime.utils.network import find_available_port
 from tests.support.arguments import run_args
 from tests.support.fake_engine import Failure, FakeCluster, FaultMix
 
@@ -217,6 +218,20 @@ async def test_cancelling_aborts_on_the_engines_behind_the_router(cluster, clien
     assert [engine.aborts for engine in cluster.engines] == [[{"rid": rid}], [{"rid": rid}]]
     assert "rid" not in REQUEST
     cluster.wait_until(lambda: not any(e.running for e in cluster.engines), "the request gone")
+
+
+async def test_a_request_is_aborted_on_engines_that_replaced_those_of_the_list(cluster, client):
+    for engine in cluster.engines:
+        engine.delay = 5.0
+    task = asyncio.create_task(client.post(f"{cluster.router.url}/generate", REQUEST))
+    while not cluster.requests:
+        await asyncio.sleep(0.01)
+    gone = f"http://127.0.0.1:{find_available_port(20_000)}"
+    client._workers[cluster.router.url] = (time.monotonic() + 60, {gone: "regular"})
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await client.drain_aborts()
+    assert [engine.aborts for engine in cluster.engines] == [[{"rid": cluster.requests[0]["rid"]}]] * 2
 
 
 async def test_after_a_retry_the_attempt_in_progress_is_aborted(cluster, client):
