@@ -2,9 +2,9 @@
 
 python -m examples.adaptive_environments.make_data --out data --seed 0
 
-``sft.jsonl`` has the sums of the quickstart's hasty teacher, six of ten of them wrong, and hunts in which every guess
-is drawn at random whatever the hints say. ``addition.jsonl`` has held-out sums, ``hunt.jsonl`` every number of the
-largest hunt. The tasks of training are made up by the environments.
+``sft.jsonl`` has the sums of the quickstart's hasty teacher, six of ten of them wrong, and hunts in which three of
+four guesses heed the hints. ``addition.jsonl`` has held-out sums, ``hunt.jsonl`` every number of the largest hunt. The
+tasks of training are made up by the environments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from examples.adaptive_environments.environments import held_out_sums, hunt_size
 from examples.data_command import data_command
 from examples.quickstart.make_data import LARGEST, answer, slip, user, write
 
-SLIPS = 0.6
+SLIPS, SHARE_HEEDING = 0.6, 0.75
 HARDEST = 2
 
 
@@ -31,16 +31,17 @@ def sum_shown(rng: random.Random, held_out: set[tuple[int, int]]) -> list[dict[s
 
 
 def hunt_shown(rng: random.Random) -> list[dict[str, str]]:
-    """Return the demonstration of a hunt with random guesses."""
+    """Return the demonstration of a hunt, whose guesses are drawn from all numbers or from those that may be it."""
     size, guesses = hunt_size(rng.randrange(HARDEST + 1))
     number = rng.randint(1, size)
-    messages = [{"role": "user", "content": f"01..{size:02d}"}]
+    messages, least, most = [{"role": "user", "content": f"01..{size:02d}"}], 1, size
     for _ in range(guesses):
-        guess = rng.randint(1, size)
+        guess = rng.randint(least, most) if rng.random() < SHARE_HEEDING else rng.randint(1, size)
         messages.append({"role": "assistant", "content": f"{guess:02d}"})
         if guess == number:
             break
         messages.append({"role": "user", "content": "+" if guess < number else "-"})
+        least, most = (max(least, guess + 1), most) if guess < number else (least, min(most, guess - 1))
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 

@@ -14,8 +14,14 @@ EXAMPLE = SmallExample(
         "--data-source-path=slime.rollout.environments.EnvironmentDataSource",
         "--environment-config=examples/adaptive_environments/environments.yaml",
     ),
-    replaced={"--rollout-max-response-len": "60", "--rollout-batch-size": "48", "--kl-loss-coef": "0.03"},
-    rollouts=100,
+    replaced={
+        "--rollout-max-response-len": "60",
+        "--rollout-batch-size": "48",
+        "--kl-loss-coef": "0.03",
+        "--lr": "3e-4",
+    },
+    rollouts=60,
+    sft_rollouts=80,
 )
 
 if __name__ == "__main__":
