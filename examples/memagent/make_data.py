@@ -19,7 +19,7 @@ from examples.quickstart.make_data import write
 
 SLIPS, LETTERS, DIGITS, CHUNK = 0.3, "abcd", "0123456789", 4
 SHARE_ANSWERS, SHARE_NOTHING, SHARE_PAIRS = 0.15, 0.6, 0.8
-"""Of the demonstrations, of what is known in them, and of their chunks."""
+"""How many demonstrations are answers, know nothing yet, and have a letter in their chunk."""
 NOTHING = "-"
 TRAIN, HELD_OUT = 4096, 96
 
