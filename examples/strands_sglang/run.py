@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
+from typing import Any
 
 from examples.quickstart.recipe import Paths
 from examples.quickstart.stages import StageError
@@ -12,17 +11,18 @@ from examples.small_run import SmallExample
 from examples.strands_sglang.generate import require_packages
 
 
-@contextlib.contextmanager
-def packages(paths: Paths) -> Iterator[list[str]]:
-    """Say what is missing before the run starts."""
-    try:
-        require_packages()
-    except ImportError as e:
-        raise StageError(str(e)) from e
-    yield []
+class StrandsExample(SmallExample):
+    """Says what is missing before the first stage."""
+
+    def run(self, paths: Paths, seed: int, rollouts: int, shuffled: bool) -> dict[str, Any]:
+        try:
+            require_packages()
+        except ImportError as e:
+            raise StageError(str(e)) from e
+        return super().run(paths, seed, rollouts, shuffled)
 
 
-EXAMPLE = SmallExample(
+EXAMPLE = StrandsExample(
     package="examples.strands_sglang",
     what="Products of three numbers: an agent of Strands Agents learns to use an interpreter.",
     data_sets=("products",),
@@ -33,7 +33,6 @@ EXAMPLE = SmallExample(
         "--custom-config-path=examples/strands_sglang/small.yaml",
     ),
     generate="examples.strands_sglang.generate.generate",
-    service=packages,
     replaced={
         "--rollout-max-response-len": "150",
         "--rollout-batch-size": "32",
