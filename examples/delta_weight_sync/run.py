@@ -38,7 +38,7 @@ EXAMPLE = DeltaExample(
         "--check-weight-update-equal",
     ),
     generate="",
-    replaced={"--rollout-batch-size": "32"},
+    replaced={"--rollout-batch-size": "64", "--lr": "6e-4", "--kl-loss-coef": "0.05"},
     rollouts=60,
 )
 

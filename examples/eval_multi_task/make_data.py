@@ -3,8 +3,9 @@
 python -m examples.eval_multi_task.make_data --out data --seed 0
 
 ``addition`` are the quickstart's sums, ``choice`` asks which of four numbers is the largest, ``capitals`` for a word in
-capitals. Demonstrations of the first two are wrong in six of ten, those of the third in three of ten. ``train.jsonl``
-has prompts of the first two, with the reward of each row in its metadata. ``eval.yaml`` is for ``--eval-config``.
+capitals. Three of five demonstrations are sums. They are wrong in six of ten, those of ``choice`` name the second
+largest then; in three of ten words nothing is put in capitals. ``train.jsonl`` has prompts of the first two, with the
+reward of each row in its metadata. ``eval.yaml`` is for ``--eval-config``.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ def addition(rng: random.Random) -> tuple[str, str]:
 
 
 def choice(rng: random.Random) -> tuple[str, str]:
-    numbers = rng.sample(range(10, 100), len(LETTERS))
+    numbers = rng.sample(range(10), len(LETTERS))
     shown = " ".join(f"{letter}{number}" for letter, number in zip(LETTERS, numbers, strict=True))
-    return shown, LETTERS[numbers.index(max(numbers))]
+    return shown, ranked(shown)[0]
+
+
+def ranked(shown: str) -> str:
+    """Return the letters of a choice, that of the largest number first."""
+    return "".join(word[0] for word in sorted(shown.split(), key=lambda word: int(word[1:]), reverse=True))
 
 
 def capitals(rng: random.Random) -> tuple[str, str]:
@@ -64,12 +70,12 @@ def held_out(name: str) -> dict[str, str]:
     return found
 
 
-def _shown(name: str, label: str, rng: random.Random) -> str:
+def _shown(name: str, problem: str, label: str, rng: random.Random) -> str:
     """Return what the careless teacher answers."""
     if name == "addition":
         return slip(label, rng) if rng.random() < 0.6 else label
     if name == "choice":
-        return rng.choice(LETTERS.replace(label, "")) if rng.random() < 0.6 else label
+        return ranked(problem)[1] if rng.random() < 0.6 else label
     return label if rng.random() < 0.3 else label.upper()
 
 
@@ -88,9 +94,9 @@ def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
         return [{"role": "user", "content": problem}, *said]
 
     def demonstration() -> list[dict[str, str]]:
-        name = rng.choice(list(TASKS))
+        name = rng.choice(["addition", *TASKS, "addition"])
         problem, label = draw(name)
-        return chat(problem, _shown(name, label, rng))
+        return chat(problem, _shown(name, problem, label, rng))
 
     def row() -> dict[str, Any]:
         name = rng.choice(["addition", "choice"])

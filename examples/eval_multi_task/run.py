@@ -22,6 +22,7 @@ EXAMPLE = SmallExample(
     generate="",
     replaced={"--kl-loss-coef": "0.1", "--rollout-batch-size": "64"},
     rollouts=50,
+    sft_rollouts=80,
 )
 
 if __name__ == "__main__":
