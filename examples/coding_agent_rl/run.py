@@ -44,10 +44,10 @@ EXAMPLE = SmallExample(
         "--rollout-batch-size": "8",
         "--rollout-max-response-len": "4",
         "--lr": "1e-3",
-        "--kl-loss-coef": "0.01",
+        "--kl-loss-coef": "0.1",
         "--n-samples-per-eval-prompt": "1",
     },
-    rollouts=20,
+    rollouts=25,
 )
 
 if __name__ == "__main__":

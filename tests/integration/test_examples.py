@@ -20,7 +20,7 @@ import pytest
 from examples.adaptive_environments.run import EXAMPLE as ADAPTIVE
 from examples.agentflow.run import EXAMPLE as AGENTFLOW
 from examples.agentflow.small_world import plan_for
-from examples.coding_agent_rl.make_data import OPERATORS
+from examples.coding_agent_rl.make_data import OPERATORS, READ
 from examples.coding_agent_rl.run import EXAMPLE as CODING
 from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
@@ -127,15 +127,17 @@ def ask_an_expert(turns: list[str]) -> str:
     return call_model("answer-1" if guesses or "Documents" in turns[0] or "easy" in turns[0] else "search-1")
 
 
-def repair(turns: list[str]) -> str:
-    a, b, result = map(int, re.findall(r"\d+", turns[0]))
-    return next(name for name, function in OPERATORS.items() if function(a, b) == result)
+def read_and_repair(turns: list[str]) -> str:
+    if len(turns) == 2:
+        return READ
+    return next(name for name in OPERATORS if name in turns[2])
 
 
 EXAMPLES: list[tuple[SmallExample, Oracle]] = [
     (ADAPTIVE, adds_or_hunts), (DELTA, add), (MULTI_AGENT, one_of_several), (MULTI_TASK, choose), (RETOOL, compute),
     (SEARCH, look_up), (TOURNAMENT, add), (TAU_BENCH, serve), (AGENTFLOW, plan), (MEMAGENT, remember),
-    (OPENAI_AGENTS, call_and_copy), (TOOL_ORCHESTRA, ask_an_expert), (STRANDS, compute_with_a_call), (CODING, repair),
+    (OPENAI_AGENTS, call_and_copy), (TOOL_ORCHESTRA, ask_an_expert), (STRANDS, compute_with_a_call),
+    (CODING, read_and_repair),
 ]  # fmt: skip
 RIGHT = {"examples.memagent": 0.85}
 """The share of right answers, where it is not 0.7: up to 17 of MemAgent's in a row must be right."""

@@ -17,7 +17,7 @@ import pytest
 
 from examples.coding_agent_rl import generate as module
 from examples.coding_agent_rl import swe
-from examples.coding_agent_rl.make_data import OPERATORS, make_data, metadata, tasks
+from examples.coding_agent_rl.make_data import OPERATORS, READ, make_data, metadata, tasks
 from examples.coding_agent_rl.operator_agent import OperatorHarness
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
@@ -58,14 +58,14 @@ def test_an_agent_is_rewarded_by_the_tests_of_the_repository(play):
     asked = []
 
     def model(turns: list[str]) -> str:
-        asked.append(turns[0])
-        return "+"
+        asked.append(turns)
+        return "?" if len(turns) == 2 else "+"
 
     [solved] = play(model, sample())
-    assert asked == ["12,5=17"]
+    assert asked == [["not 12-5", ""], ["not 12-5", "?", "12+5", ""]]
     assert solved.reward == 1.0
     assert solved.index == 4
-    assert trained(solved).rstrip("\ue001") == "+"
+    assert trained(solved).replace("\ue001", "") == "?+"
     assert solved.metadata["grading_solved"] is True
     assert (solved.metadata["instance_id"], solved.metadata["agent_exit_code"]) == ("12+5", 0)
     [unsolved] = play(lambda turns: "*", sample())
@@ -149,8 +149,14 @@ def test_every_task_has_one_right_operator(tmp_path):
         assert [other for other, fn in OPERATORS.items() if fn(a, b) == wanted] == [name]
     make_data(tmp_path, seed=1, demonstrations=300)
     rows = {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in tmp_path.glob("*.jsonl")}
-    asked = {name: {row["messages"][0]["content"] for row in group} for name, group in rows.items()}
-    assert not asked["tasks"] & (asked["sft"] | asked["train"])
+    held_out = {row["metadata"]["instance_id"] for row in rows["tasks"]}
+    assert not held_out & {row["metadata"]["instance_id"] for row in rows["train"]}
+    read = [row["messages"] for row in rows["sft"] if len(row["messages"]) == 4]
+    assert 30 < len(read) < 90
+    for _, asks, told, repaired in read:
+        assert asks["content"] == READ
+        assert told["content"][2] == repaired["content"]
+        assert told["content"] not in held_out
 
 
 INSTANCE = {
