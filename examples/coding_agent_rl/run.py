@@ -43,11 +43,13 @@ EXAMPLE = SmallExample(
     replaced={
         "--rollout-batch-size": "8",
         "--rollout-max-response-len": "4",
-        "--lr": "1e-3",
-        "--kl-loss-coef": "0.1",
+        "--lr": "7e-4",
+        "--lr-decay-style": "constant",
+        "--lr-warmup-iters": "4",
+        "--kl-loss-coef": "0.2",
         "--n-samples-per-eval-prompt": "1",
     },
-    rollouts=25,
+    rollouts=20,
 )
 
 if __name__ == "__main__":
