@@ -45,6 +45,8 @@ class SmallExample:
     """What the share of right answers to a data set is to be at the end."""
     sft_rollouts: int = recipe.SFT_ROLLOUTS
     """Of 1280 demonstrations each."""
+    warmup_steps: int = recipe.WARMUP_STEPS
+    """Of GRPO, in which the learning rate rises."""
     generate: str = "slime.rollout.environments.generate"
     """``--custom-generate-function-path``, "" for the built-in one."""
     control: str = "examples.quickstart.reward.shuffled_rewards"
@@ -54,7 +56,7 @@ class SmallExample:
 
     def grpo(self, paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]:
         """Return the arguments of ``train.py`` for GRPO, without those of the service."""
-        words = recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)
+        words = recipe.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled, warmup_steps=self.warmup_steps)
         for flag in _OF_QUICKSTART:
             words = without(words, flag)
         for flag in ("--apply-chat-template", "--rollout-shuffle"):

@@ -45,11 +45,11 @@ EXAMPLE = SmallExample(
         "--rollout-max-response-len": "4",
         "--lr": "7e-4",
         "--lr-decay-style": "constant",
-        "--lr-warmup-iters": "4",
         "--kl-loss-coef": "0.2",
         "--n-samples-per-eval-prompt": "1",
     },
     rollouts=20,
+    warmup_steps=4,
 )
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 """One pass over the demonstrations: batches of 1280, ten optimizer steps each; the same budget for every seed."""
 
 GRPO_ROLLOUTS = 100
-STEPS_PER_ROLLOUT, EVAL_INTERVAL = 2, 10
+STEPS_PER_ROLLOUT, EVAL_INTERVAL, WARMUP_STEPS = 2, 10, 10
 LORA_LR = "1.5e-3"
 """Ten times that of full training."""
 PPO_ROLES = "examples/quickstart/ppo_roles.yaml"
@@ -104,9 +104,12 @@ def sft(paths: Paths, seed: int) -> list[str]:
     ]  # fmt: skip
 
 
-def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool, lora_rank: int = 0) -> list[str]:
+def grpo(
+    paths: Paths, seed: int, *, rollouts: int, shuffled: bool, lora_rank: int = 0, warmup_steps: int = WARMUP_STEPS
+) -> list[str]:
     """Return the arguments of ``train.py`` for GRPO: two engines behind the router, one trainer.
 
+    ``warmup_steps``: at most; a short run warms up for half of its steps.
     ``lora_rank``: of the adapters that are trained in the place of the model, and that engines are sent alone.
     """
     evaluate_every, steps = min(EVAL_INTERVAL, rollouts), STEPS_PER_ROLLOUT * rollouts
@@ -128,7 +131,7 @@ def grpo(paths: Paths, seed: int, *, rollouts: int, shuffled: bool, lora_rank: i
         "--use-kl-loss", "--kl-loss-coef", "0.15", "--kl-loss-type", "low_var_kl", "--entropy-coef", "0",
         "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096",
         "--lr", LORA_LR if lora_rank else "1.5e-4", "--min-lr", "0",
-        "--lr-decay-style", "linear", "--lr-warmup-iters", str(min(10, steps // 2)),
+        "--lr-decay-style", "linear", "--lr-warmup-iters", str(min(warmup_steps, steps // 2)),
         "--weight-decay", "0", "--adam-beta1", "0.9", "--adam-beta2", "0.98", "--clip-grad", "1.0",
         "--seed", str(1234 + seed),
         "--run-dir", str(unused(paths.grpo(shuffled, lora_rank))),
