@@ -34,6 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 MARK = "SLIME_TEST_SESSION"
 LEFTOVER_PATIENCE_S = 30.0
+ENDS_WITH_ITS_PARENT = ("multiprocessing.resource_tracker", "addr2line")  # the second: torch's record of GPU memory
 
 
 @cache
@@ -119,6 +120,6 @@ def marked_processes(token: str) -> list[str]:
             command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue  # ended meanwhile, or belongs to somebody else
-        if command and "multiprocessing.resource_tracker" not in command:
+        if command and not any(helper in command for helper in ENDS_WITH_ITS_PARENT):
             found.append(f"  {directory.name} {command[:300]}")
     return found

@@ -12,8 +12,8 @@ from slime.planner.model_size import Chunk, ModelSize, Parallel, RankSize
 from slime.utils.model_shape import Experts, Latent, LayerKind, LinearAttention, ModelShape
 
 GIB = 2**30
-CONTEXT = 2 * GIB
-"""CUDA context, loaded kernels, cuBLAS workspaces and NCCL's channels of one process; an offloaded one keeps it."""
+CONTEXT = 5 * GIB // 2
+"""CUDA context, loaded kernels, NCCL's channels of one process; an offloaded one keeps it. A lone rank has 2 GiB."""
 
 LOG_PROB_CHUNK = 2**26  # elements, the most that slime.algorithms.log_probs takes at a time on a GPU
 LOG_PROB_BUFFERS = 3  # of a chunk at a time: the scaled logits, the selected rows, their probabilities

@@ -24,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 60
+# Device -> environment: tests are of the CPU unless they ask for a GPU, on machines with one too.
+DEVICES: dict[str, dict[str, str]] = {"cpu": {"CUDA_VISIBLE_DEVICES": ""}, "cuda": {}}
 
 
 def free_port() -> int:
@@ -40,8 +42,9 @@ def run_distributed(
     *,
     timeout: float = 240.0,
     env: dict[str, str] | None = None,
+    device: str = "cpu",
 ) -> list[Any]:
-    """Return ``[result of rank 0, result of rank 1, ...]`` of ``module:function``.
+    """Return ``[result of rank 0, result of rank 1, ...]`` of ``module:function``, on CPUs or each on its own GPU.
 
     Raises RuntimeError with the ranks' last lines when one fails, TimeoutError when ``timeout`` seconds pass. No
     process outlives the call.
@@ -55,7 +58,7 @@ def run_distributed(
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
-                ranks.append(_start(target, rank, world_size, port, directory, env or {}))
+                ranks.append(_start(target, rank, world_size, port, directory, {**DEVICES[device], **(env or {})}))
             _wait(ranks, target, timeout, directory)
             return [torch.load(directory / f"result-{rank}.pt", weights_only=False) for rank in range(world_size)]
         finally:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from slime.utils import process_supervisor
 from slime.utils.process_guard import RUN_TAG
+from tests.support.distributed import DEVICES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_TAG = "SLIME_TEST_RUN"
@@ -121,12 +122,14 @@ class Run:
         module: Sequence[str] = (),
         env: dict[str, str] | None = None,
         first_look: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.run_dir = run_dir
         self.tag = uuid.uuid4().hex
         self.started = time.monotonic()
         self._lines: list[str] = []
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", TEST_TAG: self.tag, **(env or {})}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", TEST_TAG: self.tag, **DEVICES[device]}
+        environ.update(env or {})
         environ.pop("SLIME_RUN_ID", None)
         words = [*map(str, flags), "--run-dir", str(run_dir), *([] if first_look else ["--skip-first-look"])]
         self.process = subprocess.Popen(
@@ -236,9 +239,10 @@ def run_train(
     timeout_s: float = 300.0,
     returncode: int = 0,
     first_look: bool = False,
+    device: str = "cpu",
 ) -> Finished:
     """Run to the end; assert the exit code and that no process is left."""
-    with Run(flags, run_dir, script=script, env=env, first_look=first_look) as run:
+    with Run(flags, run_dir, script=script, env=env, first_look=first_look, device=device) as run:
         finished = run.finish(timeout_s)
         assert finished.returncode == returncode, f"{finished.returncode}, not {returncode}:\n{run.output}{run.logs()}"
         run.assert_nothing_left(5.0)

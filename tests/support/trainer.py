@@ -12,16 +12,19 @@ import numpy as np
 
 
 def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace:
-    """Return parsed arguments for training the tiny model in ``checkpoint`` on CPU, eight samples a step.
+    """Return parsed arguments for training the tiny model in ``checkpoint`` in fp32, eight samples a step.
 
     What the parser derives from a flag, and ``overrides`` may change, is reset to follow the override. A name that no
     run has is a ``TypeError``.
     """
+    from slime.utils import accelerator
+
     values: dict[str, Any] = {
-        "distributed_backend": "gloo",
+        "distributed_backend": accelerator.communication_backend(),
         "lr": 1e-3,
         "lr_decay_style": "constant",
         "adam_beta2": 0.98,
+        "fp32": not overrides.get("bf16", False),
         "load": None,
         "ref_load": None,
         "num_rollout": 8,
@@ -52,17 +55,18 @@ def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace
 @cache
 def _parsed(checkpoint: str, config: str) -> argparse.Namespace:
     from slime.arguments import finalize_for_device, parse_args
+    from slime.utils import accelerator
     from tools.tiny_model import megatron_flags
 
     required = (
         *("--hf-checkpoint", checkpoint, "--disable-rollout-global-dataset", "--rollout-max-response-len", "32"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--global-batch-size", "8"),
         *("--num-rollout", "8", "--rollout-num-gpus", "1", "--actor-num-gpus-per-node", "1"),
-        "--debug-train-only",  # so that no engine is asked whether it can serve the checkpoint
+        *("--fp32", "--debug-train-only"),  # without an engine that is asked whether it can serve the checkpoint
     )
     args = parse_args([*required, *megatron_flags(checkpoint)])
     args.debug_train_only = False
-    finalize_for_device(args, "cpu")
+    finalize_for_device(args, accelerator.device_type())
     return args
 
 

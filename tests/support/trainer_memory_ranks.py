@@ -36,7 +36,7 @@ def memory_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     return {
         "memory": memory,
         "stateless": _stateless(checkpoint, f"{folder}/stateless"),
-        "bf16": _bf16_sleep(checkpoint),
+        "bf16": bf16_sleep(checkpoint),
     }
 
 
@@ -52,7 +52,7 @@ def _stateless(checkpoint: str, save: str) -> dict[str, Any]:
     return found
 
 
-def _bf16_sleep(checkpoint: str) -> dict[str, Any]:
+def bf16_sleep(checkpoint: str) -> dict[str, Any]:
     """Train, sleep, give the weights away while asleep, wake up, train: with and without copies of the weights."""
     found: dict[str, Any] = {}
     awake, _ = new_trainer(checkpoint, bf16=True)

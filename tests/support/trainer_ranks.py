@@ -122,7 +122,10 @@ def hf_gradients(model: Any, args: Any) -> dict[str, torch.Tensor]:
 
 
 def gradients(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train one rollout per scenario with plain SGD; return the metrics and the gradients of its last step."""
+    """Train one rollout per scenario with plain SGD; return the metrics and the gradients of its last step.
+
+    A scenario may have a "checkpoint" of its own.
+    """
     results = []
     for scenario in scenarios:
         overrides = {
@@ -133,7 +136,8 @@ def gradients(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict[str
             "clip_grad": 1e9,
             **scenario["args"],
         }
-        trainer, _ = new_trainer(checkpoint, with_ref=scenario.get("with_ref", False), **overrides)
+        model = scenario.get("checkpoint", checkpoint)
+        trainer, _ = new_trainer(model, with_ref=scenario.get("with_ref", False), **overrides)
         report = train_once(trainer, 0, make_train_data(**scenario.get("data", {})))
         assert not graphs_kept(trainer.model)
         results.append({**report, "gradients": hf_gradients(trainer.model, trainer.args)})

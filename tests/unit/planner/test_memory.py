@@ -17,6 +17,7 @@ from slime.arguments.models.facts import models
 from slime.planner.memory import CAPACITIES, memory, memory_text
 from slime.planner.memory_engine import EngineMemory, engine_memory, weight_format
 from slime.planner.memory_trainer import (
+    CONTEXT,
     Kept,
     TrainerMemory,
     _in_flight,
@@ -413,8 +414,8 @@ def test_what_takes_turns_and_what_does_not() -> None:
     both = memory(published_args("Qwen3-4B", *flags, "--colocate", "--no-offload-rollout"))
     capacity = CAPACITIES[80]
     assert apart.trainer is not None
-    assert turns.training(capacity) == apart.training(capacity) + 2 * GIB  # what an offloaded engine keeps
-    assert both.training(capacity) == apart.training(capacity) + capacity / 2 + 2 * GIB
+    assert turns.training(capacity) == apart.training(capacity) + CONTEXT  # what an offloaded engine keeps
+    assert both.training(capacity) == apart.training(capacity) + capacity / 2 + CONTEXT
 
 
 def test_groups_of_several_models(tmp_path: Path) -> None:
