@@ -109,6 +109,7 @@ class SmallExample:
             "after": {name: ones[-1][1] for name, ones in found.items()},
             "targets": dict(self.targets), "evaluations": found,
             "seconds": {name: round(value, 1) for name, value in seconds.items()},
+            "cores": len(os.sched_getaffinity(0)),
         }  # fmt: skip
         (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         return result

@@ -34,7 +34,7 @@ def read() -> list[Result]:
 
 def merged(kept: Iterable[Result], new: Iterable[Result]) -> list[Result]:
     """Return both in order of example, seed and kind, of equal ones the last, with the fields of the table."""
-    fields = ("example", "seed", "shuffled", "rollouts", "before", "after", "targets", "seconds")
+    fields = ("example", "seed", "shuffled", "rollouts", "before", "after", "targets", "seconds", "cores")
     found = {(one["example"], one["seed"], one["shuffled"]): one for one in (*kept, *new)}
     return [{field: found[key][field] for field in fields if field in found[key]} for key in sorted(found)]
 
@@ -56,7 +56,7 @@ def table(results: Iterable[Result]) -> str:
             cells = [
                 link, f"`{name}`", str(one["seed"]), str(one["rollouts"]), f"{before:.1%}", f"{one['after'][name]:.1%}",
                 f"{target:.0%}" if target else "", last,
-                f"{sum(seconds.values()) / 60:.1f}" if "sft" in seconds else "",  # of a run from nothing
+                f"{sum(seconds.values()) / 60:.1f} on {one['cores']}" if "sft" in seconds else "",  # from nothing
             ]  # fmt: skip
             rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"

@@ -29,7 +29,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         run_dir.mkdir(parents=True)
         result = {"example": name, "seed": seed, "shuffled": shuffled, "rollouts": 5, "before": {"d": 0.2},
                   "after": {"d": 0.2 if shuffled else 0.8}, "targets": {"d": 0.7},
-                  "seconds": {"sft": 60.0}}  # fmt: skip
+                  "seconds": {"sft": 60.0}, "cores": 2}  # fmt: skip
         (run_dir / "result.json").write_text(json.dumps(result))
         return SimpleNamespace(returncode=int(name == "multi_agent"))
 
@@ -43,7 +43,7 @@ def test_examples_and_their_controls(page, monkeypatch, capsys):
     assert "failed: multi_agent (seed 0), multi_agent (seed 3)" in capsys.readouterr().err
     link = "[retool](../../examples/retool/README.md)"
     assert page.read_text().splitlines()[3:-1] == [
-        f"| {link} | `d` | {seed} | 5 | 20.0% | 80.0% | 70% | 20.0% after 5 | 1.0 |" for seed in (0, 3)
+        f"| {link} | `d` | {seed} | 5 | 20.0% | 80.0% | 70% | 20.0% after 5 | 1.0 on 2 |" for seed in (0, 3)
     ]
 
 
