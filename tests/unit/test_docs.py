@@ -215,13 +215,14 @@ def test_the_results_of_examples_are_merged_and_shown():
     def result(seed: int, shuffled: bool, after: float, rollouts: int = 20) -> gen_examples_doc.Result:
         return {"example": "e", "seed": seed, "shuffled": shuffled, "rollouts": rollouts, "before": {"d": 0.25},
                 "after": {"d": after}, "targets": {"d": 0.7} if seed else {}, "evaluations": {},
-                "seconds": {"sft": 120.0, "grpo": 60.0 + 30 * seed} if not shuffled else {"grpo": 9.0}}  # fmt: skip
+                "seconds": {"sft": 120.0, "grpo": 60.0 + 30 * seed} if not shuffled else {"grpo": 9.0},
+                "cores": 2 - seed}  # fmt: skip
 
     kept = gen_examples_doc.merged([], [result(1, False, 0.9), result(0, True, 0.26, 10), result(0, False, 0.7)])
     assert [(one["seed"], one["shuffled"]) for one in kept] == [(0, False), (0, True), (1, False)]
     assert "evaluations" not in kept[0]
     again = gen_examples_doc.merged(kept, [result(0, False, 0.8)])
     assert gen_examples_doc.table(again).splitlines()[2:] == [
-        "| [e](../../examples/e/README.md) | `d` | 0 | 20 | 25.0% | 80.0% |  | 26.0% after 10 | 3.0 |",
-        "| [e](../../examples/e/README.md) | `d` | 1 | 20 | 25.0% | 90.0% | 70% |  | 3.5 |",
+        "| [e](../../examples/e/README.md) | `d` | 0 | 20 | 25.0% | 80.0% |  | 26.0% after 10 | 3.0 on 2 |",
+        "| [e](../../examples/e/README.md) | `d` | 1 | 20 | 25.0% | 90.0% | 70% |  | 3.5 on 1 |",
     ]

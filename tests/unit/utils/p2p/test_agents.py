@@ -111,8 +111,7 @@ def test_a_process_that_is_lost_is_named_and_another_agent_goes_on(
     source = Source(backend, 0)
     source.write(targets, 120.0)
     os.kill(lost.process.pid, signum)
-    if signum == signal.SIGKILL:
-        lost.process.wait()
+    os.waitid(os.P_PID, lost.process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)  # until then a write may get through
     peers = {source.agent.connect(t.address): source.blocks(t) for t in targets}
     with pytest.raises(TransferError) as raised:
         source.agent.write(peers, 5.0 if signum == signal.SIGSTOP else 120.0)
