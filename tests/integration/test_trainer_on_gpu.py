@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.distributed import DEVICES, run_distributed
+from tests.support.gpu_memory import LENGTH, SAMPLES
 from tests.support.model_families import FAMILIES, make_checkpoint
 from tests.support.replay import write_dumps
 from tests.support.run_train import Finished, rl_flags, run_train, sft_file, sft_flags, sums_file
@@ -16,7 +17,6 @@ from tests.support.trainer import tiny_checkpoint
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.gpu
-KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01, "use_tis": True}
 # Reductions add up in another order than on a CPU, and exponentials are other approximations.
 METRICS, GRADIENTS = 1e-4, 2e-4
 
@@ -31,10 +31,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def trained(checkpoints: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Metrics and gradients of a step of every family, by device."""
-    scenarios = [
-        {"checkpoint": path, "args": {"load": path, "ref_load": path, "lr": 0.5, **KL}, "with_ref": True}
-        for path in checkpoints.values()
-    ]
+    corrected = {"entropy_coef": 0.01, "use_tis": True}
+    scenarios = [{"checkpoint": path, "args": {"load": path, **corrected}} for path in checkpoints.values()]
     found = {}
     for device in DEVICES:
         arguments = {"checkpoint": "", "scenarios": scenarios}
@@ -158,6 +156,7 @@ SIZES = {
     "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 8, "num_attention_heads": 32,
     "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151_936,
 }  # fmt: skip
+TOKENS, WIDTH = SAMPLES * LENGTH, SIZES["num_key_value_heads"] * SIZES["head_dim"]
 CASES: dict[str, dict[str, Any]] = {
     "everything kept": {},
     "MLP recomputed": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
@@ -177,8 +176,9 @@ def test_memory_is_what_a_dry_run_estimates(case: str, large_model: str) -> None
     found = run_distributed("tests.support.gpu_memory:gibibytes", 1, arguments, device="cuda")[0]
     print(case, {name: round(value, 3) for name, value in found.items()})
     assert found["at rest"] == pytest.approx(found["estimated at rest"], rel=0.01)
-    # Keys and values of a pack are joined for the attention kernel; the estimate is of kernels that take them as views.
-    assert found["actor_train_peak_allocated"] == pytest.approx(found["estimated peak"], rel=0.04)
+    # Values of packed sequences are copied for torch's attention; the estimate is of kernels that take them as views.
+    copied = 0 if case == "recomputed" else 2 * SIZES["num_hidden_layers"] * TOKENS * WIDTH / 2**30
+    assert found["actor_train_peak_allocated"] == pytest.approx(found["estimated peak"] + copied, rel=0.01)
     assert found["log_probs_peak_allocated"] < found["estimated peak"]
     assert found["context"] < found["estimated context"]
     assert found["asleep"] < 0.01 * found["at rest"]

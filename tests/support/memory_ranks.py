@@ -15,7 +15,6 @@ from tests.support.trainer import trainer_args
 def case_args(checkpoint: str | Path, ranks: int, **values: Any) -> Namespace:
     """Return the namespace of a tiny trainer on ``ranks`` processes of a machine without GPUs."""
     args = trainer_args(checkpoint)
-    args.fp32, args.transformer_impl = True, "local"
     args.bias_swiglu_fusion, args.apply_rope_fusion = True, False
     args.actor_num_nodes, args.actor_num_gpus_per_node, args.seq_length = 1, ranks, 128
     for name, value in values.items():
