@@ -26,8 +26,8 @@ test: lint docs  ## what CI runs: lint, docs, unit and integration tests
 unit: setup  ## the quick unit tests (under 3 minutes)
 	$(BIN)/python -m pytest tests/unit -m "not soak and not slow" --durations-file=build/durations-unit.txt $(PYTEST_FLAGS)
 
-soak: setup  ## full counts, seeds and timings; GPU tests where there is a GPU
-	$(BIN)/python -m pytest -m "soak or gpu" -rA --durations-file=build/durations-soak.txt $(PYTEST_FLAGS)
+soak: setup  ## full counts, seeds and timings, GPU tests where there is a GPU: the parts that have not passed, or PART="A B"
+	@PYTEST_FLAGS="$(PYTEST_FLAGS)" $(BIN)/python -m tools.soak $(PART)
 
 lint: setup  ## ruff, mypy, import layers, a report of sizes
 	$(BIN)/ruff check .

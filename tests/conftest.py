@@ -65,7 +65,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write(write_summary(config.rootpath / path, reports))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SOAK_TESTS = pytest.StashKey[list[str]]()
+"""The ids of the soak and GPU tests that were collected, which ``-m`` may leave out afterwards."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests where there is no GPU; everything below tests/integration and tests/soak carries its marker."""
     here = Path(__file__).parent
     for item in items:
@@ -74,6 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if item.get_closest_marker("gpu") and (reason := gpu_missing()):
             item.add_marker(pytest.mark.skip(reason=reason))
+    marked = (item for item in items if item.get_closest_marker("soak") or item.get_closest_marker("gpu"))
+    config.stash[SOAK_TESTS] = [item.nodeid for item in marked]
 
 
 def pytest_collection_finish() -> None:
