@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 Config = dict[str, Any]
+OUTER = ("model_type", "architectures", "tie_word_embeddings", "megatron")
+"""What a vision-language config says beside its text part."""
 
 
 def text_part(config: Config) -> Config:
-    """The language model of a vision-language config; any other config as it is."""
+    """The language model of a vision-language config, with the whole's type; any other config as it is."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    outer = {key: config[key] for key in ("model_type", "tie_word_embeddings", "megatron") if key in config}
-    return {**outer, **text}
+    outer = {key: config[key] for key in OUTER if key in config}
+    return {**outer, **text, "whole_model_type": config.get("model_type")}
 
 
 def rope_theta(config: Config) -> float | None:

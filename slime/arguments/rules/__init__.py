@@ -43,6 +43,7 @@ RULES = (
     debug.check_templates,
     debug.choose_loop,
     hf_config.check_readable,
+    hf_config.check_trained,
     model_defaults.take_from_checkpoint,
     data.resolve_datasets,
     checkpoints.fall_back_to_hf_checkpoint,

@@ -13,7 +13,7 @@ from slime.arguments import diagnostics
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
 from slime.arguments.models import hf_fields
-from slime.arguments.models.facts import family_of, known_model
+from slime.arguments.models.facts import UNSUPPORTED, family_of, known_model, trained_families
 from slime.arguments.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
 from slime.arguments.placement import models_of
 from slime.arguments.rules import mtp
@@ -28,6 +28,9 @@ _LEFT_OUT: dict[str, Any] = {
     "--moe-shared-expert-intermediate-size": 0,
 }
 
+GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""How the names of transformers' classes end that have an output layer over the vocabulary."""
+
 NEVER_TIED = ("qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe")
 """Model types that SGLang 0.5 gives an ``lm_head`` of their own, whatever ``tie_word_embeddings`` says."""
 
@@ -39,17 +42,62 @@ def read_config(hf_checkpoint: str, option: str = "--hf-checkpoint") -> dict[str
     """
     path = Path(hf_checkpoint) / "config.json"
     try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ArgumentError(
-            f"{option} {hf_checkpoint}: there is no {path}; give a local Hugging Face checkpoint directory "
-            "(`hf download NAME --local-dir DIRECTORY` fetches one)"
+            f"{option} {hf_checkpoint}: there is no {path}; {_what_is_there(Path(hf_checkpoint))}give a local Hugging "
+            "Face checkpoint directory (`hf download NAME --local-dir DIRECTORY` fetches one)"
         ) from error
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"{option} {hf_checkpoint}: cannot read {path}: {error}") from error
     if not isinstance(config, dict):
         raise ArgumentError(f"{option} {hf_checkpoint}: {path} holds no JSON object")
     return hf_fields.text_part(config)
+
+
+def _what_is_there(path: Path) -> str:
+    """What was given instead of a checkpoint directory, where it can be told."""
+    if path.is_file():
+        return "it is a file; "
+    if (path / "adapter_config.json").exists():
+        return "it is an adapter of PEFT, which --lora-adapter-path reads, and --hf-checkpoint is its base model; "
+    for kind in ("*.gguf", "*.distcp", "latest_checkpointed_iteration.txt"):
+        if file := next(path.glob(kind), None):
+            return f"it has {file.name}, of another format; "
+    return ""
+
+
+def check_trained(args: Namespace) -> None:
+    """Refuse a model that no trainer can load, however many flags describe it.
+
+    The family must have a weight map, and the checkpoint be that of a model that generates text. ``--model-name`` and a
+    model that the user builds are the user's word for it.
+    """
+    found = None if args.debug_rollout_only or args.model_name else config_of(args)
+    if found is None or is_own_model(args, describe(found[0])):
+        return
+    config, name = found
+    family = config.get("whole_model_type", config.get("model_type"))
+    classes = [str(one) for one in config.get("architectures") or ()]
+    problem = None
+    if family_is_unknown({**config, "model_type": family}):
+        known = [why for model_type, why in UNSUPPORTED.items() if model_type == family]
+        reason = f" ({known[0]})" if known else ""
+        problem = (
+            f"model_type {family or 'missing'}{reason}, which slime does not train; it trains "
+            f"{', '.join(trained_families())}. Give --model-name where its layers and tensor names are those of one of "
+            "them; docs/en/developer_guide/add_a_model_family.md says how a family is added"
+        )
+    elif classes and not any(one.endswith(GENERATES) for one in classes):
+        problem = (
+            f"architectures {', '.join(classes)}, and slime trains models that generate text (whose class ends in "
+            f"{', '.join(GENERATES)}): give the checkpoint of the language model"
+        )
+    if problem is None:
+        return
+    if not args.dry_run:
+        raise ArgumentError(f"{name} has {problem}")
+    args.not_available.append(f"{name} has {problem}")
 
 
 def config_of(args: Namespace) -> tuple[dict[str, Any], str] | None:

@@ -56,7 +56,7 @@ def test_fields_only_one_side_has_are_left_alone(tmp_path):
 
 
 def test_a_vision_language_model_is_compared_by_its_text_part(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vl", "hidden_size": 9, "text_config": CONFIG}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "hidden_size": 9, "text_config": CONFIG}))
     parse("--hf-checkpoint", tmp_path)
 
 
@@ -142,8 +142,60 @@ def test_the_suggestion_is_what_the_check_accepts(tmp_path):
 
 
 def test_a_family_that_is_not_known_is_compared_by_its_numbers_with_a_warning(tmp_path, capsys):
-    config = write(tmp_path, model_type="other")
-    parse("--hf-checkpoint", config)
+    config, named = write(tmp_path, model_type="other"), ("--model-name", "llama")
+    parse("--hf-checkpoint", config, *named)
     assert "the family other is not known" in capsys.readouterr().err
     with pytest.raises(ArgumentError, match="--hidden-size 65 but hidden_size is 64"):
-        parse("--hf-checkpoint", config, "--hidden-size", 65, "--kv-channels", 16)
+        parse("--hf-checkpoint", config, *named, "--hidden-size", 65, "--kv-channels", 16)
+
+
+ENCODERS_AND_OTHERS = [
+    ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "model_type bert, which slime does not train"),
+    ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "model_type t5, which"),
+    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type mistral, which"),
+    ({"model_type": "gemma3_text"}, "it trains deepseek_v3, glm4, "),
+    ({"model_type": "qwen2_5_vl", "text_config": CONFIG}, "model_type qwen2_5_vl, which"),
+    ({"model_type": "qwen3_vl_moe", "text_config": CONFIG}, r"qwen3_vl_moe \(megatron-core has no vision tower"),
+    ({"model_type": None}, "model_type missing, which"),
+    ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures Qwen3ForSequenceClassification, and slime"),
+    ({"architectures": ["Qwen3ForTokenClassification"]}, "give the checkpoint of the language model"),
+    ({"architectures": ["Qwen3Model"]}, "architectures Qwen3Model, and slime trains models that generate text"),
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures LlamaForCausalLMEagle3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ENCODERS_AND_OTHERS)
+@pytest.mark.parametrize("described", [False, True])
+def test_a_model_that_slime_cannot_train_is_refused_whatever_flags_describe_it(tmp_path, changes, message, described):
+    words = minimal_flags() if described else minimal_flags()[: minimal_flags().index("--num-layers")]
+    with pytest.raises(ArgumentError, match=message):
+        parse_args([*words, "--hf-checkpoint", write(tmp_path, **changes)])
+
+
+@pytest.mark.parametrize(("changes", "message"), ENCODERS_AND_OTHERS[:3])
+def test_a_dry_run_of_such_a_model_says_that_a_run_would_be_refused(tmp_path, capsys, changes, message):
+    with pytest.raises(SystemExit):
+        parse_args([*minimal_flags(), "--hf-checkpoint", write(tmp_path, **changes), "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "A real run would start" not in printed
+    assert "A real run would be refused:" in printed
+    assert message in " ".join(printed.split())
+
+
+def test_engines_serve_what_is_not_trained(tmp_path):
+    parse("--hf-checkpoint", write(tmp_path, model_type="mistral"), "--debug-rollout-only")
+
+
+def test_what_is_given_in_place_of_a_checkpoint_directory_is_named(tmp_path):
+    for name, phrase in (
+        ("adapter_config.json", "it is an adapter of PEFT, which --lora-adapter-path reads"),
+        ("model-Q4_K_M.gguf", "it has model-Q4_K_M.gguf, of another format"),
+        ("latest_checkpointed_iteration.txt", "it has latest_checkpointed_iteration.txt, of another format"),
+    ):
+        directory = tmp_path / name.partition(".")[0]
+        directory.mkdir()
+        (directory / name).write_text("{}")
+        with pytest.raises(ArgumentError, match=phrase):
+            parse("--hf-checkpoint", str(directory))
+        with pytest.raises(ArgumentError, match="it is a file; give a local"):
+            parse("--hf-checkpoint", str(directory / name))

@@ -146,14 +146,14 @@ def test_generation_alone_takes_nothing():
 
 
 def test_a_family_that_is_not_known_is_described_by_hand(tmp_path):
-    checkpoint = write(tmp_path, model_type="other")
+    checkpoint, named = write(tmp_path, model_type="other"), ("--model-name", "llama")
     with pytest.raises(ArgumentError) as caught:
-        resolved("--hf-checkpoint", checkpoint)
+        resolved("--hf-checkpoint", checkpoint, *named)
     message = str(caught.value)
     assert "--num-layers, --hidden-size, --num-attention-heads, --vocab-size missing" in message
     assert "--num-layers 2 --hidden-size 64" in message
     assert "the family other is not known" in message
-    described = resolved("--hf-checkpoint", checkpoint, *MODEL_FLAGS)
+    described = resolved("--hf-checkpoint", checkpoint, *named, *MODEL_FLAGS)
     assert described["num_query_groups"] == 2
 
 

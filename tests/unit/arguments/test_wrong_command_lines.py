@@ -103,7 +103,7 @@ def test_the_suggested_model_flags_are_right(tmp_path):
     """What the message about a family that is not known proposes is accepted as it stands."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "other"}))
     words = minimal_flags()
-    words = [*words[: words.index("--num-layers")], "--hf-checkpoint", str(tmp_path)]
+    words = [*words[: words.index("--num-layers")], "--hf-checkpoint", str(tmp_path), "--model-name", "llama"]
     with pytest.raises(ArgumentError) as caught:
         parse_args(words)
     suggested = str(caught.value).split("the checkpoint's values are: ")[1].split(";")[0]

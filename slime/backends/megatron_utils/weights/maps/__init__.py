@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from slime.arguments.models.facts import UNSUPPORTED
 from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
-__all__ = ["FAMILIES", "UNSUPPORTED", "Family", "Rule", "family_of"]
+__all__ = ["FAMILIES", "Family", "Rule", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
     families.QWEN2,
@@ -21,19 +22,6 @@ FAMILIES: tuple[Family, ...] = (
     families.QWEN3_NEXT,
     *qwen3_5.FAMILIES,
 )
-
-
-_SPARSE = (
-    "its sparse attention, where an indexer chooses the tokens that a query sees, is in megatron-core for one sequence "
-    "per row only, and slime packs several"
-)
-# Families without a map, and why.
-UNSUPPORTED: dict[str, str] = {
-    "glm_moe_dsa": _SPARSE,
-    "deepseek_v32": _SPARSE,
-    "qwen3_vl": "megatron-core has no vision tower whose features enter several layers",
-    "qwen3_vl_moe": "megatron-core has no vision tower whose features enter several layers",
-}
 
 
 def family_of(model_type: str) -> Family:
