@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from slime.first_look import Findings
+from slime.first_look.checkpoint import look_at_weights
 from slime.first_look.data import look_at_data
 from slime.first_look.hooks import look_at_hooks, look_at_reward
 from slime.first_look.start import DEADLINE_S
-from slime.utils.hf_checkpoint import HfCheckpoint
-
-WEIGHT_FLAGS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "load")
-"""``--load`` may have taken its value from the others."""
 
 
 class _Lines(list[str]):
@@ -60,21 +57,3 @@ def look(args: Namespace, dry_run: bool, found: Findings) -> None:
     samples: dict[str, Any] = look_at_data(args, dry_run, found)
     if look_at_hooks(args, dry_run, found):
         look_at_reward(args, samples, found)
-
-
-def look_at_weights(args: Namespace, found: Findings) -> None:
-    """Open every safetensors file, whose header says whether it is whole; report those of ``WEIGHT_FLAGS`` that are
-    missing or cannot be read. Other formats have none."""
-    flag_of: dict[str, str] = {}
-    for name in WEIGHT_FLAGS:
-        if directory := getattr(args, name):
-            flag_of.setdefault(directory, f"--{name.replace('_', '-')}")
-    for directory, flag in flag_of.items():
-        if not any(Path(directory).glob("*.safetensors*")):
-            continue
-        found.begins(f"the files of {flag} {directory}")
-        try:
-            with HfCheckpoint(directory, framework="numpy") as checkpoint:
-                checkpoint.open_all()
-        except (ValueError, OSError) as e:
-            found.errors.append(f"{flag}: {e}")

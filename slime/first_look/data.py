@@ -14,6 +14,7 @@ from typing import Any
 from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.first_look import Findings
+from slime.first_look.checkpoint import look_at_tokenizer_files, look_at_vocabulary
 from slime.utils.data import Dataset, read_file, split_slice
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -49,6 +50,8 @@ def look_at_data(args: Namespace, dry_run: bool, found: Findings) -> dict[str, S
     if not good:
         return {}
     found.begins(f"the tokenizer of --hf-checkpoint {args.hf_checkpoint}")
+    if not look_at_tokenizer_files(args, found):
+        return {}
     trust = {"trust_remote_code": args.trust_remote_code}
     try:
         tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
@@ -58,6 +61,7 @@ def look_at_data(args: Namespace, dry_run: bool, found: Findings) -> dict[str, S
         else:
             found.errors.append(str(e))
         return {}
+    look_at_vocabulary(args, tokenizer, found)
     samples = {}
     for file in good:
         found.begins(f"the chat template on {file}")

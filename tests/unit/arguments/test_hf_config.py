@@ -56,7 +56,9 @@ def test_fields_only_one_side_has_are_left_alone(tmp_path):
 
 
 def test_a_vision_language_model_is_compared_by_its_text_part(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "hidden_size": 9, "text_config": CONFIG}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "hidden_size": 9, "text_config": CONFIG})
+    )
     parse("--hf-checkpoint", tmp_path)
 
 

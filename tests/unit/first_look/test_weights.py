@@ -30,5 +30,52 @@ def test_a_shard_that_is_missing_is_named(found, flags, tmp_path):
     assert "model-2.safetensors, model-3.safetensors" in error
 
 
+def copied(flags: list[str], place: Path) -> Path:
+    return Path(shutil.copytree(Path(flags[flags.index("--hf-checkpoint") + 1]), place))
+
+
+@pytest.mark.parametrize(
+    ("other", "seen"),
+    [
+        (None, "it has none: fetch it again"),
+        ("pytorch_model.bin", "it has pytorch_model.bin, which is not read: convert it"),
+        ("model-Q4_K_M.gguf", "it has model-Q4_K_M.gguf, which is not read"),
+        ("consolidated.00.pth", "it has consolidated.00.pth, which is not read"),
+    ],
+)
+def test_a_checkpoint_without_weights_is_refused(found, flags, tmp_path, other, seen):
+    copy = copied(flags, tmp_path / "model")
+    (copy / "model.safetensors").unlink()
+    if other:
+        (copy / other).write_bytes(b"weights")
+    [error] = found("--hf-checkpoint", copy).errors
+    assert error.startswith(f"--hf-checkpoint {copy}: expected weights in *.safetensors files; {seen}")
+
+
+def test_weights_that_nobody_reads_may_be_absent(found, flags, tmp_path):
+    """Engines that make weights up, or read another format; a Megatron checkpoint for the trainer."""
+    copy = copied(flags, tmp_path / "model")
+    (copy / "model.safetensors").unlink()
+    assert found("--hf-checkpoint", copy, "--debug-rollout-only", "--sglang-load-format", "dummy").errors == []
+    (copy / "pytorch_model.bin").write_bytes(b"weights")
+    assert found("--hf-checkpoint", copy, "--debug-rollout-only").errors == []
+
+
+def test_a_checkpoint_without_tokenizer_files_is_refused(found, flags, tmp_path):
+    copy = copied(flags, tmp_path / "model")
+    for file in copy.glob("*token*"):
+        file.unlink()
+    [error] = found("--hf-checkpoint", copy).errors
+    assert error.startswith(f"--hf-checkpoint {copy} holds no tokenizer (tokenizer.json")
+
+
+def test_a_tokenizer_of_another_model_is_named(found, flags, tmp_path):
+    copy = copied(flags, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
+    [warning] = [text for text in found("--hf-checkpoint", copy, "--vocab-size", 200).warnings if "vocab_size" in text]
+    assert "config.json a vocab_size of 200: the first prompt with an id of 200 or more ends the run" in warning
+
+
 def test_whole_files_are_no_finding(found):
     assert found().errors == []
