@@ -21,6 +21,7 @@ from slime.observability.logging_utils import finish_tracking, init_tracking, lo
 from slime.observability.progress import Starting
 from slime.observability.timer import get_timers, timer
 from slime.observability.tracking import rollout_step
+from slime.planner.memory_text import warning_of_this_machine
 from slime.ray import cluster
 from slime.ray.critic import CriticGroup, CriticStep
 from slime.ray.placement_group import (
@@ -320,8 +321,9 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     # What would end the run later is said before anything starts.
     logger.info("looking at prompts and hooks (--skip-first-look: not)")
     found = look(args)
-    for sentence in [*found.warnings, *found.unchecked]:
-        logger.warning("%s", sentence)
+    for sentence in [*found.warnings, *found.unchecked, warning_of_this_machine(args)]:
+        if sentence:
+            logger.warning("%s", sentence)
     if found.errors:
         raise ArgumentError("\n".join(found.errors))
     run_dir.prepare(args)

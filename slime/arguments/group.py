@@ -101,7 +101,9 @@ def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
         return Flag(options=(spelled,), action="false" if default else "true", **common)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return Flag(options=(spelled,), choices=args, **common)
+        # With nargs "?" the flag alone means the first choice.
+        const = args[0] if extra["nargs"] == "?" else None
+        return Flag(options=(spelled,), choices=args, nargs=extra["nargs"], const=const, **common)
     if annotation is dict or origin is dict:
         return Flag(options=(spelled,), kind="json", **common)
     if origin is list:

@@ -1,7 +1,8 @@
-"""The page that ``--dry-run`` prints: the whole configuration, then what the run would do."""
+"""The page that ``--dry-run`` prints: what the run would do; with ``--dry-run=full`` the whole configuration first."""
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
@@ -14,7 +15,8 @@ from slime.arguments.view import to_yaml
 from slime.planner import Plan, plan
 from slime.planner.batch import batch_rows
 from slime.planner.format import WIDTH, bullets, count, labelled, wrapped
-from slime.planner.memory import memory_text
+from slime.planner.memory import memory
+from slime.planner.memory_text import fit_sentence, memory_text
 from slime.planner.placement_text import placement_lines
 from slime.utils.plain import MASK, is_secret
 
@@ -22,26 +24,30 @@ PARALLEL_SIZES = ("world_size", "data_parallel_size")
 SAME_IN_EVERY_RUN = frozenset({"teacher server", "Megatron: training scripts"})
 """Groups whose derived values are the same in every run."""
 HIDDEN = frozenset({"dry_run", "config", "dump_config"})
+ONLY_IN_FULL = ("Given", "Derived")
 NO_BREAK = "\u00a0"
 LONG = 48
 
 
 def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
-    """Return the page. The configuration comes first, so that the end of a terminal shows what matters.
+    """Return the page; in full the configuration comes first, so that the end of a terminal shows what matters.
 
     ``overlap``: see ``plan``.
     """
+    if args.dry_run != "full":
+        return summary_text(args, overlap=overlap)
     head = "# Resolved configuration (--dump-config FILE writes one that --config FILE reads)"
     return "\n".join([head, to_yaml(args), "-" * WIDTH, "", summary_text(args, overlap=overlap)])
 
 
 def summary_text(args: Namespace, *, overlap: bool | None = None) -> str:
-    """Return the page without the configuration: what was given and derived, and the plan."""
+    """Return the page without the configuration: the plan, in full also what was given and derived."""
     planned = plan(args, overlap=overlap)
     lines: list[str] = []
     for title, body in sections(args, planned):
-        lines += [title, *body, ""]
-    return "\n".join([*lines, *verdict(planned)])
+        if args.dry_run == "full" or title not in ONLY_IN_FULL:
+            lines += [title, *body, ""]
+    return "\n".join([*lines, *verdict(args, planned)])
 
 
 def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
@@ -60,17 +66,21 @@ def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
     return [(title, body) for title, body in found if body]
 
 
-def verdict(planned: Plan) -> list[str]:
-    """Return what a real run would do with this command line."""
-    lines = []
+def verdict(args: Namespace, planned: Plan) -> list[str]:
+    """Return what a real run would do with this command line, and on which GPUs it fits by the estimate."""
+    lines: list[str] = []
     if planned.refused_without_gpus is not None:
         lines += wrapped(f"On a machine without GPUs a run would be refused: {planned.refused_without_gpus}")
     if planned.refused:
         return [*lines, "A real run would be refused:", *bullets(_merged(planned.refused))]
+    fits, memory_sentence = True, ""
+    with contextlib.suppress(ValueError):  # without an estimate, which the section says
+        fits, memory_sentence = fit_sentence(args, memory(args))
+    if not fits:
+        return [*lines, *wrapped(memory_sentence)]
     seen = f" with {count(len(planned.warnings), 'warning')}" if planned.warnings else ""
-    if planned.unchecked:
-        return [*lines, f"A real run would start{seen}, if everything is there that could not be checked here."]
-    return [*lines, f"A real run would start{seen}."]
+    absent = ", if everything is there that could not be checked here" if planned.unchecked else ""
+    return [*lines, *wrapped(f"A real run would start{seen}{absent}. {memory_sentence}".rstrip())]
 
 
 def _merged(sentences: Sequence[str]) -> list[str]:

@@ -46,7 +46,7 @@ def page(command_line: str) -> str:
     for title, body in sections(args, planned):
         if title != "Memory":
             lines += [title, *body, ""]
-    return "\n".join([*lines, *verdict(planned), ""])
+    return "\n".join([*lines, *verdict(args, planned), ""])
 
 
 def main() -> None:

@@ -16,10 +16,17 @@ class Configuration(ArgumentGroup):
         None, "YAML file of flags, for example one written by --dump-config; flags on the command line win"
     )
     dump_config: str | None = flag(None, "write the resolved configuration to this YAML file")
-    dry_run: bool = flag(
-        False,
-        "check everything without Ray, engines, GPUs or network; print configuration, batch sizes, placement and "
-        "memory, then exit",
+    dry_run: Literal["plan", "full"] | None = flag(
+        None,
+        "check everything without Ray, engines, GPUs or network; print batch sizes, placement and memory, then exit; "
+        "--dry-run=full prints the whole configuration too",
+        nargs="?",
+    )
+    gpu_memory_gb: float | None = flag(
+        None,
+        "memory of a GPU in GB, as it is sold: what the estimate of memory is compared with; a real run without it "
+        "asks nvidia-smi",
+        gt=0,
     )
     custom_config_path: str | None = flag(
         None, "YAML mapping whose keys are set on the namespace (the values of your own plug-ins)"

@@ -37,6 +37,9 @@ def test_flag(option, attribute, form, default, parser, flags):
     elif form == "on or off":
         assert read_words(parser, [option])[0] == {attribute: True}
         assert read_words(parser, ["--no-" + option[2:]])[0] == {attribute: False}
+    elif form == "plan or one of plan|full":
+        assert read_words(parser, [option, "--lr", "1"])[0] == {attribute: "plan", "lr": 1.0}
+        assert [read_words(parser, [f"{option}={choice}"])[0][attribute] for choice in flag.choices] == ["plan", "full"]
     elif (form.startswith(("one of ", "list of ")) and "|" in form) or form == "one of megatron":
         choices = form.removeprefix("one of ").removeprefix("list of ").split("|")
         assert sorted(flag.choices) == sorted(choices)

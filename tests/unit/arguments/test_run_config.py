@@ -194,7 +194,7 @@ class TestReading:
 
     def test_a_real_run_reads_it_too(self, dumped):
         args = parse_args(["--config", str(dumped("--lr", "1e-5"))])
-        assert (args.lr, args.dry_run) == (1e-5, False)
+        assert (args.lr, args.dry_run) == (1e-5, None)
 
 
 class TestDifferences:

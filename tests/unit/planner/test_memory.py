@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.arguments.models.facts import models
-from slime.planner.memory import CAPACITIES, memory, memory_text
+from slime.planner.memory import CAPACITIES, memory
 from slime.planner.memory_engine import EngineMemory, engine_memory, weight_format
+from slime.planner.memory_text import fit_sentence, memory_text, warning_of_this_machine
 from slime.planner.memory_trainer import (
     CONTEXT,
     Kept,
@@ -533,3 +534,54 @@ def test_always_answers(
     ))  # fmt: skip
     assert text.startswith(("  Per GPU", "  No estimate: "))
     assert max(map(len, text.splitlines())) <= 100 or text.startswith("  No estimate")
+
+
+LARGE = ("Qwen3-32B", *COLOCATED, *DYNAMIC, *FULL, "--tensor-model-parallel-size", 8)
+
+
+@pytest.mark.parametrize("model", [LARGE, ("Qwen3-4B", *COLOCATED, *DYNAMIC, *FULL)])
+def test_the_smallest_gpu_on_which_everything_fits_is_named(model: tuple[Any, ...]) -> None:
+    args = published_args(*model)
+    found = memory(args)
+    fitting = [gigabytes for gigabytes, capacity in CAPACITIES.items() if found.fits(capacity)]
+    fits, sentence = fit_sentence(args, found)
+    assert fits == bool(fitting)
+    assert sentence == f"It fits on GPUs from {min(fitting)} GB, by the estimate above."
+    for gigabytes in CAPACITIES:
+        args.gpu_memory_gb = gigabytes
+        assert fit_sentence(args, found)[0] == (gigabytes in fitting)
+
+
+def test_what_is_too_large_for_every_gpu_says_by_how_much() -> None:
+    args = published_args("Qwen3-235B-A22B", *COLOCATED, *DYNAMIC, *FULL)
+    found = memory(args)
+    fits, sentence = fit_sentence(args, found)
+    over = (found.training(CAPACITIES[192]) - CAPACITIES[192]) / GIB
+    assert not fits
+    assert f"on every GPU of the table above, on GPUs of 192 GB training does not fit: {over:,.1f} over" in sentence
+    args.gpu_memory_gb = 17.5
+    assert "memory, by the estimate above: on GPUs of 17.5 GB training does not fit: " in fit_sentence(args, found)[1]
+
+
+def smi(directory: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
+    (directory / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+
+
+def test_a_run_is_warned_of_gpus_that_are_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = published_args("Qwen3-4B", *COLOCATED, *DYNAMIC, *FULL)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert warning_of_this_machine(args) is None  # no GPU to ask
+    smi(tmp_path, "printf '183359\\n24564\\n'", monkeypatch)  # the smallest counts, in MiB
+    warning = warning_of_this_machine(args)
+    assert warning is not None
+    assert "the run does not fit: on GPUs of 24 GB training does not fit: " in warning
+    smi(tmp_path, "printf '183359\\n'", monkeypatch)
+    assert warning_of_this_machine(args) is None
+    args.gpu_memory_gb = 24
+    assert "on GPUs of 24 GB" in str(warning_of_this_machine(args))
+    args.gpu_memory_gb = None
+    for broken in ("exit 9", "echo '[N/A]'"):
+        smi(tmp_path, broken, monkeypatch)
+        assert warning_of_this_machine(args) is None

@@ -48,7 +48,7 @@ def run(*flags: Any) -> str:
 
 
 def test_the_configuration_comes_first_and_is_yaml(tmp_path: Any) -> None:
-    args = dry("--num-rollout", "7")
+    args = dry("--num-rollout", "7", "--dry-run=full")
     text = plan_text(args, overlap=False)
     configuration, summary = text.split("-" * 108)
     assert yaml.safe_load(configuration)["data"]["num_rollout"] == 7
@@ -57,8 +57,16 @@ def test_the_configuration_comes_first_and_is_yaml(tmp_path: Any) -> None:
     assert titles[:7] == ["Given", "Model", "Derived", "Loop", "Batches", "Placement", "Memory"]
 
 
+def test_without_the_word_full_only_what_follows_from_the_flags_is_printed() -> None:
+    text = plan_text(dry("--num-rollout", "7"), overlap=False)
+    titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert titles[:5] == ["Model", "Loop", "Batches", "Placement", "Memory"]
+    assert not {"Given", "Derived"} & set(titles)
+    assert len(text.splitlines()) < 110
+
+
 def test_secrets_are_not_shown() -> None:
-    text = plan_text(dry("--sglang-api-key", "hush-engine", "--wandb-key", "hush-tracker"))
+    text = plan_text(dry("--sglang-api-key", "hush-engine", "--wandb-key", "hush-tracker", "--dry-run=full"))
     assert "hush" not in text
     assert "--wandb-key ***" in text
 
@@ -71,13 +79,27 @@ def test_what_a_real_run_would_do(tmp_path: Any) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input": "1+1="}\n')
     here = ("--prompt-data", prompts)
-    assert last_line(run(*here)) == "A real run would start."
-    assert last_line(run(*here, "--http-proxy", "p")) == "A real run would start with 1 warning."
-    assert last_line(run("--prompt-data", tmp_path / "none.jsonl")).startswith("A real run would start, if everything")
+    fits = "It fits on GPUs from 24 GB, by the estimate above."
+    assert last_line(run(*here)) == f"A real run would start. {fits}"
+    assert last_line(run(*here, "--http-proxy", "p")) == f"A real run would start with 1 warning. {fits}"
+    absent = run("--prompt-data", tmp_path / "none.jsonl")
+    assert absent.splitlines()[-2].startswith("A real run would start, if everything is there")
     assert run(*here, "--allgather-cp").splitlines()[-2:] == [
         "A real run would be refused:",
         "  - --allgather-cp is not available yet in this version; leave it out",
     ]
+
+
+def test_only_the_gpu_that_was_named_is_in_the_table() -> None:
+    text = run("--gpu-memory-gb", "80")
+    assert [line.split()[0] for line in text.splitlines() if re.match(r"  \d+ GB ", line)] == ["80"]
+    assert last_line(text).endswith("It fits on GPUs of 80 GB, by the estimate above.")
+
+
+def test_a_run_that_fits_nowhere_would_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.planner.render.fit_sentence", lambda args, found: (False, "It would run out of memory."))
+    assert run().splitlines()[-1] == "It would run out of memory."
+    assert "would start" not in run()
 
 
 def test_reasons_that_differ_in_the_flag_alone_are_one() -> None:
