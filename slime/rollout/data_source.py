@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slime.rollout.durable.journal_file import to_json
 from slime.rollout.durable.journal_writer import samples_to_json
@@ -68,6 +68,9 @@ class RolloutDataSource(DataSource):
     It has more methods than the abstract class: ``take_back`` is how rollout functions hand back what they
     drew and did not use, whether or not ``add_samples`` works. For runs that are resumed, ``record_completed`` keeps a
     finished group, which a resumed run gets in the place of its prompt; ``record_consumed`` is the rollout manager's.
+
+    A subclass may set the public attributes itself and leave ``super().__init__`` out, as those written for slime <=
+    0.3.1 do. All of it works then but the recovery of finished groups; a warning says so.
     """
 
     accepts_samples = False
@@ -76,7 +79,13 @@ class RolloutDataSource(DataSource):
     unconsumed: Unconsumed | None = None
     """Set for rollout functions that work on groups across rollouts: returns the groups drawn and not consumed yet."""
 
-    def __init__(self, args: Any) -> None:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        source = super().__new__(cls)
+        source._begin(args[0] if args else kwargs.get("args"))
+        return source
+
+    def _begin(self, args: Any) -> None:
+        """Set what the methods need, whether or not a subclass calls ``super().__init__``."""
         self.args = args
         self.epoch_id = 0
         self.sample_group_index = 0
@@ -84,10 +93,14 @@ class RolloutDataSource(DataSource):
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
         self.dataset: Dataset | None = None
-        self._lock = threading.RLock()
+        self._draw_lock = threading.RLock()
         self._taken_back: list[Group] = []
         self._draws_here = False
         self._snapshots: dict[int, bytes] = {}
+        self._recovery = Recovery(args, of_a_bare=type(self).__name__)
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
         self._recovery = Recovery(args)
         draws = args.load_debug_rollout_data is None and args.num_rollout != 0
         if args.rollout_global_dataset and (args.prompt_data or draws):
@@ -122,7 +135,7 @@ class RolloutDataSource(DataSource):
 
         What was taken back comes first.
         """
-        with self._lock:
+        with self._draw_lock:
             self._draws_here = True
             groups = self._recovery.hand_out(pop_first(self.args, None, self._taken_back, num_samples))
             prompts = self._next_prompts(num_samples - len(groups))
@@ -147,7 +160,7 @@ class RolloutDataSource(DataSource):
         if type(self).add_samples is not RolloutDataSource.add_samples:
             self.add_samples(groups)
             return
-        with self._lock:
+        with self._draw_lock:
             self._taken_back += groups
             self._recovery.returned(groups)
 
@@ -195,7 +208,7 @@ class RolloutDataSource(DataSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the groups that wait, as JSON types."""
-        with self._lock:
+        with self._draw_lock:
             return {**self._place(), "buffer": [encode_group(group) for group in self._waiting_groups()]}
 
     def _place(self) -> dict[str, Any]:
@@ -219,7 +232,7 @@ class RolloutDataSource(DataSource):
             raise ValueError(
                 f"data source state has format {state['format']}, this version of slime knows up to {STATE_FORMAT}"
             )
-        with self._lock:
+        with self._draw_lock:
             had = state.get("num_prompts", len(self))
             if self.dataset is not None and had != len(self):
                 logger.error(
@@ -249,7 +262,7 @@ class RolloutDataSource(DataSource):
             return
         per_epoch = len(self) // self.args.rollout_batch_size
         data = self._serialize() if may_be_saved(self.args, rollout_id, per_epoch) else None
-        with self._lock:
+        with self._draw_lock:
             if data is not None:
                 self._snapshots[rollout_id] = data
             for old in sorted(self._snapshots)[:-SNAPSHOTS_KEPT]:
@@ -258,7 +271,7 @@ class RolloutDataSource(DataSource):
 
     def _serialize(self) -> bytes:
         """Return the state as JSON, encoded part by part and without the lock: other threads draw meanwhile."""
-        with self._lock:
+        with self._draw_lock:
             own = type(self).state_dict is not RolloutDataSource.state_dict  # a subclass keeps more
             state = self.state_dict() if own else self._place()
             buffer = list(self._waiting_groups())
@@ -277,7 +290,7 @@ class RolloutDataSource(DataSource):
             raise ValueError("the data source can only be saved with --save")
         path = _state_path(self.args.save, rollout_id, ".json")
         data = self._snapshots.get(rollout_id) or self._serialize()
-        with self._lock:
+        with self._draw_lock:
             for old in [r for r in self._snapshots if r <= rollout_id]:
                 del self._snapshots[old]
         write_atomically(path, data, durable=True)
@@ -319,20 +332,23 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     accepts_samples = True
 
+    def _begin(self, args: Any) -> None:
+        super()._begin(args)
+        self.buffer: list[Group] = []
+        self.buffer_filter: Callable[..., Any] = pop_first
+
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self.buffer: list[Group] = []
-        path = args.buffer_filter_path
-        found = make_hook(path, "buffer_filter_path", load=load_function) if path else None
-        self.buffer_filter: Callable[..., Any] = found or pop_first
+        if path := args.buffer_filter_path:
+            self.buffer_filter = make_hook(path, "buffer_filter_path", load=load_function)
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return ``num_samples`` groups, from the buffer first."""
-        with self._lock:
-            groups = self._recovery.hand_out(self._take_from_buffer(num_samples))
+        with self._draw_lock:
+            groups = self._recovery.hand_out(self._get_samples_from_buffer(num_samples))
             return groups + super().get_samples(num_samples - len(groups))
 
-    def _take_from_buffer(self, num_samples: int) -> list[Group]:
+    def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples <= 0:
             return []
         groups = self.buffer_filter(self.args, None, self.buffer, num_samples)
@@ -361,7 +377,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 f"a group of {len(group)} samples (indices {[s.index for s in iter_samples(group)]}) was handed back, "
                 f"but --n-samples-per-prompt is {expected}"
             )
-        with self._lock:
+        with self._draw_lock:
             self.buffer += samples
             self._recovery.returned(samples)
 
@@ -369,13 +385,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return self.buffer
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self._lock:
+        with self._draw_lock:
             self.buffer = []
             super().load_state_dict(state)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
         """Merge ``metadata`` into what is saved with the state."""
-        with self._lock:
+        with self._draw_lock:
             self.metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, Any]:

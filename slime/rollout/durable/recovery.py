@@ -33,12 +33,13 @@ class Recovery:
 
     Everything is a no-op in runs that a second start does not resume: without ``--save`` and a ``--load`` of the same
     directory, with ``--finetune``, without ``--save-interval``, and with ``--mask-offpolicy-in-partial-rollout``, which
-    would mask what is recovered.
+    would mask what is recovered. ``of_a_bare`` data source, a class whose ``__init__`` is not ours, too.
     """
 
-    def __init__(self, args: Any) -> None:
-        self.args = args
-        self.journal = GroupJournal(Path(args.save) / "rollout", _setting(args)) if _is_resumed(args) else None
+    def __init__(self, args: Any, *, of_a_bare: str = "") -> None:
+        self.args, self._bare = args, of_a_bare
+        wanted = not of_a_bare and _is_resumed(args)
+        self.journal = GroupJournal(Path(args.save) / "rollout", _setting(args)) if wanted else None
         self.groups: dict[int, Group] = {}
         self._last_saved = -1
 
@@ -78,6 +79,12 @@ class Recovery:
         """Note the groups that ``rollout_id`` trains on."""
         if self.journal is not None:
             self.journal.consumed(rollout_id, sorted({s.group_index for s in samples if s.group_index is not None}))
+        elif self._bare and self.args is not None and _is_resumed(self.args):
+            logger.warning(
+                "%s does not call super().__init__(args): groups that it hands out are not kept in a journal, and a "
+                "run that is killed generates them again after it is resumed", self._bare,
+            )  # fmt: skip
+            self._bare = ""
 
     def after_rollout(self, rollout_id: int, rollouts_per_epoch: int) -> None:
         """Go on to the next rollout, whose groups are worth keeping when the weights that make them are saved."""
@@ -93,7 +100,7 @@ class Recovery:
         """
         if self.journal is not None:
             self.journal.forget_before(self._last_saved + 1)
-        else:
+        elif self.args is not None:
             remove_journals(Path(self.args.save) / "rollout", lambda number: True)
         self._last_saved = rollout_id
 

@@ -95,7 +95,7 @@ class EnvironmentDataSource(RolloutDataSourceWithBuffer):
         The journal gets the group as it was before it was counted: a resumed run, whose state is older, counts it.
         """
         super().record_completed(group)
-        with self._lock:
+        with self._draw_lock:
             for sample in iter_samples(group):
                 self._count(sample)
 
@@ -111,7 +111,7 @@ class EnvironmentDataSource(RolloutDataSourceWithBuffer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the state of every environment, as JSON types."""
-        with self._lock:
+        with self._draw_lock:
             for name in self.environments:
                 self._state(name)
             return super().state_dict()
@@ -119,7 +119,7 @@ class EnvironmentDataSource(RolloutDataSourceWithBuffer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place; an environment that is new there begins at its start, a level that is gone is the
         hardest that is left."""
-        with self._lock:
+        with self._draw_lock:
             super().load_state_dict(state)
             for name, entry in self.environments.items():
                 if entry.difficulty is not None:
