@@ -17,6 +17,7 @@ from slime.batching.seqlen_balancing import (
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
+from slime.utils.declared import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def build_dp_schedule(
     Raises ScheduleError for less than one step of trajectories, a step with fewer samples than ranks, and micro-batches
     that the ranks (and virtual pipeline groups) cannot share equally.
     """
+    args = with_defaults(args)
     lengths = [int(length) for length in total_lengths]
     if len(lengths) != len(rollout_indices):
         raise ScheduleError(f"{len(lengths)} total lengths but {len(rollout_indices)} rollout ids")

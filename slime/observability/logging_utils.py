@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.observability.tracking import Writer, get_tracker, tensorboard_dir, to_records
 from slime.observability.writers import JsonlWriter, TensorBoardWriter, WandbWriter
+from slime.utils.declared import with_defaults
 
 FORMAT = "[%(asctime)s%(prefix)s] %(levelname)s %(name)s:%(lineno)d - %(message)s"
 _OWN = "_slime_handler"
@@ -58,6 +59,7 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
     TensorBoard (``--use-tensorboard``) and W&B (``--use-wandb``). Otherwise they are buffered until the owner of this
     process drains them (:func:`slime.observability.tracking.drain`).
     """
+    args = with_defaults(args)
     if not primary:
         return
     tracker = get_tracker()
@@ -94,4 +96,5 @@ def log(args: argparse.Namespace | None, metrics: Mapping[str, Any], step_key: s
     Values are numbers (0-d tensors and arrays are converted); other values reach W&B only. ``args`` is part of the
     public signature; destinations are chosen by :func:`init_tracking`.
     """
+    args = with_defaults(args)
     get_tracker().add(to_records(metrics, step_key))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.observability.tracking import STEP_AXES, is_scalar, tensorboard_dir
+from slime.utils.declared import with_defaults
 from slime.utils.misc import SingletonMeta
 from slime.utils.plain import MASK, is_secret
 
@@ -92,6 +93,7 @@ class _TensorboardAdapter(metaclass=SingletonMeta):
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
+        args = with_defaults(args)
         if not args.use_tensorboard:
             raise ValueError("_TensorboardAdapter writes event files only with --use-tensorboard")
         self._writer = TensorBoardWriter(tensorboard_dir(args))

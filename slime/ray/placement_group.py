@@ -27,6 +27,7 @@ from slime.ray.remote import Peer, results_so_far, wait_all, wait_one
 from slime.ray.rollout_handle import ManagerAndEpoch, RolloutHandle, handle_of
 from slime.ray.rollout_manager import RolloutManager
 from slime.ray.train_group import RayTrainGroup
+from slime.utils.declared import with_defaults
 from slime.utils.moved import warn_moved
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def create_placement_groups(args: Namespace) -> dict[str, Slots]:
     ranks share nodes. Raises PlacementError, naming requested and available slots, after ``--placement-timeout``, and
     ArgumentError for engines of ``--rollout-external-engine-addrs`` that do not answer or that the run cannot use.
     """
+    args = with_defaults(args)
     if args.rollout_external and not args.debug_train_only:
         apply_external_engine_info_to_args(args, discover_external_engines(args))
     layout = layout_of(args)
@@ -76,6 +78,7 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
     Returns the pair of its actor handle and the number of rollouts per epoch (None without ``--num-epoch``). Sets
     ``args.num_rollout`` from ``--num-epoch`` when it is not given. Raises ValueError when an epoch holds no rollout.
     """
+    args = with_defaults(args)
     del wandb_run_id  # of drivers of slime 0.1: metrics go through the driver, which has the run
     here = cluster.current()
     if args.sglang_config is not None:  # the manager reads it too, perhaps in another working directory
@@ -145,6 +148,7 @@ def create_training_models(
     ``args.start_rollout_id`` (from the checkpoint that was loaded) and puts the data source where it was then.
     ``launched``: what ``launch_training_models`` has started already.
     """
+    args = with_defaults(args)
     del wandb_run_id  # as in create_rollout_manager
     rollout_manager = handle_of(rollout_manager)
     actor, critic = launched or launch_training_models(args, pgs)
@@ -208,6 +212,7 @@ def allocate_train_group(
 
     ``wandb_run_id`` as in ``create_rollout_manager``.
     """
+    args = with_defaults(args)
     of_role = role_args(args, role)
     if with_ref is None:
         with_ref = role == ACTOR and needs_reference(of_role)

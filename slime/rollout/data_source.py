@@ -23,6 +23,7 @@ from slime.rollout.hooks.hook import Hook, describe, make_hook
 from slime.rollout.requests.generate_request import longest_prompt
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
+from slime.utils.declared import with_defaults
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, iter_samples
@@ -86,7 +87,7 @@ class RolloutDataSource(DataSource):
 
     def _begin(self, args: Any) -> None:
         """Set what the methods need, whether or not a subclass calls ``super().__init__``."""
-        self.args = args
+        self.args = with_defaults(args) if hasattr(args, "__dict__") else args
         self.epoch_id = 0
         self.sample_group_index = 0
         self.sample_index = 0
@@ -100,6 +101,7 @@ class RolloutDataSource(DataSource):
         self._recovery = Recovery(args, of_a_bare=type(self).__name__)
 
     def __init__(self, args: Any) -> None:
+        args = with_defaults(args)
         self.args = args
         self._recovery = Recovery(args)
         draws = args.load_debug_rollout_data is None and args.num_rollout != 0

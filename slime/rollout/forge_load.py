@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.debug_data import load_rollout
+from slime.utils.declared import with_defaults
 from slime.utils.misc import group_by
 from slime.utils.moved import also_named
 from slime.utils.types import Sample
@@ -25,6 +26,7 @@ def generate_rollout(
     Training falls back to the dump of rollout 0. Evaluations need a template: their dumps are ``eval_<rollout_id>``.
     Raises FileNotFoundError, and ValueError without the flag.
     """
+    args = with_defaults(args)
     template = args.load_forge_rollout_data
     if not template:
         raise ValueError("slime.rollout.forge_load needs --load-forge-rollout-data")

@@ -31,6 +31,7 @@ from slime.rollout.staleness import (
     with_all_steps,
 )
 from slime.utils.async_utils import get_async_loop, run
+from slime.utils.declared import with_defaults
 from slime.utils.moved import also_named
 from slime.utils.types import iter_samples
 
@@ -58,6 +59,7 @@ class AsyncRolloutWorker(GroupStream):
     """What the data source saves must not change while it is written."""
 
     def __init__(self, args: Any, data_buffer: Any, concurrency: int | None = None) -> None:
+        args = with_defaults(args)
         super().__init__(args, sglang_rollout.generate_job, find_hook(args, "dynamic_sampling_filter_path"))
         self.data_source = data_buffer
         self.concurrency = concurrency or request_limit(args)
@@ -352,6 +354,7 @@ def generate_rollout_fully_async(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """A ``--rollout-function-path`` that blocks only until enough groups are ready; generation continues afterwards."""
+    args = with_defaults(args)
     worker = get_global_worker(args, data_source)
     if evaluation:
         return run(worker.evaluate(rollout_id))

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.rm_hub.remote import ask
+from slime.utils.declared import with_defaults
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 
@@ -31,6 +32,7 @@ async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -
     it an attempt, so that one that hangs leaves time for others. Raises ValueError without ``--rm-url`` and for a reply
     that lacks the log-probs of the sample's very tokens, HttpRequestError when the teacher does not answer.
     """
+    args = with_defaults(args)
     if isinstance(sample, list):
         return await gather_or_cancel([reward_func(args, one, **kwargs) for one in sample])
     if not args.rm_url:
@@ -86,6 +88,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
     A sample whose reward failed, which is left out of the loss, gets zeros. Raises ValueError naming the sample for a
     reward that is no teacher's reply.
     """
+    args = with_defaults(args)
     for sample in samples:
         failed = sample.remove_sample and "reward_error" in (sample.metadata or {})
         sample.teacher_log_probs = (

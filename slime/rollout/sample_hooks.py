@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.rollout.hooks.hook import Hook, make_hook
+from slime.utils.declared import with_defaults
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -21,6 +22,7 @@ async def apply_rollout_sample_hooks(
     args: Any, value: Any, *, rollout_id: int | None = None, evaluation: bool = False
 ) -> Any:
     """Run the hooks as ``apply_sample_hooks`` does; without a ``rollout_id`` it is that of the rollout in progress."""
+    args = with_defaults(args)
     rollout_id = _current_rollout_id if rollout_id is None else rollout_id
     return await apply_sample_hooks(args, value, rollout_id=rollout_id, evaluation=evaluation)
 

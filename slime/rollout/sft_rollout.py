@@ -9,6 +9,7 @@ from typing import Any
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.async_utils import run
+from slime.utils.declared import with_defaults
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_tokenizer
@@ -34,6 +35,7 @@ def generate_rollout(
     The prompt column holds chat messages; do not use ``--apply-chat-template``. Evaluations are generated as in the
     default rollout. Raises ValueError for a prompt that is no conversation or trains no token.
     """
+    args = with_defaults(args)
     if evaluation:
         return run(sglang_rollout.eval_rollout(args, rollout_id))[0]
     if args.n_samples_per_prompt != 1:

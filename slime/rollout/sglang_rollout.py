@@ -36,6 +36,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.utils.async_utils import run
+from slime.utils.declared import with_defaults
 from slime.utils.http_utils import HttpTimeoutError, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.moved import also_named
@@ -70,6 +71,7 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
     """
 
     def __init__(self, args: Any) -> None:
+        args = with_defaults(args)
         super().__init__(args)
         self.args = args
         trust = {"trust_remote_code": args.trust_remote_code}
@@ -117,6 +119,7 @@ def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The default ``--rollout-function-path``: blocks until the rollout (or the evaluation) is complete."""
+    args = with_defaults(args)
     assert args.rollout_global_dataset, (
         "the default rollout draws from --prompt-data; with --disable-rollout-global-dataset use your own "
         "--rollout-function-path"
@@ -146,6 +149,7 @@ async def generate_rollout_async(
     Groups are ordered by their first sample's index. Whatever happens, nothing stays in flight; on failure the state's
     ``unused`` has the groups that were drawn, to be handed back.
     """
+    args = with_defaults(args)
     assert args.rollout_global_dataset, "the default rollout needs the global data set"
     state = GenerateState(args)
     state.rollout_id, state.reward_errors, state.unused = rollout_id, RewardErrors(), []
@@ -191,6 +195,7 @@ async def generate_and_rm_group(
 
     With ``group_rm`` the whole group is scored at once, unless the rollout was aborted meanwhile.
     """
+    args = with_defaults(args)
     state = GenerateState(args)
     if state.aborted:
         return group
@@ -223,6 +228,7 @@ async def generate_and_rm(
     Returns the sample, or the list a custom generate function made of it. A sample that was aborted has status
     ABORTED, no reward, and can be passed in again.
     """
+    args = with_defaults(args)
     state = GenerateState(args)
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         for one in iter_samples(sample):  # tokens of earlier rollouts stay in the context, and out of the loss
@@ -255,6 +261,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     An abort that was not requested here (engines abort for a weight sync) is resumed from the tokens that were made.
     Raises AssertionError for a sample that is not PENDING or ABORTED or is longer than it may get.
     """
+    args = with_defaults(args)
     resumes = Resumes(GenerateState(args), sample)
     while (payload := generate_payload(args, sample, sampling_params, evaluation)) is not None:
         limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
@@ -299,6 +306,7 @@ async def _score(args: Any, state: Any, result: Sample | list[Any], evaluation: 
 
 async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
     """Stop everything in flight and return it: to be continued later with ``partial_rollout``, else as it was drawn."""
+    args = with_defaults(args)
     names = list(getattr(args, "sglang_model_routers", None) or {}) or ["default"]
     routers = sorted({get_model_url(args, name, "") for name in names})
     return await stop_in_flight(args, rollout_id, GenerateState(args), routers)
@@ -306,6 +314,7 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
     """Evaluate all data sets of ``args.eval_datasets`` concurrently; the second item is always empty."""
+    args = with_defaults(args)
     assert not args.group_rm, "--group-rm is not supported by the built-in evaluation; use --eval-function-path"
     state = GenerateState(args)
     state.eval_rollout_id, state.eval_reward_errors = rollout_id, RewardErrors()
@@ -318,6 +327,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
 
 async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:
     """Return ``{name: {"rewards", "truncated", "samples"}}`` of one data set, in prompt order."""
+    args = with_defaults(args)
     return await eval_single_dataset(args, rollout_id, dataset_cfg, GenerateState(args), generate_and_rm)
 
 

@@ -19,6 +19,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout import sglang_rollout
 from slime.rollout.requests.engines import describe_engines
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
+from slime.utils.declared import with_defaults
 from slime.utils.http_client import RETRIED_STATUSES
 from slime.utils.http_replies import wrong_with
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
@@ -56,6 +57,7 @@ async def generate_streaming(
     When the rollout is aborted, the sample is ABORTED with the tokens that had arrived. Every event must come within
     ``--rollout-request-timeout``. A stream that breaks off is continued by another request.
     """
+    args = with_defaults(args)
     resumes = Resumes(sglang_rollout.GenerateState(args), sample)
     while (payload := generate_payload(args, sample, sampling_params, evaluation)) is not None:
         await _stream(args, sample, payload)

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
+from slime.utils.declared import with_defaults
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError, StreamLostError
 from slime.utils.network import (
     _wrap_ipv6,
@@ -41,6 +42,7 @@ _http_client: HttpClient | None = None
 
 def get_rollout_num_engines(args: Any) -> int:
     """Return the number of engines: ``rollout_num_engines`` if set, else as the GPUs allow; 0 without rollout GPUs."""
+    args = with_defaults(args)
     if args.rollout_num_engines is not None:
         return int(args.rollout_num_engines)
     if not args.rollout_num_gpus:
@@ -54,6 +56,7 @@ def init_http_client(args: Any) -> None:
     Reads ``sglang_server_concurrency``, the engine counts, ``rollout_request_timeout`` (s) and the engines' API key.
     Does nothing without engines.
     """
+    args = with_defaults(args)
     global _http_client
     engines = get_rollout_num_engines(args)
     if not engines:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Self
 
+from slime.utils.declared import with_defaults
 from slime.utils.misc import decode_int32_meta_array, first_present, to_int32_tensor
 
 RolloutBatch = dict[str, Any]
@@ -159,6 +160,7 @@ class Sample:
 
     def get_reward_value(self, args: Any) -> Any:
         """Return the reward, or its ``args.reward_key`` entry when that flag is set."""
+        args = with_defaults(args)
         if not args.reward_key:
             return self.reward
         if not isinstance(self.reward, Mapping) or args.reward_key not in self.reward:
@@ -217,6 +219,7 @@ class Sample:
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Fold a finished engine call into the counters, weight versions and status."""
+        args = with_defaults(args)
         if args is not None and args.sglang_speculative_algorithm:
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)

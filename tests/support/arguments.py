@@ -10,6 +10,7 @@ import shlex
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 CONFIG: dict[str, Any] = {
@@ -71,6 +72,18 @@ def run_args(*flags: Any, **overrides: Any) -> argparse.Namespace:
         raise TypeError(f"parsed arguments have no attribute {', '.join(unknown)}")
     vars(args).update(copy.deepcopy(overrides))
     return args
+
+
+def hand_made(args: argparse.Namespace) -> SimpleNamespace:
+    """Return ``args`` as a program without slime's parser sets them: what declared defaults say too is left out."""
+    from slime.arguments.command_line import all_flags
+    from slime.utils.declared import DERIVED, PARSED
+
+    defaults = {**{flag.dest: flag.default for flag in all_flags()}, **DERIVED}
+    absent = object()
+    own = {name: value for name, value in vars(args).items() if value != defaults.get(name, absent)}
+    own.pop(PARSED, None)
+    return SimpleNamespace(**own)
 
 
 def dry(*flags: Any) -> argparse.Namespace:

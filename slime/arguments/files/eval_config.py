@@ -15,6 +15,7 @@ from slime.arguments.files.schema import Count, FileModel, Number, check_unique,
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.files.yaml_source import read as read_yaml
 from slime.arguments.group import DottedPath
+from slime.utils.declared import with_defaults
 
 
 def _listed(value: Any) -> Any:
@@ -251,6 +252,7 @@ def build_eval_dataset_configs(
     Raises ``ValueError`` for unknown keys in ``defaults``, an empty list or an entry without name; ``TypeError`` for
     unknown keys of an entry.
     """
+    args = with_defaults(args)
     defaults = dict(defaults or {})
     unknown = sorted(set(defaults) - DEFAULT_NAMES)
     if unknown:

@@ -19,6 +19,7 @@ from slime.arguments.files.yaml_source import read as read_yaml
 from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog
 from slime.arguments.passthrough.sglang import flag_of_record
+from slime.utils.declared import with_defaults
 
 OPTION = "--sglang-config"
 WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
@@ -91,6 +92,7 @@ class ModelConfig(FileModel):
         Every group gets ``num_gpus_per_engine`` and ``overrides["model_path"]``. Raises ``ArgumentError`` when groups
         name different models, or slots make no whole engines.
         """
+        args = with_defaults(args)
         self.model_path = self._one_path(args)
         if self.update_weights is None:
             self.update_weights = _is_same(self.model_path, args.hf_checkpoint)

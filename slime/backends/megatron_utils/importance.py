@@ -11,6 +11,7 @@ from torch import Tensor
 from slime.algorithms.mis import ImportanceWeights, compute_mis_weights, icepop_weights, truncated_importance_weights
 from slime.backends.megatron_utils.cp_utils import all_gather_samples_with_cp, slice_samples_with_cp
 from slime.batching.ragged_tensor import flat
+from slime.utils.declared import with_defaults
 
 Corrected = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 
@@ -30,6 +31,7 @@ def vanilla_tis_function(
     metrics ``tis`` (the ratio), ``tis_clipfrac``, ``tis_abs``).
     """
     del kwargs
+    args = with_defaults(args)
     return _corrected(args, truncated_importance_weights, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
@@ -44,6 +46,7 @@ def icepop_function(
 ) -> Corrected:
     """As ``vanilla_tis_function`` with IcePop's weights: the ratio within the bounds, 0 outside of them."""
     del kwargs
+    args = with_defaults(args)
     return _corrected(args, icepop_weights, pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
@@ -64,6 +67,7 @@ def mis_function(
     Returns (``pg_loss`` [n] times the weights, masks of whole responses, per-token metrics [n]).
     """
     del kwargs
+    args = with_defaults(args)
 
     def whole(column: Sequence[Tensor]) -> list[Tensor]:
         return all_gather_samples_with_cp([values.detach() for values in column], total_lengths, response_lengths)

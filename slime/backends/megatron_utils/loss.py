@@ -49,6 +49,7 @@ from slime.backends.megatron_utils.response_logits import (
 )
 from slime.backends.megatron_utils.values import get_values, value_loss_function
 from slime.batching.ragged_tensor import RaggedTensor, as_lists, flat
+from slime.utils.declared import with_defaults
 
 __all__ = [
     "compute_advantages_and_returns",
@@ -86,6 +87,7 @@ def sft_loss_function(
     args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (negative log-likelihood of the trained response tokens, {"loss"}), reduced by ``sum_of_sample_mean``."""
+    args = with_defaults(args)
     _, result = get_log_probs_and_entropy(
         logits,
         args=args,
@@ -127,6 +129,7 @@ def loss_function(
 
     The last value is the ``LossReport``.
     """
+    args = with_defaults(args)
     if not isinstance(batch, LossBatch):
         batch = LossBatch(batch)
     per_token = args.calculate_per_token_loss
@@ -195,6 +198,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
     returns untouched) apply to it too.
     No-op but on the last pipeline stage. Raises ValueError for an unknown estimator and for missing columns.
     """
+    args = with_defaults(args)
     if not is_last_stage():
         return
     rollout_data["kl"] = _kl(args, rollout_data)

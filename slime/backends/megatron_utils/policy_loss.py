@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.hooks import REDUCER_KEYWORDS, checked_correc
 from slime.backends.megatron_utils.importance import vanilla_tis_function
 from slime.backends.megatron_utils.response_logits import get_log_probs_and_entropy, note_finite_samples, top_p_keywords
 from slime.batching.ragged_tensor import RaggedTensor, flat
+from slime.utils.declared import with_defaults
 
 Column = Sequence[Tensor]
 """One local tensor [n_local] per sample."""
@@ -49,6 +50,7 @@ def policy_loss_function(
     ``loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl`` and, where they apply, ``train_rollout_logprob_abs_diff,
     kl_loss, opd_reverse_kl, ois, tis, tis_clipfrac, tis_abs, opsm_clipfrac`` and those of a custom correction.
     """
+    args = with_defaults(args)
     _, result = get_log_probs_and_entropy(
         logits,
         args=args,

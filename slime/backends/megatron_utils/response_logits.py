@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.parallel import context_parallel, tensor_para
 from slime.batching import context_parallel as layout
 from slime.batching.ragged_tensor import flat
 from slime.batching.validate import IDS, OFFSETS
+from slime.utils.declared import with_defaults
 
 TOP_P_COLUMNS = {IDS: "top_p_token_ids", OFFSETS: "top_p_token_offsets"}
 """Columns of a batch -> keywords of ``get_log_probs_and_entropy``."""
@@ -44,6 +45,7 @@ def get_responses(
     it is of samples in a padded row each, which ``packed_row`` refuses. This copies logits: for log-probs use
     ``get_log_probs_and_entropy``, which does not.
     """
+    args = with_defaults(args)
     row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
     temperature = args.rollout_temperature if apply_temperature else 1.0
@@ -88,6 +90,7 @@ def get_log_probs_and_entropy(
     has no effect. With ``overwrite_logits`` their gradient takes their place in memory: for callers that do nothing
     else with them, and whose model does not read its output in its own backward pass.
     """
+    args = with_defaults(args)
     del non_loss_data, max_seq_lens
     row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)

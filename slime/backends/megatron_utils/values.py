@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.cp_utils import Reducer, response_rows_and_ta
 from slime.backends.megatron_utils.data import RolloutData, num_samples, sample_name
 from slime.backends.megatron_utils.response_logits import note_finite_samples, packed_row
 from slime.batching.ragged_tensor import flat
+from slime.utils.declared import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ def get_values(
     ``rollout_temperature``. The signature is that of ``get_log_probs_and_entropy``. Raises ValueError for an output
     with more than one column.
     """
+    args = with_defaults(args)
     del args, with_entropy, non_loss_data, max_seq_lens
     if logits.size(-1) != 1:
         raise ValueError(f"expected one value per position, got {tuple(logits.shape)}: the output of a language model?")
@@ -133,6 +135,7 @@ def value_loss_function(
 
     ``batch`` has ``values``, those before the first step, and ``returns``, per local response token.
     """
+    args = with_defaults(args)
     _, result = get_values(
         logits,
         args=args,

@@ -18,6 +18,7 @@ from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.rm_hub.workers import get_reward_workers
+from slime.utils.declared import with_defaults
 from slime.utils.misc import load_function
 from slime.utils.types import Sample, iter_samples
 
@@ -74,6 +75,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     worker processes, custom rewards here. Raises NotImplementedError for an unknown type, RewardFailure when a rule
     raises or exceeds its limits, and BadReward when a custom one returns no reward.
     """
+    args = with_defaults(args)
     if hook := reward_hook(args, sample):
         reward = await hook.awaited_off_loop(args, sample, **kwargs)
         if not _is_reward(args, reward):
@@ -110,6 +112,7 @@ async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list
     set the rewards itself and return None. Samples that name a reward of their own, and all samples without
     ``args.custom_rm_path``, are scored one by one. Rewards of lists of samples are lists too.
     """
+    args = with_defaults(args)
     flat = list(iter_samples(samples))
     together = [sample for sample in flat if scored_together(args, sample)]
     if together and len(together) == len(flat):

@@ -14,6 +14,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
+from tests.support.arguments import hand_made
 from tests.support.public_surface import read_table
 from tests.support.reference_calls import Call, forms, perform
 from tests.support.rollout_args import eval_config
@@ -221,16 +222,20 @@ def hooked(args: SimpleNamespace) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("path", "number", "form"),
+    ("path", "number", "form", "own_args"),
     [
-        pytest.param(path, number, form, id=f"{path}-{form}-{number}")
+        pytest.param(path, number, form, own_args, id=f"{path}-{form}-{number}{'-hand-made' if own_args else ''}")
         for path, makers in MAKERS.items()
         for number in range(len(makers))
         for form in forms(ROWS[path])
+        for own_args in (False, True)
     ],
 )
-def test_calls_in_the_reference_form(path: str, number: int, form: str, make_args: Any, monkeypatch: Any) -> None:
-    call = MAKERS[path][number](make_args())
+def test_calls_in_the_reference_form(
+    path: str, number: int, form: str, own_args: bool, make_args: Any, monkeypatch: Any
+) -> None:
+    """With parsed arguments, and with a namespace that has what the caller wanted to set."""
+    call = MAKERS[path][number](hand_made(make_args()) if own_args else make_args())
     row = ROWS[path]
     try:
         if row.kind == "coroutine":  # on the loop where the process's singletons live

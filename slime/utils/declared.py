@@ -1,0 +1,66 @@
+"""Declared defaults for namespaces that did not come from ``parse_args``: those of tests and of programs of one's own.
+
+slime reads every flag as ``args.x``. Public functions that take ``args`` call ``with_defaults`` first, so that a caller
+needs to set only what it wants to set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+from importlib import import_module
+from typing import Any, TypeVar
+
+Args = TypeVar("Args")
+
+PARSED = "explicit_flags"
+"""The attribute that every parsed namespace has, and every one that was completed here."""
+
+DERIVED: dict[str, Any] = {
+    "continues_own_checkpoints": False,
+    "eval_datasets": [],
+    "role_values": {},
+    "rollout_external": False,
+    "rollout_external_engine_infos": None,
+    "rollout_num_engines": None,
+    "serve_only": False,
+    "use_critic": False,
+}
+"""What the rules set that is no flag: the value for a run that was told nothing."""
+
+FOLLOWS = {
+    "eps_clip_high": "eps_clip",
+    "eval_function_path": "rollout_function_path",
+    "over_sampling_batch_size": "rollout_batch_size",
+    "padded_vocab_size": "vocab_size",
+}
+"""Flags whose default is the value of another attribute."""
+
+
+def with_defaults(args: Args) -> Args:
+    """Return ``args``, after setting every declared flag that it lacks to its default, in place.
+
+    Flags that have no default, such as ``--hf-checkpoint``, stay absent. An object that takes no further attributes is
+    replaced by a namespace with all of its own. Parsed arguments, and None, are returned as they are.
+    """
+    if args is None or hasattr(args, PARSED):
+        return args
+    missing = {name: value for name, value in _defaults().items() if not hasattr(args, name)}
+    for name, other in FOLLOWS.items():
+        if name in missing and hasattr(args, other):
+            missing[name] = getattr(args, other)
+    missing = {name: copy.copy(value) for name, value in missing.items()}
+    try:
+        for name, value in missing.items():
+            setattr(args, name, value)
+    except (AttributeError, TypeError):
+        own = {name: getattr(args, name) for name in dir(args) if not name.startswith("__")}
+        return argparse.Namespace(**{**missing, **own})  # type: ignore[return-value]
+    return args
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    flags = import_module("slime.arguments.command_line").all_flags()  # by name: it is a layer above
+    return {**{flag.dest: flag.default for flag in flags if not flag.required}, **DERIVED, PARSED: frozenset()}
