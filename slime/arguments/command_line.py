@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.flag import Flag, add_to_parser, first_of_each
+from slime.arguments.flag import Flag, add_opposite, add_to_parser, first_of_each
 from slime.arguments.groups import slime_flags
 from slime.arguments.passthrough import catalog, router, sglang
 from slime.arguments.passthrough.megatron import megatron_flags
@@ -71,6 +71,8 @@ def build_parser(
                 action.required = False
         custom.update(parser._defaults)
         parser._defaults.clear()
+    for flag in slime_flags():
+        add_opposite(group, flag)
     parser.custom_defaults = custom  # type: ignore[attr-defined]
     parser.custom_required = required  # type: ignore[attr-defined]
     return parser

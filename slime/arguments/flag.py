@@ -178,6 +178,25 @@ def first_of_each(flags: Iterable[Flag]) -> list[Flag]:
     return kept
 
 
+def opposite_of(flag: Flag) -> str | None:
+    """The option that gives a switch its default back: ``--no-x`` of ``--x``, ``--x`` of ``--disable-x``."""
+    if flag.action not in ("true", "false"):
+        return None
+    name = flag.options[0].removeprefix("--")
+    for prefix in ("disable-", "no-"):
+        if name.startswith(prefix):
+            return f"--{name.removeprefix(prefix)}"
+    return f"--no-{name}"
+
+
+def add_opposite(parser: argparse._ActionsContainer, flag: Flag) -> None:
+    """Register the opposite of a switch, unless a flag has that name."""
+    option = opposite_of(flag)
+    if option is not None and option not in parser._option_string_actions:
+        back = "store_true" if flag.default else "store_false"
+        parser.add_argument(option, action=back, dest=flag.dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
 def add_to_parser(parser: argparse._ActionsContainer, flag: Flag) -> None:
     """Register ``flag``; a flag that is not on the command line leaves no attribute (defaults are filled later)."""
     common: dict[str, Any] = {"dest": flag.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}

@@ -115,6 +115,8 @@ def check_templates(args: Namespace) -> None:
             )
         if attribute == "ci_save_grad_norm" and args.advantage_estimator == "ppo":
             needed = (*needed, "role")
+        if _makes_one_step(args):
+            needed = tuple(name for name in needed if name != "step_id")
         # One rollout overwrites nothing, but evaluations are dumped to the path of rollouts too.
         if args.num_rollout == 1 and (attribute != "save_debug_rollout_data" or args.eval_interval is None):
             needed = tuple(name for name in needed if name != "rollout_id")
@@ -125,6 +127,13 @@ def check_templates(args: Namespace) -> None:
                 f"{given} has no {{{absent[0]}}} in it, so every {every} would overwrite the last one; "
                 f"write for example {example}"
             )
+
+
+def _makes_one_step(args: Namespace) -> bool:
+    """True when every rollout makes one optimizer step."""
+    if args.num_steps_per_rollout is not None:
+        return bool(args.num_steps_per_rollout == 1)
+    return bool(args.global_batch_size == args.rollout_batch_size * args.n_samples_per_prompt)
 
 
 def check_profiling(args: Namespace) -> None:

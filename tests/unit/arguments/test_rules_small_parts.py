@@ -89,7 +89,9 @@ def test_what_is_no_address_is_refused(text):
 
 def test_templates_that_pass_can_be_filled_in():
     values = {"rollout_id": 7, "rank": 1, "role": "actor", "step_id": 2}
-    nothing = {"advantage_estimator": "grpo", "num_rollout": 2, **dict.fromkeys(debug.TEMPLATES)}
+    nothing = {
+        "advantage_estimator": "grpo", "num_rollout": 2, "num_steps_per_rollout": 2, **dict.fromkeys(debug.TEMPLATES)
+    }  # fmt: skip
     for attribute, (known, needed, example) in debug.TEMPLATES.items():
         names = [f"{{{name}}}" for name in (*known, "epoch")]
         for count in range(len(names) + 1):
@@ -105,6 +107,26 @@ def test_templates_that_pass_can_be_filled_in():
     with_critic = {**nothing, "advantage_estimator": "ppo", "ci_save_grad_norm": "{rollout_id}_{step_id}.pt"}
     with pytest.raises(ArgumentError, match=r"no \{role\} in it, so every role would overwrite the last one"):
         debug.check_templates(Namespace(**with_critic))
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "batch", "steps", "template", "is_accepted"),
+    [
+        (1, 4, None, "norm.pt", True),
+        (1, None, 1, "norm.pt", True),
+        (1, 2, None, "norm.pt", False),
+        (1, None, 2, "norm.pt", False),
+        (2, 4, None, "norm.pt", False),
+        (2, 4, None, "{rollout_id}.pt", True),
+        (2, 2, None, "{rollout_id}.pt", False),
+    ],
+)
+def test_one_gradient_norm_needs_one_file(rollouts, batch, steps, template, is_accepted):
+    """A rollout is 4 x 1 samples, so a batch of 4 is one step."""
+    args = run_args(
+        num_rollout=rollouts, global_batch_size=batch, num_steps_per_rollout=steps, ci_save_grad_norm=template
+    )
+    assert accepted(debug.check_templates, args) == is_accepted
 
 
 def test_top_p_needs_engines_that_report_masks():
