@@ -1,23 +1,34 @@
 """Token ids and loss masks of multi-turn conversations: 1 on what the assistant wrote, 0 elsewhere.
 
 The conversation is rendered once, by the tokenizer's own chat template, and tokenized once; the assistant's turns are
-found in that text. So the ids are exactly those the model sees, whatever the template does to earlier turns. What the
-generation prompt already holds (the header, and the ``<think>`` of some templates) is not trained.
+found in that text. So the ids are exactly those the model sees, whatever the template does to earlier turns. Where a
+turn begins as the generation prompt does (the header, and the ``<think>`` of some templates), that part is not trained.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from slime.utils.turn_markers import TURN_END, TURN_START, with_markers, without_markers
 
 Messages = list[dict[str, Any]]
 
 ASSISTANT_HEADER = "<|im_start|>assistant\n"
-TURN_END = "<|im_end|>"
+DISTILL_HEADER = "<｜Assistant｜>"
 THINK = "<think>\n"
 QUESTION = {"role": "user", "content": "?"}
+
+
+class Turn(NamedTuple):
+    """Where a turn of the assistant is in a text: its header, what is trained of it, and its end."""
+
+    header: int
+    start: int
+    stop: int
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
@@ -29,7 +40,8 @@ class MultiTurnLossMaskGenerator:
     """Builds ids and masks with the chat template of ``tokenizer``.
 
     ``tokenizer_type`` is the family: ``qwen``, ``qwen3``, ``qwen3_5`` (ChatML turns) or ``distill_qwen`` (the last
-    message is the response, the others are the prompt). A message with ``step_loss_mask`` other than 1 is not trained.
+    message is the response, the others are the prompt), which ``qwen`` stands for where the template is that of
+    R1-Distill. A message with ``step_loss_mask`` other than 1 is not trained.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
@@ -47,6 +59,8 @@ class MultiTurnLossMaskGenerator:
 
     def get_loss_mask(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
         """Return token ids and loss mask, of equal length, of a whole conversation."""
+        if self.tokenizer_type == "qwen" and self._prompts_as_distilled:
+            return self.gen_multi_turn_loss_mask_distill_qwen(messages, tools)
         return self._build(messages, tools)
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
@@ -58,11 +72,10 @@ class MultiTurnLossMaskGenerator:
     ) -> tuple[list[int], list[int]]:
         """Mask the turns of a ChatML conversation (Qwen2, Qwen2.5), from after the generation prompt through their end.
 
-        Of every turn as many tokens are left out as the generation prompt has, also where a turn begins otherwise.
+        What a turn does not begin with is not left out of it: the ``<think>`` of the prompt is missing in turns whose
+        reasoning the template drops.
         """
-        text, spans = self._turns(messages, tools)
-        trained = self._trained_turns(messages)
-        return self._tokenize(text, [span for span, wanted in zip(spans, trained, strict=True) if wanted])
+        return self._tokenize(*self._turns(messages, tools), self._trained_turns(messages))
 
     def gen_multi_turn_loss_mask_qwen3(
         self, messages: Messages, tools: list[Any] | None = None
@@ -71,16 +84,7 @@ class MultiTurnLossMaskGenerator:
 
         So the reasoning of earlier turns stays and is trained, which Qwen3's template drops from a whole conversation.
         """
-        text, spans = self._turns(messages, tools)
-        said = [message for message in messages if message["role"] == "assistant"]
-        whole, kept, position = "", [], 0
-        for message, wanted, (start, stop) in zip(said, self._trained_turns(messages), spans, strict=True):
-            alone, ((begin, end),) = self._turns([QUESTION, message], None)
-            whole += text[position:start] + alone[begin:end]
-            if wanted:
-                kept.append((len(whole) - (end - begin), len(whole)))
-            position = stop
-        return self._tokenize(whole + text[position:], kept)
+        return self._tokenize(*self._turns_as_last(messages, tools), self._trained_turns(messages))
 
     def gen_multi_turn_loss_mask_qwen3_5(
         self, messages: Messages, tools: list[Any] | None = None
@@ -93,42 +97,46 @@ class MultiTurnLossMaskGenerator:
     ) -> tuple[list[int], list[int]]:
         """Mask the last message, verbatim, after the rendered prompt (R1-Distill templates would cut its thinking).
 
-        A ``<think>`` line that the prompt ends with is not repeated. Nothing is added at the end either.
+        A ``<think>`` line that the prompt ends with is not repeated. Nothing is added at the end either. Raises
+        ValueError when the last message is no text of the assistant.
         """
+        last = messages[-1] if messages else {}
+        answer = last.get("content")
+        beside = [key for key in ("tool_calls", "reasoning_content") if last.get(key)]
+        if last.get("role") != "assistant" or not isinstance(answer, str) or beside:
+            seen = f"{beside[0]} beside its content" if beside else f"content {answer!r:.80}"
+            raise ValueError(
+                "--loss-mask-type distill_qwen trains on the last message, verbatim: expected the assistant's, with "
+                f"all of it as text in its content, got role {last.get('role')!r} and {seen}"
+            )
         prompt = self.tokenizer.apply_chat_template(
             messages[:-1], tokenize=False, add_generation_prompt=True, tools=tools
         )
-        answer = messages[-1]["content"]
         prompt_ids = self._ids(prompt)
         response_ids = self._ids(answer.removeprefix(THINK) if prompt.endswith(THINK) else answer)
-        trained = int(messages[-1].get("step_loss_mask", 1) == 1)
+        trained = int(last.get("step_loss_mask", 1) == 1)
         return prompt_ids + response_ids, [0] * len(prompt_ids) + [trained] * len(response_ids)
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: Sequence[int], tools: list[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Mask ids that a processor made (with media tokens in them): the turns are found by their marker tokens."""
+        """Mask ids that a processor made of the conversation: the rendered turns are found in them one by one.
+
+        Media may have tokens of their own outside of the assistant's turns. Raises ValueError for a turn that is not in
+        the ids as the template renders it.
+        """
         ids = list(input_ids)
-        header, end = self._ids(ASSISTANT_HEADER), self._ids(TURN_END)
-        newline = self._ids("\n")
-        spans = []
-        position = 0
-        while (start := _find(ids, header, position)) >= 0:
-            start += len(header)
-            stop = _find(ids, end, start)
-            stop = len(ids) if stop < 0 else stop + len(end)
-            if ids[stop : stop + len(newline)] == newline:
-                stop += len(newline)
-            spans.append((start, stop))
-            position = stop
-        trained = self._trained_turns(messages)
-        if len(spans) != len(trained):
-            raise ValueError(f"found {len(spans)} assistant turns in the token ids, expected {len(trained)}")
-        mask = [0] * len(ids)
-        for (start, stop), wanted in zip(spans, trained, strict=True):
-            start += min(self._prompted_tokens, stop - start)
-            mask[start:stop] = [int(wanted)] * (stop - start)
-        return ids, mask
+        variants = [self._turns, self._turns_as_last] if self.tokenizer_type == "qwen3" else [self._turns]
+        wanted, marker = self._trained_turns(messages), self._ids(TURN_START)
+        for render in variants:
+            rendered, labels = self._labelled(*render(messages, tools))
+            if (mask := _moved(rendered, labels, ids, wanted, marker)) is not None:
+                return ids, mask
+        found, expected = len(_places(marker, ids)), len(_places(marker, rendered))
+        raise ValueError(
+            f"found {found} turns in the token ids, expected {expected}, those of the assistant as the chat template "
+            "renders them"
+        )
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
         """Return the decoded text of each unbroken stretch of trained tokens."""
@@ -145,65 +153,120 @@ class MultiTurnLossMaskGenerator:
     def _trained_turns(messages: Messages) -> list[bool]:
         return [m.get("step_loss_mask", 1) == 1 for m in messages if m["role"] == "assistant"]
 
-    def _turns(self, messages: Messages, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered conversation and where each turn of the assistant is in it, without its header."""
+    def _turns(self, messages: Messages, tools: list[Any] | None) -> tuple[str, list[Turn]]:
+        """Return the rendered conversation and the turns of the assistant in it."""
         plain = [{key: value for key, value in m.items() if key != "step_loss_mask"} for m in messages]
+        (plain, tools), written = without_markers((plain, tools))
         text = str(self.tokenizer.apply_chat_template(plain, tokenize=False, tools=tools))
-        spans = []
+        turns = []
         for header in re.finditer(re.escape(ASSISTANT_HEADER), text):
             end = text.find(TURN_END, header.end())
             stop = len(text) if end < 0 else end + len(TURN_END)
-            spans.append((header.end(), stop + text.startswith("\n", stop)))
-        expected = sum(message["role"] == "assistant" for message in messages)
-        if len(spans) != expected:
-            raise ValueError(
-                f"the rendered conversation has {len(spans)} turns that begin with {ASSISTANT_HEADER!r}, but "
-                f"{expected} assistant messages. Either the chat template is not ChatML (see --loss-mask-type) or "
-                "a message contains the marker itself."
+            turns.append(
+                Turn(header.start(), self._behind_prompt(text, header.end()), stop + text.startswith("\n", stop))
             )
-        return text, spans
+        expected = sum(message["role"] == "assistant" for message in messages)
+        if len(turns) != expected:
+            raise ValueError(
+                f"the rendered conversation has {len(turns)} turns that begin with {ASSISTANT_HEADER!r}, but "
+                f"{expected} assistant messages: the chat template is not ChatML, or leaves messages out (see "
+                "--loss-mask-type)"
+            )
+        if not written:
+            return text, turns
+        restored = functools.partial(with_markers, written)
+        return restored(text), [Turn(*(len(restored(text[:place])) for place in turn)) for turn in turns]
+
+    def _turns_as_last(self, messages: Messages, tools: list[Any] | None) -> tuple[str, list[Turn]]:
+        """The same with every turn as the template renders it behind a question, at the end."""
+        text, turns = self._turns(messages, tools)
+        said = (message for message in messages if message["role"] == "assistant")
+        whole, moved, position = "", [], 0
+        for message, turn in zip(said, turns, strict=True):
+            whole += text[position : turn.header]
+            alone, (last,) = self._turns([QUESTION, message], None)
+            moved.append(Turn(*(len(whole) + place - last.header for place in last)))
+            whole += alone[last.header : last.stop]
+            position = turn.stop
+        return whole + text[position:], moved
+
+    def _behind_prompt(self, text: str, start: int) -> int:
+        """Where what the generation prompt has behind its header ends in a turn that starts at ``start``.
+
+        A line that only begins like one of the prompt is the turn's own. A prompt that switches thinking off
+        (``<think>``, empty, ``</think>``) has the first line of a turn that thinks.
+        """
+        for line in self._prompted_lines:
+            if not text.startswith(line, start):
+                break
+            start += len(line)
+        return start
 
     @functools.cached_property
-    def _prompted_tokens(self) -> int:
-        """How many tokens the generation prompt has after the header of the assistant's turn."""
-        prompt = self.tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
-        _, header, more = str(prompt).rpartition(ASSISTANT_HEADER)
-        return len(self._ids(header + more)) - len(self._ids(header)) if header else 0
+    def _prompt(self) -> str:
+        return str(self.tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True))
+
+    @functools.cached_property
+    def _prompted_lines(self) -> list[str]:
+        _, header, more = self._prompt.rpartition(ASSISTANT_HEADER)
+        return more.splitlines(keepends=True) if header else []
+
+    @functools.cached_property
+    def _prompts_as_distilled(self) -> bool:
+        return DISTILL_HEADER in self._prompt and ASSISTANT_HEADER not in self._prompt
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _tokenize(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    def _tokenize(self, text: str, turns: list[Turn], wanted: list[bool]) -> tuple[list[int], list[int]]:
+        ids, labels = self._labelled(text, turns)
+        return ids, [_is_trained(label, wanted) for label in labels]
+
+    def _labelled(self, text: str, turns: list[Turn]) -> tuple[list[int], list[int]]:
+        """Return the ids and where each one belongs: 0 outside of turns, 2 n + 1 in the header of turn n and what else
+        the prompt has, 2 n + 2 in the rest of it."""
+        edges = [place for turn in turns for place in turn]
+        numbers = [0, *(label for n in range(len(turns)) for label in (2 * n + 1, 2 * n + 2, 0))]
         if not getattr(self.tokenizer, "is_fast", False):
-            return self._tokenize_pieces(text, spans)
+            # Without offsets: the text is cut at the turns, which begin and end at special tokens or line ends.
+            cut = [self._ids(text[a:b]) for a, b in itertools.pairwise([0, *edges, len(text)])]
+            return [i for part in cut for i in part], [n for n, part in zip(numbers, cut, strict=True) for _ in part]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, mask = list(encoded["input_ids"]), []
-        remaining = iter(spans)
-        start, stop = next(remaining, (len(text), len(text)))
-        prompted = self._prompted_tokens
+        labels, passed = [], 0
         for begin, _ in encoded["offset_mapping"]:
-            while begin >= stop and stop < len(text):
-                start, stop = next(remaining, (len(text), len(text)))
-                prompted = self._prompted_tokens
-            inside = start <= begin < stop
-            mask.append(int(inside and prompted <= 0))
-            prompted -= inside
-        return ids, mask
-
-    def _tokenize_pieces(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        """Without offsets: cut the text at the turns, which begin and end at special tokens or line ends."""
-        ids: list[int] = []
-        mask: list[int] = []
-        position = 0
-        for start, stop in [*spans, (len(text), len(text))]:
-            before, turn = self._ids(text[position:start]), self._ids(text[start:stop])
-            prompted = min(self._prompted_tokens, len(turn))
-            ids += before + turn
-            mask += [0] * (len(before) + prompted) + [1] * (len(turn) - prompted)
-            position = stop
-        return ids, mask
+            while passed < len(edges) and begin >= edges[passed]:
+                passed += 1
+            labels.append(numbers[passed])
+        return list(encoded["input_ids"]), labels
 
 
-def _find(ids: list[int], pattern: list[int], start: int) -> int:
+def _is_trained(label: int, wanted: Sequence[bool]) -> int:
+    return int(label > 0 and label % 2 == 0 and wanted[label // 2 - 1])
+
+
+def _moved(
+    rendered: list[int], labels: list[int], ids: list[int], wanted: list[bool], marker: list[int]
+) -> list[int] | None:
+    """Return the mask of ``ids``, in which the labelled turns of ``rendered`` are; None where they are not.
+
+    The nth ``marker``, with which turns of all roles begin, is the same in both.
+    """
+    there, here = _places(marker, rendered), _places(marker, ids)
+    if len(there) != len(here):
+        return None
+    place_in_ids = dict(zip(there, here, strict=True))
+    mask = [0] * len(ids)
+    for turn, places in itertools.groupby(range(len(labels)), key=lambda place: (labels[place] + 1) // 2):
+        start, *more = places
+        if turn == 0:
+            continue
+        place, stop = place_in_ids[start], start + 1 + len(more)
+        if ids[place : place + stop - start] != rendered[start:stop]:
+            return None
+        mask[place : place + stop - start] = [_is_trained(label, wanted) for label in labels[start:stop]]
+    return mask
+
+
+def _places(pattern: list[int], ids: list[int]) -> list[int]:
     width = len(pattern)
-    return next((i for i in range(start, len(ids) - width + 1) if ids[i : i + width] == pattern), -1)
+    return [i for i, first in enumerate(ids) if first == pattern[0] and ids[i : i + width] == pattern]

@@ -13,7 +13,10 @@ from tools.tiny_model import make_tokenizer
 
 CONTENT = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=12)
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": CONTENT},
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+        "content": CONTENT | CONTENT.map("<think>\n".__add__),
+    },
     optional={"step_loss_mask": st.sampled_from([0, 1, 2])},
 )
 
@@ -32,10 +35,10 @@ def tokenizer(tmp_path_factory):
     return loaded
 
 
-def by_message(tokenizer, messages, prompted=0):
+def by_message(tokenizer, messages, prompted=""):
     """The slow way: a byte is a token, markers are tokens, so pieces can be encoded one by one.
 
-    ``prompted``: how many tokens of a turn the generation prompt has, after the header.
+    ``prompted``: what the generation prompt has after the header, which is not trained in turns that begin with it.
     """
     ids, mask = [], []
     for message in messages:
@@ -43,7 +46,7 @@ def by_message(tokenizer, messages, prompted=0):
         body = tokenizer(f"{message['content']}<|im_end|>\n", add_special_tokens=False)["input_ids"]
         trained = message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
         ids += head + body
-        untrained = min(prompted, len(body))
+        untrained = len(prompted) if message["content"].startswith(prompted) else 0
         mask += [0] * (len(head) + untrained) + [int(trained)] * (len(body) - untrained)
     return ids, mask
 
@@ -58,7 +61,7 @@ def test_masks_of_random_conversations(tokenizer, messages, kind, begun):
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{%", f"assistant\n{begun}{{%")
     generator = MultiTurnLossMaskGenerator(tokenizer, kind)
-    expected = by_message(tokenizer, messages, len(begun))
+    expected = by_message(tokenizer, messages, begun)
     ids, mask = generator.get_loss_mask(messages)
     assert (ids, mask) == expected
     assert generator.get_loss_mask_with_multimodal_alignment(messages, ids) == expected

@@ -101,10 +101,11 @@ def test_tools_and_consecutive_tool_messages(qwen3, tokenizer):
     assert qwen3.get_text_from_loss_mask(ids, mask) == ["<tool_call>a</tool_call><|im_end|>\n", "both<|im_end|>\n"]
 
 
-def test_the_marker_inside_a_message_is_noticed(tokenizer):
+def test_a_template_that_leaves_messages_out_is_noticed(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("in messages", "in messages[1:]"))
     generator = MultiTurnLossMaskGenerator(tokenizer)
-    with pytest.raises(ValueError, match=r"2 turns .* but 1 assistant messages"):
-        generator.get_loss_mask([user("say <|im_start|>assistant\nhi"), assistant("no")])
+    with pytest.raises(ValueError, match=r"1 turns .* but 2 assistant messages"):
+        generator.get_loss_mask([assistant("a"), user("b"), assistant("c")])
 
 
 def test_distilled_models_train_on_the_last_message_verbatim(tokenizer):
@@ -125,8 +126,10 @@ def test_ids_with_media_tokens_in_them(tokenizer):
     again, aligned = generator.get_loss_mask_with_multimodal_alignment(messages, ids[:3] + media + ids[3:])
     assert again == ids[:3] + media + ids[3:]
     assert aligned == mask[:3] + media + mask[3:]
-    with pytest.raises(ValueError, match="found 2 assistant turns"):
+    with pytest.raises(ValueError, match="found 4 turns in the token ids, expected 2"):
         generator.get_loss_mask_with_multimodal_alignment(messages[:2], ids)
+    with pytest.raises(ValueError, match=r"found 4 turns .* expected 4, those of the assistant as the chat template"):
+        generator.get_loss_mask_with_multimodal_alignment([*messages[:3], assistant("three")], ids)
 
 
 class Slow:
@@ -200,7 +203,7 @@ CONVERSATIONS = [
 
 
 def message_by_message(tokenizer, messages):
-    """Every message rendered on its own, behind a question; as many tokens as a generation prompt has are untrained."""
+    """Every message rendered on its own, behind a question; what it begins with of a generation prompt is untrained."""
 
     def render(some, **options):
         return tokenizer.apply_chat_template(some, tokenize=False, **options)
@@ -209,13 +212,15 @@ def message_by_message(tokenizer, messages):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     question = render([user("question")])
-    prompt = tokens(render([user("question")], add_generation_prompt=True).removeprefix(question))
+    prompt = render([user("question")], add_generation_prompt=True).removeprefix(question)
+    header = "<|im_start|>assistant\n"
     ids, mask = [], []
     for number, message in enumerate(messages):
         alone = render([message]) if number == 0 else render([user("question"), message]).removeprefix(question)
         new = tokens(alone)
         trained = int(message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1)
-        untrained = min(len(prompt), len(new)) if trained else len(new)
+        begun = prompt if alone.startswith(prompt) else header
+        untrained = len(tokens(begun)) if trained else len(new)
         ids += new
         mask += [0] * untrained + [1] * (len(new) - untrained)
     return ids, mask
