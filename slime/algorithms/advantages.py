@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from slime.algorithms.trained_tokens import TrainedTokens
+
 Rewards = Sequence[float] | Tensor
 
 
@@ -33,30 +35,31 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Return discounted returns ``G_t = sum_k gamma^k r_{t+k}`` (REINFORCE++, arXiv:2501.03262).
+    """Return discounted returns ``G_t = sum_k gamma^k r_{t+k}`` over trained tokens (REINFORCE++, arXiv:2501.03262).
 
-    ``r_t = -kl_coef * kl_t * mask_t``, plus the sample's reward at its last unmasked token. Raises ValueError for a
-    sample without unmasked token (nothing carries its reward; an AssertionError too, as in slime <= 0.3.1) and for
-    tensors that do not cover the whole response.
+    ``r_t = -kl_coef * kl_t``, plus the sample's reward at its last trained token; 0 at the tokens that are not trained.
+    Raises ValueError for a sample without a trained token (nothing carries its reward; an AssertionError too, as in
+    slime <= 0.3.1) and for tensors that do not cover the whole response.
     """
     del total_lengths  # part of the signature known to callers; whole responses need no offsets
-    returns = []
+    if not len(loss_masks):
+        return []
+    trained = TrainedTokens(loss_masks)
     for i, (reward, kl_i, mask) in enumerate(zip(rewards, kl, loss_masks, strict=True)):
         if kl_i.size(0) != response_lengths[i] or mask.size(0) != response_lengths[i]:
             raise ValueError(
                 f"sample {i}: kl has {kl_i.size(0)} and the loss mask {mask.size(0)} entries for {response_lengths[i]} "
                 "response tokens; gather context-parallel slices first"
             )
-        trained = mask.nonzero()
-        if not trained.numel():
+        if not trained.lengths[i]:
             raise FullyMaskedSampleError(
                 f"sample {i} is fully masked: reinforce_plus_plus has no token to put its reward {float(reward)} on; "
                 "drop such samples in a filter"
             )
-        token_rewards = -kl_coef * kl_i * mask
-        token_rewards[trained[-1]] += float(reward)
-        returns.append(discounted_suffix_sums(token_rewards, gamma))
-    return returns
+    per_token = zip(rewards, trained.close_up(kl), strict=True)
+    return trained.spread(
+        [discounted_suffix_sums(token_rewards(float(reward), kl_i, kl_coef), gamma) for reward, kl_i in per_token]
+    )
 
 
 def get_reinforce_plus_plus_baseline_advantages(
@@ -158,8 +161,9 @@ def get_advantages_and_returns_batch(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return per-sample (advantages, returns) from per-sample values and token rewards, all [response_length_i].
 
-    Whole responses: under context parallelism gather them first and slice the result. Raises ValueError for a length
-    that differs from ``response_lengths``.
+    Whole responses: under context parallelism gather them first and slice the result. Every token is taken for an
+    action; where a response has others, close it up before and spread the result (``TrainedTokens``). Raises ValueError
+    for a length that differs from ``response_lengths``.
     """
     del total_lengths  # part of the signature known to callers; whole responses need no offsets
     if not response_lengths:
@@ -181,9 +185,9 @@ def get_advantages_and_returns_batch(
 
 
 def token_rewards(reward: float, kl: Tensor, kl_coef: float) -> Tensor:
-    """Return per-token rewards [T] of PPO: ``-kl_coef * kl_t``, plus the sample's reward at the last response token.
+    """Return the rewards [T] of a response's trained tokens: ``-kl_coef * kl_t``, plus the sample's reward at the last.
 
-    ``kl`` [T] covers the whole response; an empty response has no token to carry the reward.
+    ``kl`` [T] is that of the trained tokens; without any, nothing carries the reward.
     """
     rewards = -kl_coef * kl
     if rewards.numel():

@@ -81,13 +81,15 @@ def compute_opsm_mask(
     """Return (mask [sum of local lengths], scalar metric): off-policy sequence masking (DeepSeek-V3.2).
 
     The mask is 0 for tokens with ``A < 0`` of a sequence that drifted, ``sequence_kl > args.opsm_delta``, else 1. The
-    metric sums over sequences the masked tokens over the trained ones. full_* and loss_masks: whole responses;
-    advantages: local tokens.
+    metric sums over sequences the share of their trained tokens that are masked. full_* and loss_masks: whole
+    responses; advantages: local tokens, of which those that are trained are not known where they are a part: their
+    share of all tokens is taken.
     """
     keep, metric = [], torch.zeros((), device=advantages[0].device)
     for new, old, advantage, mask in zip(full_log_probs, full_old_log_probs, advantages, loss_masks, strict=True):
         dropped = ((advantage < 0) & (sequence_kl(new, old, mask) > args.opsm_delta)).float()
-        metric = metric + dropped.sum() / mask.sum().clamp_min(1)
+        whole = dropped.shape == mask.shape
+        metric = metric + ((dropped * mask).sum() / mask.sum().clamp_min(1) if whole else dropped.sum() / mask.numel())
         keep.append(1 - dropped)
     return torch.cat(keep), metric
 

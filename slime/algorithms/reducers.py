@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slime.algorithms.trained_tokens import where_trained
+
 Reducer = Callable[[Tensor], Tensor]
 """Per-token values [R] of all samples of a micro-batch, one after the other -> scalar."""
 
@@ -78,15 +80,15 @@ def make_reducer(
 
 
 def num_trained_tokens(loss_masks: Sequence[Tensor]) -> Tensor:
-    """Return the normalizer of the per-token loss, ``sum_i max(sum_t mask_it, 1)``, an int64 scalar tensor."""
-    return torch.stack([mask.sum().clamp_min(1) for mask in loss_masks]).sum().long()
+    """Return the normalizer of the per-token loss, ``sum_i sum_t mask_it``, an int64 scalar tensor."""
+    return torch.stack([mask.sum() for mask in loss_masks]).sum().long()
 
 
 def _weighted_sum(mask: Tensor, denominators: Tensor | float | None) -> Reducer:
     def reduce(values: Tensor) -> Tensor:
         if values.shape != mask.shape:
             raise ValueError(f"expected one value per token {tuple(mask.shape)}, got {tuple(values.shape)}")
-        weighted = values * mask
+        weighted = where_trained(mask, values) * mask
         return (weighted if denominators is None else weighted / denominators).sum()
 
     return reduce

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms.trained_tokens import where_trained
+
 
 def masked_whiten(
     values: Tensor,
@@ -24,12 +26,12 @@ def masked_whiten(
     Raises ValueError when the mask of the whole group is empty, on every rank alike.
     """
     wide, weights = values.double(), mask.double()
-    total = _sum_over(torch.stack([(wide * weights).sum(), weights.sum()]), group)
+    total = _sum_over(torch.stack([(where_trained(mask, wide) * weights).sum(), weights.sum()]), group)
     count = float(total[1])
     if count <= 0:
         raise ValueError("advantages cannot be normalized: every response token of the step is masked, on all ranks")
     mean = total[0] / count
-    squares = _sum_over(((wide - mean).square() * weights).sum(), group)
+    squares = _sum_over((where_trained(mask, wide - mean).square() * weights).sum(), group)
     variance = squares / max(count - 1, 1)
     whitened = (wide - mean) * torch.rsqrt(variance + epsilon)
     return (whitened if shift_mean else whitened + mean).to(values.dtype)

@@ -106,24 +106,24 @@ def test_values_losses_and_gradients_are_those_of_plain_torch(alone: Any, checkp
 
 
 def test_advantages_of_the_actor_are_gae_of_the_critics_values(layouts: Any, checkpoint: str) -> None:
-    """The KL penalty of every token and the reward at the last one, through GAE with the critic's values."""
+    """The KL penalty of every trained token and the reward at the last, through GAE with the critic's values."""
     ranks, args, data = layouts["1 process"], ppo_args(checkpoint), make_train_data(seed=1)
     values, kl = captured(ranks, 1, "values"), captured(ranks, 1, "kl")
     returns, advantages = captured(ranks, 1, "returns"), captured(ranks, 1, "advantages")
     assert max(float(k.abs().max()) for k in kl.values()) > 1e-3
     expected = {}
     for i, index in enumerate(data["sample_indices"]):
-        rewards = (-0.1 * kl[index].double()).tolist()
+        trained = torch.tensor(data["loss_masks"][i]) > 0
+        rewards = (-0.1 * kl[index][trained].double()).tolist()
         rewards[-1] += data["rewards"][i]
-        expected[index] = [
-            torch.tensor(x) for x in plain_ppo.gae(rewards, values[index].tolist(), args.gamma, args.lambd)
-        ]
-        torch.testing.assert_close(returns[index], expected[index][1], rtol=1e-5, atol=1e-5)
-    masks = [torch.tensor(mask) for mask in data["loss_masks"]]
-    trained = torch.cat([expected[i][0][mask > 0] for i, mask in zip(data["sample_indices"], masks, strict=True)])
-    for index, advantage in advantages.items():  # whitened
-        whitened = (expected[index][0] - trained.mean()) / (trained.var() + 1e-8).sqrt()
-        torch.testing.assert_close(advantage, whitened, rtol=1e-4, atol=1e-5)
+        found = plain_ppo.gae(rewards, values[index][trained].tolist(), args.gamma, args.lambd)
+        expected[index] = torch.tensor(found[0])
+        torch.testing.assert_close(returns[index][trained], torch.tensor(found[1]), rtol=1e-5, atol=1e-5)
+    everything = torch.cat([*expected.values()])
+    for i, index in enumerate(data["sample_indices"]):  # whitened
+        whitened = (expected[index] - everything.mean()) / (everything.var() + 1e-8).sqrt()
+        trained = torch.tensor(data["loss_masks"][i]) > 0
+        torch.testing.assert_close(advantages[index][trained], whitened, rtol=1e-4, atol=1e-5)
 
 
 # Layouts

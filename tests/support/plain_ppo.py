@@ -22,7 +22,7 @@ def values_of(model: torch.nn.Module, head: tuple[Tensor, Tensor], tokens: list[
 
 
 def gae(rewards: list[float], values: list[float], gamma: float, lambd: float) -> tuple[list[float], list[float]]:
-    """Return (advantages, returns): A_t = sum_k (gamma lambda)^k delta_(t+k), each sum by itself."""
+    """Return (advantages, returns) of the actions: A_t = sum_k (gamma lambda)^k delta_(t+k), each sum by itself."""
     length = len(values)
     deltas = [rewards[t] + gamma * (values[t + 1] if t + 1 < length else 0.0) - values[t] for t in range(length)]
     advantages = [sum((gamma * lambd) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
@@ -40,8 +40,11 @@ def train_critic(
         old = [values_of(model, (weight, bias), data["tokens"][i], data["response_lengths"][i]) for i in range(count)]
     returns = []
     for i in range(count):
-        rewards = [0.0] * (data["response_lengths"][i] - 1) + [data["rewards"][i]]
-        returns.append(torch.tensor(gae(rewards, old[i].double().tolist(), args.gamma, args.lambd)[1]))
+        trained = [t for t, on in enumerate(data["loss_masks"][i]) if on]
+        rewards = [0.0] * (len(trained) - 1) + [data["rewards"][i]]
+        found = torch.zeros(data["response_lengths"][i])
+        found[trained] = torch.tensor(gae(rewards, old[i].double()[trained].tolist(), args.gamma, args.lambd)[1])
+        returns.append(found)
     steps = []
     for start in range(0, count, batch):
         loss = clipped = torch.zeros(())

@@ -174,8 +174,8 @@ class Balancing:
             dist.all_reduce(counts, group=dp.group)
         tokens, samples = counts.tolist()
         total = len(micro_batches) * dp.size
-        # Per token, gradients are divided by the tokens, which every context-parallel rank counts in full.
-        return _Step(total, samples, scale=cp.size * tokens / total if self._per_token else 1.0)
+        # Per token, gradients are divided by the tokens, if there are any, which every context-parallel rank counts.
+        return _Step(total, samples, scale=cp.size * max(tokens, 1) / total if self._per_token else 1.0)
 
     def _with_bias(self) -> list[Any]:
         return [router for router in self._routers.values() if router.expert_bias is not None]

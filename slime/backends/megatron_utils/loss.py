@@ -28,6 +28,7 @@ from slime.algorithms.advantages import (
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.reducers import num_trained_tokens
 from slime.algorithms.rewards import leave_one_out
+from slime.algorithms.trained_tokens import TrainedTokens, finite_elsewhere
 from slime.algorithms.whitening import masked_whiten
 from slime.backends.megatron_utils.cp_utils import (
     Reducer,
@@ -70,11 +71,14 @@ class LossReport(TypedDict):
     """What is known of a micro-batch after its loss.
 
     keys: names of the metrics. values: float32 [1 + keys], the token count and then the metrics, reduced as the loss.
+    weight: what the tokens weigh together in that reduction, a float32 scalar: those of a whole step are as many as the
+    trajectories that have a trained token, or as the trained tokens.
     finite: bool, whether the loss is. finite_samples: bool [samples], and mismatch: [samples, 5], where known.
     """
 
     keys: list[str]
     values: Tensor
+    weight: Tensor
     finite: Tensor
     finite_samples: Tensor | None
     mismatch: Tensor | None
@@ -154,6 +158,7 @@ def loss_function(
     report: LossReport = {
         "keys": list(metrics),
         "values": torch.stack([torch.as_tensor(v, device=logits.device).detach().float().reshape(()) for v in values]),
+        "weight": reduce(torch.ones_like(_slice_cp(batch, masks).values, dtype=torch.float32)),
         "finite": torch.isfinite(loss.detach()).all(),  # metrics need not be: a mean over nothing, say
         "finite_samples": batch.finite_samples,
         "mismatch": mismatch,
@@ -182,9 +187,9 @@ def add_distillation(args: Namespace, data: RolloutData) -> None:
         )
     if data.get(student) is None:
         raise ValueError(f"--use-opd needs the student's {student}, which the samples and passes do not have")
-    data["advantages"], data["opd_reverse_kl"] = distill(
-        data["advantages"], data[student], data["teacher_log_probs"], args.opd_kl_coef
-    )
+    found = distill(data["advantages"], data[student], data["teacher_log_probs"], args.opd_kl_coef)
+    masks = _slice_cp(data, data["loss_masks"])
+    data["advantages"], data["opd_reverse_kl"] = (finite_elsewhere(masks, column) for column in found)
 
 
 Column = list[Tensor]
@@ -227,16 +232,16 @@ def _kl(args: Namespace, data: dict) -> Column:
         if data.get(key) is None:
             raise ValueError(f"--kl-coef {args.kl_coef} needs {key}, which the samples and passes do not have")
     pairs = zip(data[policy], data["ref_log_probs"], strict=True)
-    return [compute_approx_kl(log_probs, ref, args.kl_loss_type) for log_probs, ref in pairs]
+    kl = [compute_approx_kl(log_probs, ref, args.kl_loss_type) for log_probs, ref in pairs]
+    return finite_elsewhere(masks, kl)
 
 
 def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
-    """Return (advantages, returns). Estimators that look along the response see it whole, whatever the CP layout."""
+    """Return (advantages, returns).
+
+    Estimators that look along the response see the trained tokens of all of it, whatever the CP layout.
+    """
     rewards, kl, estimator = data["rewards"], data["kl"], args.advantage_estimator
-    if args.kl_coef != 0 and estimator != "ppo":  # which counts the KL of every token
-        # Where nothing is trained it may be infinite, and infinity times a mask of 0 is NaN.
-        pairs = zip(_slice_cp(data, data["loss_masks"]), kl, strict=True)
-        kl = [torch.where((mask != 0) | values.isfinite(), values, 0) for mask, values in pairs]
     if estimator in ("grpo", "gspo", "cispo"):
         returns = get_grpo_returns(rewards, kl)
         return [values.clone() for values in returns], returns
@@ -253,17 +258,14 @@ def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
     if estimator == "ppo":
         if "values" not in data:
             raise ValueError("--advantage-estimator ppo needs the critic's values")
-        kls = _gather_cp(data, kl)
+        trained = TrainedTokens(data["loss_masks"])
+        kls, values = (trained.close_up(_gather_cp(data, column)) for column in (kl, data["values"]))
         per_token = [token_rewards(reward, k, args.kl_coef) for reward, k in zip(rewards, kls, strict=True)]
-        advantages, returns = get_advantages_and_returns_batch(
-            data["total_lengths"],
-            data["response_lengths"],
-            _gather_cp(data, data["values"]),
-            per_token,
-            args.gamma,
-            args.lambd,
+        found = get_advantages_and_returns_batch(
+            data["total_lengths"], trained.lengths, values, per_token, args.gamma, args.lambd
         )
-        return list(_slice_cp(data, advantages)), list(_slice_cp(data, returns))
+        advantages, returns = (list(_slice_cp(data, trained.spread(column))) for column in found)
+        return advantages, returns
     raise ValueError(f"--advantage-estimator {estimator} is unknown")
 
 

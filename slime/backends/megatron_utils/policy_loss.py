@@ -13,6 +13,7 @@ from torch import Tensor
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
 from slime.algorithms.reducers import constant_length, turn_mean
+from slime.algorithms.trained_tokens import where_trained
 from slime.backends.megatron_utils.cp_utils import (
     Reducer,
     all_gather_samples_with_cp,
@@ -65,7 +66,9 @@ def policy_loss_function(
     note_finite_samples(batch, log_probs.current, log_probs.old, batch["advantages"])
     if isinstance(batch, LossBatch):
         batch.trainer_log_probs = log_probs.trainer  # for the mismatch meter
-    current, advantages = flat(log_probs.current), flat(batch["advantages"])
+    current = flat(log_probs.current)
+    trained = _local_masks(batch, batch["loss_masks"]).values
+    advantages = where_trained(trained, flat(batch["advantages"]))
 
     ppo_kl = _ppo_kl(args, batch, log_probs)
     if args.advantage_estimator == "cispo":
@@ -75,7 +78,8 @@ def policy_loss_function(
         pg_loss, pg_clipfrac = compute_policy_loss(ppo_kl, advantages, args.eps_clip, args.eps_clip_high, clip_c)
     metrics: dict[str, Tensor] = {}
     if args.use_opsm:
-        pg_loss, metrics["opsm_clipfrac"] = _mask_off_policy_sequences(args, batch, log_probs, pg_loss)
+        keep = _off_policy_sequences(args, batch, log_probs)
+        pg_loss, metrics["opsm_clipfrac"] = pg_loss * keep, sum_of_sample_mean(1 - keep)
 
     reduce, masks = sum_of_sample_mean, batch["loss_masks"]
     if args.use_tis or args.get_mismatch_metrics:
@@ -153,18 +157,16 @@ def _ppo_kl(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tens
     )
 
 
-def _mask_off_policy_sequences(
-    args: Namespace, batch: dict[str, Any], log_probs: LogProbs, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
-    """OPSM: zero the loss of sequences with A < 0 whose mean(old - current) exceeds ``opsm_delta``."""
-    mask, clip_fraction = compute_opsm_mask(
+def _off_policy_sequences(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
+    """OPSM: 0 for tokens with A < 0 of sequences whose mean(old - current) exceeds ``opsm_delta``, else 1."""
+    keep, _ = compute_opsm_mask(
         args=args,
         full_log_probs=_whole(batch, log_probs.current),
         full_old_log_probs=_whole(batch, log_probs.old),
         advantages=batch["advantages"],
         loss_masks=batch["loss_masks"],
     )
-    return pg_loss * mask, clip_fraction
+    return keep
 
 
 def _correct_importance(

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from slime.algorithms.trained_tokens import where_trained
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, slice_samples_with_cp
 from slime.backends.megatron_utils.data import RolloutData, num_samples, per_sample_columns, sample_index
 from slime.backends.megatron_utils.parallel import (
@@ -47,10 +48,10 @@ FORWARD_PASSES = {
 def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
     """Return the mean of every numeric per-sample column over all DP x CP ranks (collective on the last stage).
 
-    Columns with a value per response token use the masked rollout mean of the loss; scalars, and tensors of any other
-    length (columns of the user's own), a plain mean.
+    Columns with a value per response token use the masked mean of the loss, over the trajectories that have a trained
+    token. Of rewards every trajectory has one, the mean of its samples'. Other scalars, and tensors of any other length
+    (columns of the user's own), have a plain mean.
     """
-    num_rollouts = sum(int(size) for size in data["global_batch_sizes"])
     reduce_tokens = get_sum_of_sample_mean(
         data["total_lengths"],
         data["response_lengths"],
@@ -60,7 +61,9 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
     masks = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
     sizes = [mask.shape for mask in masks]
     device = data["loss_masks"][0].device
+    weight = float(reduce_tokens(torch.ones(sum(size.numel() for size in sizes), device=device)))
     local: dict[str, tuple[float | None, float, int]] = {}  # reduced as in the loss, or None; plain sum; how many
+    of_trajectories: dict[str, TrajectorySums] = {}
     first_of_cp = context_parallel().rank == 0
     for name, column in per_sample_columns(data).items():
         if name in _NOT_METRICS or column is None or not len(column):
@@ -70,18 +73,47 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
             reduced = float(reduce_tokens(values)) if [value.shape for value in column] == sizes else None
             local[name] = (reduced, float(values.sum()), values.numel())
         elif all(isinstance(v, Real) or (torch.is_tensor(v) and v.dim() == 0) for v in column):
-            total = math.fsum(float(value) for value in column)
-            local[name.removeprefix("local_")] = (None, total, num_samples(data)) if first_of_cp else (None, 0.0, 0)
-    gathered = all_gather_objects(local)
+            name, numbers = name.removeprefix("local_"), [float(value) for value in column]
+            if name in _REWARDS:
+                of_trajectories[name] = _by_trajectory(data, numbers) if first_of_cp else {}
+            else:
+                local[name] = (None, math.fsum(numbers), num_samples(data)) if first_of_cp else (None, 0.0, 0)
+    gathered = all_gather_objects((weight, local, of_trajectories))
+    trained = math.fsum(part for part, _, _ in gathered) or 1.0
     means = {}
-    for name in sorted({name for part in gathered for name in part}):
-        parts = [part[name] for part in gathered if name in part]
+    for name in sorted({name for _, part, _ in gathered for name in part}):
+        parts = [part[name] for _, part, _ in gathered if name in part]
         sums = [part[0] for part in parts if part[0] is not None]
         if len(sums) == len(parts):
-            means[name] = math.fsum(sums) / max(num_rollouts, 1)
+            means[name] = math.fsum(sums) / trained
         else:
             means[name] = math.fsum(part[1] for part in parts) / max(sum(part[2] for part in parts), 1)
+    for name in sorted({name for _, _, part in gathered for name in part}):
+        means[name] = _mean_of_trajectories([part[name] for _, _, part in gathered if name in part])
     return means
+
+
+_REWARDS = ("rewards", "raw_reward")
+TrajectorySums = dict[Hashable, tuple[float, int]]
+
+
+def _by_trajectory(data: RolloutData, values: Sequence[float]) -> TrajectorySums:
+    """Return sum and number of the values of this rank's samples by trajectory."""
+    alone = [(data_parallel().rank, position) for position in range(len(values))]
+    found: TrajectorySums = {}
+    for rollout_id, value in zip(data.get("rollout_ids") or alone, values, strict=True):
+        total, count = found.get(rollout_id, (0.0, 0))
+        found[rollout_id] = (total + value, count + 1)
+    return found
+
+
+def _mean_of_trajectories(parts: Sequence[TrajectorySums]) -> float:
+    """Return the mean over trajectories of the mean over their samples, on whatever ranks those are."""
+    sums: TrajectorySums = {}
+    for rollout_id, (value, number) in (row for part in parts for row in part.items()):
+        total, count = sums.get(rollout_id, (0.0, 0))
+        sums[rollout_id] = (total + value, count + number)
+    return math.fsum(total / count for total, count in sums.values()) / max(len(sums), 1)
 
 
 def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> dict[str, float]:
@@ -91,11 +123,16 @@ def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> 
     """
     if not is_last_stage():
         return {}
-    means = {**rollout_means(args, data), **correct_sample_means(args, data, all_gather_objects)}
-    metrics = {f"rollout/{name}": value for name, value in means.items()}
+    metrics = train_data_metrics(args, data)
     if is_main_rank():
         log(args, {**metrics, "rollout/step": rollout_step(args, rollout_id)}, "rollout/step")
     return metrics
+
+
+def train_data_metrics(args: Namespace, data: RolloutData) -> dict[str, float]:
+    """Return ``rollout/*`` of the columns that are trained on (collective over DP x CP on the last stage)."""
+    means = {**rollout_means(args, data), **correct_sample_means(args, data, all_gather_objects)}
+    return {f"rollout/{name}": value for name, value in means.items()}
 
 
 def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, float]], prefix: str = "") -> None:
@@ -158,7 +195,8 @@ def correct_sample_means(
 
     ``correct_response_lengths``; ``correct_length/p25`` to ``/p100``: the share of them whose response fills up to a
     quarter, half, ... of ``--rollout-max-response-len``, each quarter for itself; ``correct_entropy``: mean of minus
-    the log-prob over trained tokens, an estimate of the entropy, from the trainer's log-probs or else the engine's.
+    the log-prob over the trained tokens of samples that have any, an estimate of the entropy, from the trainer's
+    log-probs or else the engine's.
     ``all_gather`` collects over DP x CP.
     """
     raw = data.get("local_raw_reward")
@@ -169,12 +207,16 @@ def correct_sample_means(
     if context_parallel().rank == 0:
         lengths = [int(data["response_lengths"][i]) for i in correct]
         local["count"] = float(len(correct))
+        local["trained"] = float(sum(bool(data["loss_masks"][i].any()) for i in correct))
         local["correct_response_lengths"] = float(sum(lengths))
         local.update(_quarters(args.rollout_max_response_len, lengths))
     parts = all_gather(local)
     sums = {name: math.fsum(part.get(name, 0.0) for part in parts) for part in parts for name in part}
     count = sums.pop("count", 0.0)
-    return {name: value / count for name, value in sums.items()} if count else {}
+    counts = {"correct_entropy": sums.pop("trained", 0.0) or 1.0}
+    if not count:
+        return {}
+    return {name: value / counts.get(name, count) for name, value in sums.items()}
 
 
 def _log_probs(data: RolloutData) -> Sequence[torch.Tensor] | None:
@@ -188,7 +230,7 @@ def _surprise(data: RolloutData, correct: list[int]) -> float:
     assert log_probs is not None
     local = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
     for i in correct:
-        total -= float((log_probs[i] * local[i]).sum() / data["loss_masks"][i].sum().clamp_min(1))
+        total -= float(where_trained(local[i], log_probs[i]).sum() / data["loss_masks"][i].sum().clamp_min(1))
     return total
 
 

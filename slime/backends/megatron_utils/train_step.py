@@ -21,7 +21,6 @@ from slime.backends.megatron_utils.mismatch import MismatchMeter
 from slime.backends.megatron_utils.mtp_loss import needs_shared_embedding
 from slime.backends.megatron_utils.parallel import (
     all_gather_objects,
-    context_parallel,
     gather_from_world,
     is_last_stage,
     pipeline_parallel,
@@ -270,25 +269,26 @@ def _non_finite_error(
     )
 
 
-def _reduce_reports(args: Namespace, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:
-    """Sum the micro-batches' reports over DP x CP (collective) and normalize as the loss is.
+_MINIMIZED = ("loss", "pg_loss", "value_loss")
 
-    Metrics are summed by name. A name that a micro-batch or a rank does not report, as that of a term of a user's loss
-    that none of its samples needed, adds nothing to the sum; the divisor is that of the loss all the same.
+
+def _reduce_reports(args: Namespace, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:
+    """Sum the micro-batches' reports over DP x CP (collective) and divide by what was summed.
+
+    That is the weight of the tokens that are trained: their number, or that of the trajectories that have any. What is
+    minimized is divided as the gradient is, also by trajectories that train nothing. Metrics are summed by name. A name
+    that a micro-batch or a rank does not report, as that of a term of a user's loss that none of its samples needed,
+    adds nothing to the sum; the divisor is that of the others all the same.
     """
-    counts: list[float] = []
     sums: dict[str, list[float]] = {}
-    flat = iter(torch.cat([report["values"] for report in reports]).tolist())
+    weights = torch.stack([report["weight"] for report in reports]).tolist()
+    flat = iter(torch.cat([report["values"][1:] for report in reports]).tolist())
     for report in reports:
-        counts.append(next(flat))
         for name in report["keys"]:
             sums.setdefault(name, []).append(next(flat))
-    parts = all_gather_objects((sum(counts), {name: sum(values) for name, values in sums.items()}))
+    parts = all_gather_objects((sum(weights), {name: sum(values) for name, values in sums.items()}))
     names = list(dict.fromkeys(name for _, part in parts for name in part))
-    # Every CP rank counts all tokens of its samples, but holds only its part of the sums.
-    scale = (
-        context_parallel().size / sum(count for count, _ in parts)
-        if args.calculate_per_token_loss
-        else 1.0 / global_batch_size
-    )
-    return {name: sum(part.get(name, 0.0) for _, part in parts) * scale for name in names}
+    totals = {name: sum(part.get(name, 0.0) for _, part in parts) for name in names}
+    weight = sum(part for part, _ in parts) or 1.0
+    minimized = weight if args.calculate_per_token_loss else global_batch_size
+    return {name: total / (minimized if name in _MINIMIZED else weight) for name, total in totals.items()}

@@ -110,11 +110,33 @@ def rloo(rewards: list[float], groups: list[int], trajectories: list[int | None]
     return result
 
 
+def over_trained(mask: list[int], column: list[float]) -> list[float]:
+    return [value for value, on in zip(column, mask, strict=True) if on]
+
+
+def spread(mask: list[int], trained: list[float]) -> list[float]:
+    """The values of trained tokens at their places, 0 elsewhere."""
+    left = iter(trained)
+    return [next(left) if on else 0.0 for on in mask]
+
+
 def reinforce_plus_plus(reward: float, kls: list[float], mask: list[int], coef: float, gamma: float) -> list[float]:
-    """Discounted sums of -coef * kl at trained tokens, with the reward at the last of them."""
-    rewards = [-coef * k * m for k, m in zip(kls, mask, strict=True)]
-    rewards[max(t for t, m in enumerate(mask) if m)] += reward
-    return discounted(rewards, gamma)
+    """Discounted sums over trained tokens of -coef * kl, with the reward at the last of them."""
+    rewards = [-coef * k for k in over_trained(mask, kls)]
+    if rewards:
+        rewards[-1] += reward
+    return spread(mask, discounted(rewards, gamma))
+
+
+def ppo_advantages(
+    reward: float, kls: list[float], values: list[float], mask: list[int], coef: float, gamma: float, lambd: float
+) -> tuple[list[float], list[float]]:
+    """GAE over trained tokens of -coef * kl, with the reward at the last of them; and the returns."""
+    rewards = [-coef * k for k in over_trained(mask, kls)]
+    if rewards:
+        rewards[-1] += reward
+    advantages, returns = gae(rewards, over_trained(mask, values), gamma, lambd)
+    return spread(mask, advantages), spread(mask, returns)
 
 
 def whiten(values: list[float], mask: list[int], shift: bool) -> list[float]:
@@ -137,7 +159,8 @@ def opsm(samples: list[list[tuple[float, float, int, float]]], delta: float) -> 
         mean = masked_mean([old - new for new, old, _, _ in sample], [mask for _, _, mask, _ in sample])
         dropped = [advantage < 0 and mean > delta for _, _, _, advantage in sample]
         keep += [0.0 if drop else 1.0 for drop in dropped]
-        metric += sum(dropped) / max(sum(mask for _, _, mask, _ in sample), 1)
+        masks = [mask for _, _, mask, _ in sample]
+        metric += sum(drop and mask for drop, mask in zip(dropped, masks, strict=True)) / max(sum(masks), 1)
     return keep, metric
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from slime.algorithms import advantages, kl, log_probs, losses, mis, mismatch, reducers, rewards
 from slime.algorithms.advantages import discounted_suffix_sums
 from slime.algorithms.losses import compute_value_loss
+from slime.algorithms.trained_tokens import TrainedTokens
 from slime.algorithms.whitening import masked_whiten
 from tests.unit.algorithms import brute_force
 
@@ -120,20 +121,19 @@ def reinforce_plus_plus_baseline(rng: random.Random) -> tuple[Numbers, Numbers]:
 
 
 def ppo_gae(rng: random.Random) -> tuple[Numbers, Numbers]:
+    """With the masks of tools, all-masked responses among them."""
     counts, gamma, lambd, coef = lengths(rng, 40), rng.random(), rng.random(), rng.random()
-    kls, values = [normal(rng, n) for n in counts], [normal(rng, n) for n in counts]
+    kls, values, masks = ([of(rng, n) for n in counts] for of in (normal, normal, bits))
     scores = normal(rng, len(counts))
-    per_token = [advantages.token_rewards(r, tensor(k), coef) for r, k in zip(scores, kls, strict=True)]
-    actual = advantages.get_advantages_and_returns_batch(
-        [n + 1 for n in counts], counts, [tensor(v) for v in values], per_token, gamma, lambd, rng.random() < 0.5
+    trained = TrainedTokens([torch.tensor(mask, dtype=torch.int64) for mask in masks])
+    closed_kls, closed_values = (trained.close_up([tensor(row) for row in column]) for column in (kls, values))
+    per_token = [advantages.token_rewards(r, k, coef) for r, k in zip(scores, closed_kls, strict=True)]
+    found = advantages.get_advantages_and_returns_batch(
+        [n + 1 for n in counts], trained.lengths, closed_values, per_token, gamma, lambd, rng.random() < 0.5
     )
-    expected: list[Any] = []
-    for score, kl_, value in zip(scores, kls, values, strict=True):
-        token_rewards = [-coef * k for k in kl_]
-        if token_rewards:
-            token_rewards[-1] += score
-        expected.append(brute_force.gae(token_rewards, value, gamma, lambd))
-    return actual, [[a for a, _ in expected], [r for _, r in expected]]
+    rows = zip(scores, kls, values, masks, strict=True)
+    expected = [brute_force.ppo_advantages(*row, coef, gamma, lambd) for row in rows]
+    return [trained.spread(column) for column in found], [[a for a, _ in expected], [r for _, r in expected]]
 
 
 def gae_chunks(rng: random.Random) -> tuple[Numbers, Numbers]:

@@ -131,12 +131,22 @@ def test_reinforce_plus_plus(rows, reward: float, kl_coef: float, gamma: float) 
                 [reward], [tensor(kl)], [tensor(mask)], [len(kl)], [len(kl) + 1], kl_coef, gamma
             )
         return
-    rewards = [-kl_coef * k * m for k, m in rows]
-    rewards[max(t for t, m in enumerate(mask) if m)] += reward
     (returns,) = get_reinforce_plus_plus_returns(
         tensor([reward]), [tensor(kl)], [torch.tensor(mask)], [len(kl)], [len(kl) + 1], kl_coef, gamma
     )
-    close(returns, brute_force.discounted(rewards, gamma))
+    close(returns, brute_force.reinforce_plus_plus(reward, kl, mask, kl_coef, gamma))
+
+
+def test_reinforce_plus_plus_by_hand_with_a_tool_between() -> None:
+    """Half of the reward is left one action earlier, whatever a tool wrote in between."""
+    for tool in ([0], [0] * 50):
+        mask = [1, *tool, 1]
+        kl = tensor([0.0, *(float("inf") for _ in tool), 0.0])
+        (returns,) = get_reinforce_plus_plus_returns(
+            [1.0], [kl], [torch.tensor(mask)], [len(mask)], [len(mask) + 1], 0.1, 0.5
+        )
+        assert returns.tolist() == [0.5, *(0.0 for _ in tool), 1.0]
+    assert get_reinforce_plus_plus_returns([], [], [], [], [], 0.1, 0.5) == []
 
 
 def test_reinforce_plus_plus_refuses_slices() -> None:

@@ -96,18 +96,29 @@ def test_gspo_and_opsm(samples) -> None:
     keep, metric = compute_opsm_mask(SimpleNamespace(opsm_delta=delta), new, old, advantage, mask)
     dropped = [[token[3] < 0 and mean > delta for token in sample] for mean, sample in zip(means, samples, strict=True)]
     assert keep.tolist() == [float(not drop) for row in dropped for drop in row]
-    assert metric.item() == pytest.approx(
-        sum(sum(row) / max(sum(t[2] for t in sample), 1) for row, sample in zip(dropped, samples, strict=True))
-    )
+    shares = [
+        sum(drop and t[2] for drop, t in zip(row, sample, strict=True)) / max(sum(t[2] for t in sample), 1)
+        for row, sample in zip(dropped, samples, strict=True)
+    ]
+    assert metric.item() == pytest.approx(sum(shares))
 
 
 def test_opsm_threshold_by_hand() -> None:
     # mean drift 0.15 over the two trained tokens; the masked third would lift it to 3.4
     old, new = [tensor([0.0, 0.0, 0.0])] * 2, [tensor([-0.1, -0.2, -10.0])] * 2
     advantages, masks = [tensor([-1.0, 1.0, -1.0]), tensor([-1.0, 1.0, -1.0])], [tensor([1, 1, 0])] * 2
-    for delta, expected, metric in ((0.16, [1, 1, 1] * 2, 0.0), (0.14, [0, 1, 0] * 2, 2.0)):
+    # of the two trained tokens one is dropped, in both samples
+    for delta, expected, metric in ((0.16, [1, 1, 1] * 2, 0.0), (0.14, [0, 1, 0] * 2, 1.0)):
         keep, seen = compute_opsm_mask(SimpleNamespace(opsm_delta=delta), new, old, advantages, masks)
         assert keep.tolist() == expected
+        assert seen.item() == metric
+
+
+def test_opsm_counts_trained_tokens_alone() -> None:
+    """All four tokens are dropped, one of them is trained; of a part of a response its share of the tokens is known."""
+    args, full = SimpleNamespace(opsm_delta=0.1), ([tensor([-1.0] * 4)], [tensor([0.0] * 4)])
+    for local, metric in ((4, 1.0), (1, 0.25)):
+        _, seen = compute_opsm_mask(args, *full, [tensor([-1.0] * local)], [tensor([0, 0, 1, 0])])
         assert seen.item() == metric
 
 
@@ -171,7 +182,16 @@ def test_reducers(samples, data: st.DataObject) -> None:
         (constant_length(masks, 7), sum(own) / 7),
     ):
         close(reducer(values), expected)
-    assert num_trained_tokens(masks).item() == sum(max(sum(m for _, m in sample), 1) for sample in samples)
+    assert num_trained_tokens(masks).item() == sum(m for sample in samples for _, m in sample)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_masked_may_be_anything(bad: float) -> None:
+    values = tensor([1.0, bad, 3.0]).requires_grad_()
+    for reduce in (token_sum([torch.tensor([1, 0, 1])]), rollout_mean([torch.tensor([1, 0, 1])], [1])):
+        total = reduce(values)
+        assert total.item() == 4.0
+        assert torch.autograd.grad(total, values)[0].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_rollout_mean_does_not_depend_on_the_division() -> None:

@@ -156,7 +156,7 @@ PPO_CALLS = [
         },
         [LN2, LN2, 0.0],
     ),
-    Call(PPO + "compute_opsm_mask", opsm, ([0.0, 0.0, 1.0], 2.0)),
+    Call(PPO + "compute_opsm_mask", opsm, ([0.0, 0.0, 1.0], 1.0)),
     Call(PPO + "calculate_log_probs_and_entropy", two_rows, calculated(kept=False, with_entropy=False)),
     Call(
         PPO + "calculate_log_probs_and_entropy",
@@ -174,7 +174,7 @@ PPO_CALLS = [
         calculated(kept=True, with_entropy=True),
     ),
     Call(PPO + "get_grpo_returns", {"rewards": [2.0, -1.0], "kl": [T([0.0, 0.0]), T([0.0])]}, [[2.0, 2.0], [-1.0]]),
-    Call(  # token rewards -0.1, 0 and 3 (the last trained one); the fourth, masked, has none
+    Call(  # rewards -0.1 and 3 of the two trained tokens, one step apart
         PPO + "get_reinforce_plus_plus_returns",
         {
             "rewards": [3.0],
@@ -185,7 +185,7 @@ PPO_CALLS = [
             "kl_coef": 0.1,
             "gamma": 0.5,
         },
-        [[-0.1 + 0.75, 1.5, 3.0, 0.0]],
+        [[-0.1 + 1.5, 0.0, 3.0, 0.0]],
     ),
     Call(
         PPO + "get_reinforce_plus_plus_baseline_advantages",

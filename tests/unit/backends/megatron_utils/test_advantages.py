@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from tests.support.arguments import run_args
+from tests.unit.algorithms import brute_force
 
 TOTALS, RESPONSES, REWARDS = [6, 5], [4, 2], [1.0, -2.0]
 MASKS = [torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1])]
@@ -90,18 +92,131 @@ def test_reinforce_plus_plus_goes_on_without_the_samples_that_train_nothing() ->
 
 
 def test_ppo_by_recursion() -> None:
+    """Sample 0 has two trained tokens, sample 1 two."""
     values = [torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1.0, -1.0])]
     data = make_data(values=values)
     compute_advantages_and_returns(make_args(advantage_estimator="ppo"), data)
     for i, value in enumerate(values):
-        advantage, expected = 0.0, []
-        for t in reversed(range(len(value))):
-            following = float(value[t + 1]) if t + 1 < len(value) else 0.0
-            reward = REWARDS[i] if t == len(value) - 1 else 0.0
+        advantage, expected = 0.0, [0.0] * (len(value) - 2)
+        for t in (1, 0):
+            following = float(value[1]) if t == 0 else 0.0
+            reward = REWARDS[i] if t == 1 else 0.0
             advantage = reward + 0.5 * following - float(value[t]) + 0.5 * 0.9 * advantage
             expected.insert(0, advantage)
         torch.testing.assert_close(data["advantages"][i], torch.tensor(expected))
-        torch.testing.assert_close(data["returns"][i], torch.tensor(expected) + value)
+        torch.testing.assert_close(data["returns"][i][:2], torch.tensor(expected[:2]) + value[:2])
+
+
+def one_response(mask: list[int], **columns: list[float]) -> dict[str, Any]:
+    n = len(mask)
+    return {
+        "total_lengths": [n + 2], "response_lengths": [n], "rewards": [1.0], "loss_masks": [torch.tensor(mask)],
+        **{name: [torch.tensor(values)] for name, values in columns.items()},
+    }  # fmt: skip
+
+
+def trained(data: dict[str, Any], name: str) -> list[float]:
+    return [round(x, 6) for x in data[name][0][data["loss_masks"][0] != 0].tolist()]
+
+
+TOOL = [1, 0, 0, 0, 1]
+FIVE = [-1.0] * 5
+
+
+@pytest.mark.parametrize("tool", [0.5, 3.0, -7.0])
+@pytest.mark.parametrize("kl", [0.0, 2.0, float("inf"), float("nan")])
+def test_ppo_neither_pays_for_tool_text_nor_steps_through_it(tool: float, kl: float) -> None:
+    """GAE over two actions: deltas 0.5 - 0.5 = 0 and 1 - 0.5, so 0.9 * 0.5 and 0.5."""
+    reference = [-1.0, -1.0 - kl, -1.0 - kl, -1.0 - kl, -1.0]
+    data = one_response(TOOL, log_probs=FIVE, ref_log_probs=reference, values=[0.5, tool, tool, tool, 0.5])
+    args = make_args(advantage_estimator="ppo", kl_coef=0.1, gamma=1.0, lambd=0.9)
+    compute_advantages_and_returns(args, data)
+    assert trained(data, "advantages") == [0.45, 0.5]
+    assert trained(data, "returns") == [0.95, 1.0]
+    assert trained(data, "kl") == [0.0, 0.0]
+    assert bool(data["kl"][0].isfinite().all())
+
+
+def test_a_tool_between_and_after_the_turns() -> None:
+    """Values 0.2 to 0.4 at the four actions; the reward is on the last of them, before the last tool text."""
+    mask = [1, 1, 0, 0, 1, 1, 0]
+    data = one_response(mask, values=[0.2, 0.264, 5.0, -7.0, 0.33, 0.4, 9.0])
+    compute_advantages_and_returns(make_args(advantage_estimator="ppo", gamma=1.0, lambd=0.95), data)
+    expected, advantage, following = [], 0.0, 0.0
+    for reward, value in ((1.0, 0.4), (0.0, 0.33), (0.0, 0.264), (0.0, 0.2)):
+        advantage, following = reward + following - value + 0.95 * advantage, value
+        expected.insert(0, round(advantage, 6))
+    assert trained(data, "advantages") == pytest.approx(expected, abs=2e-6)
+    assert data["advantages"][0][[2, 3, 6]].tolist() == [0.0] * 3
+
+
+def test_reinforce_plus_plus_discounts_by_actions() -> None:
+    data = one_response([1, 0, 1])
+    compute_advantages_and_returns(make_args(advantage_estimator="reinforce_plus_plus", gamma=0.5), data)
+    assert data["returns"][0].tolist() == [0.5, 0.0, 1.0]
+
+
+def test_a_response_without_a_trained_token_has_no_advantage() -> None:
+    """It may be all of a rank's samples."""
+    for estimator in ("ppo", "reinforce_plus_plus"):
+        data = one_response([0, 0, 0], values=[1.0, 2.0, 3.0])
+        compute_advantages_and_returns(make_args(advantage_estimator=estimator), data)
+        assert data["advantages"][0].tolist() == data["returns"][0].tolist() == [0.0] * 3
+
+
+def random_columns(seed: int) -> tuple[dict[str, Any], list[list[int]]]:
+    """Responses of up to 30 tokens: turns and tool text of random lengths, some without a trained token."""
+    rng = random.Random(seed)
+    masks = []
+    for _ in range(rng.randint(1, 5)):
+        mask: list[int] = []
+        while len(mask) < rng.randint(1, 30):
+            mask += [rng.randint(0, 1)] * rng.randint(1, 6)
+        masks.append(mask)
+    lengths = [len(mask) for mask in masks]
+    columns = {
+        name: [torch.tensor([rng.gauss(0, 1) for _ in mask], dtype=torch.float64) for mask in masks]
+        for name in ("values", "log_probs", "ref_log_probs")
+    }
+    for mask, values, reference in zip(masks, columns["values"], columns["ref_log_probs"], strict=True):
+        for t in (t for t, on in enumerate(mask) if not on):
+            values[t], reference[t] = rng.choice([1e6, -7.0, math.inf]), rng.choice([-math.inf, math.nan, 3.0])
+    return {
+        "total_lengths": [n + 3 for n in lengths], "response_lengths": lengths,
+        "rewards": [rng.gauss(0, 1) for _ in masks], "loss_masks": [torch.tensor(mask) for mask in masks], **columns,
+    }, masks  # fmt: skip
+
+
+def compare_with_loops(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(-seed)
+        coef, gamma, lambd = rng.random(), rng.random(), rng.random()
+        for estimator in ("ppo", "reinforce_plus_plus"):
+            data, masks = random_columns(seed)
+            values = [column.tolist() for column in data["values"]]
+            pairs = zip(data["log_probs"], data["ref_log_probs"], strict=True)
+            kls = [(policy - reference).tolist() for policy, reference in pairs]
+            flags = {"advantage_estimator": estimator, "kl_coef": coef, "gamma": gamma, "lambd": lambd}
+            compute_advantages_and_returns(make_args(**flags), data)
+            for i, mask in enumerate(masks):
+                if estimator == "ppo":
+                    row = (data["rewards"][i], kls[i], values[i], mask)
+                    expected = brute_force.ppo_advantages(*row, coef, gamma, lambd)
+                else:
+                    found = brute_force.reinforce_plus_plus(data["rewards"][i], kls[i], mask, coef, gamma)
+                    expected = found, found
+                for name, numbers in zip(("advantages", "returns"), expected, strict=True):
+                    wanted = torch.tensor(numbers, dtype=torch.float64)
+                    torch.testing.assert_close(data[name][i], wanted, rtol=0, atol=1e-10)
+
+
+def test_random_tool_masks_against_loops_over_trained_tokens() -> None:
+    compare_with_loops(range(40))
+
+
+@pytest.mark.soak
+def test_two_thousand_random_tool_masks() -> None:
+    compare_with_loops(range(1000, 3000))
 
 
 def test_whitening_uses_trained_tokens_and_leaves_returns() -> None:
@@ -197,13 +312,41 @@ def test_advantages_and_returns_may_be_changed_apart() -> None:
         assert all(torch.equal(values, old) for values, old in zip(data["returns"], before, strict=True)), estimator
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "ppo"])
 def test_an_infinite_kl_where_nothing_is_trained_stays_there(estimator: str) -> None:
     """The last token of sample 0 is masked; at -200 against -1 the estimate k3 is infinite in float32."""
     data = with_kl()
+    data["values"] = [torch.zeros(n) for n in RESPONSES]
     data["log_probs"][0][3], data["ref_log_probs"][0][3] = -200.0, -1.0
     data.update(group_indices=[7, 7], **OWN)
     flags = {"advantage_estimator": estimator, "kl_coef": 0.5, "kl_loss_type": "k3", "normalize_advantages": True}
     compute_advantages_and_returns(make_args(**flags), data)
     assert not bool(data["loss_masks"][0][3])
     assert all(bool(values.isfinite().all()) for values in data["advantages"])
+
+
+@pytest.mark.parametrize("placeholder", [0.0, -math.inf, math.nan])
+def test_distillation_leaves_tool_text_out(placeholder: float) -> None:
+    """The student did not write it: what the teacher thinks of it counts nowhere."""
+    student, teacher = [-1.0, placeholder, -2.0], [-1.5, -9.0, -2.0]
+    args = make_args(use_opd=True, opd_type="sglang", opd_kl_coef=1.0, normalize_advantages=True)
+    data = one_response([1, 0, 1], log_probs=student, teacher_log_probs=teacher)
+    compute_advantages_and_returns(args, data)
+    assert trained(data, "opd_reverse_kl") == [0.5, 0.0]
+    assert bool(data["opd_reverse_kl"][0].isfinite().all())
+    whitened = torch.tensor([0.5, 1.0]) - 0.75
+    torch.testing.assert_close(data["advantages"][0][[0, 2]], whitened / whitened.std())
+
+
+def infinite_where_masked(args: Any, rollout_data: dict[str, Any]) -> None:
+    """A custom advantage function that divides by what is 0 at masked tokens."""
+    for name in ("advantages", "returns"):
+        rollout_data[name] = [mask / mask + torch.arange(len(mask)) for mask in rollout_data["loss_masks"]]
+
+
+def test_whitening_does_not_read_masked_advantages() -> None:
+    path = f"{__name__}.infinite_where_masked"
+    args = make_args(custom_advantage_function_path=path, normalize_advantages=True)
+    data = one_response([1, 0, 1])
+    compute_advantages_and_returns(args, data)
+    assert trained(data, "advantages") == [round(x, 6) for x in (-math.sqrt(0.5), math.sqrt(0.5))]
