@@ -190,8 +190,8 @@ class Sample:
 
         ``tokens`` [n] and ``log_probs`` [n] may be lists or tensors. Trainable tokens get loss mask 1 and need
         log-probs; the others (tool output, templates) get mask 0 and log-prob 0.0 and must not pass any.
-        ``meta_info`` is the engine's: top-p masks and routed experts are merged; unless ``update_terminal_info`` is
-        off, a ``finish_reason`` in it updates status, counters and weight versions.
+        ``meta_info`` is the engine's: top-p masks, and routed experts of what was not read before, are merged; unless
+        ``update_terminal_info`` is off, a ``finish_reason`` in it updates status, counters and weight versions.
 
         ``tokens``, ``loss_mask`` and ``rollout_log_probs`` that are lists are extended in place: who holds one sees it
         grow. Raises ValueError when lengths disagree. After that error or any other the sample, and each of its lists,
@@ -208,7 +208,7 @@ class Sample:
                 raise ValueError(f"{self._name()}: log_probs were passed without tokens")
             self._append_top_p(added, trainable, meta_info or {})
             if meta_info is not None:
-                self._merge_routed_experts(args, meta_info)
+                self._merge_routed_experts(args, meta_info, added)
             self._check_lengths()
             if update_terminal_info and meta_info is not None and meta_info.get("finish_reason"):
                 self._record_weight_versions(meta_info, added)
@@ -332,7 +332,12 @@ class Sample:
         self.rollout_top_p_token_ids = to_int32_tensor(old_ids + ids)
         self.rollout_top_p_token_offsets = to_int32_tensor(old_offsets + [old_offsets[-1] + o for o in offsets[1:]])
 
-    def _merge_routed_experts(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+    def _merge_routed_experts(self, args: Any, meta_info: Mapping[str, Any], added: int) -> None:
+        """Append the rows that are not held yet, one per token that was read.
+
+        A continued request is read again from its start: of tokens that are held the engine reports what it computed
+        now, which is not what those after them were sampled with.
+        """
         raw = meta_info.get("routed_experts")
         if raw is None:
             return
@@ -350,16 +355,18 @@ class Sample:
                 f"{layers} layers and top-{topk} need {max(rows, 0) * layers * topk}"
             )
         new = to_int32_tensor(flat).reshape(rows, layers, topk)
-        if start == 0:
-            self.rollout_routed_experts = new
-            return
         held = 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
+        if self.response_length == added or held >= len(self.tokens) - added:
+            held = min(held, start)  # nothing was sampled with them, or they are of other tokens
         if held < start:
             raise ValueError(f"{self._name()}: routed_experts start at token {start}, but only {held} rows are held")
+        if held == 0:
+            self.rollout_routed_experts = new
+            return
         import torch
 
-        prefix = torch.as_tensor(self.rollout_routed_experts)[:start].to(torch.int32)
-        self.rollout_routed_experts = torch.cat([prefix, new])
+        before = torch.as_tensor(self.rollout_routed_experts)[:held].to(torch.int32)
+        self.rollout_routed_experts = torch.cat([before, new[held - start :]])
 
     def _check_lengths(self) -> None:
         expected = {

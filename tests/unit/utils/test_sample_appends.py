@@ -103,5 +103,5 @@ def test_routed_experts_against_a_row_per_token(data):
         new = [[data.draw(st.integers(0, 7)) for _ in range(2)] for _ in range(total - start)]
         meta = {"routed_experts": np.array(new).reshape(-1), "routed_experts_start_len": start}
         sample.append_response_tokens(ARGS, tokens=tokens, log_probs=[0.0] * len(tokens), meta_info=meta)
-        rows = rows[:start] + new
+        rows += new[len(rows) - start :]  # what is held stays
         assert sample.rollout_routed_experts.tolist() == [[[a], [b]] for a, b in rows]

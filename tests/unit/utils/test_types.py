@@ -299,15 +299,60 @@ def test_broken_top_p_masks_are_refused(ids, offsets):
         Sample().append_response_tokens(tokens=[1], log_probs=[-1], meta_info=meta)
 
 
-def test_routed_experts_replace_and_splice():
+def routes(rows):
+    """Per row the same expert in the one layer."""
+    return {"routed_experts": np.array(rows, dtype=np.int32)}
+
+
+ONE = SimpleNamespace(num_layers=1, moe_router_topk=1, sglang_speculative_algorithm=None)
+
+
+def held(sample):
+    return sample.rollout_routed_experts.flatten().tolist()
+
+
+def test_a_continuation_keeps_the_routes_of_what_was_sampled():
+    """A prompt of 2 tokens; 2 are sampled, then the request is aborted; the rest is read again in a new prefill."""
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(ONE, tokens=[3, 4], log_probs=[-1, -1], meta_info=routes([1, 1, 1]))
+    sample.append_response_tokens(ONE, tokens=[5], log_probs=[-1], meta_info=routes([2, 2, 2, 2]))
+    assert held(sample) == [1, 1, 1, 2]
+    # text of a tool has no routes until it is read; what follows it is new
+    sample.append_response_tokens(ONE, tokens=[6, 7], trainable=False)
+    assert held(sample) == [1, 1, 1, 2]
+    sample.append_response_tokens(ONE, tokens=[8], log_probs=[-1], meta_info=routes([3] * 7))
+    assert held(sample) == [1, 1, 1, 2, 3, 3, 3]
+    # an answer without a new token changes nothing
+    sample.append_response_tokens(ONE, tokens=[], log_probs=[], meta_info=routes([4] * 7))
+    assert held(sample) == [1, 1, 1, 2, 3, 3, 3]
+    # nor do rows from a later token on replace what is held
+    sample.append_response_tokens(
+        ONE, tokens=[9], log_probs=[-1], meta_info={**routes([5] * 6), "routed_experts_start_len": 2}
+    )
+    assert held(sample) == [1, 1, 1, 2, 3, 3, 3, 5]
+
+
+def test_a_new_start_takes_the_new_routes():
+    """Routes that stayed behind when a sample was made a prompt again are of other tokens."""
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(ONE, tokens=[3, 4], log_probs=[-1, -1], meta_info=routes([1, 1, 1]))
+    sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs = [1, 2, 9, 9, 9], 0, None, None
+    sample.append_response_tokens(ONE, tokens=[3], log_probs=[-1], meta_info=routes([2] * 5))
+    assert held(sample) == [2] * 5
+    sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs = [1, 2], 1, [1], [-1.0]
+    sample.append_response_tokens(ONE, tokens=[3], log_probs=[-1], meta_info=routes([3] * 2))
+    assert held(sample) == [3, 3]
+
+
+def test_routed_experts_splice():
     sample = Sample(tokens=[1, 2])
     first = np.arange(2 * 2 * 3)
     sample.append_response_tokens(MOE, tokens=[3], log_probs=[-1], meta_info={"routed_experts": int32(first)})
     assert sample.rollout_routed_experts.shape == (2, 2, 3)
-    new = np.arange(100, 100 + 2 * 2 * 3)
-    meta = {"routed_experts": int32(new), "routed_experts_start_len": 1}
+    new = np.arange(100, 100 + 1 * 2 * 3)
+    meta = {"routed_experts": int32(new), "routed_experts_start_len": 2}
     sample.append_response_tokens(MOE, tokens=[4], log_probs=[-1], meta_info=meta)
-    expected = np.concatenate([first.reshape(2, 2, 3)[:1], new.reshape(2, 2, 3)])
+    expected = np.concatenate([first.reshape(2, 2, 3), new.reshape(1, 2, 3)])
     assert np.array_equal(sample.rollout_routed_experts.numpy(), expected)
 
 
