@@ -31,9 +31,9 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     reinforce_plus_plus_baseline, rloo) rewards are centered per group: on the group's mean, for rloo on the mean of the
     group's other trajectories. For the first three they are divided by the group's standard deviation unless
     ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a ``group_index``,
-    however many samples that are; without any index, consecutive runs of ``n_samples_per_prompt`` when the count is
-    that of a full rollout. A trajectory (``rollout_id``) of several samples counts once in the statistics, unless
-    ``args.reward_statistics`` is "samples".
+    however many samples that are, but for those whose reward failed, which get 0; without any index, consecutive runs
+    of ``n_samples_per_prompt`` when the count is that of a full rollout. A trajectory (``rollout_id``) of several
+    samples counts once in the statistics, unless ``args.reward_statistics`` is "samples".
 
     Raises ValueError, naming the sample, for a reward that is not a finite number and for groups that are not known.
     """
@@ -41,11 +41,15 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     rewards = [_finite(sample, reward) for sample, reward in zip(samples, raw, strict=True)]
     if args.advantage_estimator not in _CENTRED or not args.rewards_normalization:
         return rewards
+    groups: list[Hashable] = [
+        ("no reward", position) if reward_failed(sample) else group
+        for position, (sample, group) in enumerate(zip(samples, _groups(args, samples), strict=True))
+    ]
     if args.advantage_estimator == "rloo":
-        return leave_one_out(rewards, _groups(args, samples), [sample.rollout_id for sample in samples])
+        return leave_one_out(rewards, groups, [sample.rollout_id for sample in samples])
     scale = args.advantage_estimator in _SCALED and args.grpo_std_normalization
     ids = [sample.rollout_id for sample in samples] if args.reward_statistics == "trajectories" else None
-    return normalize_by_group(rewards, _groups(args, samples), ids, divide_by_std=scale)
+    return normalize_by_group(rewards, groups, ids, divide_by_std=scale)
 
 
 def normalize_by_group(
@@ -152,6 +156,11 @@ def _groups(args: Any, samples: Sequence[Sample]) -> list[Hashable]:
         f"{args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}. Set group_index in the "
         "rollout function, or use --disable-rewards-normalization or --custom-reward-post-process-path"
     )
+
+
+def reward_failed(sample: Sample) -> bool:
+    """Whether the 0 that the sample has stands for a reward that failed: nothing is to be compared with it."""
+    return sample.remove_sample and "reward_error" in (sample.metadata or {})
 
 
 def _finite(sample: Sample, reward: Any) -> float:

@@ -78,6 +78,28 @@ class Converter:
         )
         return batch.shards(schedule)
 
+    def whole(self, samples: Sequence[Sample]) -> RolloutShard:
+        """Return ``samples`` as the one shard of one step, for a run that trains nothing; nothing is carried over.
+
+        Raises TrainDataError naming what could not be trained on.
+        """
+        if self._convert is not None:
+            data = self._convert(self.args, list(samples))
+        else:
+            data = build_train_data(self.args, samples, *self._rewards(list(samples)))
+        batch = RolloutColumns.from_train_data(data)
+        everything = list(range(len(batch)))
+        return RolloutShard(
+            batch=batch,
+            dp_rank=0,
+            partition=everything,
+            micro_batch_indices=[everything],
+            num_microbatches=[1],
+            global_batch_sizes=[len(set(batch.rollout_ids))],
+            batch_raw_reward=batch.raw_reward,
+            batch_total_lengths=batch.total_lengths,
+        )
+
     def _batch(self, fresh: list[Sample]) -> RolloutColumns:
         if self._convert is not None:
             return self._converted(self._convert, fresh)

@@ -37,7 +37,7 @@ from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
 from slime.rollout.durable.recovery import may_be_saved
-from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook
+from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook, with_notes
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
 from slime.utils.http_utils import get_http_client, init_http_client
@@ -226,7 +226,21 @@ class RolloutManager(EngineControl):
             return
         measured = rollout_metrics(self.args, samples, seconds) | request_metrics(samples) | top_p_metrics(samples)
         measured |= staleness_metrics(samples, rollout_id) | (self.fleet.counts() if self.fleet is not None else {})
+        if self.args.debug_rollout_only:
+            measured |= self._as_trained_on(rollout_id, samples)
         self._log(rollout_id, measured | (metrics or {}), "rollout/step")
+
+    def _as_trained_on(self, rollout_id: int, samples: list[Sample]) -> dict[str, float]:
+        """Return the metrics that a trainer would report of its data before its first pass."""
+        from slime.backends.megatron_utils.reporting import train_data_metrics  # it needs torch
+
+        try:
+            return train_data_metrics(self.args, self.converter.whole(samples).to_tensors())
+        except Exception as e:  # noqa: BLE001  (hooks of the user's may raise anything, and nothing is to be trained)
+            logger.warning(
+                "rollout %d could not be trained on, rewards are not reported: %s", rollout_id, with_notes(e)
+            )
+            return {}
 
     def _log(self, rollout_id: int, metrics: dict[str, Any], step_key: str) -> None:
         logger.info("rollout %d: %s", rollout_id, metrics)

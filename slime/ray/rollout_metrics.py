@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.algorithms.rewards import reward_failed
 from slime.rollout.staleness import trained_steps, weight_clock
 from slime.utils.types import Sample, iter_samples
 
@@ -114,7 +115,10 @@ def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return ``eval/*``: per data set its mean reward, the share of truncated samples and what rollouts report too."""
+    """Return ``eval/*``: per data set its mean reward, the share of truncated samples and what rollouts report too.
+
+    Rewards and passes are those of trajectories, where the samples are known; the rest is of samples.
+    """
     found: dict[str, float] = {}
     for name, result in data.items():
         odd = next((r for r in result["rewards"] if not isinstance(r, numbers.Real)), None)
@@ -124,9 +128,12 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
                 f"{'none' if odd is None else repr(odd)}. Of rewards that are objects --eval-reward-key takes one entry"
             )
         rewards = [float(r) for r in result["rewards"]]
-        found[f"eval/{name}"] = sum(rewards) / len(rewards)
+        found[f"eval/{name}"] = _mean(trajectory_rewards(result))
         if samples := list(iter_samples(result.get("samples") or [])):
-            found |= {f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()}
+            of_samples = sample_metrics(args, samples) | top_p_metrics(samples, prefix="")
+            if len(samples) == len(rewards):
+                of_samples |= zero_std_counts(args, samples, result["rewards"])
+            found |= {f"eval/{name}/{key}": value for key, value in of_samples.items()}
         if "truncated" in result:
             found[f"eval/{name}-truncated_ratio"] = sum(map(bool, result["truncated"])) / len(rewards)
         if args.log_passrate and samples:
@@ -144,17 +151,31 @@ def eval_summary(data: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a line per evaluation data set: accuracy where rewards are 0 or 1, else their mean, and the samples."""
     lines = []
     for name, result in data.items():
-        rewards = [float(r) for r in result.get("rewards") or [] if isinstance(r, numbers.Real)]
+        rewards = trajectory_rewards(result)
         if not rewards:
             lines.append(f"{name}: no rewards that are numbers")
             continue
-        mean = sum(rewards) / len(rewards)
+        mean, count = _mean(rewards), len([r for r in result["rewards"] if isinstance(r, numbers.Real)])
         parts = [f"accuracy {mean:.1%}" if set(rewards) <= {0.0, 1.0} else f"mean reward {mean:.4g}"]
-        parts.append(f"{len(rewards)} samples")
+        parts.append(f"{count} samples" + (f" of {len(rewards)} trajectories" if count != len(rewards) else ""))
         if truncated := result.get("truncated"):
             parts.append(f"{_share(map(bool, truncated)):.1%} of them truncated")
         lines.append(f"{name}: {', '.join(parts)}")
     return lines
+
+
+def trajectory_rewards(result: Mapping[str, Any]) -> list[float]:
+    """Return a reward per trajectory of an evaluated data set: the mean of its samples'; what is no number is left out.
+
+    Without ``samples``, one for each of the ``rewards``, every reward is that of a trajectory.
+    """
+    rewards = result.get("rewards") or []
+    samples = list(iter_samples(result.get("samples") or []))
+    if len(samples) != len(rewards):
+        samples = [Sample() for _ in rewards]
+    pairs = [(sample, float(r)) for sample, r in zip(samples, rewards, strict=True) if isinstance(r, numbers.Real)]
+    groups = _groups([sample for sample, _ in pairs], [reward for _, reward in pairs])
+    return [_mean(trajectory) for trajectories in groups for trajectory in trajectories]
 
 
 def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
@@ -164,16 +185,15 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
     found["truncated_ratio"] = _share(s.status == Sample.Status.TRUNCATED for s in samples)
     found["repetition_frac"] = _share(is_repetitive(s.response) for s in samples)
     drafts = sum(s.spec_info.spec_draft_token_num for s in samples)
-    if drafts:
+    if drafts or args.sglang_speculative_algorithm:
         accepted = sum(s.spec_info.spec_accept_token_num for s in samples)
-        found["spec_accept_rate"] = accepted / drafts
+        found["spec_accept_rate"] = accepted / max(drafts, 1)
         verified = sum(s.spec_info.spec_verify_ct for s in samples)
         found["spec_accept_length"] = sum(s.spec_info.completion_token_num for s in samples) / max(verified, 1)
     prompt_tokens = sum(s.prefix_cache_info.total_prompt_tokens for s in samples)
-    if prompt_tokens:
-        cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
-        found["prefix_cache_hit_rate"] = cached / prompt_tokens
-        found["avg_cached_tokens_per_sample"] = cached / len(samples)
+    cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
+    found["prefix_cache_hit_rate"] = cached / max(prompt_tokens, 1)
+    found["avg_cached_tokens_per_sample"] = cached / len(samples)
     found |= environment_metrics(samples)
     named = {v for s in samples for v in (*s.weight_versions, *(span["version"] for span in s.weight_version_spans))}
     versions = [int(v) for v in named if str(v).isdigit()]
@@ -188,21 +208,27 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
     return found
 
 
-def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def zero_std_counts(
+    args: Namespace, samples: Sequence[Sample], rewards: Sequence[Any] | None = None
+) -> dict[str, float]:
     """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing.
 
     Groups of one trajectory, and those with non-numeric rewards (dicts, or None, for a custom post-processing),
-    are not counted.
+    are not counted. Of whole numbers that are integers the name without a fraction, as in slime <= 0.3.1, is there too.
     """
     if args.advantage_estimator == "ppo":
         return {}
-    groups = _groups(samples, [s.get_reward_value(args) for s in samples])
-    flat = []
+    if rewards is None:
+        samples = [sample for sample in samples if not reward_failed(sample)]
+        rewards = [sample.get_reward_value(args) for sample in samples]
+    groups = _groups(samples, rewards)
+    counts: Counter[str] = Counter()
     for trajectories in groups:
-        rewards = [reward for trajectory in trajectories for reward in trajectory]
-        if all(isinstance(reward, numbers.Real) for reward in rewards) and len(trajectories) > 1:
-            flat += rewards[:1] if len(set(rewards)) == 1 else []
-    counts = Counter(round(float(reward), 1) for reward in flat)
+        found = [reward for trajectory in trajectories for reward in trajectory]
+        if not all(isinstance(reward, numbers.Real) for reward in found) or len(trajectories) < 2:
+            continue
+        if len(set(found)) == 1:
+            counts.update({str(round(float(found[0]), 1)), str(round(found[0], 1))})
     return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
 
 
@@ -299,6 +325,10 @@ def _passes(samples: Sequence[Sample], rewards: Sequence[Any]) -> list[list[floa
     ]
 
 
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
 def _share(flags: Iterable[bool]) -> float:
     values = list(flags)
     return sum(values) / len(values)
@@ -328,8 +358,8 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return found
 
 
-def top_p_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return ``rollout/top_p_kept_vocab_per_token``: the mean size of the top-p mask of a trained token."""
+def top_p_metrics(samples: Sequence[Sample], prefix: str = "rollout/") -> dict[str, float]:
+    """Return ``<prefix>top_p_kept_vocab_per_token``: the mean size of the top-p mask of a trained token."""
     kept = tokens = 0
     for sample in samples:
         if sample.rollout_top_p_token_offsets is None or sample.remove_sample:
@@ -338,7 +368,7 @@ def top_p_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         trained = np.ones(len(sizes), bool) if sample.loss_mask is None else np.asarray(sample.loss_mask) != 0
         kept += int(sizes[trained].sum())
         tokens += int(trained.sum())
-    return {"rollout/top_p_kept_vocab_per_token": kept / tokens} if tokens else {}
+    return {f"{prefix}top_p_kept_vocab_per_token": kept / tokens} if tokens else {}
 
 
 def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:
@@ -348,7 +378,7 @@ def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, f
     (``lag_<k>``; the last one holds all from ``MAX_LAG_SHOWN`` on).
     """
     counts: Counter[int] = Counter()
-    for sample in samples:
+    for sample in (sample for sample in samples if not sample.remove_sample):
         for step, tokens in trained_steps(sample, weight_clock()):
             if step is not None:
                 counts[rollout_id - step] += tokens

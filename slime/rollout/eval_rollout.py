@@ -120,13 +120,13 @@ async def eval_single_dataset(
                         f"(2 x --rollout-request-timeout); {len(left)} of {total} are in flight, the first: "
                         f"{describe_waits(left[:SAMPLES_NAMED])}"
                     ) from None
-                del pending[task]
-                finished = list(iter_samples(task.result()))
+                sample = pending.pop(task)
+                finished = _one_trajectory(sample.index, task.result())
                 results += finished
                 tokens += sum(sample.response_length for sample in finished)
-                for reward in (eval_reward(sample, reward_key) for sample in finished):
-                    if isinstance(reward, (int, float)):
-                        total_reward, scored = total_reward + reward, scored + 1
+                rewards = [eval_reward(sample, reward_key) for sample in finished]
+                if rewards and all(isinstance(reward, (int, float)) for reward in rewards):
+                    total_reward, scored = total_reward + sum(rewards) / len(rewards), scored + 1
                 progress.update(
                     1,
                     reward=total_reward / max(1, scored),
@@ -142,6 +142,15 @@ async def eval_single_dataset(
             "samples": results,
         }
     }
+
+
+def _one_trajectory(index: int | None, result: Any) -> list[Sample]:
+    """Return what became of the sample ``index``, flat: where it is several samples, they share a trajectory."""
+    samples = list(iter_samples(result))
+    for sample in samples:
+        if sample.rollout_id is None and len(samples) > 1:
+            sample.rollout_id = index
+    return samples
 
 
 def eval_reward(sample: Sample, reward_key: str | None) -> Any:

@@ -50,6 +50,16 @@ def brute_force(rewards: list[float], groups: list[int], std: bool) -> list[floa
     return result
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"])
+def test_nothing_is_compared_with_a_reward_that_failed(estimator: str) -> None:
+    """Its 0 is none: without it the other two are equal and teach nothing; where they differ, it changes nothing."""
+    args = make_args(advantage_estimator=estimator, n_samples_per_prompt=3)
+    for rewards in ([1.0, 1.0], [1.0, 3.0]):
+        samples = make_samples([*rewards, 0.0], [5, 5, 5])
+        samples[2].remove_sample, samples[2].metadata = True, {"reward_error": "TimeoutError: no answer"}
+        assert normalize_rewards(args, samples) == [*normalize_rewards(args, make_samples(rewards, [5, 5])), 0.0]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 4)), min_size=1, max_size=20), st.booleans())
 def test_any_group_sizes_in_any_order(rows, std: bool) -> None:

@@ -127,6 +127,41 @@ def test_generation_alone_makes_no_training_data(make_manager: Any, tmp_path: Pa
     assert manager.converter.carried.samples == []
 
 
+def test_generation_alone_reports_what_a_trainer_would_of_its_data(make_manager: Any, tmp_path: Path) -> None:
+    """The rewards above all; the names and numbers are those of a run that trains."""
+    from slime.backends.megatron_utils.reporting import train_data_metrics
+
+    manager = make_manager(debug_rollout_only=True, save=None, log_correct_samples=True)
+    manager.fleet = None
+    manager.generate(0)
+    found = {record["name"]: record["value"] for record in manager.drain_records()}
+    whole = make_manager(global_batch_size=6, log_correct_samples=True)
+    whole.converter.train_parallel_config = {"dp_size": 1, "cp_size": 1, "tp_size": 1, "pp_size": 1, "vpp_size": 1}
+    whole.drain_records()
+    [box] = whole.generate(0)
+    expected = train_data_metrics(manager.args, box.inner.to_tensors())
+    assert {"rollout/raw_reward", "rollout/rewards", "rollout/truncated"} <= expected.keys()
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_generation_alone_goes_on_with_samples_that_could_not_be_trained_on(
+    make_manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(
+        debug_rollout_only=True, save=None, custom_reward_post_process_path=f"{HERE}.without_rewards"
+    )
+    manager.fleet = None
+    assert manager.generate(0) is None
+    found = {record["name"] for record in manager.drain_records()}
+    assert "rollout/response_len/mean" in found
+    assert "rollout/raw_reward" not in found
+    assert "rollout 0 could not be trained on, rewards are not reported: " in caplog.text
+
+
+def without_rewards(args: Any, samples: Any) -> Any:
+    return [None for _ in samples], [None for _ in samples]
+
+
 def test_a_dump_is_trained_on_as_it_was_generated(make_manager: Any, tmp_path: Path) -> None:
     template = str(tmp_path / "dumps" / "{rollout_id}.pt")
     generated = make_manager(save_debug_rollout_data=template)
