@@ -45,11 +45,32 @@ class TurnRecord:
             output_log_probs=array("d", self.output_log_probs),
         )
 
+    @property
+    def at_limit(self) -> bool:
+        """Whether the limit of tokens ended it; ``finish_reason`` does not say so where it used a tool before."""
+        reason = self.meta_info.get("finish_reason")
+        return "length" in (self.finish_reason, reason.get("type") if isinstance(reason, Mapping) else reason)
+
+    def standing_in(self, prompt: Sequence[int]) -> int:
+        """How many tokens of the output a later ``prompt``, compact as this turn, repeats in their place; -1 when it
+        departs before them."""
+        same = _common_prefix_len(self.prompt_ids, prompt)
+        if same < len(self.prompt_ids):
+            return -1
+        return _common_prefix_len(self.output_ids, prompt[same : same + len(self.output_ids)])
+
+    def cut(self, length: int) -> TurnRecord | None:
+        """The turn with the first ``length`` tokens of its output; None without any."""
+        if not length:
+            return None
+        return replace(self, output_ids=self.output_ids[:length], output_log_probs=self.output_log_probs[:length])
+
 
 @dataclass(eq=False)
 class MessageNode:
     """A message and what followed it. ``turn`` is set on answers of the engine that may be trained on, ``turn_index``
-    (from 0, as they were recorded) also on those that were given up."""
+    (from 0, as they were recorded) also on those that were given up. ``displaced`` is the engine's answer where the
+    message is the agent's version of it; ``turn`` then ends where the two part."""
 
     role: str
     message: dict[str, Any]
@@ -57,32 +78,50 @@ class MessageNode:
     turn_index: int | None = None
     children: list[MessageNode] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    displaced: MessageNode | None = None
 
-    def child_of(self, message: Mapping[str, Any]) -> MessageNode | None:
-        """The first child that holds an equal message."""
+    def child_of(self, message: Mapping[str, Any], prompt: Sequence[int] = ()) -> MessageNode | None:
+        """The child that holds an equal message, or held it before the agent's version displaced it: of several the
+        one whose tokens ``prompt`` repeats most of, and the first of those."""
+        kept = [child.displaced for child in self.children if child.displaced is not None]
         role = message.get("role", "")
-        return next((child for child in self.children if child.role == role and child.message == message), None)
+        equal = [child for child in (*self.children, *kept) if child.role == role and child.message == message]
+        if len(equal) > 1:
+            equal.sort(key=lambda child: child.turn.standing_in(prompt) if child.turn else -1, reverse=True)
+        if equal and equal[0] in kept:
+            self._take_back(equal[0])
+        return equal[0] if equal else None
 
     def add(self, message: Mapping[str, Any]) -> MessageNode:
         """Append ``message`` and return its node."""
         self.children.append(MessageNode(message.get("role", ""), dict(message)))
         return self.children[-1]
 
-    def overwrite(self, message: Mapping[str, Any]) -> None:
-        """Put the agent's version in the place of an answer, which is trained on no more."""
-        assert self.turn is not None
-        self.metadata["merged_rewrite"] = {
-            "abandoned_turn_index": self.turn_index,
-            "abandoned_response_tokens": len(self.turn.output_ids),
+    def displace(self, answer: MessageNode, message: Mapping[str, Any], standing: int) -> MessageNode:
+        """Put the agent's version in the place of a child that is an answer, of which ``standing`` tokens stay."""
+        assert answer.turn is not None
+        version = MessageNode(answer.role, dict(message), answer.turn.cut(standing), answer.turn_index)
+        version.displaced = answer
+        version.metadata["merged_rewrite"] = {
+            "abandoned_turn_index": answer.turn_index,
+            "abandoned_response_tokens": len(answer.turn.output_ids) - standing,
         }
-        self.message, self.turn = dict(message), None
+        self.children[self.children.index(answer)] = version
+        return version
+
+    def _take_back(self, answer: MessageNode) -> None:
+        """Make a displaced answer a child again: the agent went on from it after all."""
+        version = next(child for child in self.children if child.displaced is answer)
+        version.displaced = version.turn = None
+        del version.metadata["merged_rewrite"]
+        self.children.append(answer)
 
 
 class TrajectoryManager:
     """One message tree per session id. Thread-safe.
 
-    ``fork_threshold_tokens`` (default 1024): shorter answers are no longer trained on when the agent rewrites them, so
-    that one sample continues instead of two with the same beginning; 0 or less keeps all.
+    ``fork_threshold_tokens`` (default 1024): as many generated tokens are given up, less one, where an answer continues
+    otherwise in a later prompt, so that one sample goes on instead of two with the same beginning; 0 or less: none.
     """
 
     def __init__(self, *, fork_threshold_tokens: int | None = None) -> None:
@@ -106,13 +145,14 @@ class TrajectoryManager:
         *,
         turn: TurnRecord,
         prompt_messages: Sequence[Mapping[str, Any]],
-        response_message: Mapping[str, Any],
+        response_message: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Mount a turn: its prompt below the messages that are there already, its answer as a new leaf.
 
-        A turn without messages is skipped with a warning. Raises AssertionError when the log-probs are not one per
-        output token, unless no turn of the session has any: its samples have none then.
+        An answer without a message is an empty one. A turn without messages is skipped with a warning. Raises
+        AssertionError when the log-probs are not one per output token, unless no turn of the session has any: its
+        samples have none then.
         """
         if not prompt_messages:
             logger.warning("session %r: a turn without prompt messages is not recorded", sid)
@@ -120,8 +160,10 @@ class TrajectoryManager:
         with self._lock:
             self._check_log_probs(sid, turn)
             root = self._roots.setdefault(sid, MessageNode("", {}))
-            leaf = self._mount(sid, root, prompt_messages).add(response_message)
-            leaf.turn, leaf.turn_index = turn.compact(), self._turns.get(sid, 0)
+            turn = turn.compact()
+            said = {"role": "assistant", "content": ""} if response_message is None else response_message
+            leaf = self._mount(sid, root, prompt_messages, turn.prompt_ids).add(said)
+            leaf.turn, leaf.turn_index = turn, self._turns.get(sid, 0)
             leaf.metadata.update(metadata or {})
             self._turns[sid] = leaf.turn_index + 1
 
@@ -142,14 +184,12 @@ class TrajectoryManager:
         """
         with self._lock:
             root = self._forget(sid)
-        trained: set[MessageNode] = set()
+        trained: dict[MessageNode, int] = {}
         samples: list[Sample] = []
         conversations: set[MessageNode] = set()
-        realigned = 0
         for path in _paths(root) if root is not None else ():
             flags = flags_of_path(path)
             for sequence in sequences_of_path(path, trained, self.fork_threshold_tokens):
-                realigned += sequence.realigned_tokens
                 sample = sample_of(sequence, base_sample, flags, max_sample_tokens)
                 if sample is None:
                     continue
@@ -157,12 +197,12 @@ class TrajectoryManager:
                 sample.metadata = {**(extra_metadata or {}), **sample.metadata}
                 samples.append(sample)
                 conversations.add(path[0])
-        generated, rewritten = _generated_tokens(root) if root is not None else (0, 0)
+        generated = _generated_tokens(root) if root is not None else 0
         counts = {
             "session": sid,
             "generated_tokens": generated,
             "trained_tokens": sum(sample.effective_response_length for sample in samples),
-            "realign_tokens": realigned + rewritten,
+            "realign_tokens": generated - sum(trained.values()),
             "forks": len(samples) - len(conversations),
         }
         for sample in samples:
@@ -189,24 +229,25 @@ class TrajectoryManager:
                 f"{'with' if earlier else 'without'} them; all turns of a session must have them, or none"
             )
 
-    def _mount(self, sid: str, root: MessageNode, messages: Sequence[Mapping[str, Any]]) -> MessageNode:
+    def _mount(
+        self, sid: str, root: MessageNode, messages: Sequence[Mapping[str, Any]], prompt: Sequence[int]
+    ) -> MessageNode:
         """Walk down the messages that are there, add the others, return the last one's node."""
         node, held = root, 0
-        while held < len(messages) and (known := node.child_of(messages[held])) is not None:
+        while held < len(messages) and (known := node.child_of(messages[held], prompt)) is not None:
             node, held = known, held + 1
         rest = messages[held:]
-        if not rest:
-            return node
-        rewritten = self._rewritten_child(sid, node, rest[0])
-        if rewritten is not None:
-            rewritten.overwrite(rest[0])
-            node, rest = rewritten, rest[1:]
+        answer = self._sole_answer(sid, node, rest[0]) if rest else None
+        if answer is not None and answer.turn is not None:
+            standing = answer.turn.standing_in(prompt)
+            if len(answer.turn.output_ids) - standing < self.fork_threshold_tokens and standing >= 0:
+                node, rest = node.displace(answer, rest[0], standing), rest[1:]
         for message in rest:
             node = node.add(message)
         return node
 
-    def _rewritten_child(self, sid: str, node: MessageNode, message: Mapping[str, Any]) -> MessageNode | None:
-        """The short answer below ``node`` that ``message`` is the agent's own version of, if there is one."""
+    def _sole_answer(self, sid: str, node: MessageNode, message: Mapping[str, Any]) -> MessageNode | None:
+        """The answer below ``node`` that ``message`` is the agent's own version of, where nothing followed it yet."""
         if message.get("role") != "assistant" or self.fork_threshold_tokens <= 0:
             return None
         answers = [child for child in node.children if child.role == "assistant"]
@@ -216,11 +257,7 @@ class TrajectoryManager:
                 sid,
                 len(answers),
             )
-        if len(answers) != 1:
-            return None
-        answer = answers[0]
-        short = answer.turn is not None and len(answer.turn.output_ids) < self.fork_threshold_tokens
-        return answer if short and not answer.children else None
+        return answers[0] if len(answers) == 1 and not answers[0].children and not answers[0].displaced else None
 
 
 def _paths(root: MessageNode) -> Iterator[list[MessageNode]]:
@@ -234,79 +271,91 @@ def _paths(root: MessageNode) -> Iterator[list[MessageNode]]:
         pending.extend([*path, child] for child in reversed(children))
 
 
-def _generated_tokens(root: MessageNode) -> tuple[int, int]:
-    """All tokens that the engine generated, and those of them in answers that the agent rewrote."""
-    generated = rewritten = 0
-    pending = [root]
+def _generated_tokens(root: MessageNode) -> int:
+    """How many tokens the engine generated, with those that were given up."""
+    generated, pending = 0, [root]
     while pending:
         node = pending.pop()
         pending.extend(node.children)
-        abandoned = node.metadata.get("merged_rewrite", {}).get("abandoned_response_tokens", 0)
-        rewritten += abandoned
-        generated += abandoned + (len(node.turn.output_ids) if node.turn is not None else 0)
-    return generated, rewritten
+        turn = (node.displaced or node).turn
+        generated += len(turn.output_ids) if turn is not None else 0
+    return generated
 
 
 # The turns of one path, packed into as few token sequences as reproduce what the engine saw.
 #
 # Each turn's prompt is compared with the tokens held so far:
 # * CLEAN: they are its beginning. The rest of the prompt (tool output, templates) is appended as context.
-# * REALIGN: it departs within the latest answer, and the new answer is short. The template or the agent wrote that
-#   answer differently: its tokens give way to the prompt's, as context.
+# * REALIGN: it departs within the latest answer, and few tokens of that answer come after. They give way to the
+#   prompt's, as context; those before were sampled in just this context, and stay.
 # * FORK: anything else. A new sequence begins with this prompt.
 
 
 @dataclass
 class Segment:
-    """Tokens ``start`` to ``end`` of a sequence; context unless they are the output of ``trained``."""
+    """Tokens ``start`` to ``end`` of a sequence; context unless they are those of the output of ``trained`` from
+    ``offset`` on."""
 
     start: int
     end: int
     trained: TurnRecord | None = None
+    offset: int = 0
 
 
 @dataclass
 class TokenSequence:
-    """``tokens`` begin with the first prompt; ``segments`` are everything after it, in order. ``realigned_tokens`` were
-    generated, and gave way to a prompt's version of them."""
+    """``tokens`` begin with the first prompt; ``segments`` are everything after it, in order. ``trained`` counts, of
+    every answer, the tokens that some sequence trains on, which are its first ones."""
 
     tokens: array[int]
     prompt_length: int
+    trained: dict[MessageNode, int]
     segments: list[Segment] = field(default_factory=list)
     answer_start: int = 0
-    realigned_tokens: int = 0
+    latest: MessageNode | None = None
 
     @classmethod
-    def beginning_with(cls, prompt: Sequence[int]) -> TokenSequence:
-        return cls(array("i", prompt), len(prompt))
+    def beginning_with(cls, prompt: Sequence[int], trained: dict[MessageNode, int]) -> TokenSequence:
+        return cls(array("i", prompt), len(prompt), trained)
 
-    def append(self, tokens: Sequence[int], trained: TurnRecord | None = None) -> None:
+    def append(self, tokens: Sequence[int], trained: TurnRecord | None = None, offset: int = 0) -> None:
         if len(tokens):
             start = len(self.tokens)
             self.tokens.extend(tokens)
-            self.segments.append(Segment(start, len(self.tokens), trained))
+            self.segments.append(Segment(start, len(self.tokens), trained, offset))
 
-    def append_answer(self, turn: TurnRecord, trainable: bool) -> None:
-        self.answer_start = len(self.tokens)
-        self.append(turn.output_ids, turn if trainable else None)
+    def append_answer(self, node: MessageNode, turn: TurnRecord) -> None:
+        """Append the output of ``turn``, as context as far as another sequence trains on it."""
+        self.answer_start, self.latest = len(self.tokens), node
+        done = self.trained.get(node, 0)
+        self.append(turn.output_ids[:done])
+        self.append(turn.output_ids[done:], turn, done)
+        self.trained[node] = len(turn.output_ids)
 
     def take_prompt(self, turn: TurnRecord, threshold: int) -> bool:
         """Make the turn's prompt the tokens held; False when a new sequence must begin with it."""
         same = _common_prefix_len(self.tokens, turn.prompt_ids)
         if same < len(self.tokens):
-            if same < self.answer_start or len(turn.output_ids) >= threshold:
+            if same < self.answer_start or self.latest is None:
                 return False
-            dropped = [segment for segment in self.segments if segment.end > self.answer_start and segment.trained]
-            self.realigned_tokens += sum(segment.end - segment.start for segment in dropped)
-            del self.tokens[self.answer_start :]
-            self.segments = [segment for segment in self.segments if segment.end <= self.answer_start]
+            last = self.segments[-1]
+            given_up = last.end - max(last.start, same) if last.trained else 0
+            if given_up and given_up >= threshold:
+                return False
+            self.trained[self.latest] -= given_up
+            del self.tokens[same:]
+            self.segments = [segment for segment in self.segments if segment.start < same]
+            for segment in self.segments:
+                segment.end = min(segment.end, same)
         self.append(turn.prompt_ids[len(self.tokens) :])
         return True
 
 
-def sequences_of_path(path: Iterable[MessageNode], trained: set[MessageNode], threshold: int) -> list[TokenSequence]:
-    """Pack the turns of ``path``. Answers in ``trained`` belong to an earlier path and are context here; the others
-    are added to it. Turns without output (the context was full) add nothing to a sequence."""
+def sequences_of_path(
+    path: Iterable[MessageNode], trained: dict[MessageNode, int], threshold: int
+) -> list[TokenSequence]:
+    """Pack the turns of ``path``. ``trained`` says how many tokens of an answer earlier paths train on, which are
+    context here; the others are added to it. Turns without output (the context was full) add nothing to a sequence."""
     sequences: list[TokenSequence] = []
     for node in path:
         turn = node.turn
@@ -315,9 +364,8 @@ def sequences_of_path(path: Iterable[MessageNode], trained: set[MessageNode], th
         if sequences and not len(turn.output_ids):
             continue
         if not sequences or not sequences[-1].take_prompt(turn, threshold):
-            sequences.append(TokenSequence.beginning_with(turn.prompt_ids))
-        sequences[-1].append_answer(turn, trainable=node not in trained)
-        trained.add(node)
+            sequences.append(TokenSequence.beginning_with(turn.prompt_ids, trained))
+        sequences[-1].append_answer(node, turn)
     return sequences
 
 
@@ -326,7 +374,7 @@ def flags_of_path(path: Iterable[MessageNode]) -> dict[str, bool]:
     a tool (``use_tool``) or was ``ill_formed``."""
     turns = [node.turn for node in path if node.turn is not None]
     return {
-        "truncated": turns[-1].finish_reason == "length",
+        "truncated": turns[-1].at_limit,
         "use_tool": any(turn.finish_reason == "tool_calls" for turn in turns),
         "ill_formed": any(turn.ill_formed for turn in turns),
     }
@@ -334,7 +382,7 @@ def flags_of_path(path: Iterable[MessageNode]) -> dict[str, bool]:
 
 def sample_of(sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], max_tokens: int = 0) -> Sample | None:
     """Return the training sample of ``sequence`` with ``flags`` as metadata, cut at ``max_tokens`` when that is
-    positive; None when no token of it is trained."""
+    positive; None when no token of it is trained. It is TRUNCATED where it was cut, or its path was."""
     limit = max_tokens if max_tokens > 0 else len(sequence.tokens)
     segments = [segment for segment in sequence.segments if segment.start < limit]
     if not any(segment.trained for segment in segments):
@@ -352,12 +400,14 @@ def sample_of(sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], 
         if turn is None:
             sample.append_response_tokens(tokens=tokens, trainable=False)
             continue
-        log_probs = list(turn.output_log_probs[: len(tokens)]) or [0.0] * len(tokens)  # none: taken away at the end
+        log_probs = list(turn.output_log_probs[segment.offset :][: len(tokens)])
+        log_probs = log_probs or [0.0] * len(tokens)  # none: taken away at the end
         sample.append_response_tokens(tokens=tokens, log_probs=log_probs, meta_info=turn.meta_info or None)
-    sample.status = Sample.Status.COMPLETED
+    truncated = flags["truncated"] or limit < len(sequence.tokens)
+    sample.status = Sample.Status.TRUNCATED if truncated else Sample.Status.COMPLETED
     if not any(segment.trained and len(segment.trained.output_log_probs) for segment in segments):
         sample.rollout_log_probs = None
-    sample.metadata = {**flags, "truncated": flags["truncated"] or limit < len(sequence.tokens)}
+    sample.metadata = {**flags, "truncated": truncated}
     return sample
 
 

@@ -84,7 +84,7 @@ def test_a_changed_latest_answer_gives_way_to_the_prompt():
     manager = TrajectoryManager()
     record(manager, [user("q")], "a", [1, 2], [10, 11, 12])
     record(manager, [user("q"), answer("a"), user("r")], "b", [1, 2, 10, 99, 98, 3], [13])
-    assert shown(manager.get_trajectory("s", base_sample=BASE)) == [([1, 2], [-10, -99, -98, -3, 13])]
+    assert shown(manager.get_trajectory("s", base_sample=BASE)) == [([1, 2], [10, -99, -98, -3, 13])]
 
 
 def test_an_answer_that_the_prompt_lacks_is_removed():
@@ -94,16 +94,41 @@ def test_an_answer_that_the_prompt_lacks_is_removed():
     assert shown(manager.get_trajectory("s", base_sample=BASE)) == [([1, 2], [13])]
 
 
-@pytest.mark.parametrize(("length", "samples"), [(3, 1), (4, 2)])
-def test_a_long_new_answer_begins_a_new_sample_instead(length: int, samples: int):
+@pytest.mark.parametrize("new", [2, 5, 2000])
+@pytest.mark.parametrize(("standing", "samples"), [(16, 2), (17, 1), (19, 1), (20, 1)])
+def test_what_would_be_given_up_decides_whether_a_new_sample_begins(standing: int, samples: int, new: int):
+    """Not the length of the answer, nor of the next one: of 20 tokens less than 4 may go."""
+    first, second = list(range(100, 120)), list(range(1000, 1000 + new))
     manager = TrajectoryManager(fork_threshold_tokens=4)
-    record(manager, [user("q")], "a", [1, 2], [10, 11])
-    new = list(range(20, 20 + length))
-    record(manager, [user("q"), answer("a"), user("r")], "b", [1, 2, 10, 99, 3], new)
+    record(manager, [user("q")], "a", [1, 2], first)
+    prompt = [1, 2, *first[:standing], *([99] if standing < 20 else []), 3]
+    record(manager, [user("q"), answer("a"), user("r")], "b", prompt, second)
+    found = manager.get_trajectory("s", base_sample=BASE)
+    kept = first if samples == 2 else first[:standing]
+    assert [sample.effective_response_length for sample in found] == ([20, new] if samples == 2 else [len(kept) + new])
+    signed = [cell for _, cells in shown(found) for cell in cells]
+    assert [cell for cell in signed if cell > 0] == [*kept, *second]
+    assert found[0].agent_session["realign_tokens"] == 20 - len(kept)
+
+
+def test_of_an_answer_of_28000_tokens_only_the_last_one_gives_way():
+    first = list(range(100, 28_100))
+    manager = TrajectoryManager()
+    record(manager, [user("q")], "a", [1, 2], first)
+    record(manager, [user("q"), answer("a"), user("r")], "b", [1, 2, *first[:-1], 99, 3], list(range(61)))
+    [sample] = manager.get_trajectory("s", base_sample=BASE)
+    assert sample.effective_response_length == 27_999 + 61
+
+
+def test_what_one_path_gives_up_is_trained_on_in_another_where_it_stands():
+    """A template that drops the reasoning before a new question only."""
+    manager = TrajectoryManager()
+    begin = [user("q"), answer("a")]
+    record(manager, [user("q")], "a", [1], [10, 11, 12])
+    record(manager, [*begin, user("r")], "b", [1, 10, 77, 2], [20])
+    record(manager, [*begin, user("s")], "c", [1, 10, 11, 12, 3], [30])
     found = shown(manager.get_trajectory("s", base_sample=BASE))
-    assert len(found) == samples
-    if samples == 2:
-        assert found == [([1, 2], [10, 11]), ([1, 2, 10, 99, 3], new)]
+    assert found == [([1], [10, -77, -2, 20]), ([1], [-10, 11, 12, -3, 30])]
 
 
 def test_a_change_before_the_latest_answer_begins_a_new_sample():
@@ -144,6 +169,34 @@ def test_a_short_answer_that_the_agent_rewrote_is_merged():
     assert (node.message, node.turn) == (answer("a"), None)
     assert manager.turn_count("s") == 2
     assert shown(manager.get_trajectory("s", base_sample=BASE)) == [([1, 50, 2], [11])]
+
+
+def test_of_an_answer_that_the_agent_rewrote_the_part_that_stands_is_trained_on():
+    manager = TrajectoryManager(fork_threshold_tokens=3)
+    record(manager, [user("q")], "it is 5", [1], [10, 11, 12, 13, 14])
+    record(manager, [user("q"), answer("it is 6"), user("r")], "b", [1, 10, 11, 12, 50, 2], [20])
+    node = manager._roots["s"].children[0].children[0]
+    assert node.metadata["merged_rewrite"] == {"abandoned_turn_index": 0, "abandoned_response_tokens": 2}
+    [sample] = manager.get_trajectory("s", base_sample=BASE)
+    assert shown([sample]) == [([1], [10, 11, 12, -50, -2, 20])]
+    counts = {"generated_tokens": 6, "trained_tokens": 4, "realign_tokens": 2, "forks": 0}
+    assert sample.agent_session == {"session": "s", **counts}
+
+
+def test_an_answer_that_the_agent_rewrote_and_then_went_on_from_is_trained_on_whole():
+    manager = TrajectoryManager()
+    record(manager, [user("q")], "it is 5", [1], [10, 11])
+    record(manager, [user("q"), answer("it is 6"), user("r")], "b", [1, 10, 50, 2], [20])
+    record(manager, [user("q"), answer("it is 5"), user("s")], "c", [1, 10, 11, 3], [30])
+    found = shown(manager.get_trajectory("s", base_sample=BASE))
+    assert found == [([1, 10, 50, 2], [20]), ([1], [10, 11, -3, 30])]
+
+
+def test_an_answer_without_a_message_is_an_empty_one():
+    manager = TrajectoryManager()
+    manager.record_turn("s", turn=turn([1], [10]), prompt_messages=[user("q")], response_message=None)
+    record(manager, [user("q"), answer(""), user("r")], "b", [1, 10, 2], [11])
+    assert shown(manager.get_trajectory("s", base_sample=BASE)) == [([1], [10, -2, 11])]
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 1])
@@ -200,7 +253,7 @@ def test_samples_are_cut_at_the_limit():
     for limit, expected in [(6, [10, 11, -3, 12]), (5, [10, 11, -3]), (3, [10])]:
         [cut] = samples(limit)
         assert shown([cut]) == [([1, 2], expected)]
-        assert cut.metadata["truncated"]
+        assert (cut.metadata["truncated"], cut.status) == (True, Sample.Status.TRUNCATED)
     assert samples(2) == samples(1) == []
 
 
@@ -216,6 +269,15 @@ def test_what_turns_say_is_in_the_metadata_of_their_sample():
     first, second = manager.get_trajectory("s", base_sample=BASE)
     assert first.metadata == {"truncated": False, "use_tool": True, "ill_formed": True}
     assert second.metadata == {"truncated": True, "use_tool": False, "ill_formed": False}
+    assert [sample.status.value for sample in (first, second)] == ["completed", "truncated"]
+
+
+def test_an_answer_that_the_limit_cut_after_a_tool_call_is_truncated():
+    manager = TrajectoryManager()
+    cut = turn([1], [10], "tool_calls", ill_formed=True, meta_info={"finish_reason": {"type": "length"}})
+    manager.record_turn("s", turn=cut, prompt_messages=[user("q")], response_message=answer("a"))
+    [sample] = manager.get_trajectory("s", base_sample=BASE)
+    assert (sample.status, sample.metadata["truncated"]) == (Sample.Status.TRUNCATED, True)
 
 
 def test_flags_are_those_of_the_whole_path():
@@ -364,31 +426,57 @@ def test_common_prefix(a, b, chunk):
 
 
 class SlowManager:
-    """The rules once more: messages in nested lists, every token a cell of (id, whether trained, log-prob)."""
+    """The rules once more: messages in nested lists, every token a cell of its id and, where it is trained, its key."""
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold
         self.root: dict[str, Any] = {"kids": []}
-        self.given_up: set[int] = set()  # tokens that a merge or a realignment took out
 
     def record(self, messages: list[dict], reply: dict, record: TurnRecord) -> None:
         at, left = self.root, list(messages)
-        while left and left[0] in [kid["message"] for kid in at["kids"]]:
-            at = at["kids"][[kid["message"] for kid in at["kids"]].index(left.pop(0))]
+        while left and (found := self.find(at, left[0], list(record.prompt_ids))):
+            at = found
+            left.pop(0)
         answers = [kid for kid in at["kids"] if kid["message"]["role"] == "assistant"]
         if left and left[0]["role"] == "assistant" and len(answers) == 1:
             only = answers[0]
-            if only["turn"] and not only["kids"] and len(only["turn"].output_ids) < self.threshold:
-                self.given_up |= set(only["turn"].output_ids)
-                only["message"], only["turn"] = left.pop(0), None
-                at = only
+            if only["turn"] and not only["kids"] and not only["original"]:
+                before, made = list(only["turn"].prompt_ids), list(only["turn"].output_ids)
+                lengths = [
+                    n
+                    for n in range(len(made) + 1)
+                    if [*before, *made[:n]] == list(record.prompt_ids)[: len(before) + n]
+                ]
+                stand = max(lengths, default=-1)
+                if stand >= 0 and len(made) - stand < self.threshold:
+                    original = {**only, "kids": []}
+                    cut = TurnRecord(before, made[:stand], "stop", list(only["turn"].output_log_probs)[:stand])
+                    only.update(message=left.pop(0), turn=cut if stand else None, original=original)
+                    at = only
         for message in left:
-            at["kids"].append({"message": message, "turn": None, "kids": []})
+            at["kids"].append({"message": message, "turn": None, "kids": [], "original": None})
             at = at["kids"][-1]
-        at["kids"].append({"message": reply, "turn": record, "kids": []})
+        at["kids"].append({"message": reply, "turn": record, "kids": [], "original": None})
+
+    def find(self, at: dict, message: dict, prompt: list[int]) -> dict | None:
+        equal = [kid for kid in at["kids"] if kid["message"] == message]
+        equal += [kid["original"] for kid in at["kids"] if kid["original"] and kid["original"]["message"] == message]
+        found, most = None, -2
+        for kid in equal:
+            whole = [*kid["turn"].prompt_ids, *kid["turn"].output_ids] if kid["turn"] else []
+            lengths = [n for n in range(len(whole) + 1) if whole[:n] == prompt[:n]]
+            stand = max(-1, max(lengths) - len(kid["turn"].prompt_ids)) if kid["turn"] else -1
+            if stand > most:
+                found, most = kid, stand
+        for kid in at["kids"]:
+            if found and kid["original"] is found:
+                kid.update(turn=None, original=None)
+                at["kids"].append(found)
+                break
+        return found
 
     def samples(self) -> list[tuple[list[int], list[int]]]:
-        seen: list[int] = []
+        seen: set[tuple[int, int]] = set()
         found = []
 
         def walk(node: dict, turns: list[dict]) -> None:
@@ -401,31 +489,31 @@ class SlowManager:
         walk(self.root, [])
         return found
 
-    def pack(self, turns: list[dict], seen: list[int]) -> list[tuple[list[int], list[int]]]:
+    def pack(self, turns: list[dict], seen: set[tuple[int, int]]) -> list[tuple[list[int], list[int]]]:
         packs: list[dict[str, Any]] = []
         for node in turns:
             prompt, output = list(node["turn"].prompt_ids), list(node["turn"].output_ids)
             pack = packs[-1] if packs else None
             if pack is not None:
-                held = [abs(cell) for cell in pack["cells"]]
-                if prompt[: len(held)] == held:
-                    pack["cells"] += [-t for t in prompt[len(held) :]]
-                elif prompt[: pack["answer"]] == held[: pack["answer"]] and len(output) < self.threshold:
-                    self.given_up |= {cell for cell in pack["cells"][pack["answer"] :] if cell > 0}
-                    pack["cells"] = pack["cells"][: pack["answer"]] + [-t for t in prompt[pack["answer"] :]]
+                cells = pack["cells"]
+                same = 0
+                while same < len(cells) and same < len(prompt) and cells[same][0] == prompt[same]:
+                    same += 1
+                lost = {key for _, key in cells[same:] if key}
+                if same == len(cells) or (same >= pack["answer"] and (not lost or len(lost) < self.threshold)):
+                    seen -= lost
+                    pack["cells"] = cells[:same] + [(token, None) for token in prompt[same:]]
                 else:
                     pack = None
             if pack is None:
-                pack = {"prompt": len(prompt), "cells": [-t for t in prompt]}
+                pack = {"prompt": len(prompt), "cells": [(token, None) for token in prompt]}
                 packs.append(pack)
             pack["answer"] = len(pack["cells"])
-            pack["cells"] += [-t if id(node) in seen else t for t in output]
-            seen.append(id(node))
-        return [
-            ([-t for t in pack["cells"][: pack["prompt"]]], pack["cells"][pack["prompt"] :])
-            for pack in packs
-            if any(cell > 0 for cell in pack["cells"])
-        ]
+            keys = [(id(node), place) for place in range(len(output))]
+            pack["cells"] += [(t, None if key in seen else key) for t, key in zip(output, keys, strict=True)]
+            seen |= set(keys)
+        shown = [([t if key else -t for t, key in pack["cells"]], pack["prompt"]) for pack in packs]
+        return [([-t for t in signed[:cut]], signed[cut:]) for signed, cut in shown if max(signed) > 0]
 
 
 @st.composite
@@ -480,11 +568,25 @@ def check(session: tuple[int, list[tuple[list[dict], dict, TurnRecord]]]) -> Non
     assert manager.turn_count("s") == len(turns)
     found = shown(manager.get_trajectory("s", base_sample=BASE))
     assert found == slow.samples()
-    # trained once: what no merge and no realignment took out; never twice
+    # every token is trained once at most
     trained = [cell for _, cells in found for cell in cells if cell > 0]
-    made = {token for _, _, one in turns for token in one.output_ids}
     assert len(trained) == len(set(trained))
-    assert made - slow.given_up <= set(trained) <= made
+    assert set(trained) <= {token for _, _, one in turns for token in one.output_ids}
+    answered: list[list[dict]] = []
+    for messages, reply, one in turns:
+        whole, after = [*one.prompt_ids, *one.output_ids], [*messages, reply]
+        later = [other.prompt_ids for asked, _, other in turns if asked[: len(after)] == after]
+        if [*answered, after].count(after) > 1 or any(
+            m == messages and r == reply and o is not one for m, r, o in turns
+        ):
+            later = []  # of two equal answers those continue from the one that they repeat more of
+        answered.append(after)
+        rewritten = any(asked[: len(messages)] == messages and len(asked) > len(messages) for asked, _, _ in turns)
+        if threshold <= 0 or not (later or rewritten):
+            assert set(one.output_ids) <= set(trained)
+        for prompt in later:  # and what it repeats is trained
+            same = _common_prefix_len(whole, prompt)
+            assert set(whole[len(one.prompt_ids) : same]) <= set(trained)
     # a sample ends with exactly what the engine saw and made in one of the turns
     whole = [[*one.prompt_ids, *one.output_ids] for _, _, one in turns]
     assert all([*prompt, *map(abs, cells)] in whole for prompt, cells in found)
