@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slime.agent.same_answer import joined, likeness
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,17 @@ class TrajectoryManager:
             leaf.metadata.update(metadata or {})
             self._turns[sid] = leaf.turn_index + 1
 
+    def follow(self, sid: str, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[MessageNode]]:
+        """Return ``messages`` with the engine's answers as they were given where they are lossy forms of those, and the
+        nodes of the first ones, those that are held."""
+        with self._lock:
+            node, held, known = self._roots.get(sid), 0, list[MessageNode]()
+            while node is not None and held < len(messages):
+                node, count = _recognized(node, messages, held)
+                known += [node] if node is not None else []
+                held += count
+        return [*(one.message for one in known), *messages[held:]], known
+
     def get_trajectory(
         self,
         sid: str,
@@ -258,6 +270,22 @@ class TrajectoryManager:
                 len(answers),
             )
         return answers[0] if len(answers) == 1 and not answers[0].children and not answers[0].displaced else None
+
+
+def _recognized(node: MessageNode, messages: Sequence[Mapping[str, Any]], held: int) -> tuple[MessageNode | None, int]:
+    """The child that the message at ``held`` is, and how many messages it is, those of an answer that came in parts."""
+    if messages[held].get("role") != "assistant":
+        found = node.child_of(messages[held])
+        return found, int(found is not None)
+    answers = [one for child in node.children for one in (child, child.displaced) if one and one.role == "assistant"]
+    run = next((i for i, m in enumerate(messages[held:]) if m.get("role") != "assistant"), len(messages) - held)
+    for count in range(run, 0, -1):
+        theirs = joined(messages[held : held + count])
+        forms = [(likeness(theirs, one.message), place) for place, one in enumerate(answers)]
+        best = max((form for form in forms if form[0]), default=None)
+        if best is not None:
+            return answers[best[1]], count
+    return None, 0
 
 
 def _paths(root: MessageNode) -> Iterator[list[MessageNode]]:

@@ -21,6 +21,7 @@ from slime.agent.adapters.common import (
 from slime.agent.adapters.event_stream import event
 from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request, messages_of
 from slime.agent.adapters.provider import MODEL_LABEL, Asked, Message, ProviderFormat
+from slime.agent.same_answer import ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +42,6 @@ class AnthropicFormat(ProviderFormat):
         _fold_mid_list_system_into_user(body)
         return _translate_messages(body["messages"], body.get("system")), _tools_to_chat_tools(body.get("tools"))
 
-    def to_restore(self, message: Message) -> dict[str, Any]:
-        return {key: message["content"] for key, _ in _uses(message["content"])[:1]}
-
-    def restored(self, body: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
-        """Put what the model wrote in the place of answers that call tools, by the ids of their calls.
-
-        Claude Code sends back what its tools made of their inputs: defaults added, keys in another order, white space
-        at the ends of lines and the ``cd`` into its directory removed. Taken for the agent's own version of the answer,
-        that would leave the model's out of training. An answer whose text or calls are others is left as it is, and
-        reasoning that is not sent back stays away.
-        """
-        messages = body.get("messages")
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            if not isinstance(content, list) or not (uses := _uses(content)):
-                continue
-            own = answers.get(uses[0][0])
-            if own is None or uses != _uses(own) or _said(content) != _said(own):
-                continue
-            kinds = {block.get("type") for block in content if isinstance(block, Mapping)}
-            content[:] = [block for block in own if block["type"] != "thinking" or "thinking" in kinds]
-        return body
-
     def reply_message(self, reply: Reply, body: Mapping[str, Any]) -> Message:
         blocks: list[Message] = []
         if reply.reasoning:
@@ -77,9 +55,6 @@ class AnthropicFormat(ProviderFormat):
 
     def translate_reply(self, message: Message) -> Message:
         return _assistant_message(message["content"])
-
-    def tree_messages(self, messages: list[Message]) -> list[Message]:
-        return messages
 
     def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
         return {
@@ -154,7 +129,7 @@ def _claude_code_session(request: web.Request, body: Mapping[str, Any]) -> str |
 
 
 def _translate_messages(messages: Iterable[Mapping[str, Any]], system: Any = None) -> list[Message]:
-    """The system prompt and the messages of a request as chat messages, ids of tool uses dropped."""
+    """The system prompt and the messages of a request as chat messages, without ids of tool uses for templates."""
     translated: list[Message] = []
     prompt = _system_prompt(system)
     if prompt:
@@ -202,18 +177,6 @@ def _user_messages(content: Any) -> list[Message]:
     return messages
 
 
-def _uses(content: list[Any]) -> list[tuple[str, str]]:
-    """The id and the tool of every call."""
-    uses = [block for block in content if isinstance(block, Mapping) and block.get("type") == "tool_use"]
-    return [(str(use.get("id")), str(use.get("name"))) for use in uses]
-
-
-def _said(content: list[Any]) -> str:
-    return "".join(
-        str(block.get("text")) for block in content if isinstance(block, Mapping) and block.get("type") == "text"
-    ).strip()
-
-
 def _assistant_message(content: Any) -> Message:
     blocks = content if isinstance(content, list) else [{"type": "text", "text": flatten_content(content)}]
     texts, thoughts, calls = [], [], []
@@ -225,7 +188,7 @@ def _assistant_message(content: Any) -> Message:
             arguments = block.get("input") or {}
             if not isinstance(arguments, dict):
                 raise bad_request("the input of a tool_use must be an object")
-            calls.append(tool_call_dict(str(block.get("name") or ""), arguments))
+            calls.append(ToolCall.named(tool_call_dict(str(block.get("name") or ""), arguments), block.get("id")))
         else:
             texts.append(block)
     message: Message = {"role": "assistant", "content": flatten_content(texts)}

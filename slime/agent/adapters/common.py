@@ -35,8 +35,9 @@ from slime.agent.adapters.in_flight import InFlight
 from slime.agent.adapters.provider import Asked, Message, ProviderFormat
 from slime.agent.adapters.side_requests import turn_meta
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
+from slime.agent.own_tokens import RENDERING, Rendering, with_own_tokens
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
-from slime.agent.trajectory import TrajectoryManager, TurnRecord
+from slime.agent.trajectory import MessageNode, TrajectoryManager, TurnRecord
 from slime.servers.auth import is_loopback
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -73,8 +74,6 @@ class Session:
     max_context_tokens: int = 0
     side_requests: int = field(default=0, compare=False)
     """How many turns were answered that the ``turn_filter`` did not want recorded."""
-    answers: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What ``ProviderFormat.restored`` needs of the answers so far."""
 
 
 @dataclass(frozen=True)
@@ -240,9 +239,7 @@ class BaseAdapter(ProviderFormat):
             had = self.manager.turn_count(sid) + session.side_requests
             if cap is not None and had + self.inflight.count(sid) > cap:
                 raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
-            body = api.restored(body, session.answers)
-            messages, tools = api.translate(body)
-            prompt_ids = await self.text.render(messages, tools)
+            messages, tools, prompt_ids, rendering = await self._prompt(sid, api, body)
             asked = Asked(body, len(prompt_ids))
             stream = EventStream(request, api, asked) if wants_stream(request, body) else None
             try:
@@ -256,10 +253,10 @@ class BaseAdapter(ProviderFormat):
                 message = api.reply_message(reply, body)
                 if is_gone(request):
                     raise ClientGone
-                session.answers |= api.to_restore(message)
                 meta = turn_meta(request.path, body, tools, self.max_tokens_keys)
                 if self.turn_filter is None or self.turn_filter({**meta, "messages": messages}):
-                    self._record(sid, session, (messages, tools), api, message, turn, meta)
+                    said = api.translate_reply(message)
+                    self._record(sid, session, (messages, tools), said, turn, {**meta, RENDERING: rendering})
                 else:
                     session.side_requests += 1
             except Exception as e:
@@ -290,9 +287,18 @@ class BaseAdapter(ProviderFormat):
         with self._lock:
             sid = api.session_id(request, body)
             self._check_access(sid, request)
-            body = api.restored(body, self.store.get(sid, Session()).answers)
-        messages, tools = api.translate(body)
-        return web.json_response({"input_tokens": len(await self.text.render(messages, tools))})
+        _, _, prompt_ids, _ = await self._prompt(sid, api, body)
+        return web.json_response({"input_tokens": len(prompt_ids)})
+
+    async def _prompt(
+        self, sid: str, api: ProviderFormat, body: Mapping[str, Any]
+    ) -> tuple[list[Message], list[Message] | None, list[int], Rendering | None]:
+        """The messages and tools of a request, its prompt with the answers as the model wrote them, and the template's
+        version of that."""
+        sent, tools = api.translate(body)
+        messages, known = self.manager.follow(sid, sent)
+        ids, rendering = await self.text.render(messages, tools, known)
+        return messages, tools, ids, rendering
 
     def _check_access(self, sid: str, request: web.Request) -> None:
         if sid in self.closed:
@@ -314,17 +320,14 @@ class BaseAdapter(ProviderFormat):
         sid: str,
         session: Session,
         asked: tuple[list[Message], list[Message] | None],
-        api: ProviderFormat,
-        message: Message,
+        said: Message,
         turn: TurnRecord,
         meta: Mapping[str, Any],
     ) -> None:
-        said = api.tree_messages([api.translate_reply(message)])[0]
         with self._lock:
             if self.store.get(sid) is not session:  # finished or dropped meanwhile
                 raise session_closed()
-            prompt = api.tree_messages(asked[0])
-            self.manager.record_turn(sid, turn=turn, prompt_messages=prompt, response_message=said, metadata=meta)
+            self.manager.record_turn(sid, turn=turn, prompt_messages=asked[0], response_message=said, metadata=meta)
         if self.debug_callback is None:
             return
         try:
@@ -441,11 +444,17 @@ class TextWorker:
         sglang_parsers.check_names(tool_parser, reasoning_parser)
         self.tokenizer = tokenizer
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
+        self._special = {getattr(tokenizer, "eos_token_id", None), *getattr(tokenizer, "all_special_ids", ())} - {None}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent-text")
 
-    async def render(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
-        """The prompt's token ids. Refuses messages that the chat template does not take."""
-        return await self._run(self._render, messages, tools)
+    async def render(
+        self, messages: list[Message], tools: list[Message] | None, known: Sequence[MessageNode] = ()
+    ) -> tuple[list[int], Rendering | None]:
+        """The prompt's token ids, with the model's own for answers in ``known``, and the template's version of it.
+
+        Refuses messages that the chat template does not take.
+        """
+        return await self._run(self._prompt, messages, tools, known)
 
     async def parse(self, turn: TurnRecord, tools: list[Message] | None) -> ParsedModelOutput:
         """The parsed answer."""
@@ -458,6 +467,12 @@ class TextWorker:
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
+    def _prompt(
+        self, messages: list[Message], tools: list[Message] | None, known: Sequence[MessageNode]
+    ) -> tuple[list[int], Rendering | None]:
+        ids, eos = self._render(messages, tools), getattr(self.tokenizer, "eos_token_id", None)
+        return with_own_tokens(ids, known, self._special, eos, self._decode), Rendering.of(ids, self._special)
+
     def _render(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
         try:
             ids = self.tokenizer.apply_chat_template(
@@ -469,8 +484,7 @@ class TextWorker:
 
     def _parse(self, turn: TurnRecord, tools: list[Message] | None) -> ParsedModelOutput:
         ids = turn.output_ids
-        special = {getattr(self.tokenizer, "eos_token_id", None), *getattr(self.tokenizer, "all_special_ids", ())}
-        if len(ids) and turn.finish_reason == "stop" and ids[-1] in special:
+        if len(ids) and turn.finish_reason == "stop" and ids[-1] in self._special:
             ids = ids[:-1]  # the token that ended the output is no text
         return parse_model_output(
             self._decode(ids),

@@ -23,6 +23,7 @@ from slime.agent.adapters.http_requests import bad_request, messages_of
 from slime.agent.adapters.openai_common import arguments_object, arguments_text, list_models, openai_error
 from slime.agent.adapters.provider import Asked, Message
 from slime.agent.adapters.responses import ResponsesFormat
+from slime.agent.same_answer import ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +60,12 @@ class OpenAIAdapter(BaseAdapter):
             message["reasoning_content"] = reply.reasoning
         for use in reply.tool_uses[:1]:
             function = {"name": use["name"], "arguments": arguments_text(use["input"])}
-            message["content"] = None
+            message["content"] = reply.text if reply.text.strip() else None
             message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}]
         return message
 
     def translate_reply(self, message: Message) -> Message:
         return _assistant_message(message)
-
-    def tree_messages(self, messages: list[Message]) -> list[Message]:
-        """Few clients send the reasoning back."""
-        return [{key: value for key, value in m.items() if key != "reasoning_content"} for m in messages]
 
     def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
         used = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.output_tokens}
@@ -122,7 +119,7 @@ def _request_session_id(request: web.Request, body: Mapping[str, Any]) -> str:
 
 
 def _translate_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """The messages of a request as chat messages, ids of tool calls dropped, arguments as objects."""
+    """The messages of a request as chat messages, without ids of tool calls for templates, arguments as objects."""
     translated: list[Message] = []
     for message in messages:
         role = message["role"]
@@ -151,7 +148,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise bad_request("a tool call must be an object with a function")
-    return tool_call_dict(str(function.get("name") or ""), arguments_object(function.get("arguments")))
+    called = tool_call_dict(str(function.get("name") or ""), arguments_object(function.get("arguments")))
+    return ToolCall.named(called, call.get("id"))
 
 
 def _tools(tools: Any) -> list[Message] | None:

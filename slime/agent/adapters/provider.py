@@ -12,7 +12,10 @@ from typing import Any
 
 from aiohttp import web
 
-Message = dict[str, Any]
+from slime.agent.same_answer import Message
+
+__all__ = ["MODEL_LABEL", "Asked", "Message", "ProviderFormat"]
+
 MODEL_LABEL = "slime-actor"
 """The only model in the list of models. Requests may name any: there is one."""
 
@@ -43,28 +46,15 @@ class ProviderFormat(abc.ABC):
 
     @abc.abstractmethod
     def translate(self, body: Mapping[str, Any]) -> tuple[list[Message], list[Message] | None]:
-        """The request's messages and tools as chat templates take them."""
+        """The request's messages, their calls with ids, and tools as chat templates take them."""
 
     @abc.abstractmethod
     def reply_message(self, reply: Any, body: Mapping[str, Any]) -> Message:
         """The message of a ``Reply`` in the provider's format, as the client will send it back."""
 
-    def to_restore(self, message: Message) -> dict[str, Any]:
-        """What ``restored`` needs of a ``reply_message``, by a key that later requests have: here nothing."""
-        return {}
-
-    def restored(self, body: dict[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
-        """``body`` without what the client has done to earlier ``answers``: here ``body``, clients send back what they
-        got."""
-        return body
-
     @abc.abstractmethod
     def translate_reply(self, message: Message) -> Message:
-        """What ``translate`` returns for the ``reply_message`` in a later request."""
-
-    @abc.abstractmethod
-    def tree_messages(self, messages: list[Message]) -> list[Message]:
-        """Translated messages without what clients do not send back: turns are matched by them."""
+        """What ``translate`` returns for the whole ``reply_message`` in a later request."""
 
     @abc.abstractmethod
     def reply_body(self, message: Message, reply: Any, asked: Asked) -> dict[str, Any]:

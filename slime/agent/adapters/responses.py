@@ -12,11 +12,19 @@ from typing import Any
 from aiohttp import web
 
 from slime.agent.adapters.anthropic import _fold_mid_list_system_into_user
-from slime.agent.adapters.common import DEFAULT_SID, Reply, flatten_content, sid_from_bearer, sid_from_body
+from slime.agent.adapters.common import (
+    DEFAULT_SID,
+    Reply,
+    flatten_content,
+    sid_from_bearer,
+    sid_from_body,
+    tool_call_dict,
+)
 from slime.agent.adapters.event_stream import event
 from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request
 from slime.agent.adapters.openai_common import arguments_object, arguments_text, openai_error
 from slime.agent.adapters.provider import Asked, Message, ProviderFormat
+from slime.agent.same_answer import ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +96,6 @@ class ResponsesFormat(ProviderFormat):
 
     def translate_reply(self, message: Message) -> Message:
         return _messages(message["items"])[0]
-
-    def tree_messages(self, messages: list[Message]) -> list[Message]:
-        """Few clients send the reasoning back."""
-        return [{key: value for key, value in m.items() if key != "reasoning_content"} for m in messages]
 
     def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
         cut = reply.finish_reason == "length"
@@ -250,10 +254,8 @@ def _tool_call(kind: str, item: Mapping[str, Any]) -> dict[str, Any]:
     given = item.get(_CALLS[kind])
     arguments = {"input": given if isinstance(given, str) else ""} if kind == "custom_tool_call" else None
     name = str(item.get("name") or ("local_shell" if kind == "local_shell_call" else ""))
-    return {
-        "type": "function",
-        "function": {"name": name, "arguments": arguments_object(given) if arguments is None else arguments},
-    }
+    called = tool_call_dict(name, arguments_object(given) if arguments is None else arguments)
+    return ToolCall.named(called, item.get("call_id"))
 
 
 def _free_form(arguments: Mapping[str, Any]) -> str:

@@ -111,18 +111,26 @@ WROTE = "<think>hm</think>wait" + call_text("write", {"a": "x  ", "b": "y"})
 
 
 @pytest.mark.parametrize(
-    ("change", "same"),
+    ("change", "standing"),
     [
-        (lambda thought, text, use: ["", thought, text, use | {"input": {"all": False, "b": "y", "a": "x"}}], True),
-        (lambda thought, text, use: [thought, text | {"text": " wait\n"}, use | {"input": {}}], True),
-        (lambda thought, text, use: [thought, text | {"text": "no"}, use | {"input": {}}], False),
-        (lambda thought, text, use: [thought, text, use | {"name": "other", "input": {"a": "x"}}], False),
-        (lambda thought, text, use: [thought, text, use, use | {"id": "toolu_new"}], False),
-        (lambda thought, text, use: [text, use | {"input": {"a": "x"}}], None),
+        (
+            lambda thought, text, use: ["", thought, text, use | {"input": {"all": False, "b": "y", "a": "x"}}],
+            WROTE + END,
+        ),
+        (lambda thought, text, use: [thought, text | {"text": " wait\n"}, use | {"input": {}}], WROTE + END),
+        (lambda thought, text, use: [text, use | {"input": {"a": "x"}}], WROTE + END),
+        (lambda thought, text, use: [use | {"id": "new", "input": {"b": "y", "a": "x", "c": None}}], WROTE + END),
+        (lambda thought, text, use: [thought, text | {"text": "no"}, use | {"input": {}}], "<think>hm</think>"),
+        (
+            lambda thought, text, use: [thought, text, use | {"name": "other", "input": {"a": "x"}}],
+            "<think>hm</think>wait<tool_call>\n<function=",
+        ),
+        (lambda thought, text, use: [thought, text, use, use | {"id": "toolu_new"}], WROTE),
+        (lambda thought, text, use: [thought | {"thinking": "ho"}, text, use], "<think>h"),
     ],
 )
-async def test_inputs_that_a_client_cleans_are_those_that_the_model_wrote(gateway, change, same):
-    """``same``: the next prompt begins as the engine's answer; None: but for the reasoning, which was not sent back."""
+async def test_what_a_client_cleans_is_what_the_model_wrote(gateway, change, standing):
+    """``standing``: what of the answer begins the next prompt, and stays in training."""
     g = gateway(WROTE, "done")
     blocks = g.post(messages=[user("q")], tools=WRITE).json()["content"]
     result = {"type": "tool_result", "tool_use_id": blocks[2]["id"], "content": "ok"}
@@ -132,10 +140,10 @@ async def test_inputs_that_a_client_cleans_are_those_that_the_model_wrote(gatewa
     assert g.post(**request).status_code == 200
     first, second = g.script.prompts
     assert counted == len(second)
-    said = WROTE if same is not None else WROTE.partition("</think>")[2]
-    assert second.startswith(first + said + END) == (same is not False)
+    assert second.startswith(first + standing)
+    assert standing == WROTE + END or not second.startswith(first + (WROTE + END)[: len(standing) + 1])
     [sample] = await g.adapter.finish_session("s", base_sample=BASE)
-    assert trained_text(sample) == ([WROTE + END] if same else []) + ["done" + END]
+    assert trained_text(sample) == [standing, "done" + END]
 
 
 def events(reply: requests.Response) -> list[tuple[str, dict[str, Any]]]:

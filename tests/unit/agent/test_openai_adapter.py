@@ -123,14 +123,29 @@ async def test_an_accept_header_asks_for_a_stream(gateway):
 
 
 async def test_only_the_first_tool_call_is_answered_and_recognised(gateway):
-    both = ADD + call_text("add", {"a": 2})
+    both = "<tool_call><function=add></function></tool_call>" * 2
     g = gateway(both, "done")
     message = ask(g.client, user("q"), tools=TOOLS).choices[0].message
     assert len(message.tool_calls) == 1
     ask(g.client, user("q"), message, {"role": "tool", "content": "2", "tool_call_id": "x"}, tools=TOOLS)
+    # the model sees both calls of its own in the next prompt
+    assert g.script.prompts[1].startswith(g.script.prompts[0] + both + END)
     [sample] = await g.adapter.finish_session("s", base_sample=BASE)
-    # the second call is not in the next prompt: the answer gives way to what the prompt says of it
-    assert trained_text(sample) == ["done" + END]
+    assert trained_text(sample) == [both + END, "done" + END]
+
+
+async def test_the_agent_has_the_text_beside_a_call(gateway):
+    g = gateway(f"I add them. {ADD}", f" \n{ADD}", "done")
+    first = ask(g.client, user("q"), tools=TOOLS).choices[0].message
+    assert first.content == "I add them."
+    result = {"role": "tool", "content": "2", "tool_call_id": first.tool_calls[0].id}
+    second = ask(g.client, user("q"), first, result, tools=TOOLS).choices[0].message
+    assert second.content is None
+    without_text = {**first.model_dump(), "content": None}  # as many agents send it back
+    results = [result, {**result, "tool_call_id": second.tool_calls[0].id}]
+    ask(g.client, user("q"), without_text, results[0], second, results[1], tools=TOOLS)
+    [sample] = await g.adapter.finish_session("s", base_sample=BASE)
+    assert trained_text(sample) == [f"I add them. {ADD}{END}", f" \n{ADD}{END}", f"done{END}"]
 
 
 async def test_reasoning_is_answered_and_not_needed_to_recognise_the_answer(gateway, monkeypatch):
@@ -145,7 +160,7 @@ async def test_reasoning_is_answered_and_not_needed_to_recognise_the_answer(gate
     assert [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in stream][1] == "so"
     assert g.adapter.manager.turn_count("s") == 2
     [sample] = await g.adapter.finish_session("s", base_sample=BASE)  # one path, not two
-    assert trained_text(sample) == ["<think>so</think>no" + END]
+    assert trained_text(sample) == ["<think>hm</think>yes" + END, "<think>so</think>no" + END]
 
 
 async def test_a_client_that_sends_reasoning_back_keeps_it_in_the_prompt(gateway, monkeypatch):

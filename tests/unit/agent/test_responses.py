@@ -16,6 +16,7 @@ from slime.agent.adapters import OpenAIAdapter
 from slime.agent.adapters.common import Reply
 from slime.agent.adapters.http_requests import Refusal
 from slime.agent.adapters.responses import ResponsesFormat
+from slime.agent.same_answer import is_form_of
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END, call_text, gateway, trained_text
 
@@ -224,9 +225,12 @@ def test_however_a_client_sends_answers_back_they_are_recognized(turns, interlea
             items += [item for pair in zip(calls, results, strict=True) for item in pair]
         else:
             items += [*calls, *results]
-        expected += API.tree_messages([API.translate_reply(message)])
+        expected.append(API.translate_reply(message))
         expected += [{"role": "tool", "content": "r"} for _ in results]
         if not results:
             items.append({"role": "user", "content": "next"})
             expected.append({"role": "user", "content": "next"})
-    assert API.tree_messages(API.translate({"input": items})[0]) == expected
+    found = API.translate({"input": items})[0]
+    assert len(found) == len(expected)
+    for theirs, own in zip(found, expected, strict=True):
+        assert is_form_of(theirs, own) if own["role"] == "assistant" else theirs == own

@@ -494,6 +494,8 @@ class SlowManager:
         for node in turns:
             prompt, output = list(node["turn"].prompt_ids), list(node["turn"].output_ids)
             pack = packs[-1] if packs else None
+            if pack is not None and not output:
+                continue
             if pack is not None:
                 cells = pack["cells"]
                 same = 0
