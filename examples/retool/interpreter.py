@@ -1,20 +1,22 @@
-"""Run the Python code that a model wrote, in worker processes with limits.
+"""Run the Python code that a model wrote, each piece in a process of its own.
 
-The workers are those that compute rule rewards, in a pool of their own: CPU time, wall-clock time and memory are
-limited, and no processes can be started. On top of that the code imports only ``MODULES`` and has no files. This keeps
-a run safe from a model's mistakes; against code that is written to attack it, run in a container.
+The processes are made by workers like those of rule rewards: CPU time, wall-clock time and memory are limited, and a
+filter of system calls leaves nothing but computing, so that there is no environment, no file, no network and no other
+process, whatever objects the code gets hold of. What it changes is gone with its process. On top of that the code
+imports only ``MODULES``, which are loaded before.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import io
 import sys
 import threading
 from typing import Any
 
-from slime.rollout.rm_hub.failure import RewardFailure
+from slime.rollout.rm_hub.failure import JobEnded, RewardFailure
 from slime.rollout.rm_hub.workers import RewardWorkers, WorkerLimits, default_worker_count
 
 MODULES = (
@@ -24,6 +26,13 @@ MODULES = (
 LONGEST_OUTPUT = 10_000
 LONGEST_ERROR = 500
 """Characters, both."""
+_LOADED_LATER = (
+    "_strptime", "collections.abc", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "encodings.utf_32",
+    "encodings.cp1252", "encodings.hex_codec", "encodings.unicode_escape", "unicodedata",
+)  # fmt: skip
+"""What the modules and methods of texts load when they are used."""
+for _name in (*MODULES, *_LOADED_LATER):
+    importlib.import_module(_name)
 _FORBIDDEN = ("open", "input", "exec", "eval", "compile", "breakpoint", "exit", "quit", "help", "globals", "vars")
 
 
@@ -39,7 +48,7 @@ class _Output(io.StringIO):
 
 
 def _import(name: str, *args: Any, **kwargs: Any) -> Any:
-    if name.partition(".")[0] not in MODULES:
+    if name.partition(".")[0] not in MODULES and name not in _LOADED_LATER:
         raise ImportError(f"{name!r} is not available; the modules are {', '.join(MODULES)}")
     return builtins.__import__(name, *args, **kwargs)
 
@@ -74,7 +83,7 @@ _lock = threading.Lock()
 def _workers(cpu_s: float, memory_bytes: int) -> RewardWorkers:
     with _lock:
         if (cpu_s, memory_bytes) not in _pools:
-            limits = WorkerLimits(cpu_s, memory_bytes)
+            limits = WorkerLimits(cpu_s, memory_bytes, fresh=True, sealed=True)
             _pools[cpu_s, memory_bytes] = RewardWorkers(default_worker_count(), limits)
         return _pools[cpu_s, memory_bytes]
 
@@ -95,6 +104,8 @@ async def interpret(code: str, *, cpu_s: float = 20.0, memory_bytes: int = 4 << 
     try:
         text, failed = await _workers(cpu_s, memory_bytes).call(f"{__name__}.run_code", code)
     except RewardFailure as e:
+        if e.kind == "crashed" and isinstance(e, JobEnded):
+            return "SystemExit: the code ended the interpreter", True
         if e.kind not in ("timeout", "memory"):
             raise
         limit = f"{cpu_s:g} s of computing" if e.kind == "timeout" else f"{memory_bytes / 2**30:g} GiB of memory"

@@ -88,7 +88,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     if kind in rules.RULES:
         metadata = _metadata(sample)
         read = {key: metadata[key] for key in rules.METADATA_KEYS.get(kind, ()) if key in metadata}
-        return await get_reward_workers(args).call(rules.PATH, kind, response, sample.label, read)
+        workers = get_reward_workers(args, fresh=kind in rules.FRESH)
+        return await workers.call(rules.PATH, kind, response, sample.label, read)
     if kind == "remote_rm":
         if response is not sample.response:
             sample = copy.copy(sample)

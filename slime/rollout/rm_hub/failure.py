@@ -20,6 +20,10 @@ class RewardFailure(RuntimeError):
         self.details = details
 
 
+class JobEnded(RewardFailure):
+    """The process that was made for the job ended without an answer. The worker that made it is well."""
+
+
 class TooManyRewardFailures(RuntimeError):
     """More than the tolerated share of a rollout's rewards failed: the run is to stop."""
 

@@ -42,6 +42,8 @@ METADATA_KEYS = {
     "ifbench": ("instruction_id_list", "kwargs", "prompt_text", "record_id"),
 }
 """What a rule reads of a sample's metadata; the rest is not sent to a worker."""
+FRESH = ("ifbench",)
+"""Rules of other authors, which may keep what they like: each answer is graded in a process of its own."""
 PATH = f"{__name__}.grade"
 
 

@@ -1,40 +1,33 @@
 """The process that computes rewards for another one: a loop of one job at a time, under limits.
 
 Run as ``python -m slime.rollout.rm_hub.worker_main`` by ``slime.rollout.rm_hub.workers``. Jobs come on standard input
-and replies go to standard output. It may not outlive its owner, take too much memory or start processes. Linux only.
+and replies go to standard output. It may not outlive its owner, take too much memory or start processes. With
+``WorkerLimits.fresh`` every job has a process of its own, a fork of this one. Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import faulthandler
+import json
 import os
-import platform
 import resource
 import signal
 import sys
 import traceback
 from typing import Any, BinaryIO
 
-from slime.rollout.rm_hub.workers import read_job, reply_frame
+from slime.rollout.rm_hub.system_calls import allow_computing_only, forbid_processes
+from slime.rollout.rm_hub.workers import LENGTH, WorkerLimits, read_job, reply_frame
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
-_SECCOMP_MODE_FILTER = 2
-_ALLOW, _REFUSE_WITH = 0x7FFF0000, 0x00050000
-_LOAD, _IF_EQUAL, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
-_CLONE_THREAD = 0x00010000
-_CLONE3 = 435
-_CALLS = {  # machine -> audit architecture, fork, vfork, clone (where there is no fork: clone again)
-    "x86_64": (0xC000003E, 57, 58, 56),
-    "aarch64": (0xC00000B7, 220, 220, 220),
-}
-
+_PR_SET_PDEATHSIG = 1
 NICENESS = 5
 """The event loop that waits for rewards goes first."""
 RETIRE_BYTES = 1 << 30
 """A worker that has once held this much is replaced: Python seldom gives memory back."""
+MOST_ANSWER_BYTES = 64 << 20
+"""Of a process that may send anything."""
 
 
 def _set_timers(cpu_s: float, wall_s: float) -> None:
@@ -42,22 +35,16 @@ def _set_timers(cpu_s: float, wall_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, wall_s)
 
 
-def _answer(function: str, arguments: tuple[Any, ...], cpu_s: float, wall_s: float) -> tuple[Any, ...]:
+def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``("ok", result)``, or ``("memory" or "raised", message, traceback)``."""
-    from slime.rollout.rm_hub import rules
     from slime.utils.misc import load_function
 
     try:
-        if function == rules.PATH:
-            rules.prepare(*arguments)
-        _set_timers(cpu_s, wall_s)
         return ("ok", load_function(function)(*arguments))
     except MemoryError as e:
         return ("memory", f"MemoryError: {e}", "".join(traceback.format_exception(e, limit=-20)))
     except BaseException as e:  # noqa: BLE001  (SystemExit too: the worker is there for the next sample)
         return ("raised", f"{type(e).__name__}: {e}", "".join(traceback.format_exception(e, limit=-20)))
-    finally:
-        _set_timers(0, 0)
 
 
 def most_memory() -> int:
@@ -66,15 +53,62 @@ def most_memory() -> int:
         return next((int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:")), 0)
 
 
-def _reply(answer: tuple[Any, ...]) -> bytes:
-    retire = answer[0] == "memory" or most_memory() > RETIRE_BYTES
+def _load(function: str, arguments: tuple[Any, ...]) -> None:
+    """Load what a job needs and no answer is charged for. Errors are those of the job, which has them again."""
+    from slime.rollout.rm_hub import rules
+    from slime.utils.misc import load_function
+
+    with contextlib.suppress(Exception):
+        load_function(function)
+        if function == rules.PATH:
+            rules.prepare(*arguments)
+
+
+def _answer_here(function: str, arguments: tuple[Any, ...], limits: WorkerLimits) -> bytes:
+    _load(function, arguments)
+    _set_timers(limits.cpu_s, limits.wall_s)
+    answer = _answer(function, arguments)
+    _set_timers(0, 0)
+    return _reply(answer, retire=answer[0] == "memory" or most_memory() > RETIRE_BYTES)
+
+
+def _answer_in_fork(function: str, arguments: tuple[Any, ...], limits: WorkerLimits, owners: list[int]) -> bytes:
+    """Return the reply of a process that is made for this job alone and cannot reach what is between other jobs and
+    the ``owners`` of this process. What ends it is ``("ended", exit code)``."""
+    _load(function, arguments)
+    ours, its = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if not child:
+        try:
+            die_with_owner(parent)
+            for fd in (ours, *owners):
+                os.close(fd)
+            limit_memory(limits.memory_bytes)
+            os.environ.clear()
+            _set_timers(limits.cpu_s, limits.wall_s)
+            (allow_computing_only if limits.sealed else forbid_processes)()
+            _write_all(os.fdopen(its, "wb", buffering=0), _reply(_answer(function, arguments), retire=False))
+        finally:
+            os._exit(1)
+    os.close(its)
+    with os.fdopen(ours, "rb") as stream:
+        frame = stream.read(MOST_ANSWER_BYTES + LENGTH.size)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)  # one that has answered has nothing left to do
+    _, status = os.waitpid(child, 0)
+    if len(frame) >= LENGTH.size and len(frame) == LENGTH.size + LENGTH.unpack(frame[: LENGTH.size])[0]:
+        return frame
+    return reply_frame((False, ("ended", os.waitstatus_to_exitcode(status), "")))
+
+
+def _reply(answer: tuple[Any, ...], *, retire: bool) -> bytes:
     try:
         return reply_frame((retire, answer))
     except (TypeError, ValueError) as e:
         return reply_frame((retire, ("raised", f"the result cannot be sent back: {type(e).__name__}: {e}", "")))
 
 
-def serve(owner_pid: int, cpu_s: float, wall_s: float, memory_bytes: int) -> None:
+def serve(owner_pid: int, limits: WorkerLimits) -> None:
     """Answer jobs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's business
     die_with_owner(owner_pid)
@@ -90,10 +124,12 @@ def serve(owner_pid: int, cpu_s: float, wall_s: float, memory_bytes: int) -> Non
         signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         faulthandler.register(number, all_threads=False, chain=True)
-    limit_memory(memory_bytes)
-    forbid_processes()
+    if not limits.fresh:
+        limit_memory(limits.memory_bytes)
+        forbid_processes()
     sys.path[:] = read_job(jobs)
-    import sympy  # noqa: F401  (the first job should not pay for it)
+    if not limits.fresh:
+        import sympy  # noqa: F401  (the first job should not pay for it)
 
     _write_all(replies, reply_frame("ready"))
     while True:
@@ -102,10 +138,14 @@ def serve(owner_pid: int, cpu_s: float, wall_s: float, memory_bytes: int) -> Non
         except EOFError:
             return
         except Exception as e:  # noqa: BLE001  (an argument whose class cannot be imported here)
-            answer: tuple[Any, ...] = ("raised", f"unreadable arguments: {type(e).__name__}: {e}", "")
+            reply = _reply(("raised", f"unreadable arguments: {type(e).__name__}: {e}", ""), retire=False)
         else:
-            answer = _answer(function, arguments, cpu_s, wall_s)
-        _write_all(replies, _reply(answer))
+            reply = (
+                _answer_in_fork(function, arguments, limits, [jobs.fileno(), replies.fileno()])
+                if limits.fresh
+                else _answer_here(function, arguments, limits)
+            )
+        _write_all(replies, reply)
 
 
 def _write_all(stream: BinaryIO, data: bytes) -> None:
@@ -115,14 +155,6 @@ def _write_all(stream: BinaryIO, data: bytes) -> None:
 
 
 # Limits
-
-
-class _Instruction(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte), ("value", ctypes.c_uint32))
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction)))
 
 
 def die_with_owner(owner_pid: int) -> None:
@@ -138,44 +170,5 @@ def limit_memory(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def forbid_processes() -> bool:
-    """Make every attempt to start a process fail with EAGAIN; threads are allowed. Return whether that worked.
-
-    A system call filter does it, which holds for root too. Where the kernel or the machine has none, the limit on the
-    user's processes is set to nothing, which does not bind root.
-    """
-    if platform.machine() in _CALLS and _install(_filter(*_CALLS[platform.machine()])):
-        return True
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    return os.geteuid() != 0
-
-
-def _filter(architecture: int, fork: int, vfork: int, clone: int) -> list[_Instruction]:
-    """Return the program; its jumps count instructions to skip. ``clone3`` is "not there": libc then uses ``clone``."""
-    return [
-        _Instruction(_LOAD, 0, 0, 4),  # architecture
-        _Instruction(_IF_EQUAL, 0, 9, architecture),  # else allow
-        _Instruction(_LOAD, 0, 0, 0),  # number of the call
-        _Instruction(_IF_EQUAL, 6, 0, _CLONE3),
-        _Instruction(_IF_EQUAL, 4 if fork != clone else 0, 0, fork),
-        _Instruction(_IF_EQUAL, 3 if vfork != clone else 0, 0, vfork),
-        _Instruction(_IF_EQUAL, 0, 4, clone),  # else allow
-        _Instruction(_LOAD, 0, 0, 16),  # flags, the first argument
-        _Instruction(_IF_ANY_BIT, 2, 0, _CLONE_THREAD),  # a thread: allow
-        _Instruction(_RETURN, 0, 0, _REFUSE_WITH | errno.EAGAIN),
-        _Instruction(_RETURN, 0, 0, _REFUSE_WITH | errno.ENOSYS),
-        _Instruction(_RETURN, 0, 0, _ALLOW),
-    ]
-
-
-def _install(instructions: list[_Instruction]) -> bool:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    array = (_Instruction * len(instructions))(*instructions)
-    program = _Program(len(instructions), array)
-    if prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return False
-    return bool(prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) == 0)
-
-
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+    serve(int(sys.argv[1]), WorkerLimits(**json.loads(sys.argv[2])))

@@ -26,10 +26,10 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
-from slime.rollout.rm_hub.failure import RewardFailure
+from slime.rollout.rm_hub.failure import JobEnded, RewardFailure
 from slime.utils.cores import usable_cores
 
 START_LIMIT_S = 120.0
@@ -39,6 +39,14 @@ WALL_PER_CPU = 6.0
 STDERR_BYTES = 8192
 """Of the end of standard error, kept for the message."""
 LENGTH = struct.Struct("<Q")
+ENVIRONMENT = (
+    "PATH", "HOME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "NLTK_DATA",
+)  # fmt: skip
+"""The variables that a worker gets, with ``LC_*`` and ``PYTHON*``: no keys, no addresses of services."""
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k in ENVIRONMENT or k.startswith(("LC_", "PYTHON"))}
 
 
 def job_frame(value: Any) -> bytes:
@@ -63,10 +71,16 @@ def reply_frame(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """What one job may take. The wall-clock limit is wider: a busy machine must not change rewards."""
+    """What one job may take. The wall-clock limit is wider: a busy machine must not change rewards.
+
+    ``fresh``: every job has a process of its own, so that nothing it does is there for the next one. ``sealed``: that
+    process has no environment, no files, no network and no other process; only what was loaded before is there.
+    """
 
     cpu_s: float = 5.0
     memory_bytes: int = 4 << 30
+    fresh: bool = False
+    sealed: bool = False
 
     @property
     def wall_s(self) -> float:
@@ -88,15 +102,15 @@ class Worker:
         self.limits = limits
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
         python_path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-        numbers = [os.getpid(), limits.cpu_s, limits.wall_s, limits.memory_bytes]
+        words = [str(os.getpid()), json.dumps(asdict(limits))]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "slime.rollout.rm_hub.worker_main", *map(str, numbers)],
+            [sys.executable, "-m", "slime.rollout.rm_hub.worker_main", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**_environment(), "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         self._stdin, self._stdout, self._stderr = (
             pipe.fileno() for pipe in (self.process.stdin, self.process.stdout, self.process.stderr) if pipe
@@ -167,13 +181,18 @@ class Worker:
     def _stderr_text(self) -> str:
         return self._stderr_tail.decode(errors="replace").strip()
 
+    def last_words(self) -> str:
+        """Return the end of what it has written to standard error."""
+        while select.select([self._stderr], [], [], 0)[0] and self._read_stderr():
+            pass
+        return self._stderr_text()
+
     def _ended(self) -> WorkerEnded:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_GRACE_S)
-        while self._read_stderr() and select.select([self._stderr], [], [], 0)[0]:
-            pass
+        words = self.last_words()
         self.kill()
-        return WorkerEnded(self.process.returncode, self._stderr_text())
+        return WorkerEnded(self.process.returncode, words)
 
     @property
     def alive(self) -> bool:
@@ -296,6 +315,9 @@ class RewardWorkers:
             self._drop(number)
         if answer[0] == "ok":
             return answer[1]
+        if answer[0] == "ended":
+            failure = self._failure(job, WorkerEnded(answer[1], worker.last_words()))
+            raise JobEnded(failure.kind, str(failure), failure.details)
         kind, message, trace = answer
         raise RewardFailure(kind, f"{job.function}: {message}", trace)
 
@@ -315,13 +337,13 @@ _pools: dict[tuple[Any, ...], RewardWorkers] = {}
 _lock = threading.Lock()
 
 
-def get_reward_workers(args: Any) -> RewardWorkers:
+def get_reward_workers(args: Any, *, fresh: bool = False) -> RewardWorkers:
     """Return this process's workers for ``args.reward_workers`` and ``args.reward_time_limit``, starting them once."""
     count = args.reward_workers or default_worker_count()
-    key = (os.getpid(), count, args.reward_time_limit)
+    key = (os.getpid(), count, args.reward_time_limit, fresh)
     with _lock:
         if key not in _pools:
-            _pools[key] = RewardWorkers(count, WorkerLimits(args.reward_time_limit))
+            _pools[key] = RewardWorkers(count, WorkerLimits(args.reward_time_limit, fresh=fresh))
         return _pools[key]
 
 

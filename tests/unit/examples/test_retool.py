@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import time
+from pathlib import Path
 
 import pytest
 
+from examples.retool import interpreter
 from examples.retool.environment import code_in, score
 from examples.retool.interpreter import LONGEST_OUTPUT, close_workers, interpret
 from examples.retool.make_data import make_data
@@ -72,9 +75,105 @@ async def test_code_that_goes_too_far_is_answered_and_the_loop_goes_on():
     assert sorted(slow)[len(slow) // 2] < 0.1
 
 
-async def test_a_worker_that_crashes_is_no_mistake_of_the_model(monkeypatch):
-    from examples.retool import interpreter
+LIMITS = {"cpu_s": 2.0, "memory_bytes": 1 << 30}
 
+
+@pytest.mark.parametrize(
+    ("first", "then", "seen"),
+    [
+        ("import math\nmath.factorial = lambda n: 7", "import math\nmath.factorial(5)", "120"),
+        (
+            "import decimal\ndecimal.getcontext().prec = 2",
+            "import decimal\nprint(decimal.Decimal(1) / decimal.Decimal(8))",
+            "0.125",
+        ),
+        (
+            "import collections\ncollections.OrderedDict.__len__ = lambda s: 9",
+            "import collections\nlen(collections.OrderedDict())",
+            "0",
+        ),
+        (
+            "import statistics\nstatistics.mean = sum",
+            "import statistics\nstatistics.mean([1, 3])",
+            "2",
+        ),
+        ("import random\nrandom._os.environ['A'] = 'b'", "import random\nrandom._os.environ.get('A')", ""),
+        ("kept = 3", "kept", "NameError: name 'kept' is not defined"),
+    ],
+)
+async def test_nothing_that_code_changes_is_there_for_other_code(first, then, seen):
+    await interpret(first, **LIMITS)
+    assert (await interpret(then, **LIMITS))[0] == seen
+
+
+async def test_two_pieces_of_code_draw_different_numbers_whatever_the_first_one_seeds():
+    await interpret("import random\nrandom.seed(1)", **LIMITS)
+    draw = "import random\nrandom.seed()\nrandom.random()"
+    assert (await interpret(draw, **LIMITS)) != (await interpret(draw, **LIMITS))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="system calls are filtered on these")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.open('/etc/passwd', 0)",
+        "os.open('/tmp/slime-left-behind', os.O_CREAT | os.O_WRONLY)",
+        "os.listdir('/')",
+        "os.stat('/etc/passwd')",
+        "os.readlink('/proc/self/exe')",
+        "os.kill(1, 0)",
+        "os.kill(os.getppid(), 9)",
+        "os.fork()",
+        "os.execv('/bin/sh', ['sh'])",
+        "os.pipe()",
+        "os.setuid(0)",
+        "os.nice(-1)",
+        "os.sched_setaffinity(0, [0])",
+        "os.memfd_create('x')",
+    ],
+)
+async def test_code_that_gets_hold_of_the_operating_system_gets_nothing_from_it(code):
+    text, failed = await interpret(f"import random\nos = random._os\n{code}", **LIMITS)
+    assert (text[:16], failed) == ("PermissionError:", True)
+
+
+async def test_code_sees_no_environment(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-run")
+    close_workers()  # those that start now have inherited it, if any has
+    assert await interpret("import random\ndict(random._os.environ)", **LIMITS) == ("{}", False)
+    seen = await interpret("import random\nrandom._os.open('/proc/self/environ', 0)", **LIMITS)
+    assert seen[0].startswith("PermissionError")
+    pool = interpreter._workers(*LIMITS.values())
+    for pid in pool.pids():
+        assert b"secret-of-the-run" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def test_code_that_ends_its_process_is_answered_and_costs_nothing_else():
+    pids = interpreter._workers(*LIMITS.values()).pids()
+    assert await interpret("import random\nrandom._os._exit(0)", **LIMITS) == (
+        "SystemExit: the code ended the interpreter",
+        True,
+    )
+    assert await interpret("import random\n[random._os.write(fd, b'[]') for fd in (3, 4, 5, 6, 7)]", **LIMITS)
+    assert await interpret("1 + 1", **LIMITS) == ("2", False)
+    assert interpreter._workers(*LIMITS.values()).pids() == pids
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        ("import datetime\nprint(datetime.datetime.strptime('2020-02-03', '%Y-%m-%d'))", "2020-02-03 00:00:00"),
+        ("'\u00e4'.encode('latin-1')", r"b'\xe4'"),
+        ("import statistics\nstatistics.NormalDist(0, 1).cdf(0)", "0.5"),
+        ("import functools\nfunctools.singledispatch(lambda x: 3)(1)", "3"),
+        ("import collections.abc\nissubclass(list, collections.abc.Sequence)", "True"),
+    ],
+)
+async def test_what_modules_load_when_they_are_used_is_there(code, seen):
+    assert await interpret(code, **LIMITS) == (seen, False)
+
+
+async def test_a_worker_that_crashes_is_no_mistake_of_the_model(monkeypatch):
     class Crashed:
         async def call(self, *arguments: str) -> None:
             raise RewardFailure("crashed", "ended")
