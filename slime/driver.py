@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import model_defaults
-from slime.arguments.rules.checkpoints import first_weights
+from slime.arguments.rules.checkpoints import first_weights, refuse_checkpoints_since
 from slime.arguments.rules.loop import generates_always, refuse_impossible_loop
 from slime.first_look.start import look
 from slime.observability import run_dir
@@ -22,7 +22,7 @@ from slime.observability.progress import Starting
 from slime.observability.timer import get_timers, timer
 from slime.observability.tracking import rollout_step
 from slime.planner.memory_text import warning_of_this_machine
-from slime.ray import cluster
+from slime.ray import cluster, directories
 from slime.ray.critic import CriticGroup, CriticStep
 from slime.ray.placement_group import (
     create_placement_groups,
@@ -326,17 +326,13 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
             logger.warning("%s", sentence)
     if found.errors:
         raise ArgumentError("\n".join(found.errors))
-    run_dir.prepare(args)
-    args.generates_while_training = overlap
-    logger.info("run directory: %s", args.run_dir)
-    for what, words in model_defaults.summary(args):
-        logger.info("model, %s: %s", what, words)
-    if not args.debug_rollout_only:
-        logger.info("first weights: %s", first_weights(args))
     start = Starting()
     rollout: RolloutHandle | None = None
     finished = False
+    directories.hold(args)
     try:
+        _open(args)
+        args.generates_while_training = overlap
         start.waits_for("Ray, and the slots of the run")
         groups = create_placement_groups(args)
         handle_sigterm()  # Ray has put its own handler there
@@ -364,6 +360,17 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         _end(rollout, gently=finished)
 
 
+def _open(args: Namespace) -> None:
+    """Make the run directory, and say what the run is."""
+    refuse_checkpoints_since(args)
+    run_dir.prepare(args)
+    logger.info("run directory: %s", args.run_dir)
+    for what, words in model_defaults.summary(args):
+        logger.info("model, %s: %s", what, words)
+    if not args.debug_rollout_only:
+        logger.info("first weights: %s", first_weights(args))
+
+
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
     """End every process of the run, whatever state it is in. A second Ctrl-C skips the grace period."""
     try:
@@ -375,6 +382,7 @@ def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
     finally:
         if cluster.is_connected():
             cluster.current().shutdown()
+        directories.release()
 
 
 def run(args: Namespace, *, overlap: bool = False) -> int:

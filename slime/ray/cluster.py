@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 import slime
 from slime.arguments.passthrough.source import CORE_VARIABLE
 from slime.observability import run_dir
+from slime.ray import directories
 from slime.utils.atomic_file import write_atomically
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
 
@@ -161,6 +162,7 @@ class Cluster:
             ray.kill(actor)
         ray.shutdown()
         self.janitor.sweep()
+        directories.release()
 
 
 class NodeJanitor:
@@ -199,6 +201,7 @@ def connect(args: Namespace, slots: int) -> Cluster:
     global _current
     if _current is not None:
         return _current
+    directories.hold(args)  # also for a driver of the user's own
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     janitor = start_janitor(f"{RUN_TAG}={run_id}")
     try:

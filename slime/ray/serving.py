@@ -13,7 +13,7 @@ import ray
 
 from slime.observability import run_dir
 from slime.observability.progress import Starting
-from slime.ray import cluster, worker
+from slime.ray import cluster, directories, worker
 from slime.ray.engines.command import table
 from slime.ray.engines.control import EngineControl
 from slime.ray.engines.elastic import ElasticFleet
@@ -68,6 +68,7 @@ def serve(args: Namespace) -> NoReturn:
     SIGTERM and Ctrl-C drain it: engines are taken off their routers and get ``--drain-timeout`` seconds for the
     requests that they hold. A second signal skips that. Nothing of it is left afterwards.
     """
+    directories.hold(args)
     path = run_dir.prepare(args)
     logger.info("run directory: %s", path)
     if args.sglang_config is not None:  # the manager reads it too, perhaps in another working directory
@@ -137,3 +138,4 @@ def _end(manager: Any, file: Path) -> None:
     finally:
         if cluster.is_connected():
             cluster.current().shutdown()
+        directories.release()

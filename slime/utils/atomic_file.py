@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[Path]:
@@ -53,13 +55,13 @@ def sync(path: Path) -> None:
 
 def name_failure(error: OSError, path: Path) -> OSError:
     """Return ``error`` with the file that could not be written in its message, and the space left on a full disk."""
-    return OSError(error.errno, f"{path}: cannot be written: {error.strerror or error}{_space_left(error, path)}")
+    space = space_left(path) if error.errno in FULL else ""
+    return OSError(error.errno, f"{path}: cannot be written: {error.strerror or error}{space}")
 
 
-def _space_left(error: OSError, path: Path) -> str:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return ""
-    for directory in path.parents:
+def space_left(path: Path) -> str:
+    """Return the free space where ``path`` is, or would be, as words to append to a message."""
+    for directory in (path, *path.parents):
         with contextlib.suppress(OSError):
             return f" ({shutil.disk_usage(directory).free >> 20} MiB are free there)"
     return ""

@@ -200,6 +200,21 @@ def _refuse_to_overwrite(args: Namespace) -> None:
         )
 
 
+def refuse_checkpoints_since(args: Namespace) -> None:
+    """Refuse to start over checkpoints that another run has saved while this one started.
+
+    ``--load`` was resolved when they were not there. Called when no other run can write any more.
+    """
+    if args.save is None or args.debug_rollout_only or args.serve_only or args.save_interval is None:
+        return
+    _refuse_to_overwrite(args)
+    if args.continues_own_checkpoints and is_megatron_checkpoint(args.save) and not is_megatron_checkpoint(args.load):
+        raise ArgumentError(
+            f"--save {args.save}: another run has saved checkpoints there while this one started, from the first "
+            "weights; start it again, and it goes on with them"
+        )
+
+
 def _check_writable(args: Namespace) -> None:
     """Look at the nearest directory that is there. Other nodes may see it differently, so that several only warn."""
     directory = Path(args.save)

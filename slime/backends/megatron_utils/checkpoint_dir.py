@@ -10,15 +10,21 @@ What a checkpoint is of (``--ckpt-format``) is seen by its files: ``torch_dist``
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
 
 from slime.utils.atomic_file import sync, write_atomically
+from slime.utils.directory_lock import Owner
+
+logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH, TORCH_DCP = "torch_dist", "torch", "torch_dcp"
 _WRITING, _REPLACED = ".writing", ".replaced"
+_WRITER = ".writer.json"
+"""In the root: who writes a checkpoint, as long as it is being written."""
 
 
 def iteration_dir(root: str | Path, iteration: int) -> Path:
@@ -86,14 +92,23 @@ def _absent(directory: Path) -> str | None:
 
 
 def begin(root: str | Path, iteration: int) -> Path:
-    """Make and return the empty directory to write ``iteration`` into. Removes what earlier crashes left behind."""
+    """Make and return the empty directory to write ``iteration`` into. Removes what earlier crashes left behind.
+
+    Raises RuntimeError when another process is writing one of its own.
+    """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
+    note = root / _WRITER  # not inside: Megatron would take the directory for an old one
+    writer = Owner.parse(note.read_text(errors="replace")) if note.is_file() else None
     for leftover in root.glob(f"iter_*{_WRITING}"):
+        if writer is not None and writer.pid != os.getpid() and writer.is_alive():
+            raise RuntimeError(f"{leftover} is being written by another run, {writer}; only one may write to a --save")
+        logger.warning("%s was never completed, and is removed", leftover)
         shutil.rmtree(leftover)
     directory = iteration_dir(root, iteration)
     writing = directory.with_name(directory.name + _WRITING)
     writing.mkdir()
+    note.write_text(Owner.here(f"checkpoint {iteration}").to_json())
     return writing
 
 
@@ -106,11 +121,13 @@ def publish(root: str | Path, iteration: int) -> Path:
         sync(path)
     sync(writing)
     if directory.exists():
+        logger.warning("%s was saved before, and is replaced", directory)
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(directory, aside)
     os.replace(writing, directory)
     sync(Path(root))
     write_atomically(Path(root) / TRACKER, f"{iteration}\n", durable=True)
+    (Path(root) / _WRITER).unlink(missing_ok=True)
     for old in Path(root).glob(f"iter_*{_REPLACED}"):
         shutil.rmtree(old)
     return directory

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slime.backends.megatron_utils import checkpoint_dir as cd
+from slime.utils.directory_lock import Owner
 
 FILES = ("metadata.json", ".metadata", "common.pt", "__0_0.distcp")
 
@@ -49,7 +51,7 @@ def test_killed_at_every_rename_of_a_second_save(tmp_path: Path, monkeypatch: py
             (directory / name).write_text("new")
         calls = 0
 
-        def replace(a: object, b: object, limit: int = crash_after) -> None:
+        def stop_at(a: object, b: object, limit: int = crash_after) -> None:
             nonlocal calls
             if calls == limit:
                 raise KeyboardInterrupt
@@ -57,7 +59,7 @@ def test_killed_at_every_rename_of_a_second_save(tmp_path: Path, monkeypatch: py
             real(a, b)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", replace)
+            patch.setattr(os, "replace", stop_at)
             with contextlib.suppress(KeyboardInterrupt):
                 cd.publish(root, 5)
         found, iteration = cd.find_checkpoint(root)
@@ -115,3 +117,24 @@ def test_the_format_is_seen_by_the_files(tmp_path: Path, files: tuple[str, ...],
     (found / files[0]).unlink()
     with pytest.raises(ValueError, match=f"is incomplete: it has no {re.escape(files[0])}"):
         cd.find_checkpoint(tmp_path)
+
+
+def test_what_another_process_is_writing_is_not_removed(tmp_path: Path) -> None:
+    writing = cd.begin(tmp_path, 1)
+    started = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+    parent = replace(Owner.here("checkpoint 1"), pid=os.getppid(), ticks=started)
+    (tmp_path / ".writer.json").write_text(parent.to_json())
+    with pytest.raises(RuntimeError, match=f"{writing} is being written by another run, process {os.getppid()} on"):
+        cd.begin(tmp_path, 2)
+    assert writing.is_dir()
+
+
+def test_what_is_removed_or_replaced_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cd.begin(tmp_path, 1)
+    cd.begin(tmp_path, 2)
+    assert f"{tmp_path}/iter_0000001.writing was never completed, and is removed" in caplog.text
+    cd.publish(tmp_path, 2)
+    assert not list((tmp_path / "iter_0000002").iterdir())
+    cd.begin(tmp_path, 2)
+    cd.publish(tmp_path, 2)
+    assert f"{tmp_path}/iter_0000002 was saved before, and is replaced" in caplog.text

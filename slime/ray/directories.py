@@ -1,0 +1,95 @@
+"""The directories that a run writes its state to: held as long as the run lives, against a second start of it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.arguments.errors import ArgumentError
+from slime.arguments.rules.roles import CRITIC, role_args
+from slime.observability.run_dir import command_line
+from slime.utils.atomic_file import FULL, space_left
+from slime.utils.directory_lock import NAME, DirectoryLock, HeldByAnother
+
+logger = logging.getLogger(__name__)
+
+_TEMPLATES = ("save_hf", "save_debug_rollout_data", "save_debug_train_data", "ci_save_grad_norm")
+"""Path templates; what they make lies among files of others."""
+_NAME_CHARS = 200
+_held: dict[Path, DirectoryLock] = {}
+
+
+def hold(args: Namespace) -> None:
+    """Lock every directory that the run writes state to, until ``release`` or the end of this process.
+
+    Before anything is written. What this process holds already stays held. Raises ArgumentError, with nothing newly
+    held, naming the run that writes there, or the directory that cannot be written.
+    """
+    taken: list[Path] = []
+    try:
+        for what, file in _locks(args):
+            if file not in _held and (lock := _lock(what, file)) is not None:
+                _held[file] = lock
+                taken.append(file)
+    except BaseException:
+        for file in taken:
+            _held.pop(file).release()
+        raise
+
+
+@atexit.register
+def release() -> None:
+    """Give up every lock of this process."""
+    while _held:
+        _held.popitem()[1].release()
+
+
+def _lock(what: str, file: Path) -> DirectoryLock | None:
+    try:
+        return DirectoryLock(file, what, command_line())
+    except HeldByAnother as e:
+        raise ArgumentError(str(e)) from None
+    except OSError as e:
+        if e.errno in FULL and what.startswith("--run-dir"):  # what is in it is for people
+            logger.warning("%s is not locked against a second start: %s%s", what, e.strerror, space_left(file))
+            return None
+        raise ArgumentError(f"{what} cannot be written: {e.strerror or e}{space_left(file)}") from e
+
+
+def _locks(args: Namespace) -> Iterator[tuple[str, Path]]:
+    """Yield what is locked, as messages name it, and the file of its lock."""
+    seen: list[Path] = []
+    for flag, value in _directories(args):
+        directory = Path(os.path.realpath(value))
+        if not any(directory.is_relative_to(other) for other in seen):
+            seen.append(directory)
+            yield f"{flag} {value}", directory / NAME
+    for name in _TEMPLATES if not args.serve_only else ():
+        if template := getattr(args, name):
+            path = Path(os.path.realpath(template))
+            fixed = next(parent for parent in path.parents if "{" not in str(parent))
+            rest = "+".join(path.relative_to(fixed).parts)[-_NAME_CHARS:]
+            yield f"{_flag(name)} {template}", fixed / f".{rest}{NAME}"
+
+
+def _directories(args: Namespace) -> Iterator[tuple[str, str]]:
+    """Yield flag and value of the directories that the run writes state to."""
+    trains = not args.debug_rollout_only and not args.serve_only
+    if trains and args.num_rollout != 0 and args.save:
+        yield "--save", args.save
+        if args.use_critic:  # below that of the actor, but for one that --megatron-config-path gives
+            yield "save of the critic", role_args(args, CRITIC).save
+    if trains and not args.debug_train_only and args.update_weight_transport == "disk":
+        for name in ("update_weight_disk_dir", "update_weight_local_checkpoint_dir"):
+            if directory := getattr(args, name):
+                yield _flag(name), directory
+    if args.run_dir:
+        yield "--run-dir", args.run_dir
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
