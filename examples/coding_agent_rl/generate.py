@@ -19,6 +19,7 @@ from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness, Mi
 from slime.agent.sandbox import DockerSandbox, E2BSandbox, LocalSandbox, Sandbox
 from slime.rollout.sglang_rollout import get_model_url
 from slime.utils.misc import SingletonMeta
+from slime.utils.network import join_address
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
@@ -70,7 +71,7 @@ class AdapterService(metaclass=SingletonMeta):
             fork_threshold_tokens=CONFIG.fork_merge_threshold,
         )
         self.handle = run_app_in_thread(self.adapter.app, host=CONFIG.adapter_bind_host, port=CONFIG.adapter_port)
-        self.url = f"http://{CONFIG.adapter_public_host}:{self.handle.port}"
+        self.url = f"http://{join_address(CONFIG.adapter_public_host, self.handle.port)}"
 
 
 def make_sandbox(image: str) -> Sandbox:

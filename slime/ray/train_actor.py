@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slime.backends.sglang_utils.environment import MEETING, Scratch
 from slime.observability import tracking
 from slime.observability.logging_utils import log
 from slime.observability.timer import timer
@@ -21,7 +22,7 @@ from slime.ray.cluster import own_gpu_index
 from slime.ray.remote import reports_errors
 from slime.servers.types import EngineInfo
 from slime.utils.cores import usable_cores
-from slime.utils.network import get_current_node_ip, get_free_port
+from slime.utils.network import MEETING_FILE, get_current_node_ip, get_free_port
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.trainer import MegatronTrainer
@@ -44,28 +45,40 @@ class TrainRayActor:
         self._updater: Any = None
         self._delta: Any = None
         self._next_rollout = 0
+        self._meeting: Scratch | None = None
 
     def import_packages(self) -> None:
         """Import what ``setup`` needs: torch and Megatron, for several seconds."""
         trainer_class(self.role)
 
     def master(self, loopback: bool) -> tuple[str, int]:
-        """Return the address and a free port of this host, on which the ranks of the group meet."""
-        host = "127.0.0.1" if loopback else get_current_node_ip()
+        """Return where the ranks of the group meet: the address and a free port of this host.
+
+        Ranks of one host (``loopback``) meet at a private file, which is in the place of the address.
+        """
+        if loopback:
+            self._meeting = Scratch(MEETING)
+            host = str(self._meeting.path / "ranks")
+        else:
+            host = get_current_node_ip()
         # Runs that start together on one host search from different ports.
         return host, get_free_port(FIRST_MASTER_PORT + (os.getpid() * 7) % 1000)
 
     @reports_errors
     def setup(self, master: tuple[str, int], with_ref: bool) -> tuple[int, dict[str, int]]:
         """Build and load the trainer; return its first rollout id and its parallel configuration."""
+        host = master[0]
+        if host.startswith("/"):
+            os.environ[MEETING_FILE] = host
+            host = "127.0.0.1"
         os.environ.update(
-            MASTER_ADDR=master[0],
+            MASTER_ADDR=host,
             MASTER_PORT=str(master[1]),
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
             LOCAL_RANK=str(own_gpu_index()),
         )
-        if master[0] == "127.0.0.1":
+        if host == "127.0.0.1":
             # Otherwise gloo resolves the host's name, which may lead to an interface that is down, or nowhere.
             names = [name for _, name in socket.if_nameindex()]
             loopback = next((name for name in names if name in ("lo", "lo0")), names[0])

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import socket
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
 
 _gloo_group: Any = None
 
@@ -63,6 +72,46 @@ def share_gloo_device() -> None:
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
 
 
+def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Any, int, int]:
+    """Return the store of ``tcp://host:port``, ``file:///path`` or ``env://``, and the rank and size found there.
+
+    That of rank 0 at ``tcp://`` listens on ``host`` only; torch's own listens on every interface, and asks nobody who
+    he is. A file can be opened by those who have the right to: ranks of one host should meet at one.
+    """
+    from torch.distributed.distributed_c10d import rendezvous
+
+    address = urlsplit(init_method)
+    under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if address.scheme != "tcp" or rank != 0 or under_torchrun:
+        store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+    else:
+        host, port = address.hostname or "", address.port or 0
+        listener = listen_on(host, port).detach()
+        store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener)
+    store.set_timeout(timeout)
+    return store, rank, world_size
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at ``host``, or at all addresses where it is none of this host (a mapped one)."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as e:
+            if e.errno != errno.EADDRNOTAVAIL:
+                raise
+            logger.warning("%s is no address of this host: ranks meet at port %d of all its addresses", host, port)
+            listener.bind(("", port))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -78,14 +127,13 @@ def init_process_group(
     Its ranks need not be ranks of the default group, and there need be none. ``group_name`` is the prefix in the store:
     all members give the same one (SGLang's engines do as here).
     """
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
     timeout = timeout or timedelta(minutes=30)
     if (store is None) == (init_method is None):
         raise ValueError("give either store or init_method")
     if init_method is not None:
-        store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store, rank, world_size = open_store(init_method, rank, world_size, timeout)
         store = PrefixStore(group_name or "default_pg", store)
     group, _ = _new_process_group_helper(
         world_size,

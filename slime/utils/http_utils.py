@@ -14,6 +14,7 @@ from slime.utils.network import (
     find_available_port,
     get_host_info,
     is_port_available,
+    join_address,
 )
 
 __all__ = [
@@ -68,7 +69,7 @@ def init_http_client(args: Any) -> None:
     if args.sglang_router_ip:
         routers.append((args.sglang_router_ip, args.sglang_router_port))
     for host, port in routers:
-        _http_client.trust(f"http://{_wrap_ipv6(host)}:{port}")
+        _http_client.trust(f"http://{join_address(host, port)}")
 
 
 def get_http_client() -> HttpClient:

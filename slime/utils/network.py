@@ -12,6 +12,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+MEETING_FILE = "SLIME_MEETING_FILE"
+"""The variable of a trainer rank that names the file at which the ranks of one host meet."""
 RESERVED_FILES = 1024
 """Open files that are left to what is no connection to the router."""
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -70,6 +72,11 @@ def _wrap_ipv6(host: str) -> str:
     except ValueError:
         return host
     return f"[{host.strip('[]')}]"
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``host:port``, with an IPv6 address in brackets."""
+    return f"{_wrap_ipv6(host)}:{port}"
 
 
 def connection_limit(wanted: int) -> int:

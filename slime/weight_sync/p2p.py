@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import describe_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
-from slime.utils.distributed_utils import control_group
+from slime.utils.distributed_utils import control_group, listen_on
 from slime.utils.p2p import meeting
 from slime.utils.p2p.agents import HOST, Agent, TransferError, Write, make_agent
 from slime.utils.p2p.meeting import EngineRank
@@ -84,12 +84,16 @@ class P2PTransport:
                 )
         if self.layout.rank == 0:
             self._fan_out = FanOut(clients)
-            self._store = self._new_store(0, is_master=True)
+            with listen_on(HOST, 0) as listener:
+                port = listener.getsockname()[1]
+                self._store = self._new_store(port, master_listen_fd=listener.detach())
             meeting.put(self._store, meeting.TENSORS, tensors)
 
-    def _new_store(self, port: int, *, is_master: bool) -> dist.TCPStore:
-        timeout = timedelta(seconds=self.args.weight_sync_timeout)
-        return dist.TCPStore(HOST, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
+    def _new_store(self, port: int, master_listen_fd: int | None = None) -> dist.TCPStore:
+        timeout, is_master = timedelta(seconds=self.args.weight_sync_timeout), master_listen_fd is not None
+        return dist.TCPStore(
+            HOST, port, is_master=is_master, timeout=timeout, wait_for_workers=False, master_listen_fd=master_listen_fd
+        )
 
     def _join(self, engines: Sequence[EngineInfo], trainers: int, port: int) -> None:
         if self._fan_out is None:
@@ -115,7 +119,7 @@ class P2PTransport:
         self, engines: Sequence[EngineInfo], tensors: Sequence[Any], stages: Sequence[Any], port: int
     ) -> None:
         if self._store is None:
-            self._store = self._new_store(port, is_master=False)
+            self._store = self._new_store(port)
         mine = share_of(self.layout.rank, stages)
         numbers = {name: number for number, (name, *_) in enumerate(tensors) if name in mine}
         agent = make_agent(self.args.update_weight_p2p_backend)

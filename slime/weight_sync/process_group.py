@@ -1,8 +1,8 @@
 """A process group between one trainer rank (rank 0) and the ranks of several engines.
 
-The engines join through their own HTTP call (``/init_weights_update_group``); both sides meet at a TCP store that the
-trainer opens. SGLang makes its side of the group as ``init_process_group`` of ``slime.utils.distributed_utils`` does:
-the store prefix is the group's name.
+The engines join through their own HTTP call (``/init_weights_update_group``); both sides meet at a store that the
+trainer opens: a private file on one host, a TCP store otherwise. SGLang makes its side of the group as
+``init_process_group`` of ``slime.utils.distributed_utils`` does: the store prefix is the group's name.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from slime.backends.sglang_utils.environment import MEETING, Scratch
 from slime.backends.sglang_utils.ports import reserve_ports
+from slime.servers.auth import is_loopback
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import init_process_group
 from slime.utils.http_utils import get_host_info
+from slime.utils.network import join_address
 from slime.utils.weight_delta.message import REFUSED
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError, failed, late
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 LEAVING_DEADLINE_S = 60.0
 # How often a broadcast in progress is checked against failed engine calls. Small against any transfer worth timing.
 _POLL_S = 0.001
@@ -56,10 +60,11 @@ class EngineGroup:
         self._connected = backend != "nccl"
         """NCCL makes its communicator in the first broadcast, which waits in there for all engines."""
         self._failed = False
+        self._scratch: Scratch | None = None
         self._join(engines, backend)
 
     def _join(self, engines: Sequence[EngineInfo], backend: str) -> None:
-        address, port = _rendezvous_address(engines), reserve_ports(1)[0]
+        address, port, init_method = self._meeting(engines)
         world_size = 1 + sum(engine.num_gpus for engine in engines)
         offsets, offset = {}, 1
         for engine in engines:
@@ -79,13 +84,26 @@ class EngineGroup:
         futures = self._fanout.start(join)
         self._group = init_process_group(
             backend,
-            f"tcp://{address}:{port}",
+            init_method,
             timedelta(seconds=self.timeout_s),
             world_size=world_size,
             rank=0,
             group_name=self.name,
         )
         self._fanout.wait(futures, f"join the process group {self.name!r}", self.timeout_s)
+
+    def _meeting(self, engines: Sequence[EngineInfo]) -> tuple[str, int, str]:
+        """Return address and port for the engines, and the same as torch's ``init_method``.
+
+        The run's own engines of this host meet at a file: the address is its path (``slime_engine_plugin.rendezvous``).
+        """
+        host = _rendezvous_address(engines)
+        if host == LOOPBACK and all(engine.life == 0 for engine in engines):
+            self._scratch = Scratch(MEETING)
+            path = str(self._scratch.path / "store")
+            return path, 0, f"file://{path}"
+        port = reserve_ports(1)[0]
+        return host, port, f"tcp://{join_address(host, port)}"
 
     def send(self, bucket: Bucket, *, weight_version: str | None, as_dtype: str | None = None) -> None:
         """Announce ``bucket`` to every engine and broadcast its bytes.
@@ -168,6 +186,8 @@ class EngineGroup:
         else:
             dist.destroy_process_group(self._group)
         self._group = None
+        if self._scratch is not None:
+            self._scratch.remove()
         try:
             self._fanout.wait(
                 futures, f"leave the process group {self.name!r}", min(LEAVING_DEADLINE_S, self.timeout_s)
@@ -200,6 +220,6 @@ class _InThread:
 
 def _rendezvous_address(engines: Sequence[EngineInfo]) -> str:
     hosts = {urlparse(engine.url).hostname for engine in engines}
-    if hosts <= {"127.0.0.1", "localhost", "::1"}:
-        return "127.0.0.1"
-    return get_host_info()[1]
+    if all(is_loopback(host or "") for host in hosts):
+        return LOOPBACK
+    return get_host_info()[1].strip("[]")

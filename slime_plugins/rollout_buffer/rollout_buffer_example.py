@@ -13,9 +13,9 @@ from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.sft_rollout import mask_generator
 from slime.utils.async_utils import run
 from slime.utils.http_client import HttpClient, HttpRequestError
-from slime.utils.http_utils import _wrap_ipv6
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
+from slime.utils.network import join_address
 from slime.utils.types import Sample, iter_samples
 from slime_plugins.rollout_buffer.buffer import KEY_VARIABLE
 
@@ -131,7 +131,7 @@ async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> N
         "num_epoch": _epochs(args, data_source) + progress.extra_epochs,
         "num_process": getattr(args, "rollout_num_process", None) or 10,  # of --custom-config-path
         "num_repeat_per_sample": args.n_samples_per_prompt,
-        "remote_engine_url": f"http://{_wrap_ipv6(args.sglang_router_ip)}:{args.sglang_router_port}",
+        "remote_engine_url": f"http://{join_address(args.sglang_router_ip, args.sglang_router_port)}",
         "remote_buffer_url": url,
         "max_tokens": args.rollout_max_response_len,
         "sampling_params": {

@@ -14,7 +14,8 @@ import torch
 
 from slime.backends.megatron_utils import import_megatron
 from slime.utils import accelerator
-from slime.utils.distributed_utils import init_gloo_group, share_gloo_device
+from slime.utils.distributed_utils import init_gloo_group, open_store, share_gloo_device
+from slime.utils.network import MEETING_FILE, join_address
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,10 @@ def initialize_megatron(args: Namespace) -> None:
     minutes = args.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
     share_gloo_device()
     if not torch.distributed.is_initialized():
+        timeout = timedelta(minutes=minutes)
+        store, rank, world_size = open_store(_meeting_place(), rank, world_size, timeout)
         torch.distributed.init_process_group(
-            backend=_backend(args), rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
+            backend=_backend(args), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     if torch.distributed.get_backend() != "gloo":
         init_gloo_group()
@@ -146,6 +149,12 @@ def _environment() -> tuple[int, int]:
             f"a trainer rank needs {', '.join(missing)} in its environment; start it through Ray or torchrun"
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _meeting_place() -> str:
+    if path := os.environ.get(MEETING_FILE):
+        return f"file://{path}"
+    return f"tcp://{join_address(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))}"
 
 
 def _size(args: Namespace, name: str) -> int:

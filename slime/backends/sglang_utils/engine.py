@@ -19,7 +19,7 @@ from slime.backends.sglang_utils.server_args import EngineSpec, build_server_arg
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
-from slime.utils.network import _wrap_ipv6
+from slime.utils.network import join_address
 from slime.utils.process_guard import GuardedProcess, spawn
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class EngineProcess:
         """Where the engine is reached and which slots it has. Known from :meth:`start` on."""
         spec = self._spec
         return EngineInfo(
-            url=f"http://{_wrap_ipv6(spec.host)}:{spec.port}",
+            url=f"http://{join_address(spec.host, spec.port)}",
             num_gpus=spec.num_gpus,
             gpu_offset=self.gpu_offset,
             worker_type=spec.worker_type,
@@ -134,6 +134,8 @@ class EngineProcess:
             tp_size=self._spec.num_gpus,
             scratch=self._scratch.path,
             takes_adapters=takes_adapters(self.args) and self._spec.update_weights,
+            # Experts that talk through NIXL want a TCP store of SGLang's own.
+            meets_at_file=self._spec.nnodes == 1 and self.args.sglang_moe_a2a_backend != "nixl",
         )
         self._process = spawn(command, env, self.log_path, self.name)
         self._started_at = time.monotonic()

@@ -44,11 +44,13 @@ CPU_DEFAULTS = {
     **UCX_OVER_TCP,
     "MOONCAKE_PROTOCOL": "tcp",
 }
+INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 TAKES_ADAPTERS = "SLIME_TAKES_ADAPTERS"
 REMOVED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Set for trainers; SGLang's memory saver does not work with expandable segments."""
 
 PREFIX = "slime-engine-"
+MEETING = "slime-meeting-"
 SHARED_MEMORY = Path("/dev/shm")
 """The engine's files there begin with the name of its directory (``engine_plugin/slime_engine_plugin/files.py``)."""
 OWNER = "owner.lock"
@@ -64,13 +66,14 @@ def engine_environment(
     base: Mapping[str, str] | None = None,
     cores: list[int] | None = None,
     takes_adapters: bool = False,
+    meets_at_file: bool = False,
 ) -> dict[str, str]:
     """Return the whole environment of an engine: ``base`` (default: this process's) plus what SGLang needs.
 
     A variable that ``base`` sets wins over the defaults here. ``scratch`` is the engine's own directory for temporary
     files: SGLang leaves its sockets there. Compiled kernels stay in the usual place. ``cores`` are those that the
     tensor-parallel ranks of a CPU engine are bound to (default: those of this process). ``takes_adapters``: whether
-    the trainer pushes adapters to it.
+    the trainer pushes adapters to it. ``meets_at_file``: whether its ranks, which are all on this host, meet at a file.
     """
     env = dict(os.environ if base is None else base)
     for name in REMOVED:
@@ -84,6 +87,8 @@ def engine_environment(
         if tp_size > 1:
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(tp_size, cores))
     env[TAKES_ADAPTERS] = str(int(takes_adapters))
+    if meets_at_file and scratch is not None:
+        env[INIT_METHOD] = f"file://{scratch / 'ranks'}"
     if scratch is not None:
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         env["TMPDIR"] = str(scratch)
@@ -104,7 +109,7 @@ def core_binding(tp_size: int, cores: list[int] | None = None) -> str:
 
 
 class Scratch:
-    """A private directory of an engine, for temporary files and secrets.
+    """A private directory, of an engine by default, for temporary files and secrets.
 
     ``path`` is short: it holds Unix sockets, whose paths may have at most 107 characters.
 
@@ -112,9 +117,9 @@ class Scratch:
     that makes a directory.
     """
 
-    def __init__(self) -> None:
-        sweep(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    def __init__(self, prefix: str = PREFIX) -> None:
+        sweep(Path(tempfile.gettempdir()), prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
         # Held until this process ends: by it others see that the directory is in use.
         lock = os.open(self.path / OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -135,13 +140,13 @@ class Scratch:
             self._secrets.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove everything; the engine must have ended. Calling it again does nothing."""
+        """Remove everything; who uses it must have ended. Calling it again does nothing."""
         self._finalizer()
 
 
-def sweep(directory: Path) -> None:
+def sweep(directory: Path, prefix: str = PREFIX) -> None:
     """Remove what killed owners have left in ``directory``."""
-    for path in directory.glob(f"{PREFIX}*"):
+    for path in directory.glob(f"{prefix}*"):
         try:
             lock = os.open(path / OWNER, os.O_WRONLY | os.O_CLOEXEC)
         except OSError:

@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_
 from slime.servers import router_client
 from slime.servers.http import RouterError
 from slime.servers.types import EngineInfo
-from slime.utils.network import _wrap_ipv6
+from slime.utils.network import join_address
 from slime.utils.process_guard import GuardedProcess, spawn
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Router:
     @property
     def url(self) -> str:
         """Base URL of the router."""
-        return f"http://{_wrap_ipv6(self.host)}:{self.port}"
+        return f"http://{join_address(self.host, int(self.port or 0))}"
 
     def add_engine(self, engine: EngineInfo, *, deadline_s: float = WORKER_DEADLINE_S) -> None:
         """Send requests to ``engine`` too; return when the router lists it as healthy.

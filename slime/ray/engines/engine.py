@@ -22,7 +22,7 @@ from slime.ray.engines.members import SlotsLostError
 from slime.ray.remote import Peer, RemoteFailure, one_line_kind, reports_errors, wait_all
 from slime.rollout.hooks.hook import find_hook
 from slime.servers.types import EngineInfo
-from slime.utils.network import get_current_node_ip
+from slime.utils.network import get_current_node_ip, join_address
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class EngineActor:
 
         SGLang takes further ports from it for attention with data parallelism: those that follow are free, too.
         """
-        return f"{self._host(loopback)}:{reserve_ports(RENDEZVOUS_PORTS, consecutive=True)[0]}"
+        return join_address(self._host(loopback), reserve_ports(RENDEZVOUS_PORTS, consecutive=True)[0])
 
     def free_port(self) -> int:
         """Return a port that is free on this node."""

@@ -14,6 +14,7 @@ from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
 from slime.ray.engines.members import Member, Members, State
 from slime.servers.http import RouterError
+from slime.utils.network import _wrap_ipv6
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ class ServedModel:
 
     @property
     def address(self) -> tuple[str, int | None]:
-        """Host and port of the router."""
-        return self.running_router.host, self.running_router.port
+        """Host, as plug-ins put it into a URL (an IPv6 address in brackets), and port of the router."""
+        return _wrap_ipv6(self.running_router.host), self.running_router.port
 
     def of(self, *states: State) -> list[Member]:
         """Return its engines in one of ``states``."""

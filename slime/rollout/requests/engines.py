@@ -12,7 +12,7 @@ from typing import Any
 from slime.servers.loads import num_requests_from_load, num_waiting_from_load
 from slime.utils.http_client import HttpRequestError
 from slime.utils.http_utils import get_http_client, get_rollout_num_engines
-from slime.utils.network import _wrap_ipv6
+from slime.utils.network import join_address
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def model_url(args: Any, model_name: str, endpoint: str) -> str:
     if model_name not in routers and model_name != "default" and len(routers) > 1:
         raise ValueError(f"no model {model_name!r} is served (--sglang-config); there are {', '.join(routers)}")
     host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
-    return f"http://{_wrap_ipv6(host)}:{port}{endpoint}"
+    return f"http://{join_address(host, port)}{endpoint}"
 
 
 def num_engines_asked(args: Any) -> int:

@@ -19,13 +19,24 @@ def register() -> None:
 
     import torch
 
-    from slime_engine_plugin import cpu, disaggregation, files, pause, quantized, repacked, request_fields, start
+    from slime_engine_plugin import (
+        cpu,
+        disaggregation,
+        files,
+        pause,
+        quantized,
+        rendezvous,
+        repacked,
+        request_fields,
+        start,
+    )  # fmt: skip
 
     on_cpu = not torch.cuda.is_available()
     pause.register(on_cpu)
     request_fields.register()
     start.register(on_cpu)
     files.register()
+    rendezvous.register()
     repacked.register(on_cpu)
     if os.environ.get("SLIME_TAKES_ADAPTERS") == "1":
         from slime_engine_plugin import adapters
