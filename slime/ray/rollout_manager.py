@@ -40,6 +40,7 @@ from slime.rollout.durable.recovery import may_be_saved
 from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook, with_notes
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
+from slime.utils import run_key
 from slime.utils.http_utils import get_http_client, init_http_client
 from slime.utils.memory_utils import collect_between_rollouts, gc_freeze
 from slime.utils.misc import Box, load_function
@@ -192,6 +193,7 @@ class RolloutManager(EngineControl):
         assert self.fleet is not None
         try:
             self.fleet.start()
+            run_key.install()
             most = max(self.args.rollout_num_engines or 0, self.args.rollout_max_engines or 0)  # some may join later
             init_http_client(Namespace(**{**vars(self.args), "rollout_num_engines": most}))
             get_http_client().answers.report = self.fleet.note_rejected

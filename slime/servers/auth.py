@@ -1,7 +1,8 @@
-"""The key that engines and routers ask for when others can reach them."""
+"""The keys that engines and routers ask for."""
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import secrets
 from argparse import Namespace
@@ -17,16 +18,28 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def ensure_api_key(args: Namespace, host: str) -> str | None:
-    """Return the run's API key, generating one when servers bind ``host`` beyond loopback and none was given.
+def ensure_api_key(args: Namespace, host: str | None = None) -> str:
+    """Return the run's API key, which is made here unless the user has given one (``--sglang-api-key``).
 
-    The key is kept in ``args.sglang_api_key``, from where engines, routers and clients take it. SGLang's weight
-    endpoints unpickle request bodies: anyone who reaches an engine without a key can run code on it.
-    ``--sglang-admin-api-key`` does not cover all of those endpoints, ``--sglang-api-key`` covers everything but health
-    and metrics.
+    It is kept in ``args.sglang_api_key``, from where engines, routers and clients take it, and so is the second one,
+    ``args.sglang_admin_api_key``, that engines ask for where weights are read or written: those endpoints load files
+    and unpickle request bodies. There is a key on loopback too: other users of the host, and agents in a sandbox, reach
+    servers there. ``host`` is not looked at.
     """
-    key: str | None = args.sglang_api_key
-    if key is None and not is_loopback(host):
-        key = secrets.token_urlsafe(32)
-        args.sglang_api_key = key
+    if args.sglang_api_key is None:
+        args.sglang_api_key = secrets.token_urlsafe(32)
+    if args.sglang_admin_api_key is None:
+        args.sglang_admin_api_key = secrets.token_urlsafe(32)
+    key: str = args.sglang_api_key
     return key
+
+
+def is_key(given: str | None, key: str) -> bool:
+    """True when ``given`` is ``key``, compared in a time that says nothing of the key."""
+    return given is not None and hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+
+
+def bearer_token(authorization: str | None) -> str | None:
+    """Return the token in the value of an ``Authorization`` header, if it has one."""
+    kind, _, token = (authorization or "").strip().partition(" ")
+    return token.strip() or None if kind.lower() == "bearer" else None

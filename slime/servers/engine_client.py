@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from slime.servers.http import BlockingHttp, EngineError, EngineTimeoutError
 from slime.servers.loads import num_requests_from_load
+from slime.servers.types import EngineInfo
 
 PauseMode = Literal["abort", "retract", "in_place"]
 WeightCheck = Literal["checksum", "snapshot", "reset_tensors", "compare"]
@@ -22,13 +23,25 @@ _SHORT_S = 30.0
 
 
 class EngineClient:
-    """Calls to the engine at ``url``; ``timeout`` (s) bounds each call that names no other."""
+    """Calls to the engine at ``url``; ``timeout`` (s) bounds each call that names no other.
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+    ``admin_api_key`` is sent where the engine is controlled, ``api_key`` with every other call, and with all if there
+    is one key only.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout: float = 600.0, *, admin_api_key: str | None = None
+    ) -> None:
         self.url = url.rstrip("/")
-        self._http = BlockingHttp(
-            self.url, api_key=api_key, timeout=timeout, error=EngineError, timeout_error=EngineTimeoutError
+        self._http, self._control = (
+            BlockingHttp(self.url, api_key=key, timeout=timeout, error=EngineError, timeout_error=EngineTimeoutError)
+            for key in (api_key, admin_api_key or api_key)
         )
+
+    @classmethod
+    def of(cls, info: EngineInfo, timeout: float = 600.0) -> EngineClient:
+        """Return a client with the keys of ``info``."""
+        return cls(info.url, info.api_key, timeout, admin_api_key=info.admin_api_key)
 
     def is_healthy(self, timeout: float = 5.0) -> bool:
         """True when ``/health`` answers 200 within ``timeout`` seconds. Never raises."""
@@ -77,11 +90,11 @@ class EngineClient:
 
     def abort_all(self) -> None:
         """Abort every request; each is answered with what it has and finish reason ``abort``."""
-        self._http.post("/abort_request", {"abort_all": True}, timeout=_SHORT_S)
+        self._control.post("/abort_request", {"abort_all": True}, timeout=_SHORT_S)
 
     def abort(self, rid: str) -> None:
         """Abort the request with id ``rid`` (and those whose id begins so)."""
-        self._http.post("/abort_request", {"rid": rid}, timeout=_SHORT_S)
+        self._control.post("/abort_request", {"rid": rid}, timeout=_SHORT_S)
 
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stop generating; new requests wait at the server until :meth:`resume`.
@@ -91,18 +104,18 @@ class EngineClient:
                 queue without their cache: they continue under the new weights. ``in_place`` keeps them and their cache,
                 which then cannot be flushed.
         """
-        self._http.post("/pause_generation", {"mode": mode})
+        self._control.post("/pause_generation", {"mode": mode})
 
     def resume(self) -> None:
         """Continue after :meth:`pause`."""
-        self._http.post("/continue_generation", {})
+        self._control.post("/continue_generation", {})
 
     def flush_cache(self, deadline_s: float = 60.0) -> None:
         """Empty the prefix cache, waiting up to ``deadline_s`` until the engine holds no running request."""
         deadline = time.monotonic() + deadline_s
         while True:
             try:
-                self._http.post("/flush_cache", timeout=max(1.0, deadline - time.monotonic()))
+                self._control.post("/flush_cache", timeout=max(1.0, deadline - time.monotonic()))
                 return
             except EngineTimeoutError:
                 raise
@@ -124,11 +137,11 @@ class EngineClient:
         """Flush the cache and free GPU memory: ``tags`` as in ``resume_memory``; None frees all."""
         if tags is None or "kv_cache" in tags:
             self.flush_cache()
-        self._http.post("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
+        self._control.post("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         """Take GPU memory back: ``tags`` out of ``weights``, ``kv_cache``, ``cuda_graph``; None takes all."""
-        self._http.post("/resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
+        self._control.post("/resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
     def init_weights_update_group(
         self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -261,14 +274,14 @@ class EngineClient:
         ``snapshot`` keeps a copy of all weights, ``reset_tensors`` overwrites them with random numbers, ``compare``
         raises ``EngineError`` (400) naming the tensors that differ from the snapshot, ``checksum`` hashes them.
         """
-        return dict(self._http.post("/weights_checker", {"action": action}).json())
+        return dict(self._control.post("/weights_checker", {"action": action}).json())
 
     def weights_checksum(self) -> str:
         """Return one hash over all weights of all engine ranks: equal weights under equal parallelism hash equal."""
         return str(self.weights_checker("checksum")["per_engine_checksum"])
 
     def _weights_call(self, path: str, body: dict[str, Any]) -> None:
-        reply = self._http.post(path, {k: v for k, v in body.items() if v is not None})
+        reply = self._control.post(path, {k: v for k, v in body.items() if v is not None})
         result = reply.json()
         if not result.get("success", True):
             raise EngineError(

@@ -15,7 +15,8 @@ class EngineInfo:
         gpu_offset: index of its first GPU or slot among the run's reordered ones.
         worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
         rank: number of the engine among all engines of the run.
-        api_key: bearer token the server asks for; None on loopback. Left out of ``repr``, so it reaches no log.
+        api_key: bearer token the server asks for. Left out of ``repr``, so it reaches no log.
+        admin_api_key: the one it asks for where weights are read or written; None where the first will do.
         life: of an engine that others started, which time that it was attached: after a restart it is another server
             at the same address.
         bootstrap_port: of a prefill engine, where decode engines ask it for key-value caches.
@@ -27,6 +28,7 @@ class EngineInfo:
     worker_type: str = "regular"
     rank: int = 0
     api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
     life: int = 0
     bootstrap_port: int | None = None
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from slime.utils import run_key
 from slime.utils.http_replies import (
     MOST_REJECTED,
     RETRIED_STATUSES,
@@ -223,8 +224,10 @@ class HttpClient:
 
     def _headers(self, url: str, extra: Mapping[str, str] | None) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
-        if self.api_key and urlsplit(url).netloc in self._trusted:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        address = urlsplit(url)
+        key = self.api_key if address.netloc in self._trusted else None
+        if key := key or run_key.key_for(address.scheme, address.hostname, address.port):
+            headers["Authorization"] = f"Bearer {key}"
         return {**headers, **(extra or {})}
 
     async def _request(

@@ -45,7 +45,9 @@ class WeightUpdater:
             return
         self.disconnect()
         timeout = self.args.weight_sync_timeout
-        clients = [EngineClient(e.url, api_key=getattr(e, "api_key", None), timeout=timeout) for e in engines]
+        clients = [
+            EngineClient(e.url, api_key=e.api_key, admin_api_key=e.admin_api_key, timeout=timeout) for e in engines
+        ]
         if dist.get_rank() == 0:
             self._control = FanOut(clients)
         # A process group waits for all of its members: check first that no engine has died.

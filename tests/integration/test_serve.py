@@ -35,18 +35,20 @@ def deployment(run: Run) -> dict[str, Any]:
     return found
 
 
-def ask(router: str, **changes: Any) -> requests.Response:
+def ask(router: str, key: str, **changes: Any) -> requests.Response:
     message = {"role": "user", "content": "1+1="}
     body = {"model": "default", "messages": [message], "max_tokens": 8, "ignore_eos": True, **changes}
-    return requests.post(f"{router}/v1/chat/completions", json=body, timeout=REPLY_DEADLINE_S)
+    headers = {"Authorization": f"Bearer {key}"}
+    return requests.post(f"{router}/v1/chat/completions", json=body, headers=headers, timeout=REPLY_DEADLINE_S)
 
 
-def ask_as_the_page_does(router: str) -> None:
+def ask_as_the_page_does(router: str, run: Run) -> None:
     """Run the page's program, with OpenAI's client."""
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert program.count("http://127.0.0.1:30000/v1") == 1
+    assert program.count("runs/serving") == 1
     names: dict[str, Any] = {}
-    exec(program.replace("http://127.0.0.1:30000", router), names)
+    exec(program.replace("http://127.0.0.1:30000", router).replace("runs/serving", str(run.run_dir)), names)
     reply = names["reply"]
     assert 0 < reply.usage.completion_tokens <= 64
     assert reply.choices[0].finish_reason in ("length", "stop")
@@ -78,7 +80,11 @@ def test_a_deployment_from_start_to_end(tmp_path: Path) -> None:
         run.wait_for(r"^default .* regular +1 +serving$", START_DEADLINE_S)
         shown = deployment(run)
         router = shown["router"]
-        ask_as_the_page_does(router)
+        ask_as_the_page_does(router, run)
+        key_file = run.run_dir / "api_key"
+        assert key_file.stat().st_mode & 0o777 == 0o600
+        key = key_file.read_text().strip()
+        assert ask(router, "EMPTY").status_code == 401
 
         # An engine that is lost is restarted behind the same router.
         lost = server_of_engine(run)
@@ -88,15 +94,15 @@ def test_a_deployment_from_start_to_end(tmp_path: Path) -> None:
         wait_until(lambda: deployment(run)["engines"][0]["state"] == "serving", run, START_DEADLINE_S)
         assert deployment(run)["router"] == router
         engine = deployment(run)["engines"][0]["url"]
-        assert tokens_of(ask(router)) == 8
+        assert tokens_of(ask(router, key)) == 8
 
         # After SIGTERM what is in flight is answered in full, and nothing else is accepted.
         with ThreadPoolExecutor(1) as pool:
-            long = pool.submit(ask, router, max_tokens=LONG)
-            wait_until(lambda: EngineClient(engine).num_requests() > 0, run, REPLY_DEADLINE_S)
+            long = pool.submit(ask, router, key, max_tokens=LONG)
+            wait_until(lambda: EngineClient(engine, key).num_requests() > 0, run, REPLY_DEADLINE_S)
             run.send(signal.SIGTERM)
             run.wait_for("draining: no more requests are accepted", REPLY_DEADLINE_S)
-            wait_until(lambda: ask(router).status_code == 503, run, REPLY_DEADLINE_S)
+            wait_until(lambda: ask(router, key).status_code == 503, run, REPLY_DEADLINE_S)
             assert not long.done()
             assert tokens_of(long.result(REPLY_DEADLINE_S)) == LONG
         finished = run.finish(60.0)

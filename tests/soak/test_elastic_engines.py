@@ -33,6 +33,7 @@ from tools.tiny_model import make_tiny_checkpoint
 
 __all__ = ["engines"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
+KEY = "of-the-test"
 CHANGES = int(os.environ.get("SLIME_SOAK_KILLS", "20")) * 3
 FLAGS = """--num-rollout 100000 --rollout-max-response-len 256
     --custom-rm-path tests.support.rollout_hooks.parity_reward
@@ -79,13 +80,14 @@ def test_standins_join_leave_and_die_at_many_random_moments(monkeypatch: pytest.
 def test_the_only_engine_dies_while_another_is_added(tmp_path: Path, engines: Callable[..., str]) -> None:
     """It takes the weights of then from a push in the middle of the rollout, and so does the successor of the lost."""
     words = "--rollout-num-gpus 1 --rollout-max-engines 2 --use-fault-tolerance"
+    words += f" --sglang-api-key {KEY}"
     with Run(flags_of(tmp_path, words), tmp_path / "run") as run:
         run.wait_for(r"rollout 1 of ", DEADLINE_S)
         table = engines(run, "list")
         only, (url,) = server_of(run, 0, table), re.findall(r" 0 +(http://\S+) ", table)
         assert engines(run, "add") == "being started: engine 1\n"
         assert re.search(r" 1 .* starting$", engines(run, "list"), re.MULTILINE)
-        wait_until(run, lambda: EngineClient(url).num_requests() > 0)
+        wait_until(run, lambda: EngineClient(url, KEY).num_requests() > 0)
         os.kill(only, signal.SIGKILL)
         run.wait_for(rf"\(pid {only}, .* was ended by signal 9", DEADLINE_S)
         run.wait_for(r"It was the last one that served", DEADLINE_S)

@@ -67,6 +67,8 @@ def test_two_models(tmp_path: Path, engines: Callable[..., str]) -> None:
     with Run(flags, tmp_path / "run", module=("slime", "serve")) as run:
         run.wait_for(r"^judge .* regular +1 +serving$", DEADLINE_S)
         table = engines(run, "list")
+        key = (run.run_dir / "api_key").read_text().strip()
+        auth = {"Authorization": f"Bearer {key}"}
         routers = dict(re.findall(r"^(policy|judge) +(http://\S+) ", table, re.MULTILINE))
 
         def check(model: str, reference: Reference) -> None:
@@ -77,13 +79,13 @@ def test_two_models(tmp_path: Path, engines: Callable[..., str]) -> None:
             replies: list[requests.Response] = []
 
             def is_answered() -> bool:
-                replies.append(requests.post(f"{routers[model]}/generate", json=body, timeout=DEADLINE_S))
+                replies.append(requests.post(f"{routers[model]}/generate", json=body, headers=auth, timeout=DEADLINE_S))
                 return replies[-1].status_code == 200
 
             wait_until(is_answered, run, DEADLINE_S)
             ((log_prob, *_),) = replies[-1].json()["meta_info"]["output_token_logprobs"]
             assert log_prob == pytest.approx(best_of(reference), abs=1e-5)
-            client = OpenAI(base_url=f"{routers[model]}/v1", api_key="none", max_retries=5)
+            client = OpenAI(base_url=f"{routers[model]}/v1", api_key=key, max_retries=5)
             messages: Any = [{"role": "user", "content": "1+1="}]
             reply = client.chat.completions.create(model=model, messages=messages, max_tokens=4)
             assert reply.usage is not None

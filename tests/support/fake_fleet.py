@@ -108,6 +108,10 @@ class Client:
     calls: list[tuple[str, str]]
     info: dict[str, Any]
 
+    @classmethod
+    def of(cls, info: EngineInfo, timeout: float = 0.0) -> Client:
+        return cls(info.url, info.api_key, timeout)
+
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 0.0) -> None:
         self.url = url
 

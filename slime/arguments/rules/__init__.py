@@ -76,6 +76,7 @@ RULES = (
     data.fall_back_to_rollout,
     dependencies.check,
     debug.check_profiling,
+    sglang.take_keys,
     sglang.derive_sizes,
     hf_config.check_served_model,
     quantization.check_pushes,

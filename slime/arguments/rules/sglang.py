@@ -1,7 +1,8 @@
-"""Sizes of an engine, as SGLang counts them."""
+"""Sizes of an engine, as SGLang counts them, and its keys."""
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,12 @@ def set_lacking(args: Namespace) -> None:
     for name in lacking_attributes():
         if name not in sizes and not hasattr(args, name):
             setattr(args, name, None)
+
+
+def take_keys(args: Namespace) -> None:
+    """Keys that are not given as flags are those of the environment: every user of the host can read a command line."""
+    args.sglang_api_key = args.sglang_api_key or os.environ.get("SLIME_SGLANG_API_KEY") or None
+    args.sglang_admin_api_key = args.sglang_admin_api_key or os.environ.get("SLIME_SGLANG_ADMIN_API_KEY") or None
 
 
 def derive_sizes(args: Namespace) -> None:

@@ -99,6 +99,7 @@ class EngineProcess:
             worker_type=spec.worker_type,
             rank=spec.rank,
             api_key=self.args.sglang_api_key,
+            admin_api_key=self.args.sglang_admin_api_key,
             bootstrap_port=spec.bootstrap_port,
         )
 
@@ -109,7 +110,7 @@ class EngineProcess:
 
     def client(self, timeout: float = 600.0) -> EngineClient:
         """Return a client for this engine."""
-        return EngineClient(self.info.url, api_key=self.info.api_key, timeout=timeout)
+        return EngineClient.of(self.info, timeout)
 
     def start(self) -> None:
         """Start the server process and return at once. Raises EngineStartError for a package that is missing."""

@@ -289,7 +289,7 @@ def load_weights_from_disk(
 
     timeout = float(args.weight_sync_timeout)
     infos = [member.known_info for member in members]
-    clients = [EngineClient(info.url, api_key=info.api_key, timeout=timeout) for info in infos]
+    clients = [EngineClient.of(info, timeout) for info in infos]
     member_of = dict(zip(clients, members, strict=True))
     paths = dict.fromkeys(clients, directory)
     control = FanOut(clients)

@@ -306,7 +306,7 @@ def _abort(members: Sequence[Member]) -> None:
         for member in members:
             info = member.known_info
             try:
-                EngineClient(info.url, api_key=info.api_key).abort_all()
+                EngineClient.of(info).abort_all()
             except ServerError as e:
                 logger.warning("%s does not abort its requests: %s", member, e)
         # The router may have been about to send one.

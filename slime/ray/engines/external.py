@@ -36,10 +36,12 @@ def external_plans(args: Namespace) -> list[EnginePlan]:
 class ExternalEngine:
     """The server at ``plan.url``. One instance is one time that it is attached; nothing here starts or ends it."""
 
-    def __init__(self, args: Namespace, plan: EnginePlan, api_key: str | None) -> None:
+    def __init__(
+        self, args: Namespace, plan: EnginePlan, api_key: str | None, admin_api_key: str | None = None
+    ) -> None:
         assert plan.url is not None
         self.args, self.plan, self.url = args, plan, plan.url
-        self._api_key = api_key
+        self._api_key, self._admin_api_key = api_key, admin_api_key
         self._weight_version: str | None = None
         self._unreachable = 0
         self._attached = False
@@ -78,6 +80,7 @@ class ExternalEngine:
             worker_type=found.worker_type,
             rank=self.plan.rank,
             api_key=self._api_key,
+            admin_api_key=self._admin_api_key,
             bootstrap_port=found.disaggregation_bootstrap_port,
             life=next(_lives),
         )
@@ -118,7 +121,7 @@ class ExternalEngine:
             self._leave_groups(self._client(LEAVE_TIMEOUT_S))
 
     def _client(self, timeout: float) -> EngineClient:
-        return EngineClient(self.url, api_key=self._api_key, timeout=timeout)
+        return EngineClient(self.url, self._api_key, timeout, admin_api_key=self._admin_api_key)
 
     def _leave_groups(self, client: EngineClient) -> None:
         with contextlib.suppress(EngineError):  # raised for the first stage that has no group, but not by every server

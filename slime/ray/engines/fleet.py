@@ -31,6 +31,7 @@ from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.http import EngineTimeoutError, RouterError, ServerError
 from slime.servers.types import EngineInfo
+from slime.utils import run_key
 from slime.utils.hf_checkpoint import quantization_of, read_config
 from slime.utils.http_utils import get_http_client
 from slime.utils.network import get_current_node_ip
@@ -82,7 +83,7 @@ class EngineFleet:
         self._released: set[str] = set()
         """What of their memory the engines have released that share devices with the trainer."""
         self._loopback = True
-        self._given_key: str | None = None
+        self._given_keys: tuple[str | None, str | None] = (None, None)
         """The key of engines that run already: they do not know one that is generated."""
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -106,9 +107,9 @@ class EngineFleet:
         elsewhere = self.args.sglang_router_ip is not None and not is_loopback(self.args.sglang_router_ip)
         self._loopback = spans_one_host() and not elsewhere
         host = "127.0.0.1" if self._loopback else get_current_node_ip()
-        self._given_key = self.args.sglang_api_key
-        # Before anything copies args: router, engines and clients all take the key from there.
-        ensure_api_key(self.args, host)
+        self._given_keys = self.args.sglang_api_key, self.args.sglang_admin_api_key
+        # Before anything copies args: router, engines and clients all take the keys from there.
+        ensure_api_key(self.args)
         for model in self.models:
             model.router = self._router(model, host)
             model.router.start()
@@ -143,6 +144,7 @@ class EngineFleet:
         self._watcher = threading.Thread(target=self._watch, name="engine-watcher", daemon=True)
         self._watcher.start()
         for model in self.models:
+            run_key.add(model.running_router.url, self.args.sglang_api_key)
             urls = [member.known_info.url for member in model.of(*State)]
             of_model = "" if model.name == "default" else f" of model {model.name}"
             url = model.running_router.url
@@ -344,7 +346,7 @@ class EngineFleet:
 
     def _make_engine(self, plan: EnginePlan) -> Engine:
         if plan.url is not None:
-            return ExternalEngine(self.args, plan, self._given_key)
+            return ExternalEngine(self.args, plan, *self._given_keys)
         return RayEngine(self.args, plan, self._slots, self._wiring, loopback=self._loopback)
 
     def _router(self, model: ServedModel, host: str) -> RouterProcess | RunningRouter:
@@ -439,7 +441,7 @@ def _counts(prefix: str, serving: Sequence[Member], lost: int, restarted: int) -
 
 def _client(member: Member) -> EngineClient:
     info = member.known_info
-    return EngineClient(info.url, api_key=info.api_key, timeout=CONTROL_TIMEOUT_S)
+    return EngineClient.of(info, CONTROL_TIMEOUT_S)
 
 
 def _requests_of(member: Member) -> int:

@@ -198,4 +198,4 @@ def check_alive(info: EngineInfo) -> str | None:
 
 
 def _client(info: EngineInfo) -> EngineClient:
-    return EngineClient(info.url, api_key=info.api_key)
+    return EngineClient.of(info)

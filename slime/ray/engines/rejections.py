@@ -84,7 +84,7 @@ def _wrong_answer(member: Member, oldest_version: int | None) -> str | None:
         "return_logprob": True,
     }
     try:
-        return wrong_with(EngineClient(info.url, info.api_key).generate(payload, ASK_TIMEOUT_S), oldest_version)
+        return wrong_with(EngineClient.of(info).generate(payload, ASK_TIMEOUT_S), oldest_version)
     except EngineError as e:
         logger.debug("%s does not answer the check of its answers: %s", member, e)
         return None

@@ -147,7 +147,7 @@ class EngineRestarts:
                 info = member.engine.start()
                 self._without_slots.discard(lost.rank)
                 if plan.offload and plan.update_weights:
-                    offload.keep_weights_only(member, EngineClient(info.url, info.api_key, self._timeout))
+                    offload.keep_weights_only(member, EngineClient.of(info, self._timeout))
             except SlotsLostError as e:
                 self._members.change(member, (State.STARTING,), State.DEAD)
                 if self._waits_for_slots(lost, e):

@@ -130,7 +130,7 @@ class Scaling:
         for member in members:
             if member.state is State.SERVING:
                 try:
-                    load = EngineClient(member.known_info.url, member.known_info.api_key).loads(LOAD_TIMEOUT_S)
+                    load = EngineClient.of(member.known_info).loads(LOAD_TIMEOUT_S)
                 except ServerError:
                     continue
                 waiting_here = num_waiting_from_load(load)

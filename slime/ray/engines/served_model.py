@@ -14,6 +14,7 @@ from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
 from slime.ray.engines.members import Member, Members, State
 from slime.servers.http import RouterError
+from slime.utils import run_key
 from slime.utils.network import _wrap_ipv6
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class ServedModel:
         """Send requests to ``member``. Raises RouterError."""
         with self._changes:
             self.running_router.add_engine(member.known_info)
+            run_key.add(member.known_info.url, member.known_info.api_key)
             serves = self._members.change(member, (State.NEW,), State.SERVING)
         if not serves:  # it was lost or is to leave since
             self.deregister(member)

@@ -109,7 +109,7 @@ def manager(world: Any, monkeypatch: pytest.MonkeyPatch) -> ServingManager:
     monkeypatch.setattr(serving, "ElasticFleet", lambda *given: SimpleFleet(run))
     made = ServingManager(run.fleet.args)
     made.world = run  # type: ignore[attr-defined]
-    assert made.start((None, [0, 1], [0, 1]), {}) is None
+    assert made.start((None, [0, 1], [0, 1]), {}) == run.fleet.args.sglang_api_key
     return made
 
 

@@ -85,6 +85,10 @@ class Client:
 
     log: ClassVar[list[str]] = []
 
+    @classmethod
+    def of(cls, info: EngineInfo, timeout: float) -> Client:
+        return cls(info.url, info.api_key, timeout)
+
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         self.url, self.version = url, "0"
 

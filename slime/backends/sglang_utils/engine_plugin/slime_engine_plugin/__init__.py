@@ -23,19 +23,21 @@ def register() -> None:
         cpu,
         disaggregation,
         files,
+        keys,
         pause,
         quantized,
         rendezvous,
         repacked,
         request_fields,
         start,
-    )  # fmt: skip
+    )
 
     on_cpu = not torch.cuda.is_available()
     pause.register(on_cpu)
     request_fields.register()
     start.register(on_cpu)
     files.register()
+    keys.register()
     rendezvous.register()
     repacked.register(on_cpu)
     if os.environ.get("SLIME_TAKES_ADAPTERS") == "1":

@@ -1,0 +1,126 @@
+"""The run's key goes with every request to the run's own servers, whatever HTTP client sends it, and nowhere else.
+
+Code written for servers without a key asks the router by aiohttp, httpx (the openai package), requests or urllib, with
+no ``Authorization`` or with a stand-in such as ``Bearer EMPTY``. In the process that runs users' functions
+:func:`install` makes these clients send the key. It is looked up by host and port for every request that goes on the
+wire, redirects included: what goes to another address, or through a proxy, is sent as its caller made it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+VARIABLE = "SLIME_SERVER_KEYS"
+"""A JSON object, address -> key: servers that others started (``slime serve``) and that users' functions ask."""
+_keys: dict[tuple[str, int], str] = {}
+_installed = False
+
+
+def add(url: str, key: str | None) -> None:
+    """The server at ``url`` is one of the run's, and asks for ``key``."""
+    address = urlsplit(url)
+    if key and address.hostname and address.port:
+        _keys[address.hostname, address.port] = key
+
+
+def key_for(scheme: str, host: str | None, port: int | None) -> str | None:
+    """Return the key of the server there; None for one that is not the run's."""
+    return _keys.get(((host or "").lower().strip("[]"), port or 0)) if scheme == "http" else None
+
+
+def install() -> None:
+    """Let the HTTP clients of this process send the key to the run's servers. Calling it again does nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for url, key in json.loads(os.environ.get(VARIABLE) or "{}").items():
+        add(url, key)
+    _for_aiohttp()
+    _for_requests()
+    _for_urllib()
+    if importlib.util.find_spec("httpx") is not None:
+        _for_httpx()
+
+
+def _for_aiohttp() -> None:
+    from aiohttp.client_reqrep import ClientRequest
+
+    made = ClientRequest.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, method: str, url: Any, **options: Any) -> None:  # one for each hop
+        made(self, method, url, **options)
+        if (key := key_for(url.scheme, url.host, url.port)) is not None and options.get("proxy") is None:
+            self.headers["Authorization"] = f"Bearer {key}"
+
+    ClientRequest.__init__ = init  # type: ignore[method-assign, assignment]
+
+
+def _for_requests() -> None:
+    from requests.adapters import HTTPAdapter
+    from requests.utils import select_proxy
+
+    sent = HTTPAdapter.send
+
+    @functools.wraps(sent)
+    def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+        address = urlsplit(request.url)
+        key = key_for(address.scheme, address.hostname, address.port)
+        # ``proxies`` is the fifth parameter.
+        proxies = options.get("proxies") or (args[4] if len(args) > 4 else None)
+        if key is not None and not select_proxy(request.url, proxies):
+            request = request.copy()  # the headers of the caller's own are copied into redirects
+            request.headers["Authorization"] = f"Bearer {key}"
+        return sent(self, request, *args, **options)
+
+    HTTPAdapter.send = send  # type: ignore[method-assign, assignment]
+
+
+def _for_urllib() -> None:
+    from urllib.request import HTTPHandler
+
+    opened = HTTPHandler.http_open
+
+    @functools.wraps(opened)
+    def http_open(self: Any, request: Any) -> Any:
+        address = urlsplit(request.full_url)
+        key = key_for(address.scheme, address.hostname, address.port)
+        if key is not None and request.host == address.netloc:  # else it goes to a proxy
+            request.remove_header("Authorization")
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
+        return opened(self, request)
+
+    HTTPHandler.http_open = http_open  # type: ignore[method-assign, assignment]
+
+
+def _for_httpx() -> None:
+    import httpcore
+    import httpx
+
+    def with_key(transport: Any, request: httpx.Request) -> httpx.Request:
+        url = request.url
+        key = key_for(url.scheme, url.host, url.port)
+        if key is None or isinstance(transport._pool, httpcore.HTTPProxy | httpcore.AsyncHTTPProxy):
+            return request
+        headers = request.headers.copy()  # the headers of the caller's own are copied into redirects
+        headers["Authorization"] = f"Bearer {key}"
+        return httpx.Request(request.method, url, headers=headers, stream=request.stream, extensions=request.extensions)
+
+    handled, handled_async = httpx.HTTPTransport.handle_request, httpx.AsyncHTTPTransport.handle_async_request
+
+    @functools.wraps(handled)
+    def handle_request(self: Any, request: httpx.Request) -> httpx.Response:
+        return handled(self, with_key(self, request))
+
+    @functools.wraps(handled_async)
+    async def handle_async_request(self: Any, request: httpx.Request) -> httpx.Response:
+        return await handled_async(self, with_key(self, request))
+
+    httpx.HTTPTransport.handle_request = handle_request  # type: ignore[method-assign, assignment]
+    httpx.AsyncHTTPTransport.handle_async_request = handle_async_request  # type: ignore[method-assign, assignment]
