@@ -36,6 +36,16 @@ def burn(cpu_s: float) -> float:
     return 1.0
 
 
+def burn_answer(*_: Any) -> float:
+    """A rule that some answer keeps busy for ever."""
+    return burn(600.0)
+
+
+def eat_answer(*_: Any) -> float:
+    """A rule that some answer makes take all memory."""
+    raise MemoryError
+
+
 def nap(wall_s: float) -> float:
     time.sleep(wall_s)
     return 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,10 +13,11 @@ from slime.rollout.hooks.hook import Hook, make_hook
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
-from slime.rollout.rm_hub.failure import BadReward
+from slime.rollout.rm_hub.failure import BadReward, RewardFailure
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
+from slime.rollout.rm_hub.policy_text import own_text
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.declared import with_defaults
@@ -34,6 +36,8 @@ __all__ = [
     "remote_rm",
     "reward_kind",
 ]
+
+logger = logging.getLogger(__name__)
 
 FLAG = "--custom-rm-path"
 _MISSING = object()
@@ -71,9 +75,10 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """Return the reward of one sample.
 
     The reward is, in this order: ``sample.custom_rm_path``, ``args.custom_rm_path``, ``sample.metadata["rm_type"]``,
-    ``args.rm_type``. With a ``boxed_`` prefix a type sees only the content of the last box. Rules are computed in
-    worker processes, custom rewards here. Raises NotImplementedError for an unknown type, RewardFailure when a rule
-    raises or exceeds its limits, and BadReward when a custom one returns no reward.
+    ``args.rm_type``. With a ``boxed_`` prefix a type grades only the content of the last box. Rules grade what the
+    policy wrote (``own_text``), in worker processes; custom rewards run here. An answer that makes its rule take too
+    much time or memory is wrong. Raises NotImplementedError for an unknown type, RewardFailure when a rule cannot be
+    computed, and BadReward when a custom one returns no reward.
     """
     args = with_defaults(args)
     if hook := reward_hook(args, sample):
@@ -82,14 +87,12 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
             raise BadReward(str(hook.returned(reward, "the reward of one sample, a number or a dict", sample)))
         return reward
     kind = reward_kind(args, sample)
+    unboxed = kind.removeprefix("boxed_")
+    if unboxed in rules.RULES:
+        return await _by_rule(args, unboxed, sample, boxed=unboxed != kind)
     response = sample.response
-    if kind.startswith("boxed_"):
-        kind, response = kind.removeprefix("boxed_"), extract_boxed_answer(response) or ""
-    if kind in rules.RULES:
-        metadata = _metadata(sample)
-        read = {key: metadata[key] for key in rules.METADATA_KEYS.get(kind, ()) if key in metadata}
-        workers = get_reward_workers(args, fresh=kind in rules.FRESH)
-        return await workers.call(rules.PATH, kind, response, sample.label, read)
+    if unboxed != kind:
+        kind, response = unboxed, extract_boxed_answer(response) or ""
     if kind == "remote_rm":
         if response is not sample.response:
             sample = copy.copy(sample)
@@ -104,6 +107,22 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         f"to one of {', '.join(RM_TYPES)} (each also as boxed_<type>), or "
         f"{FLAG} to your own function."
     )
+
+
+async def _by_rule(args: Any, kind: str, sample: Sample, *, boxed: bool) -> Any:
+    response = own_text(args, sample)
+    if boxed:
+        response = rules.as_response(kind, extract_boxed_answer(response) or "")
+    metadata = _metadata(sample)
+    read = {key: metadata[key] for key in rules.METADATA_KEYS.get(kind, ()) if key in metadata}
+    try:
+        workers = get_reward_workers(args, fresh=kind in rules.FRESH)
+        return await workers.call(rules.PATH, kind, response, sample.label, read)
+    except RewardFailure as e:
+        if not e.by_answer or kind not in rules.WRONG:
+            raise
+        logger.warning("the answer of sample index=%s counts as wrong: %s", sample.index, e)
+        return copy.copy(rules.WRONG[kind])
 
 
 async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list[Any]:

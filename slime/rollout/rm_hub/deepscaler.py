@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy, ground_truth_answer
+from slime.rollout.rm_hub.math_utils import equals_label, extract_answer
 
 __all__ = ["final_part", "get_deepscaler_rule_based_reward"]
 
 
 def final_part(response: str) -> str | None:
-    """Return the text after the last ``</think>``, or the part after ``###Response``; None without either marker."""
-    if "</think>" in response:
-        return response.rsplit("</think>", 1)[1]
-    parts = response.split("###Response")
-    return parts[1] if len(parts) > 1 else None
+    """Return the text after the last ``</think>``, else after the last ``###Response``; None without either marker."""
+    for marker in ("</think>", "###Response"):
+        if marker in response:
+            return response.rsplit(marker, 1)[1]
+    return None
 
 
-def get_deepscaler_rule_based_reward(response: str, label: str | int | float | None) -> int:
+def get_deepscaler_rule_based_reward(response: str, label: object) -> int:
     """Return 1 when the last box of the final part equals the label, else 0 (also without marker, box or label)."""
     part = final_part(response)
-    given = None if part is None else extract_answer(part)
-    truth = ground_truth_answer(label)
-    if given is None or truth is None:
-        return 0
-    return int(grade_answer_mathd(given, truth) or grade_answer_sympy(given, truth))
+    return int(part is not None and equals_label(extract_answer(part), label))

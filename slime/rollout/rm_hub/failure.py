@@ -12,12 +12,16 @@ KINDS = ("raised", "timeout", "memory", "crashed", "remote")
 
 
 class RewardFailure(RuntimeError):
-    """Why one reward could not be computed: ``kind`` (one of KINDS) and, where there is one, the traceback."""
+    """Why one reward could not be computed: ``kind`` (one of KINDS) and, where there is one, the traceback.
 
-    def __init__(self, kind: str, message: str, details: str = "") -> None:
+    ``by_answer``: the limit on CPU time or memory was exceeded, which does not depend on how busy the machine is.
+    """
+
+    def __init__(self, kind: str, message: str, details: str = "", *, by_answer: bool = False) -> None:
         super().__init__(message)
         self.kind = kind
         self.details = details
+        self.by_answer = by_answer
 
 
 class JobEnded(RewardFailure):

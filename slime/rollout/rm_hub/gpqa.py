@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.rollout.rm_hub.answer_text import final_answer
+from slime.rollout.rm_hub.bare_latex import bare_latex
+from slime.rollout.rm_hub.labels import accepted_answers
 
 __all__ = ["DEFAULT_VALID_LETTERS", "compute_gpqa_reward"]
 
@@ -40,6 +42,8 @@ _IS_ANSWER = (
     r"(?:correct|right|best|answer|option|choice)\b)"
 )
 
+_SIGNS = re.escape("<>=≤≥≠≈≡~+±∓/^|%°√∞∈∉∪∩→←⇒⇔⊂⊆∧∨¬∂∇∝")
+
 _LETTER_FORMS = (  # from the most explicit on; of the matches of a form the last counts
     r"\\boxed\{\s*(?:\\(?:text|mathrm|textbf|mathbf)\{)?\s*\(?\s*([{L}])\s*\)?\s*\.?\s*\}",
     _NAMES_ANSWER + rf"{_BEFORE}(?i:(?:option|choice)\s+)?{_BEFORE}{_ALONE}{_NO_PRONOUN}|" + _IS_ANSWER,
@@ -61,7 +65,8 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
         return 0.0
     metadata = metadata or {}
     choices = metadata.get("choices")
-    texts = [str(c) for c in (choices.values() if isinstance(choices, Mapping) else choices or [])]
+    texts = [str(c) for c in (choices.values() if isinstance(choices, Mapping) else () if choices is None else choices)]
+    label = _plain_label(label)
     letters = _valid_letters(metadata.get("valid_letters"), choices, texts)
     correct = _correct_letter(label, metadata, letters, texts)
     final = final_answer(response)
@@ -79,8 +84,20 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
     return float(any(_mentions(final, target, texts) for target in named))
 
 
+def _plain_label(label: Any) -> Any:
+    """A letter, an index or a text: also those of NumPy, of a list of one, and of an object with a key."""
+    if hasattr(label, "tolist"):
+        label = label.tolist()
+    if isinstance(label, (int, float)) or label is None:
+        return label
+    accepted = accepted_answers(label)
+    if len(accepted) > 1:
+        raise ValueError(f"gpqa compares with one right option, the label has {len(accepted)}: {label!r:.200}")
+    return accepted[0].strip() if accepted else None
+
+
 def _valid_letters(given: Any, choices: Any, texts: Sequence[str]) -> list[str]:
-    if given:
+    if given is not None and len(given):
         return [str(letter).strip().upper() for letter in given]
     if isinstance(choices, Mapping) and all(len(str(k).strip()) == 1 for k in choices):
         return [str(k).strip().upper() for k in choices]
@@ -105,6 +122,8 @@ def _correct_letter(label: Any, metadata: Mapping[str, Any], letters: list[str],
         same = same if any(same) else [_same(choice, text) for choice in texts]
         if any(same) and same.index(True) < len(letters):
             return letters[same.index(True)] if sum(same) == 1 else None
+    if isinstance(label, str) and label.isdecimal() and int(label) < len(texts):  # an index that was read as text
+        return letters[int(label)]
     return None
 
 
@@ -133,6 +152,6 @@ def _same(one: str, other: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return the words and numbers of ``text``, signs of numbers included, separated by single spaces."""
-    text = unicodedata.normalize("NFKC", text).replace("−", "-").casefold()
-    return " ".join(re.findall(r"-?\d+(?:\.\d+)?|[^\W\d_]+", text))
+    """Return the words, numbers and mathematical signs of ``text``, separated by single spaces."""
+    text = unicodedata.normalize("NFKC", bare_latex(text)).replace("−", "-").casefold()
+    return " ".join(re.findall(rf"-?\d+(?:\.\d+)?|[^\W\d_]+|[{_SIGNS}]|(?<=\s)-(?=\s)|(?<!\w)-(?=[^\W\d_])", text))

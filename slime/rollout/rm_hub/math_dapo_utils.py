@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from slime.rollout.rm_hub.answer_text import without_end_tokens
+from slime.rollout.rm_hub.labels import accepted_answers
 from slime.rollout.rm_hub.math_utils import last_boxed_only_string
 from slime.rollout.rm_hub.math_utils import remove_boxed as _remove_boxed
 
@@ -22,6 +25,8 @@ __all__ = [
 TAIL_CHARACTERS = 300
 STRICT_BOX_CHARACTERS = 100
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
+_MOST_DIGITS = 4000
+_E_NOTATION = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 
 _SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
@@ -60,16 +65,15 @@ def normalize_final_answer(final_answer: str) -> str:
     return text.strip()
 
 
-def _label_text(ground_truth: Any) -> str:
-    """Return a whole number as integer text, exactly whatever its size, and any other label normalized as an answer."""
-    text = str(ground_truth).strip()
-    try:
-        if re.fullmatch(r"[+-]?\d+", text):
-            return str(int(text))
-        number = float(text)
-        return str(int(number)) if number.is_integer() else normalize_final_answer(text)
-    except ValueError:
-        return normalize_final_answer(text)
+def _label_texts(ground_truth: Any) -> Iterator[str]:
+    """Yield the normalized texts that a label accepts: as it is written, and a whole number as an integer too."""
+    for text in accepted_answers(ground_truth):
+        yield normalize_final_answer(text)
+        plain = text.strip()
+        if re.fullmatch(r"[+-]?[0-9]+(?:\.0*)?", plain) and len(plain) <= _MOST_DIGITS:
+            yield str(int(plain.partition(".")[0]))
+        elif _E_NOTATION.fullmatch(plain):
+            yield format(Decimal(plain).normalize(), "f")
 
 
 def is_correct_minerva(
@@ -81,7 +85,7 @@ def is_correct_minerva(
     if gt_need_extract:
         box = last_boxed_only_string(str(gt))
         gt = remove_boxed(box) if box is not None else gt
-    return prediction == _label_text(gt), prediction
+    return prediction in _label_texts(gt), prediction
 
 
 def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
@@ -90,7 +94,7 @@ def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: list[int] | No
     tail = pred[max(start, 0) :] if pause_tokens_index else pred[start:]
     box = last_boxed_only_string(tail)
     content = _remove_boxed(box)
-    return (1 if content is not None and content == str(gt) else -1), content
+    return (1 if content is not None and content in (str(gt), *accepted_answers(gt)) else -1), content
 
 
 def verify(

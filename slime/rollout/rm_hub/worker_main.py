@@ -129,7 +129,7 @@ def serve(owner_pid: int, limits: WorkerLimits) -> None:
         forbid_processes()
     sys.path[:] = read_job(jobs)
     if not limits.fresh:
-        import sympy  # noqa: F401  (the first job should not pay for it)
+        import mpmath  # noqa: F401  (the first job should not pay for it)
 
     _write_all(replies, reply_frame("ready"))
     while True:

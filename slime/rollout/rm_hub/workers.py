@@ -319,7 +319,7 @@ class RewardWorkers:
             failure = self._failure(job, WorkerEnded(answer[1], worker.last_words()))
             raise JobEnded(failure.kind, str(failure), failure.details)
         kind, message, trace = answer
-        raise RewardFailure(kind, f"{job.function}: {message}", trace)
+        raise RewardFailure(kind, f"{job.function}: {message}", trace, by_answer=kind == "memory")
 
     def _failure(self, job: _Job, end: WorkerEnded) -> RewardFailure:
         """Return the failure of a job whose worker has ended."""
@@ -330,7 +330,7 @@ class RewardWorkers:
             -signal.SIGALRM: ("timeout", f"took more than {wall_s:g} s ({WALL_PER_CPU:g} x --reward-time-limit)"),
         }
         kind, said = causes.get(end.code, ("crashed", f"ended its worker process with exit code {end.code}"))
-        return RewardFailure(kind, f"{job.function}: {said}", end.stderr)
+        return RewardFailure(kind, f"{job.function}: {said}", end.stderr, by_answer=end.code == -signal.SIGPROF)
 
 
 _pools: dict[tuple[Any, ...], RewardWorkers] = {}

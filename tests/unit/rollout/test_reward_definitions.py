@@ -66,8 +66,8 @@ DEEPSCALER = [
     (r"###Response \boxed{3}", "3", 1),
     (r"\boxed{9} ###Response \boxed{3}", "3", 1),
     (r"\boxed{3} ###Response none", "3", 0),
-    (r"###Response \boxed{3} ###Response \boxed{4}", "3", 1),
-    (r"###Response \boxed{3} ###Response \boxed{4}", "4", 0),
+    (r"###Response \boxed{3} ###Response \boxed{4}", "3", 0),
+    (r"###Response \boxed{3} ###Response \boxed{4}", "4", 1),
     (r"###Response x</think>\boxed{3}", "3", 1),
     (r"</think>\boxed{3}", "", 0),
     (r"</think>\boxed{}", "", 0),
@@ -140,11 +140,18 @@ GPQA = [
 BOXED = [
     ("boxed_f1", r"so \boxed{cat}", "cat", 1.0),
     ("boxed_f1", "cat", "cat", 0.0),
-    ("boxed_math", r"\boxed{42}", "42", 0),
-    ("boxed_math", r"\boxed{\boxed{42}}", "42", 0),  # the last box is the inner one, which has no box in it
+    ("boxed_math", r"Answer: \boxed{42}", "42", 1),
+    ("boxed_math", r"\boxed{\boxed{42}}", "42", 1),
+    ("boxed_math", r"42", "42", 0),
+    ("boxed_math", r"\boxed{41}", "42", 0),
     ("boxed_gpqa", r"Answer: A \boxed{Answer: B}", "B", 1.0),
     ("boxed_dapo", r"Answer: 1 \boxed{Answer: 42}", "42", {"score": 1.0, "acc": True, "pred": "42"}),
-    ("boxed_deepscaler", r"</think>\boxed{3}", "3", 0),
+    ("boxed_dapo", r"so \boxed{42}", "42", {"score": 1.0, "acc": True, "pred": "42"}),
+    ("boxed_dapo", r"so 42", "42", {"score": -1.0, "acc": False, "pred": "[INVALID]"}),
+    ("boxed_gpqa", r"\boxed{\text{B}}", "B", 1.0),
+    ("boxed_deepscaler", r"</think>\boxed{3}", "3", 1),
+    ("boxed_deepscaler", r"\boxed{3}", "3", 1),
+    ("boxed_deepscaler", r"3", "3", 0),
 ]
 
 

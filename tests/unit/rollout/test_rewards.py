@@ -81,7 +81,7 @@ GRADES = [
     (r"10\%", "10", 1), (r"30^\circ", "30", 1), ("5 cm", "5", 1), ("7 apples", "7 apples", 1), (r"\text{B}", "B", 1),
     ("2^{10}", "1024", 0), ("east", "East", 1), ("3 \\times 10^2", "300", 0), (r"\frac{\sqrt{2}}{2}", r"1/\sqrt{2}", 1),
     (r"e^{2}", r"e \cdot e", 1), (r"\sin(\pi/6)", "0.5", 1), ("x", "y", 0), ("5!", "120", 0), ("[1,2]", "[1, 2]", 1),
-    (r"\frac{2}{3}", "0.6666666666666", 0), ("2 million", "2*10^6", 1), ("½", "1/2", 0),
+    (r"\frac{2}{3}", "0.6666666666666", 0), ("2 million", "2*10^6", 1), ("½", "1/2", 1),
     (r"\frac{x^2-1}{x-1}", "x+1", 1),
     # other values
     ("6", "5", 0), ("(1,3)", "(1,2)", 0), ("(1,2)", "[1,2]", 0), ("(1,2,3)", "(1,2)", 0), ("0.51", "0.5", 0),
@@ -113,7 +113,7 @@ def test_labels_with_a_box_of_their_own_and_numbers():
         (r"<think>\boxed{2}</think> nothing", "2", 0),
         (r"<think>a</think><think>b</think>\boxed{2}", "2", 1),
         (r"###Response \boxed{3}", "3", 1),
-        (r"###Response \boxed{3} ###Response \boxed{4}", "3", 1),
+        (r"###Response \boxed{3} ###Response \boxed{4}", "3", 0),
         (r"\boxed{3}", "3", 0),
         (r"</think>\boxed{3}", "", 0),
         (r"</think>\boxed{3}", r"\boxed{3}", 1),

@@ -52,7 +52,8 @@ def grade(case: Case) -> Any:
     """The reward as a worker computes it; a box is taken out first, as the dispatch does."""
     kind, response = case.kind, case.response
     if kind.startswith("boxed_"):
-        kind, response = kind.removeprefix("boxed_"), extract_boxed_answer(response) or ""
+        kind = kind.removeprefix("boxed_")
+        response = rules.as_response(kind, extract_boxed_answer(response) or "")
     return rules.grade(kind, response, case.label, case.metadata)
 
 
@@ -72,7 +73,7 @@ def test_outcomes(kind, checkers):
 def test_there_are_thousands_and_both_outcomes_of_each_rule():
     cases = {kind: answers(kind) for kind in GENERATORS}
     assert sum(map(len, cases.values())) >= 2000
-    assert set(rules.RULES) <= set(cases)
+    assert set(rules.RULES) - {"math_verify"} <= set(cases)  # a package of others, which is tried by itself
     for kind, some in cases.items():
         values = [c.expected["acc"] if isinstance(c.expected, dict) else c.expected > 0 for c in some]
         assert 0.2 < sum(values) / len(values) < 0.8, kind

@@ -1,0 +1,45 @@
+"""What of a response the policy wrote: a rule grades that, and not what a tool or an environment answered."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+from slime.utils.types import Sample
+
+__all__ = ["own_text"]
+
+_BETWEEN = " \n "
+"""Stands for the text of others: what the policy wrote before and after it is not one word."""
+
+
+@functools.cache
+def _tokenizer(checkpoint: str, trust_remote_code: bool) -> Any:
+    from slime.utils.processing_utils import load_tokenizer
+
+    return load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+
+
+def own_text(args: Any, sample: Sample) -> str:
+    """Return the text of the tokens that have loss mask 1 or that an engine made (``weight_version_spans``).
+
+    That is the response as it stands where these are all its tokens (or none: a sample that is masked whole), and
+    where the mask does not fit.
+    """
+    mask = sample.loss_mask
+    length = sample.response_length
+    if mask is None or len(mask) != length or length > len(sample.tokens) or all(mask):
+        return sample.response
+    own = [bool(trained) for trained in mask]
+    for span in sample.weight_version_spans:
+        own[span["start"] : span["end"]] = [True] * len(own[span["start"] : span["end"]])
+    if all(own) or not any(own):
+        return sample.response
+    tokenizer = _tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    runs = itertools.groupby(zip(own, sample.tokens[-length:], strict=True), key=lambda token: token[0])
+    texts = [[int(token) for _, token in run] for is_own, run in runs if is_own]
+    skip = args.rollout_skip_special_tokens
+    return _BETWEEN.join(
+        tokenizer.decode(ids, skip_special_tokens=skip, spaces_between_special_tokens=False) for ids in texts
+    )
