@@ -15,6 +15,7 @@ from slime.first_look import Findings
 from slime.first_look.checkpoint import look_at_weights
 from slime.first_look.data import look_at_data
 from slime.first_look.hooks import look_at_hooks, look_at_reward
+from slime.first_look.labels import look_at_labels
 from slime.first_look.start import DEADLINE_S
 
 
@@ -55,5 +56,6 @@ def look(args: Namespace, dry_run: bool, found: Findings) -> None:
     """Look at everything; the cheap things come first, and one mistake does not hide another."""
     look_at_weights(args, found)
     samples: dict[str, Any] = look_at_data(args, dry_run, found)
+    look_at_labels(args, samples, found)
     if look_at_hooks(args, dry_run, found):
         look_at_reward(args, samples, found)

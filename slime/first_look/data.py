@@ -102,7 +102,7 @@ def _look_at_rows(file: PromptFile, found: Findings) -> bool:
     found.begins(f"the rows of {file}")
     number = 0
     try:
-        for number, row in enumerate(read_file(_first_rows(file.path)), 1):
+        for number, row in enumerate(read_file(first_rows(file.path)), 1):
             if problem := _row_problem(file, row):
                 found.errors.append(f"{file} row {number - 1}: {problem}")
                 return False
@@ -168,7 +168,7 @@ def _look_at_prompts(
     keys = dict(zip(("prompt_key", "label_key", "tool_key", "metadata_key"), file.columns.values(), strict=True))
     try:
         samples = Dataset(
-            _first_rows(file.path), tokenizer, load_processor(args.hf_checkpoint, **trust) if file.multimodal_keys else
+            first_rows(file.path), tokenizer, load_processor(args.hf_checkpoint, **trust) if file.multimodal_keys else
             None, None, multimodal_keys=file.multimodal_keys, apply_chat_template=file.apply_chat_template,
             apply_chat_template_kwargs=file.template_kwargs, **keys,  # type: ignore[arg-type]
         ).samples  # fmt: skip
@@ -238,7 +238,7 @@ def longest_sequence(args: Namespace) -> int | None:
     return positions if isinstance(positions, int) and "factor" not in scaling else None
 
 
-def _first_rows(path: str) -> str:
+def first_rows(path: str) -> str:
     """Return ``path`` with a slice of its first rows; one that counts from the end is taken as it is."""
     file, rows = split_slice(path)
     start, stop = (0, None) if rows is None else (rows.start or 0, rows.stop)

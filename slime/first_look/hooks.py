@@ -16,14 +16,12 @@ from slime.arguments.files.environments import environments_of
 from slime.first_look import Findings
 from slime.rollout.hooks.contracts import CONTRACTS, ENVIRONMENT, Contract
 from slime.rollout.hooks.hook import Hook, checked_hook, make_hook
-from slime.rollout.rm_hub import rules
 from slime.utils.types import Sample
 from slime.utils.user_code import root_cause, users_line
 
 DEADLINE_S = 10.0
 ANSWER = "The answer is \\boxed{42}."
 _GIVES_REWARDS_ANOTHER_FORM = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
-_READS_LABELS = ("math", "deepscaler", "dapo", "f1")
 
 
 _NOT_HERE = (
@@ -92,32 +90,10 @@ def look_at_reward(args: Namespace, samples: Mapping[str, Sample], found: Findin
     calls: dict[str, tuple[Hook, str, Sample]] = {}
     for flag, sample in samples.items():
         path = sample.custom_rm_path or args.custom_rm_path
-        if path is None:
-            _look_at_rule(args, flag, sample, found)
-        elif not path.startswith("slime.") and path not in calls:  # those ask servers
+        if path and not path.startswith("slime.") and path not in calls:  # those ask servers
             calls[path] = (make_hook(path, "custom_rm_path"), flag, sample)
     for hook, flag, sample in calls.values():
         _look_at_custom(args, hook, sample, found, group=args.group_rm and not flag.startswith("--eval"))
-
-
-def _look_at_rule(args: Namespace, flag: str, sample: Sample, found: Findings) -> None:
-    kind = str((sample.metadata or {}).get("rm_type") or args.rm_type or "").strip().removeprefix("boxed_")
-    if kind not in _READS_LABELS or _is_filled_in_later(args, sample):
-        return
-    option = "--eval-label-key or --label-key" if flag.startswith("--eval") else "--label-key"
-    if sample.label is None:
-        found.errors.append(
-            f"{flag}: --rm-type {kind} compares answers with labels, and the first row has none; name their column "
-            f"with {option}"
-        )
-        return
-    try:
-        rules.grade(kind, ANSWER, sample.label, sample.metadata or {})
-    except Exception as e:  # noqa: BLE001  (reported)
-        found.warnings.append(
-            f"{flag}: --rm-type {kind} fails with the label {sample.label!r:.80} of the first row, a "
-            f"{type(sample.label).__name__}: {type(e).__name__}: {e}"
-        )
 
 
 def _look_at_custom(args: Namespace, hook: Hook, sample: Sample, found: Findings, *, group: bool) -> None:
@@ -139,7 +115,7 @@ def _look_at_custom(args: Namespace, hook: Hook, sample: Sample, found: Findings
     if problem is None:
         return
     message = f"{hook} returned {problem}, for a made-up answer to the first prompt, {ANSWER!r}"
-    (found.warnings if _is_filled_in_later(args, sample) else found.errors).append(message)
+    (found.warnings if is_filled_in_later(args, sample) else found.errors).append(message)
 
 
 def _answer(prompt: Sample, number: int) -> Sample:
@@ -173,7 +149,7 @@ def _call(hook: Hook, args: Namespace, answers: Sample | list[Sample]) -> Any:
     return result.result()
 
 
-def _is_filled_in_later(args: Namespace, sample: Sample) -> bool:
+def is_filled_in_later(args: Namespace, sample: Sample) -> bool:
     """Whether functions of the user's may give a sample what the reward reads."""
     return bool(
         args.custom_generate_function_path or sample.generate_function_path or args.rollout_sample_hook_path

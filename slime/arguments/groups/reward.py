@@ -12,8 +12,8 @@ class Reward(ArgumentGroup):
 
     rm_type: str | None = flag(
         None,
-        "built-in reward: remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench or random; with the prefix "
-        'boxed_ the answer is taken from \\boxed{} first; metadata["rm_type"] of a sample wins',
+        "built-in reward: remote_rm, deepscaler, dapo, math, math_verify, f1, gpqa, ifbench or random; with the "
+        'prefix boxed_ only the content of the last \\boxed{} is graded; metadata["rm_type"] of a sample wins',
     )
     reward_key: str | None = flag(None, "key of the number to train on, when rewards are objects")
     eval_reward_key: str | None = flag(

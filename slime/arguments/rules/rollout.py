@@ -186,9 +186,11 @@ def check_top_p(args: Namespace) -> None:
             )
 
 
-RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random")
+RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "math_verify", "f1", "gpqa", "ifbench", "random")
 """Values of ``--rm-type`` and of a sample's ``metadata["rm_type"]``; each may be prefixed with ``boxed_``."""
 IFBENCH_CHECKERS = "evaluation_lib"
+NUMBERS_OF_OBJECTS = {"dapo": ("score", "acc")}
+"""The types whose rewards are objects, and the entries that are numbers."""
 DISTILLATION = "slime.rollout.on_policy_distillation"
 
 
@@ -208,6 +210,8 @@ def check_reward(args: Namespace) -> None:
         _warn_of_none(args)
         return
     _check_type(args, "--rm-type ", args.rm_type)
+    if args.custom_reward_post_process_path is None and args.custom_convert_samples_to_train_data_path is None:
+        _check_key("--rm-type ", args.rm_type, "--reward-key", args.reward_key)
 
 
 def _check_distillation(args: Namespace) -> None:
@@ -233,10 +237,26 @@ def _check_data_sets(args: Namespace) -> None:
         if dataset.rm_type is not None and dataset.custom_rm_path is None:
             said = f"--eval-config {args.eval_config}: data set {dataset.name}: rm_type "
             _check_type(args, said, dataset.rm_type)
+            _check_key(said, dataset.rm_type, "--eval-reward-key", args.eval_reward_key or args.reward_key)
+
+
+def _check_key(said: str, rm_type: str, flag: str, key: str | None) -> None:
+    """Of a reward that is an object, a key has to say which number counts."""
+    numbers = NUMBERS_OF_OBJECTS.get(_unboxed(rm_type))
+    if numbers is not None and key not in numbers:
+        seen = "there is none" if key is None else f"{flag} is {key}"
+        raise ArgumentError(
+            f"{said}{rm_type} gives objects, and {flag} has to name the entry that is the reward, one of "
+            f"{', '.join(numbers)}; {seen}. Give {flag} {numbers[0]}"
+        )
+
+
+def _unboxed(rm_type: str) -> str:
+    return rm_type.strip().removeprefix("boxed_")
 
 
 def _check_type(args: Namespace, said: str, rm_type: str) -> None:
-    kind = rm_type.strip().removeprefix("boxed_")
+    kind = _unboxed(rm_type)
     if kind not in RM_TYPES:
         raise ArgumentError(f"{said}{rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them")
     if kind == "ifbench" and importlib.util.find_spec(IFBENCH_CHECKERS) is None:
@@ -245,6 +265,10 @@ def _check_type(args: Namespace, said: str, rm_type: str) -> None:
             f"{said}{rm_type}: there is no module {IFBENCH_CHECKERS}, the checkers of IFBench; get them from "
             "https://github.com/allenai/IFBench, put their directory on the PYTHONPATH and install their "
             "requirements.txt",
+        )
+    if kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        diagnostics.unavailable(
+            args, f'{said}{rm_type}: the package math-verify is not installed; pip install "slime[math]"'
         )
     if kind == "remote_rm" and args.rm_url is None:
         raise ArgumentError(f"{said}remote_rm needs --rm-url, the address that answers with rewards")

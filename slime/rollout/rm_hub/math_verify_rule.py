@@ -6,21 +6,15 @@ Its own time limits are signals and stay off: the worker process has limits. Not
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from types import ModuleType
 
 from slime.rollout.rm_hub.answer_text import final_answer
 from slime.rollout.rm_hub.math_utils import ground_truth_answers
 
-__all__ = ["compute_math_verify_reward", "is_installed", "load_math_verify"]
+__all__ = ["compute_math_verify_reward", "load_math_verify"]
 
 INSTALL = 'pip install "slime[math]"'
-
-
-def is_installed() -> bool:
-    """Whether the package can be imported here."""
-    return importlib.util.find_spec("math_verify") is not None
 
 
 @functools.cache
@@ -32,6 +26,7 @@ def load_math_verify() -> ModuleType:
         raise ImportError(f"--rm-type math_verify needs the package math-verify: {INSTALL} ({e})") from e
     for name in ("parser", "grader"):  # one warning per process that the limits are off, which they are meant to be
         logging.getLogger(f"math_verify.{name}").setLevel(logging.ERROR)
+    math_verify.parse("\\boxed{1}", parsing_timeout=None)  # the first call compiles its patterns, which takes seconds
     return math_verify
 
 

@@ -10,7 +10,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.first_look import Findings
 from slime.first_look.child import look
-from slime.first_look.data import FIRST_ROWS, OTHER_ROWS, _first_rows, look_at_data
+from slime.first_look.data import FIRST_ROWS, OTHER_ROWS, first_rows, look_at_data
 from tests.support.arguments import dry
 from tests.support.run_train import sft_flags
 
@@ -141,5 +141,5 @@ def test_only_a_dry_run_may_do_without_tokenizer_and_files():
         ("a.jsonl@[-5:]", "a.jsonl@[-5:]"),
     ],
 )
-def test_the_first_rows_of_a_slice_are_a_slice(path, first):
-    assert _first_rows(path) == first
+def test_thefirst_rows_of_a_slice_are_a_slice(path, first):
+    assert first_rows(path) == first

@@ -138,7 +138,7 @@ def test_rules_need_labels(found, flags, prompts):
     kept, flags[:] = list(flags), [*flags[:place], *flags[place + 2 :]]
     try:
         [said] = found("--prompt-data", path).errors
-        assert "--rm-type math compares answers with labels, and the first row has none" in said
+        assert "--rm-type math compares answers with labels, and this row has none" in said
         assert found("--prompt-data", path, "--rm-type", "random").errors == []
         own = ["--custom-generate-function-path", f"{HERE}.generate"]
         assert found("--prompt-data", path, *own).errors == []  # which may set them
