@@ -113,6 +113,9 @@ def read_words(
         messages = [_unknown_message(name, known) for name in dict.fromkeys(unknown)]
         own = [OF_YOUR_OWN] if any(message.startswith("unknown flag") for message in messages) else []
         raise ArgumentError("\n".join([*messages, *own]))
+    for name, equals, value in (word.partition("=") for word in words):
+        if equals and value == "--" and name in known and known[name].nargs != 0:  # argparse makes a list of it
+            raise ArgumentError(f"{name}: expected a value, got '--'")
     namespace, rest = parser.parse_known_args(list(words))
     if rest and not unknown:
         raise ArgumentError(stray_message(rest[0], words, known))

@@ -111,13 +111,24 @@ def resolve(
     for name, value in megatron.config_defaults().items():
         setattr(args, name, value)
     before = run_config.snapshot(args)
-    apply_rules(args)
+    try:
+        apply_rules(args)
+    except OSError as error:
+        raise ArgumentError(_about_path(args, flags, error)) from error
     if file.given and not set(typed) - run_config.OWN_FLAGS:
         for difference in run_config.differences(args, before, file):
             diagnostics.warn(args, difference)
     if args.dump_config is not None:
         run_config.write(args, before, args.dump_config)
     return args
+
+
+def _about_path(args: argparse.Namespace, flags: Sequence[Flag], error: OSError) -> str:
+    """Return what is wrong with a path, and the flags that name it."""
+    path = str(error.filename or "")
+    values = ((flag.option, vars(args).get(flag.dest)) for flag in flags)
+    named = [f"{option} {value}" for option, value in values if isinstance(value, str) and value and value in path]
+    return f"{', '.join(named) or path or 'a path'}: cannot be looked at: {error.strerror or error}"
 
 
 def _check_availability(

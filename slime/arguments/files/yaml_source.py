@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
 
+MAX_CHARS = 16 << 20
+MAX_VALUES = 1_000_000
 KeyPath = tuple[str | int, ...]
 
 _FLOAT = re.compile(
@@ -129,6 +130,7 @@ def read(path: str, option: str) -> Document:
             raise ArgumentError(f"{option} {path}: the file is empty; expected `name: value` lines")
         document = Document(option, path, text, root)
         _refuse_duplicates(document)
+        _refuse_explosions(root)
         if root.id != "mapping":
             raise ArgumentError(f"{option} {path}, line {document.line(())}: {_not_a_mapping(root)}")
         document.data = loader.construct_document(root)
@@ -163,7 +165,8 @@ def dump(data: Any) -> str:
 
 def _text(path: str, option: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARS + 1)
     except FileNotFoundError as error:
         raise ArgumentError(f"{option} {path}: there is no such file") from error
     except IsADirectoryError as error:
@@ -172,6 +175,8 @@ def _text(path: str, option: str) -> str:
         raise ArgumentError(f"{option} {path}: this is no text file (byte {error.start} is not UTF-8)") from error
     except OSError as error:
         raise ArgumentError(f"{option} {path}: cannot be read: {error.strerror}") from error
+    if len(text) > MAX_CHARS:
+        raise ArgumentError(f"{option} {path}: this is no file of flags: it is longer than {MAX_CHARS >> 20} MiB")
     if "\t" in text:
         with contextlib.suppress(ValueError):  # JSON may be indented with tabs, YAML may not
             json.loads(text)
@@ -224,6 +229,22 @@ def _mappings(node: Any, at: KeyPath, inside: set[int], done: set[int]) -> Itera
         yield from _mappings(value, path, inside, done)
     inside.discard(id(node))
     done.add(id(node))
+
+
+def _refuse_explosions(root: Any) -> None:
+    """Raise ``ValueError`` where aliases of aliases make more values than any file of flags has."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if node.id == "scalar":
+            return 1
+        if id(node) not in sizes:
+            below = node.value if node.id == "sequence" else [part for pair in node.value for part in pair]
+            sizes[id(node)] = 1 + sum(map(size, below))
+        return sizes[id(node)]
+
+    if (found := size(root)) > MAX_VALUES:
+        raise ValueError(f"its aliases (`*name`) make {found:.1g} values of it, expected at most {MAX_VALUES}")
 
 
 # A part of the parser's words -> whether the mistake is where the parser's context began, and how we say it.
