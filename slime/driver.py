@@ -22,7 +22,7 @@ from slime.observability.progress import Starting
 from slime.observability.timer import get_timers, timer
 from slime.observability.tracking import rollout_step
 from slime.planner.memory_text import warning_of_this_machine
-from slime.ray import cluster, directories
+from slime.ray import cluster, directories, space
 from slime.ray.critic import CriticGroup, CriticStep
 from slime.ray.placement_group import (
     create_placement_groups,
@@ -361,9 +361,10 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
 
 
 def _open(args: Namespace) -> None:
-    """Make the run directory, and say what the run is."""
+    """Make the run directory, and say what the run is, and what space it has."""
     refuse_checkpoints_since(args)
     run_dir.prepare(args)
+    space.look(args)
     logger.info("run directory: %s", args.run_dir)
     for what, words in model_defaults.summary(args):
         logger.info("model, %s: %s", what, words)

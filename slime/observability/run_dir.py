@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import platform
 import shlex
@@ -24,8 +26,10 @@ from typing import Any
 
 import yaml
 
-from slime.utils.atomic_file import write_atomically
+from slime.utils.atomic_file import FULL, space_left, write_atomically
 from slime.utils.plain import is_secret, plain
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = (
     "slime", "torch", "ray", "megatron-core", "sglang", "sglang-router", "smg", "transformers", "tokenizers",
@@ -40,9 +44,19 @@ def prepare(args: argparse.Namespace) -> Path:
     are appended, the configuration of an earlier start is kept beside the new one (``config.<n>.yaml``).
     """
     path = Path(args.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
-    for directory in (path, path / "logs", path / "samples"):
-        directory.mkdir(parents=True, exist_ok=True)
     args.run_dir = str(path)
+    try:
+        for directory in (path, path / "logs", path / "samples"):
+            directory.mkdir(parents=True, exist_ok=True)
+        _write_descriptions(args, path)
+    except OSError as e:
+        if e.errno not in FULL:
+            raise OSError(e.errno, f"--run-dir {args.run_dir} cannot be written: {e.strerror or e}") from e
+        logger.warning("the run directory cannot be written, and the run goes on: %s%s", e, space_left(path))
+    return path
+
+
+def _write_descriptions(args: argparse.Namespace, path: Path) -> None:
     for name, text in (
         ("config.yaml", yaml.safe_dump(plain("", args), sort_keys=True, allow_unicode=True)),
         ("versions.json", json.dumps(versions(), indent=2) + "\n"),
@@ -55,13 +69,13 @@ def prepare(args: argparse.Namespace) -> Path:
                 n += 1
             file.rename(old)
         write_atomically(file, text)
-    return path
 
 
 def log_path(args: argparse.Namespace, component: str) -> Path:
-    """Return ``<run_dir>/logs/<component>.log``; the directory exists afterwards."""
+    """Return ``<run_dir>/logs/<component>.log``; the directory exists afterwards, unless the disk is full."""
     path = Path(args.run_dir) / "logs" / f"{component}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # who opens it says so
+        path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from slime.utils.atomic_file import write_atomically
+from slime.observability.best_effort import Files
 from slime.utils.types import iter_samples
 
 LIMIT = 24
@@ -17,6 +17,8 @@ LIMIT = 24
 
 MAX_CHARS = 20_000
 """Longest prompt or response kept; the middle of a longer one is cut out."""
+
+_files = Files("samples")
 
 
 def write(
@@ -31,7 +33,7 @@ def write(
 
     ``samples`` is a (nested) list of :class:`slime.utils.types.Sample`, or, for an evaluation, a mapping
     ``{data set: {"samples": [...]}}`` or ``{data set: [...]}``. Does nothing (returns None) without a run directory.
-    Evaluations go to ``eval-<rollout_id>.jsonl``. The file appears whole or not at all.
+    Evaluations go to ``eval-<rollout_id>.jsonl``. The file appears whole or not at all, on a full disk later.
     """
     if not args.run_dir:
         return None
@@ -43,7 +45,7 @@ def write(
             rows.append(to_row(flat[int(i * step)], dataset))
     path = Path(args.run_dir) / "samples" / f"{'eval-' if evaluation else ''}{rollout_id}.jsonl"
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(path, text.encode(errors="backslashreplace"))  # half of a surrogate pair has no UTF-8
+    _files.write(path, text.encode(errors="backslashreplace"))  # half of a surrogate pair has no UTF-8
     return path
 
 

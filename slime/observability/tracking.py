@@ -61,6 +61,7 @@ class Tracker:
         self._sources: list[Callable[[], list[Record]]] = []
         self._buffer: deque[Record] = deque(maxlen=BUFFER_LIMIT)
         self._dropped = 0
+        self._failing: set[str] = set()
 
     @property
     def is_primary(self) -> bool:
@@ -81,7 +82,7 @@ class Tracker:
     def close(self, *, complete: bool = True) -> None:
         """Close all writers; the process buffers again afterwards. With ``complete`` ask the sources before.
 
-        A source that fails keeps no writer open. Raises the first error of a writer when all have been closed.
+        A source or a writer that fails keeps no writer open.
         """
         with self._lock:
             sources, self._sources = self._sources, []
@@ -92,15 +93,11 @@ class Tracker:
                 logger.exception("the last metrics of another process are lost")
         with self._lock:
             writers, self._writers = self._writers or [], None
-            errors = []
             for writer in writers:
                 try:
                     writer.close()
-                except Exception as error:
+                except Exception:
                     logger.exception("closing %s failed", type(writer).__name__)
-                    errors.append(error)
-        if errors:
-            raise errors[0]
 
     def add(self, records: Iterable[Record]) -> None:
         """Write ``records``, or keep them for :meth:`drain` when this process has no writer."""
@@ -133,7 +130,19 @@ class Tracker:
             metrics[record["name"]] = record["value"]
         for (step_key, step), (metrics, timestamp) in groups.items():
             for writer in self._writers or ():
-                writer.write(step_key, step, metrics, timestamp)
+                try:
+                    writer.write(step_key, step, metrics, timestamp)
+                except Exception as e:  # noqa: BLE001  (what a tracker meets with must not end the run)
+                    self._complain(writer, e)
+                else:
+                    self._failing.discard(type(writer).__name__)
+
+    def _complain(self, writer: Writer, error: Exception) -> None:
+        """Say once that a writer fails, until it works again."""
+        name = type(writer).__name__
+        if name not in self._failing:
+            self._failing.add(name)
+            logger.warning("%s cannot write metrics, and the run goes on: %s: %s", name, type(error).__name__, error)
 
 
 def rollout_step(args: argparse.Namespace, rollout_id: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.observability.best_effort import Lines
 from slime.observability.tracking import STEP_AXES, is_scalar, tensorboard_dir
 from slime.utils.declared import with_defaults
 from slime.utils.misc import SingletonMeta
@@ -30,22 +31,16 @@ class JsonlWriter:
     """Appends one line per metric to ``path``: ``{"step_key", "step", "name", "value", "time"}``.
 
     Values that JSON cannot hold (NaN and the infinities) are written as strings that ``float()`` reads.
-    Each batch is flushed, so that a killed run loses nothing that it reported.
+    Each batch is written at once, so that a killed run loses nothing that it reported; on a full disk it waits.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and self.path.stat().st_size:
-            # A run killed in the middle of a write leaves half a line: keep it from swallowing the next one.
-            with self.path.open("rb+") as file:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-        self._file = self.path.open("a", encoding="utf-8")
+        self._lines = Lines("metrics", self.path)
 
     def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
         """Append ``metrics``; non-numeric ones are left to the trackers that can show them."""
+        lines = []
         for name, value in metrics.items():
             if not is_scalar(value):
                 continue
@@ -53,22 +48,32 @@ class JsonlWriter:
             if isinstance(value, float) and not math.isfinite(value):
                 value = str(value)
             line = {"step_key": step_key, "step": step, "name": name, "value": value, "time": round(timestamp, 3)}
-            self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+            lines.append(json.dumps(line) + "\n")
+        self._lines.write("".join(lines).encode())
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
 
 
 class TensorBoardWriter:
-    """Writes scalars to TensorBoard event files in ``log_dir`` (without importing torch)."""
+    """Writes scalars to TensorBoard event files in ``log_dir`` (without importing torch).
+
+    A file that cannot be written is followed by another, with what is logged when there is room again.
+    """
 
     def __init__(self, log_dir: str) -> None:
+        self._log_dir = log_dir
+        self._events: Any = None
+        self._open()
+
+    def _open(self) -> Any:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        os.makedirs(log_dir, exist_ok=True)
-        self._events = EventFileWriter(log_dir)
+        if self._events is None:
+            os.makedirs(self._log_dir, exist_ok=True)
+            self._events = EventFileWriter(self._log_dir)
+        return self._events
 
     def write(self, step_key: str, step: int, metrics: Mapping[str, Any], timestamp: float) -> None:
         """Add one event that holds all numbers of ``metrics``."""
@@ -76,12 +81,17 @@ class TensorBoardWriter:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items() if is_scalar(v)]
-        self._events.add_event(Event(wall_time=timestamp, step=step, summary=Summary(value=values)))
+        try:
+            self._open().add_event(Event(wall_time=timestamp, step=step, summary=Summary(value=values)))
+        except Exception:
+            self._events = None
+            raise
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._events.flush()
-        self._events.close()
+        if self._events is not None:
+            self._events.flush()
+            self._events.close()
 
 
 class _TensorboardAdapter(metaclass=SingletonMeta):

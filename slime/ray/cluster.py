@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 import slime
 from slime.arguments.passthrough.source import CORE_VARIABLE
 from slime.observability import run_dir
+from slime.observability.best_effort import Files
 from slime.ray import directories
-from slime.utils.atomic_file import write_atomically
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,9 @@ class Cluster:
         # A driver of the user's own may make one after the other.
         name = {"name": f"manager-{secrets.token_hex(4)}", "namespace": f"slime-{self.run_id}"}
         where = {"ray_address": self.address, "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"), **name}
-        write_atomically(directory / MANAGER_FILE, json.dumps(where) + "\n")
+        Files("the place of the manager, which `slime engines` needs,").write(
+            directory / MANAGER_FILE, (json.dumps(where) + "\n").encode()
+        )
         return name
 
     def wiring_of_engines(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_
 from slime.rollout.groups import copy_sample
 from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
 from slime.utils.atomic_file import write_atomically
+from slime.utils.digests import seal, unseal
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,12 @@ def write_carried_over(path: Path, data: bytes | None) -> None:
     if data is None:
         path.unlink(missing_ok=True)
         return
-    write_atomically(path, data, durable=True)
+    write_atomically(path, seal(data, path.stem), durable=True)
+
+
+def read_carried_over(path: Path) -> bytes | None:
+    """Return what was written, None for a file that is not there. Raises ValueError for one that is damaged."""
+    return unseal(path.read_bytes(), path.stem, path) if path.exists() else None
 
 
 def save_dump(args: Namespace, name: int | str, samples: Sequence[Sample]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 from slime.arguments import ArgumentError
 from slime.observability.logging_utils import configure_logger
 from slime.ray.remote import RemoteFailure, clean_traceback, one_line_kind
+from slime.utils import shared_memory
+from slime.utils.atomic_file import space_left
 from slime.utils.user_code import users_frames
 
 SHORT_MESSAGE_LINES = 6
@@ -52,11 +55,11 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
         body()
     except KeyboardInterrupt as e:
         terminated = _sigterm.arrived or isinstance(e, Terminated)
-        print("terminated" if terminated else "interrupted", file=sys.stderr, flush=True)
+        _say("terminated" if terminated else "interrupted")
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     except ArgumentError as e:
         for line in str(e).splitlines():
-            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+            _say(f"{Path(sys.argv[0]).name}: error: {line}")
         return 2
     except Exception as e:  # noqa: BLE001  (last resort of the program: reported, and turned into an exit code)
         _report_failure(args, e)
@@ -72,16 +75,33 @@ def handle_sigterm() -> None:
 
 def _report_failure(args: Namespace, error: Exception) -> None:
     details = error.details if isinstance(error, RemoteFailure) and error.details else clean_traceback(error)
-    where = ""
-    if args.run_dir:
-        path = Path(args.run_dir) / "logs" / "failure.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{one_line_kind(error)}\n\n{details}\n")
-        where = f"\n(details: {path})"
+    where = _keep_details(args, f"{one_line_kind(error)}\n\n{details}\n")
     message = one_line_kind(error)
+    if shared_memory.DIRECTORY.name not in message:
+        message += shared_memory.hint(message)
     # A long message is complete (an engine's last lines); a short one needs the place it came from.
     if len(message.splitlines()) <= SHORT_MESSAGE_LINES:
-        own = users_frames(details) if where else []  # of a user's mistake the user's lines, of others all
+        kept = where.startswith("\n(details: ")
+        own = users_frames(details) if kept else []  # of a user's mistake the user's lines, of others all
         shown = "\n".join(["in your code:", *own[-USERS_LINES:]]) if own else details
-        print(f"{shown}\n", file=sys.stderr)
-    print(f"error: {message}{where}", file=sys.stderr, flush=True)
+        _say(f"{shown}\n")
+    _say(f"error: {message}{where}")
+
+
+def _keep_details(args: Namespace, text: str) -> str:
+    """Write ``text`` to the run directory; return what to say about it."""
+    if not args.run_dir:
+        return ""
+    path = Path(args.run_dir) / "logs" / "failure.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, errors="backslashreplace")
+    except OSError as e:
+        return f"\n(the details cannot be written to {path}: {e.strerror or e}{space_left(path)})"
+    return f"\n(details: {path})"
+
+
+def _say(text: str) -> None:
+    """Print to the terminal, or file, that may be gone or full: the exit code still says what happened."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -14,6 +14,9 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from slime.ray.stopped import StoppedProcesses
+from slime.utils import shared_memory
+
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_LOG_S = 60.0
@@ -105,7 +108,8 @@ def describe(error: BaseException, name: str, what: str, log: Path | None) -> Re
         text = str(error).partition("Worker exit detail:")[2] or str(error)
         lines = [line.strip() for line in text.partition("Some common causes")[0].splitlines() if line.strip()]
         reason = lines[0] if lines else "no reason given"
-        return RemoteFailure(f"{name} ended unexpectedly during {what}: {reason}{last_lines(log)}", "")
+        said = last_lines(log)
+        return RemoteFailure(f"{name} ended unexpectedly during {what}: {reason}{said}{shared_memory.hint(said)}", "")
     if isinstance(error, GetTimeoutError):
         return RemoteFailure(f"{name} did not answer during {what}: {error}")
     cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
@@ -157,6 +161,7 @@ class LivenessMonitor:
         self._actors, self._peers = list(actors), list(peers)
         self._pings: dict[Any, int] = {}
         self._asked = 0.0
+        self._stopped = StoppedProcesses()
 
     def check(self, what: str) -> None:
         """Raise RemoteFailure naming the process that has ended. ``what`` names the wait in progress."""
@@ -168,6 +173,7 @@ class LivenessMonitor:
                     ray.get(ref)
                 except ray.exceptions.RayError as e:
                     raise describe(e, peer.name, what, peer.log) from None
+        self._stopped.look(what, ((peer.name, peer.log) for peer in self._peers))
         now = time.monotonic()
         if now - self._asked >= PING_EVERY_S:
             self._asked = now
@@ -194,12 +200,14 @@ def wait_all(
     started = time.monotonic()
     next_sign = HEARTBEAT_LOG_S
     pending = list(refs)
+    stopped = StoppedProcesses()
     watched = [ref for ref in watch if ref is not None]
     while pending:
         for ref, error in _wait_for_one(pending, watched, 1.0):
             raise _cause(error, ref, refs, peers, what, watched) from None
         for monitor in liveness if pending else ():
             monitor.check(what)
+        stopped.look(what, ((peer.name, peer.log) for ref, peer in zip(refs, peers, strict=True) if ref in pending))
         waited = time.monotonic() - started
         if pending and waited > deadline_s:
             raise TimeoutError(f"{what}: no answer from {_names(pending, refs, peers)} within {deadline_s:.0f} s")

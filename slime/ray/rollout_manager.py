@@ -13,12 +13,20 @@ from typing import Any
 
 import ray
 
+from slime.backends.megatron_utils.checkpoint_dir import check_rollout_files
 from slime.observability import tracking
 from slime.observability.logging_utils import log
 from slime.observability.samples import write as write_samples
 from slime.observability.tracking import rollout_step
 from slime.ray import worker
-from slime.ray.conversion import Converter, carried_over_path, load_dump, save_dump, write_carried_over
+from slime.ray.conversion import (
+    Converter,
+    carried_over_path,
+    load_dump,
+    read_carried_over,
+    save_dump,
+    write_carried_over,
+)
 from slime.ray.engines.control import EngineControl
 from slime.ray.engines.elastic import ElasticFleet
 from slime.ray.posters import Posters
@@ -150,11 +158,13 @@ class RolloutManager(EngineControl):
         """Restore what ``save(rollout_id)`` saved under ``root`` (``--load``); a run that starts at 0 has nothing."""
         if root is not None:
             self.args.load = root
+        if self.args.load and rollout_id is not None and rollout_id >= 0:
+            check_rollout_files(self.args.load, rollout_id)
         if self.args.rollout_global_dataset:
             self.data_source.load(rollout_id)
         if self.args.load and rollout_id is not None and rollout_id >= 0:
             path = carried_over_path(self.args.load, rollout_id)
-            self.converter.restore(path.read_bytes() if path.exists() else None)
+            self.converter.restore(read_carried_over(path))
 
     def get_num_rollout_per_epoch(self) -> int | None:
         """Return how many rollouts one pass over the prompts makes; None without a prompt data set."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,8 +13,9 @@ from typing import Any, NoReturn
 import ray
 
 from slime.observability import run_dir
+from slime.observability.best_effort import Files
 from slime.observability.progress import Starting
-from slime.ray import cluster, directories, worker
+from slime.ray import cluster, directories, space, worker
 from slime.ray.engines.command import table
 from slime.ray.engines.control import EngineControl
 from slime.ray.engines.elastic import ElasticFleet
@@ -21,7 +23,6 @@ from slime.ray.placement_group import MANAGER_THREADS, create_placement_groups
 from slime.ray.program import handle_sigterm
 from slime.ray.remote import Peer, reports_errors, wait_one
 from slime.ray.rollout_handle import CONTROL_DEADLINE_S, DISPOSE_DEADLINE_S
-from slime.utils.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def serve(args: Namespace) -> NoReturn:
     """
     directories.hold(args)
     path = run_dir.prepare(args)
+    space.look(args)
     logger.info("run directory: %s", path)
     if args.sglang_config is not None:  # the manager reads it too, perhaps in another working directory
         args.sglang_config = os.path.abspath(args.sglang_config)
@@ -103,13 +105,15 @@ def serve(args: Namespace) -> NoReturn:
 
 def _watch(manager: Any, failure: Any, peer: Peer, file: Path) -> NoReturn:
     """Show the deployment, on the terminal and in ``file``, whenever it has changed. Raises ``EngineDied``."""
+    files = Files("what is served")
     shown: dict[str, Any] | None = None
     while True:
         asked = manager.deployment.remote()
         found = wait_one(asked, peer, "asking for the state of the engines", CONTROL_DEADLINE_S, [failure])
         if found != shown:
-            write_atomically(file, json.dumps({"models": found}, indent=2) + "\n")
-            print(table(found), flush=True)
+            files.write(file, (json.dumps({"models": found}, indent=2) + "\n").encode())
+            with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
+                print(table(found), flush=True)
             shown = found
         ray.wait([failure], timeout=STATUS_INTERVAL_S)
 

@@ -9,8 +9,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from slime.observability.best_effort import output
 from slime.observability.logging_utils import configure_logger, init_tracking
 from slime.observability.run_dir import log_path
+from slime.utils import shared_memory
 from slime.utils.network import get_current_node_ip, get_free_port
 from slime.utils.process_guard import guard_self
 
@@ -34,22 +36,39 @@ def begin(args: Namespace, component: str) -> Path:
     guard_self()
     path = log_path(args, component)
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    failure = _print_to(path)
     faulthandler.enable()
     configure_logger(component)
     handler = logging.StreamHandler(terminal)
     handler.addFilter(_ForDriver())
     handler.setFormatter(logging.Formatter(f"[{component}] %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
+    if failure is not None:
+        logger.warning("%s cannot be written, and %s logs to its terminal alone: %s", path, component, failure)
+    free_shared = shared_memory.free_bytes()
+    if free_shared is not None and free_shared < shared_memory.NEEDED_BYTES:
+        logger.warning("%s; %s", shared_memory.words(), shared_memory.WAY_OUT)
     init_tracking(args, primary=False)
     logger.info("%s of run %s: pid %d", component, args.run_id, os.getpid())
     return path
+
+
+def _print_to(path: Path) -> OSError | None:
+    """Send all output of this process to ``path``; return why that is not possible.
+
+    A disk that is full later raises nothing.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as e:
+        return e
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout, sys.stderr = output(1, "the log", path), output(2, "the log", path)
+    return None
 
 
 class RayActor:

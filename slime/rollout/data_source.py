@@ -24,6 +24,7 @@ from slime.rollout.requests.generate_request import longest_prompt
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
 from slime.utils.declared import with_defaults
+from slime.utils.digests import seal, unseal
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample, iter_samples
@@ -295,7 +296,7 @@ class RolloutDataSource(DataSource):
         with self._draw_lock:
             for old in [r for r in self._snapshots if r <= rollout_id]:
                 del self._snapshots[old]
-        write_atomically(path, data, durable=True)
+        write_atomically(path, seal(data, _label(rollout_id)), durable=True)
         self._recovery.after_save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
@@ -312,12 +313,16 @@ class RolloutDataSource(DataSource):
         path = _state_path(self.args.load, rollout_id, ".json")
         legacy = path.with_suffix(".pt")
         if path.exists():
-            self.load_state_dict(json.loads(path.read_bytes()))
+            self.load_state_dict(json.loads(unseal(path.read_bytes(), _label(rollout_id), path)))
         elif legacy.exists():  # written by slime <= 0.3.1
             import torch
 
             path = legacy
-            self.load_state_dict(torch.load(legacy, weights_only=True))
+            try:
+                state = torch.load(legacy, weights_only=True)
+            except Exception as e:
+                raise ValueError(f"{legacy} cannot be read: {type(e).__name__}: {e}") from e
+            self.load_state_dict(state)
         else:
             logger.warning("no data source state at %s: prompts start from the first one", path)
             return False
@@ -408,6 +413,10 @@ def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_sample
     taken = buffer[:num_samples]
     del buffer[: len(taken)]
     return taken
+
+
+def _label(rollout_id: int) -> str:
+    return f"the prompts after rollout {rollout_id}"
 
 
 def _state_path(root: str, rollout_id: int, suffix: str) -> Path:

@@ -8,6 +8,7 @@ process that someone else started (a Ray worker) leaves behind, ``start_janitor`
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -19,8 +20,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from slime.utils import process_supervisor
+from slime.utils.atomic_file import space_left
+
+logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 60.0
 """For the supervisor to report that it has started its command; milliseconds on an idle machine."""
@@ -162,12 +167,21 @@ def spawn(
     Raises ProcessStartError when ``cmd`` cannot be executed.
     """
     log_path = Path(log_path)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_path, "ab") as log:
+    with _open_log(log_path, name) as log:
         start = log.tell()
         environ = {**(os.environ if env is None else env), **KEEP_ENVIRON}
         supervisor = _Supervisor("supervise", cwd or "", cmd, environ, log.fileno(), name)
     return GuardedProcess(supervisor, log_path, start)
+
+
+def _open_log(path: Path, name: str) -> BinaryIO:
+    """Open the log to append to it; nowhere, with a warning, where that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab")
+    except OSError as e:
+        logger.warning("%s has no log: %s cannot be written: %s%s", name, path, e.strerror or e, space_left(path))
+        return open(os.devnull, "ab")
 
 
 class Janitor:

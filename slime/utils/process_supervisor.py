@@ -18,12 +18,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 OWNER_POLL_S = 0.5
+DRAIN_S = 1.0
+"""How long the end of a command waits for its last lines to reach the log."""
 ORPHAN_GRACE_S = 1.5
 """Time between SIGTERM and SIGKILL for what a dead owner leaves behind."""
 
@@ -175,17 +178,64 @@ def _wakeup_on_signals() -> tuple[int, list[int]]:
     return reader, terms
 
 
+class _Log:
+    """Copies what the command prints to our own output, by a thread. What a full disk does not take is lost.
+
+    A server that wrote to the file itself would end when that fails.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to copy; after the command was started, since a fork and threads do not go together."""
+        os.close(self.writer)
+        threading.Thread(target=self._copy, daemon=True).start()
+
+    def _copy(self) -> None:
+        while True:
+            select.select([self._reader], [], [])
+            if not self.drain(-1):
+                return
+
+    def drain(self, wait_s: float) -> bool:
+        """Copy what has been printed so far, unless the disk takes longer; return whether more may come."""
+        if not self._lock.acquire(timeout=wait_s):
+            return True
+        try:
+            while data := os.read(self._reader, 65536):
+                _write(data)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            self._lock.release()
+
+
+def _write(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except OSError:
+        return
+
+
 def supervise(owner: _Owner, cwd: str, cmd: list[str]) -> int:
-    """Run ``cmd`` (stdout and stderr are ours) and own everything it starts until the end; return 0."""
+    """Run ``cmd``, whose output goes to ours, and own everything it starts until the end; return 0."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeup, terms = _wakeup_on_signals()
+    log = _Log()
     try:
         child = subprocess.Popen(
-            cmd, stdin=subprocess.DEVNULL, cwd=cwd or None, start_new_session=True, preexec_fn=_die_with_supervisor
-        )
+            cmd, stdin=subprocess.DEVNULL, stdout=log.writer, stderr=log.writer, cwd=cwd or None,
+            start_new_session=True, preexec_fn=_die_with_supervisor,
+        )  # fmt: skip
     except OSError as e:
         owner.report(f"error {e}")
         return 1
+    log.start()
     owner.report(f"pid {child.pid}")
     grace: float | None = None
     exited = False
@@ -196,8 +246,10 @@ def supervise(owner: _Owner, cwd: str, cmd: list[str]) -> int:
         for pid, code in reap():
             if pid == child.pid:
                 exited = True
+                log.drain(DRAIN_S)
                 owner.report(f"exit {code}")
     left = end(lambda: _reap_descendants(owner, child.pid), ORPHAN_GRACE_S if grace is None else grace)
+    log.drain(DRAIN_S)
     if left:
         owner.report(f"left {left}")
     return 0

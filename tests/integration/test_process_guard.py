@@ -14,6 +14,7 @@ import pytest
 
 from slime.utils import process_supervisor
 from slime.utils.process_guard import ProcessStartError, spawn, start_janitor
+from tests.support import small_disk
 
 # A command that leaves a daemon behind: forked twice, in a session of its own, deaf to SIGTERM and SIGHUP.
 DAEMON = """
@@ -185,3 +186,22 @@ def test_janitor_ends_only_what_carries_the_tag(tmp_path):
     finally:
         children["mine-too"].kill()
         children["mine-too"].wait(10)
+
+
+@pytest.mark.skipif(small_disk.missing() is not None, reason=str(small_disk.missing()))
+def test_a_command_outlives_a_full_log_and_its_last_lines_are_there(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from slime.utils.process_guard import spawn
+disk, done = Path(sys.argv[1]), Path(sys.argv[2])
+loud = "import sys\\nfor i in range(20000): print('line', i, flush=True)\\nopen(sys.argv[1], 'w').write('done')"
+process = spawn([sys.executable, "-c", loud, str(done)], None, disk / "log", "loud")
+assert process.wait(60) == 0
+assert done.read_text() == "done"
+quiet = spawn([sys.executable, "-c", "print('the end'); raise SystemExit(3)"], None, done.with_name("log"), "quiet")
+assert quiet.wait(60) == 3
+assert quiet.last_lines() == ["the end"], quiet.last_lines()
+"""
+    found = small_disk.run(tmp_path / "disk", "64k", code, str(tmp_path / "done"))
+    assert found.returncode == 0, found.stderr

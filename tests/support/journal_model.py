@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from slime.rollout.durable.journal import GroupJournal
 from slime.utils.types import Sample
@@ -92,6 +95,13 @@ def damage(data: bytes, rng: random.Random) -> tuple[bytes, int]:
     return data[:at], data[:at].count(b"\n")
 
 
+def is_refused(whole: bytes, data: bytes) -> bool:
+    """Whether ``data`` cannot be what a kill left of ``whole``, with a line's beginning after it, or empty blocks."""
+    added = data[len(whole) :] if data.startswith(whole) else b""
+    torn = whole.startswith(data) or data.endswith(b"\0")
+    return not torn and (not added or added.endswith(b"\n"))
+
+
 def check_one_history(folder: Path, seed: int) -> None:
     """Tell a journal a random history, damage its file, and start again twice: it says what the model does."""
     rng = random.Random(seed)
@@ -109,6 +119,11 @@ def check_one_history(folder: Path, seed: int) -> None:
     assert whole.count(b"\n") == len(before) + 1
     data, lines = damage(whole, rng)
     path.write_bytes(data)
+    if is_refused(whole, data):
+        with pytest.raises(ValueError, match=re.escape(f"{path} is damaged at byte ")):
+            reopened(folder, 4)
+        path.write_bytes(whole)
+        lines = len(before) + 1
     kept = before[: max(0, lines - 1)]
     again, found = reopened(folder, 4)
     assert found == model(kept)

@@ -109,8 +109,8 @@ def read_metric(run_dir: Path, name: str) -> dict[int, float]:
 class Run:
     """``train.py`` (or another script) in progress; use as a context manager: nothing of it survives the block.
 
-    ``module``: a module and its command, to run instead of the script. The first look costs a start several seconds; it
-    is taken only with ``first_look``.
+    ``module``: a module and its command, to run instead of the script. ``inside``: a command that runs it. The first
+    look costs a start several seconds; it is taken only with ``first_look``.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Run:
         *,
         script: str = "train.py",
         module: Sequence[str] = (),
+        inside: Sequence[str] = (),
         env: dict[str, str] | None = None,
         first_look: bool = False,
         device: str = "cpu",
@@ -133,7 +134,7 @@ class Run:
         environ.pop("SLIME_RUN_ID", None)
         words = [*map(str, flags), "--run-dir", str(run_dir), *([] if first_look else ["--skip-first-look"])]
         self.process = subprocess.Popen(
-            [sys.executable, *(["-m", *module] if module else [str(ROOT / script)]), *words],
+            [*inside, sys.executable, *(["-m", *module] if module else [str(ROOT / script)]), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-
-TRACKER = "latest_checkpointed_iteration.txt"
+from slime.utils import checkpoint_tracker
+from slime.utils.checkpoint_tracker import TRACKER
+from slime.utils.digests import DamagedFile
 
 
 def is_megatron_checkpoint(path: str | None) -> bool:
@@ -61,6 +63,8 @@ def resolve_load(args: Namespace) -> None:
     if is_megatron_checkpoint(args.load):
         _check_resume(args)
         return
+    if args.load is not None:
+        _check_tracker(args, checkpoint_tracker.check_absence)
     args.no_load_optim = args.no_load_rng = args.finetune = True
     if not is_hf_checkpoint(args.load):
         _start_from_reference(args)
@@ -119,12 +123,21 @@ def _last_step(directory: str) -> int | None:
 def _check_resume(args: Namespace) -> None:
     if args.ckpt_step is not None and not (Path(args.load) / f"iter_{args.ckpt_step:07d}").is_dir():
         raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {args.load} has no iter_{args.ckpt_step:07d}")
+    if args.ckpt_step is None:
+        _check_tracker(args, checkpoint_tracker.read)
     if args.no_load_optim and not args.finetune and not args.debug_rollout_only:
         diagnostics.warn(
             args,
             f"--no-load-optim: the run continues {args.load} with a fresh optimizer, and the learning rate starts its "
             "schedule (warm-up, decay) again",
         )
+
+
+def _check_tracker(args: Namespace, check: Callable[[str], object]) -> None:
+    try:
+        check(args.load)
+    except DamagedFile as e:
+        raise ArgumentError(f"--load {args.load}: {e}") from None
 
 
 def _no_steps(args: Namespace, what: str, path: str) -> None:

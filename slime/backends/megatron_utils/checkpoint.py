@@ -9,7 +9,6 @@ learning-rate schedule, random states. The iteration of a checkpoint is the roll
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import queue
 import random
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import checkpoint_dir, import_megatron
+from slime.backends.megatron_utils.checkpoint_digests import HAS_DIGESTS, WAY_BACK, check_files, write_digests
 from slime.backends.megatron_utils.checkpoint_dir import TORCH_DIST
 from slime.backends.megatron_utils.checkpoint_formats import (
     DAMAGE,
@@ -51,6 +51,7 @@ from slime.backends.megatron_utils.parallel import (
     pipeline_parallel,
     tensor_parallel,
 )
+from slime.utils import digests
 from slime.utils.distributed_utils import control_group
 
 
@@ -154,6 +155,7 @@ def load_checkpoint(
 
     directory, iteration = checkpoint_dir.find_checkpoint(root, step)
     form = checkpoint_dir.stored_format(directory)
+    compared = check_files(directory)
     finetune = weights_only or args.finetune
     goes_on = state.optimizer is not None and not finetune and not args.no_load_optim
     with _naming_damage(directory):
@@ -161,6 +163,8 @@ def load_checkpoint(
             common = dist_checkpointing.load_common_state_dict(str(directory))
         else:
             common = read_common(directory, form, _named_chunks(state.model), with_optimizer=goes_on)
+    if not compared and common.get(HAS_DIGESTS):
+        raise ValueError(f"checkpoint {directory} has lost its {digests.FILE}. {WAY_BACK}")
     check_described(common.get("slime_lora"), state.adapters, directory)
     with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
     if goes_on and not with_optimizer and not _is_stateless(args):
@@ -279,7 +283,7 @@ def _damaged(directory: Path, cause: BaseException) -> str:
     )
     return (
         f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {type(cause).__name__}: "
-        f"{str(cause)[:300]} (files and bytes: {sizes[:1000]}). Choose another iteration with --ckpt-step"
+        f"{str(cause)[:300]} (files and bytes: {sizes[:1000]}). {WAY_BACK}"
     )
 
 
@@ -303,6 +307,7 @@ class CheckpointSaver:
             "checkpoint_version": 3.0,
             "iteration": iteration,
             "slime_layout": _layout() if with_rng else None,
+            HAS_DIGESTS: True,
         }
         if state.adapters is not None:
             common["slime_lora"] = state.adapters
@@ -317,7 +322,8 @@ class CheckpointSaver:
         finalize: list[Callable[[], None]] = []
         if (form := self._args.ckpt_format) == TORCH_DIST:
             request = self._write(state, common, directory, with_optimizer=with_optimizer, with_rng=with_rng)
-            write, finalize = _writing(request, copy=asynchronous), request.finalize_fns
+            write: Callable[[], dict[str, str] | None] = _writing(request, copy=asynchronous)
+            finalize = request.finalize_fns
         else:
             if with_rng:
                 common["rng_state"] = all_gather_objects(_own_rng_state())
@@ -327,7 +333,7 @@ class CheckpointSaver:
             from slime.backends.megatron_utils.lora.peft import write_adapter
 
             write_adapter(state.model, self._args, directory / ADAPTER_DIRECTORY)
-        self._pending = _PendingSave(write, finalize, root, iteration)
+        self._pending = _PendingSave(write, finalize, root, iteration, directory)
         if not asynchronous:
             self.finish()
 
@@ -363,16 +369,23 @@ class _PendingSave:
     """A save whose data is being written by a thread of this process."""
 
     def __init__(
-        self, write: Callable[[], None], finalize: list[Callable[[], None]], root: Path, iteration: int
+        self,
+        write: Callable[[], dict[str, str] | None],
+        finalize: list[Callable[[], None]],
+        root: Path,
+        iteration: int,
+        directory: Path,
     ) -> None:
         self._write, self._finalize, self._root, self._iteration = write, finalize, root, iteration
+        self._directory = directory
+        self._digests: dict[str, str] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save-{iteration}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._write()
+            self._digests = self._write() or {}
         except BaseException as error:  # noqa: BLE001 -- handed to the thread that waits, in publish()
             self._error = error
 
@@ -397,6 +410,7 @@ class _PendingSave:
         for finalize in self._finalize:
             finalize()
         dist.barrier(group=control_group())
+        write_digests(self._directory, self._digests, checkpoint_dir.rollout_files(self._root, self._iteration))
         if dist.get_rank() == 0:
             directory = checkpoint_dir.publish(self._root, self._iteration)
             logger.info("saved %s", directory)
@@ -408,13 +422,22 @@ def _is_stateless(args: Namespace) -> bool:
     return args.use_stateless_adam
 
 
-def _writing(request: Any, *, copy: bool) -> Callable[[], None]:
-    """Return what writes the tensors of Megatron's ``request``; of copies of them, if training goes on meanwhile."""
+def _writing(request: Any, *, copy: bool) -> Callable[[], dict[str, str]]:
+    """Return what writes the tensors of Megatron's ``request``; of copies of them, if training goes on meanwhile.
+
+    It returns the digests of the files that it has written, of which the memory still has a copy.
+    """
     if request.async_fn is None:
-        return lambda: None
+        return dict
     arguments = list(request.async_fn_args)
     arguments[1] = _staged(request.preload_fn(), copy=copy)
-    return functools.partial(request.async_fn, *arguments)
+    paths = [Path(path) for path, _, _ in arguments[1]]
+
+    def write() -> dict[str, str]:
+        request.async_fn(*arguments)
+        return {path.name: digests.digest(path) for path in paths}
+
+    return write
 
 
 def _staged(buckets: Any, *, copy: bool) -> Any:

@@ -15,12 +15,13 @@ import os
 import shutil
 from pathlib import Path
 
-from slime.utils.atomic_file import sync, write_atomically
+from slime.utils import checkpoint_tracker, digests
+from slime.utils.atomic_file import sync
+from slime.utils.checkpoint_tracker import TRACKER
 from slime.utils.directory_lock import Owner
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH, TORCH_DCP = "torch_dist", "torch", "torch_dcp"
 _WRITING, _REPLACED = ".writing", ".replaced"
 _WRITER = ".writer.json"
@@ -37,25 +38,13 @@ def is_megatron_checkpoint(root: str | Path | None) -> bool:
     return root is not None and (Path(root) / TRACKER).is_file()
 
 
-def read_tracker(root: str | Path) -> int | None:
-    """Return the tracked iteration (None for Megatron-LM's ``release``). Raises ValueError for anything else."""
-    path = Path(root) / TRACKER
-    text = path.read_text().strip()
-    if text == "release":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{path} should hold an iteration number or 'release', but holds {text!r}") from None
-
-
 def find_checkpoint(root: str | Path, step: int | None = None) -> tuple[Path, int | None]:
     """Return (directory, iteration) of the checkpoint to load from ``root``; the tracked one unless ``step`` is given.
 
     Iteration is None for a ``release`` checkpoint. Raises FileNotFoundError when the directory is not there and
     ValueError when it is incomplete.
     """
-    iteration = read_tracker(root) if step is None else step
+    iteration = checkpoint_tracker.read(root) if step is None else step
     directory = Path(root) / "release" if iteration is None else iteration_dir(root, iteration)
     if not directory.is_dir():
         # Killed between the two renames of a checkpoint that is saved a second time: the first one is still whole.
@@ -68,9 +57,27 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> tuple[Path, in
     if absent is not None:
         raise ValueError(
             f"checkpoint {directory} is incomplete: it has no {absent}. Choose another iteration of {root} with "
-            f"--ckpt-step, or write its number to {TRACKER}"
+            "--ckpt-step"
         )
     return directory, iteration
+
+
+def rollout_files(root: str | Path, iteration: int) -> list[str]:
+    """Return the files below ``root`` that hold the state of the rollouts at ``iteration``."""
+    found = (Path(root) / "rollout").glob(f"*_{iteration}.json")
+    return sorted(f"rollout/{path.name}" for path in found)
+
+
+def check_rollout_files(root: str | Path, iteration: int) -> None:
+    """Raise FileNotFoundError for a file that was there when ``iteration`` was saved, and is not."""
+    directory = iteration_dir(root, iteration)
+    listed = digests.read(directory)
+    for name in () if listed is None else listed.beside:
+        if not (Path(root) / name).is_file():
+            raise FileNotFoundError(
+                f"{Path(root) / name} was saved with {directory} and is gone: prompts would begin anew. Put it back, "
+                "or choose another iteration with --ckpt-step"
+            )
 
 
 def stored_format(directory: Path) -> str:
@@ -82,6 +89,10 @@ def stored_format(directory: Path) -> str:
 
 def _absent(directory: Path) -> str | None:
     """Return the first file that a checkpoint should have and ``directory`` has not."""
+    listed = digests.read(directory)
+    for name in () if listed is None else listed.files:
+        if not (directory / name).is_file():
+            return name
     if ranks := sorted(directory.glob("mp_rank_*")):
         names = [f"{rank.name}/model_optim_rng.pt" for rank in ranks]
     elif any(directory.glob("*.distcp")) and not any((directory / n).is_file() for n in ("metadata.json", "common.pt")):
@@ -126,7 +137,7 @@ def publish(root: str | Path, iteration: int) -> Path:
         os.replace(directory, aside)
     os.replace(writing, directory)
     sync(Path(root))
-    write_atomically(Path(root) / TRACKER, f"{iteration}\n", durable=True)
+    checkpoint_tracker.write(root, f"{iteration}\n")
     (Path(root) / _WRITER).unlink(missing_ok=True)
     for old in Path(root).glob(f"iter_*{_REPLACED}"):
         shutil.rmtree(old)

@@ -19,6 +19,7 @@ from slime.backends.sglang_utils.server_args import EngineSpec, build_server_arg
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
+from slime.utils import shared_memory
 from slime.utils.network import join_address
 from slime.utils.process_guard import GuardedProcess, spawn
 
@@ -166,7 +167,7 @@ class EngineProcess:
                     client = self.client(timeout=10.0)
                     continue
                 self.stop()
-                raise EngineStartError(f"{ended}\n{_ADVICE}")
+                raise EngineStartError(ended if shared_memory.hint(ended) else f"{ended}\n{_ADVICE}")
             if client.is_healthy(timeout=5.0) and self._generates(client, deadline) and self._is_ours(client):
                 logger.info("%s: ready after %.1f s", self.name, time.monotonic() - self._started_at)
                 if self._scratch is not None:
@@ -190,9 +191,10 @@ class EngineProcess:
         if code is None:
             return None
         how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-        return with_last_lines(
+        said = with_last_lines(
             f"{self.name} (pid {self.pid}, {self.info.url}) {how}.", self.log_path, self.last_lines()
         )
+        return said + shared_memory.hint(said)
 
     def last_lines(self, n: int = LAST_LINES) -> list[str]:
         """Return the last ``n`` lines that this engine has logged since its last start."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
+from slime.utils.atomic_file import FULL
 from slime.utils.p2p.agents import UCX_OVER_TCP
 
 HERE = Path(__file__).parent
@@ -171,7 +172,11 @@ def _remove(directory: Path, lock: int) -> None:
 
 
 def make_private(log_path: Path) -> None:
-    """Create the log if need be and let only this user read it."""
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    os.chmod(log_path, 0o600)
+    """Create the log if need be and let only this user read it. On a full disk there is none."""
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        os.chmod(log_path, 0o600)
+    except OSError as e:
+        if e.errno not in FULL:
+            raise

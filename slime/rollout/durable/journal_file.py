@@ -41,13 +41,29 @@ def decode_record(line: bytes) -> Any:
 
 
 def read_records(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yield every record up to the first damage, each with the number of bytes of the file that end with it."""
+    """Yield every whole record, each with the number of bytes of the file that end with it.
+
+    What a kill left of the last one is no record. Raises ValueError, naming ``path``, for a record that is damaged.
+    """
     end = 0
     with open(path, "rb") as file:
         for line in file:
             try:
                 record = decode_record(line)
             except ValueError:
-                return
+                if _is_torn(line) and not file.read(1):
+                    return
+                raise ValueError(
+                    f"{path} is damaged at byte {end}: remove it, and what it holds is generated again"
+                ) from None
             end += len(line)
             yield record, end
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line without a record is the beginning of one, or what a lost machine leaves of it."""
+    if line.endswith(b"\0"):  # blocks that never reached the disk
+        return True
+    head = _HEAD.match(line)
+    whole = head is not None and len(line) >= head.end() + int(head[2]) + 2
+    return not line.endswith(b"\n") and not whole

@@ -130,7 +130,7 @@ def test_init_twice_is_an_error(tmp_path, tracker):
     logging_utils.finish_tracking()
 
 
-def test_a_writer_that_fails_to_close_does_not_keep_others_open(tracker):
+def test_a_writer_that_fails_to_close_does_not_keep_others_open(tracker, caplog):
     closed = []
 
     class Bad:
@@ -146,8 +146,8 @@ def test_a_writer_that_fails_to_close_does_not_keep_others_open(tracker):
             closed.append("good")
 
     tracker.open([Bad(), Good()])
-    with pytest.raises(OSError, match="disk full"):
-        tracker.close()
+    tracker.close()
+    assert "closing Bad failed" in caplog.text
     assert closed == ["bad", "good"]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils import checkpoint_dir as cd
+from slime.utils.checkpoint_tracker import NOTE
 from slime.utils.directory_lock import Owner
 
 FILES = ("metadata.json", ".metadata", "common.pt", "__0_0.distcp")
@@ -37,7 +38,7 @@ def test_killed_while_writing_leaves_the_earlier_checkpoint_current(tmp_path: Pa
     assert cd.find_checkpoint(tmp_path) == (tmp_path / "iter_0000003", 3)
     write(tmp_path, 4)  # the next run saves the same iteration: the leftover is in nobody's way
     assert cd.find_checkpoint(tmp_path)[1] == 4
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", cd.TRACKER]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", NOTE, cd.TRACKER]
 
 
 def test_killed_at_every_rename_of_a_second_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+"""Digests of the files of a checkpoint: computed and compared by all ranks together, each its share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.parallel import first_error, gather_from_world
+from slime.utils import digests
+
+logger = logging.getLogger(__name__)
+
+HAS_DIGESTS = "slime_digests"
+"""In what a checkpoint holds beside tensors: that its digests were written."""
+WAY_BACK = "Choose another iteration with --ckpt-step"
+
+
+def check_files(directory: Path) -> bool:
+    """Compare all files of a checkpoint with their digests; return whether there are any.
+
+    Raises ValueError on all ranks, naming the file that is damaged. Collective.
+    """
+    message, files = None, None
+    rank, ranks = _place()
+    try:
+        if (listed := digests.read(directory)) is not None:
+            files = listed.files
+            largest_first = sorted(files, key=lambda name: (-(directory / name).stat().st_size, name))
+            digests.check(directory, files, largest_first[rank::ranks])
+    except (OSError, ValueError) as e:
+        message = f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {e}. {WAY_BACK}"
+    if message := first_error(message):
+        raise ValueError(message)
+    if files is None:
+        logger.info("%s has no digests (slime <= 0.3.1 and Megatron-LM write none): it is not compared", directory)
+    return files is not None
+
+
+def write_digests(directory: Path, computed: Mapping[str, str], beside: Iterable[str]) -> None:
+    """Note the digests of all files in ``directory``: those that ranks have ``computed`` while writing, and the rest.
+
+    ``beside``: files that belong to the checkpoint and are checked by who reads them.
+
+    Raises RuntimeError on all ranks when a file cannot be read back. Collective.
+    """
+    found = {name: one for part in gather_from_world(computed) for name, one in part.items()}
+    rank, ranks = _place()
+    files = (path for path in directory.rglob("*") if path.is_file()) if rank == 0 else ()
+    names = {str(path.relative_to(directory)) for path in files}
+    rest = gather_from_world(sorted(names - found.keys()))[0]
+    message, own = None, {}
+    try:
+        own = {name: digests.digest(directory / name) for name in rest[rank::ranks]}
+    except OSError as e:
+        message = f"{directory} cannot be read back: {e}"
+    for part in gather_from_world(own):
+        found.update(part)
+    if rank == 0 and message is None:
+        try:
+            digests.write(directory, found, beside)
+        except OSError as e:
+            message = f"the digests of {directory} cannot be written: {e}"
+    if message := first_error(message):
+        raise RuntimeError(f"{message}. The previous checkpoint is untouched")
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -1,0 +1,92 @@
+"""What the ranks of ``tests/integration/test_damaged_files.py`` do: save, damage every file in turn, load."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.checkpoint import load_checkpoint
+from slime.utils.distributed_utils import control_group
+from tests.support.trainer import make_train_data
+from tests.support.trainer_ranks import make_trainer, parameters, train_once
+
+
+def flipped(content: bytes, dice: random.Random) -> bytes:
+    """Return ``content`` with one bit changed."""
+    at = dice.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << dice.randrange(8)]) + content[at + 1 :]
+
+
+def damages(content: bytes, other: bytes | None, flips: int, seed: str) -> Iterator[tuple[str, bytes | None]]:
+    """Yield what can happen to a file, with what it holds then (None: nothing, it is gone)."""
+    dice = random.Random(seed)
+    for number in range(flips):
+        yield f"flip {number}", flipped(content, dice)
+    yield "cut off", content[: len(content) // 2]
+    yield "empty", b""
+    yield "gone", None
+    if other is not None and other != content:
+        yield "of another iteration", other
+
+
+def damage_every_file(checkpoint: str, folder: str, flips: int, flags: dict[str, Any]) -> dict[str, Any]:
+    """Save two iterations; return, by file and damage, what loading the second says, and the files of the second."""
+    save = Path(folder) / "save"
+    trainer, _ = make_trainer(checkpoint, save=str(save), **flags)
+    for rollout_id in range(2):
+        train_once(trainer, rollout_id, make_train_data(seed=rollout_id))
+        trainer.save(rollout_id)
+    before, args, state = parameters(trainer), trainer.args, trainer._state
+    read = [path for path in sorted(save.rglob("*")) if path.is_file() and "iter_0000000" not in str(path)]
+    said: dict[str, str] = {}
+    for path in read:
+        content = path.read_bytes()
+        twin = Path(str(path).replace("iter_0000001", "iter_0000000"))
+        other = twin.read_bytes() if twin != path and twin.is_file() else None
+        for what, changed in damages(content, other, flips, path.name):
+            _apart(lambda path=path, changed=changed: _put(path, changed))
+            try:
+                load_checkpoint(args, save, state)
+                said[f"{path}: {what}"] = "loaded"
+            except (ValueError, OSError) as e:
+                said[f"{path}: {what}"] = f"{type(e).__name__}: {e}"
+            _apart(lambda path=path, content=content: _put(path, content))
+    iteration = load_checkpoint(args, save, state)
+    after = parameters(trainer)
+    same = before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+    return {"said": said, "read": [str(path) for path in read], "iteration": iteration, "same": bool(same)}
+
+
+def without_digests(checkpoint: str, folder: str) -> dict[str, Any]:
+    """Load a checkpoint as another program leaves it, and one that has lost its digests."""
+    save = Path(folder) / "save"
+    trainer, _ = make_trainer(checkpoint, save=str(save))
+    trainer.save(0)
+    (save / "iter_0000000/digests.json").unlink()
+    try:
+        load_checkpoint(trainer.args, save, trainer._state)
+        lost = "loaded"
+    except ValueError as e:
+        lost = str(e)
+    shutil.rmtree(save)
+    return {"lost": lost}
+
+
+def _put(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+
+
+def _apart(action: Any) -> None:
+    """Let the first rank do something while the others wait."""
+    dist.barrier(group=control_group())
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier(group=control_group())
