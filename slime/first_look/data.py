@@ -15,8 +15,9 @@ from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.first_look import Findings
 from slime.first_look.checkpoint import look_at_tokenizer_files, look_at_vocabulary
-from slime.utils.data import Dataset, read_file, split_slice
+from slime.utils.data import Dataset
 from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.prompt_files import parse_line, read_file, split_slice
 from slime.utils.types import Sample
 
 FIRST_ROWS = 64
@@ -131,11 +132,11 @@ def _look_at_other_rows(file: PromptFile, found: Findings) -> bool:
             if not (line := lines.readline().strip()):
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = parse_line(line, 2)
             except ValueError as e:
                 found.warnings.append(f"{file} line {_line_number(file.path, place)} is no JSON and is skipped: {e}")
                 continue
-            if isinstance(row, dict) and (problem := _row_problem(file, row)):
+            if problem := _row_problem(file, row):
                 found.errors.append(f"{file} line {_line_number(file.path, place)}: {problem}")
                 return False
     return True
@@ -252,7 +253,7 @@ def _skipped_line(path: str) -> tuple[int, ValueError] | None:
     with open(path, "rb") as lines:
         for number, line in enumerate(itertools.islice(lines, FIRST_ROWS), 1):
             try:
-                json.loads(line.decode("utf-8-sig") if line.strip() else "{}")
+                parse_line(line if line.strip() else b"{}", number)
             except ValueError as e:
                 return number, e
     return None

@@ -63,7 +63,7 @@ def look(args: Namespace, *, dry_run: bool = False) -> Findings:
 
 
 def _prompts_are_here(args: Namespace) -> bool:
-    from slime.utils.data import split_slice
+    from slime.utils.prompt_files import split_slice
 
     return bool(args.prompt_data) and os.path.exists(split_slice(args.prompt_data)[0])
 

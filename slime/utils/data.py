@@ -3,122 +3,26 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import logging
-import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from slime.utils.chat_messages import check_messages, media_messages, text_messages
+from slime.utils.prompt_files import read_file, read_rows
 from slime.utils.types import MultimodalTypes, Sample
+
+__all__ = [
+    "Dataset", "build_messages", "filter_long_prompt", "get_source", "process_rollout_data", "read_file",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-_SLICED_PATH = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
-_BAD_LINES_SHOWN = 5
 _TOKENIZE_AT_ONCE = 1024
-
-
-def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ``.jsonl``, ``.json`` or ``.parquet`` file; ``@[a:b]`` behind it selects rows as slices do.
-
-    A ``.json`` file is a list of objects, or one object per line like ``.jsonl``.
-
-    Blank lines are ignored. Lines that are not JSON objects are logged with their number and skipped, and a file in
-    which no line is good raises ValueError. Raises FileNotFoundError, and ValueError for any other kind of file.
-    """
-    for _, row in read_rows(path):
-        yield row
-
-
-def read_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ``(where, row)`` for the rows of ``read_file``: ``where`` names the file and the line, or the row."""
-    path, rows = split_slice(path)
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"prompt file {path!r} does not exist (current directory {os.getcwd()})")
-    if path.endswith(".jsonl"):
-        reader = _read_jsonl(path)
-    elif path.endswith(".json"):
-        reader = _read_json(path)
-    elif path.endswith(".parquet"):
-        reader = _read_parquet(path)
-    else:
-        raise ValueError(f"prompt file {path!r} must end in .jsonl, .json or .parquet")
-    if rows is None:
-        yield from reader
-    elif any(bound is not None and bound < 0 for bound in (rows.start, rows.stop)):
-        yield from list(reader)[rows]
-    else:
-        yield from itertools.islice(reader, rows.start, rows.stop)
-
-
-def split_slice(path: str) -> tuple[str, slice | None]:
-    """Return the file of ``path@[a:b]`` and its slice, None of a path without one."""
-    match = _SLICED_PATH.match(path)
-    if match is None:
-        return path, None
-    start, stop = (int(match[name]) if match[name] not in ("", "-") else None for name in ("start", "stop"))
-    return match["path"], slice(start, stop)
-
-
-def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    good, bad = 0, 0
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                if not isinstance(row, dict):
-                    raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-            except ValueError as e:
-                bad += 1
-                if bad <= _BAD_LINES_SHOWN:
-                    shown = line.decode("utf-8", "backslashreplace").strip()
-                    logger.error("%s line %d is skipped: %s: %.80r", path, number, e, shown)
-                continue
-            good += 1
-            yield f"{path} line {number}", row
-    if bad:
-        logger.error("%s: %d of %d lines are not JSON objects in UTF-8 and were skipped", path, bad, good + bad)
-        if not good:
-            raise ValueError(f"{path}: none of its {bad} lines is a JSON object in UTF-8")
-
-
-def _read_json(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        is_list = file.read(4096).lstrip().startswith("[")
-    if not is_list:
-        yield from _read_jsonl(path)
-        return
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            rows = json.load(file)
-    except ValueError as e:
-        raise ValueError(f"{path} begins with [ but is no JSON list in UTF-8: {e}") from e
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: entry {number} of its list is {type(row).__name__}, expected a JSON object")
-        yield f"{path} entry {number}", row
-
-
-def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path) as table:
-            for batch in table.iter_batches():
-                for row in batch.to_pylist():
-                    yield f"{path} row {number}", row
-                    number += 1
-    except (pyarrow.ArrowException, OSError) as e:
-        raise ValueError(f"{path} cannot be read as a parquet file behind row {number}: {e}") from e
 
 
 def _column(row: Mapping[str, Any], key: str, what: str, where: str) -> Any:
@@ -142,14 +46,16 @@ def build_messages(
     prompt = _column(row, prompt_key, "prompt", where)
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
-    _check_prompt(prompt, as_conversation, f"{where}: column {prompt_key!r}")
+    place = f"{where}: column {prompt_key!r}"
+    if not isinstance(prompt, str | list):
+        raise ValueError(f"{place} must hold text or a list of chat messages, got {type(prompt).__name__}")
     if not as_conversation:
         return prompt
-    messages: list[dict[str, Any]] = (
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-    )
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    check_messages(prompt, place)
     if not multimodal_keys:
-        return messages
+        return text_messages(prompt, place)
     items: dict[str, Iterator[Any]] = {}
     for name, column in multimodal_keys.items():
         kind = MultimodalTypes.get(name)
@@ -159,24 +65,15 @@ def build_messages(
         value = row.get(column)
         items[kind.placeholder] = iter([] if value is None else value if isinstance(value, list) else list(value))
     pattern = re.compile("(" + "|".join(re.escape(p) for p in items) + ")")
+    messages = [dict(message) for message in prompt]
     for message in messages:
-        if isinstance(message["content"], str):
+        if isinstance(message.get("content"), str):
             message["content"] = _split_content(message["content"], pattern, items, where)
+    messages = media_messages(messages, place, {name.strip("<>"): left for name, left in items.items()})
     for placeholder, left in items.items():
         surplus = len(list(left))
         assert surplus == 0, f"{where}: {surplus} more media items than {placeholder} placeholders in the prompt"
     return messages
-
-
-def _check_prompt(prompt: Any, as_conversation: bool, where: str) -> None:
-    """Refuse what no template and no tokenizer takes. Without either a list may be anything that a plug-in reads."""
-    if not isinstance(prompt, str | list):
-        raise ValueError(f"{where} must hold text or a list of chat messages, got {type(prompt).__name__}")
-    if not as_conversation or isinstance(prompt, str):
-        return
-    for number, message in enumerate(prompt):
-        if not isinstance(message, Mapping) or not {"role", "content"}.issubset(message):
-            raise ValueError(f"{where}: message {number} must have a role and a content, got {message!r:.80}")
 
 
 def _split_content(
@@ -195,13 +92,41 @@ def _split_content(
 
 
 def _parse_tools(value: Any, where: str) -> list[Any]:
-    if isinstance(value, str):
-        value = json.loads(value)
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: tools must be a list (or a JSON text of one), got {type(value).__name__}")
-    return value
+    """Return a list of objects, of which any may be given as JSON text."""
+    tools = _parsed(value.tolist() if isinstance(value, np.ndarray) else value, where)
+    if not isinstance(tools, list):
+        raise ValueError(f"{where} must hold a list of tools (or a JSON text of one), got {type(tools).__name__}")
+    tools = [_parsed(tool, where) for tool in tools]
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise ValueError(f"{where}: tool {number} must be an object, got {tool!r:.80}")
+    return tools
+
+
+def _parsed(value: Any, where: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where} holds {value!r:.80}, which is no JSON: {e}") from e
+
+
+MEDIA_COLUMNS = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+_PLACEHOLDER = re.compile("<(image|video|audio)>")
+
+
+def _unread_media(row: Mapping[str, Any], prompt: Any, where: str) -> str | None:
+    """Return the column of a row that holds media of its prompt. Raises ValueError where the prompt refers to them."""
+    if MEDIA_COLUMNS.isdisjoint(row):
+        return None
+    column = next((name for name in MEDIA_COLUMNS & row.keys() if row[name] is not None and len(row[name])), None)
+    texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
+    placeholder = next((m for t in texts if isinstance(t, str) and (m := _PLACEHOLDER.search(t))), None)
+    if column is not None and placeholder is not None:
+        raise ValueError(
+            f"{where}: the prompt has {placeholder[0]} for what is in column {column!r}, and prompts with media are "
+            "not available: the model would see the word alone; leave such rows out"
+        )
+    return column
 
 
 def filter_long_prompt(
@@ -209,38 +134,85 @@ def filter_long_prompt(
 ) -> list[Sample]:
     """Return the origin_samples, in order, whose prompt has at most ``max_length`` tokens.
 
-    All are kept, with a warning, when prompts are message lists: their length depends on a chat template.
+    Chat messages count as the chat template renders them, token ids as they are. What the template does not render is
+    kept, with a warning.
     """
     if max_length is None or not origin_samples:
         return origin_samples
-    if not isinstance(origin_samples[0].prompt, str):
-        logger.warning("prompts are message lists: the limit of %d prompt tokens is not applied to them", max_length)
-        return origin_samples
     kept: list[Sample] = []
-    if processor is not None:
-        from slime.utils.processing_utils import build_processor_kwargs
-
-        for sample in origin_samples:
-            kwargs = build_processor_kwargs(sample.multimodal_inputs)
-            if len(processor(text=sample.prompt, **kwargs)["input_ids"][0]) <= max_length:
-                kept.append(sample)
-    else:
-        for start in range(0, len(origin_samples), _TOKENIZE_AT_ONCE):
-            chunk = origin_samples[start : start + _TOKENIZE_AT_ONCE]
-            # A token stands for one byte at least: what is short enough in bytes need not be counted in tokens.
-            prompts = cast("list[str]", [sample.prompt for sample in chunk])
-            lengths = [len(prompt.encode("utf-8", "surrogatepass")) for prompt in prompts]
-            long = [i for i, length in enumerate(lengths) if length > max_length]
-            if long:
-                counted = tokenizer([prompts[i] for i in long], add_special_tokens=False)["input_ids"]
-                for i, ids in zip(long, counted, strict=True):
-                    lengths[i] = len(ids)
-            kept += [sample for sample, length in zip(chunk, lengths, strict=True) if length <= max_length]
+    unknown = 0
+    for start in range(0, len(origin_samples), _TOKENIZE_AT_ONCE):
+        chunk = origin_samples[start : start + _TOKENIZE_AT_ONCE]
+        lengths = _prompt_lengths(chunk, tokenizer, processor, max_length)
+        kept += [sample for sample, n in zip(chunk, lengths, strict=True) if n is None or n <= max_length]
+        unknown += lengths.count(None)
+    if unknown:
+        logger.warning(
+            "the limit of %d prompt tokens is not applied to %d of %d prompts, which are lists that the chat template "
+            "does not render", max_length, unknown, len(origin_samples),
+        )  # fmt: skip
     if dropped := len(origin_samples) - len(kept):
         logger.warning(
             "%d of %d prompts have more than %d tokens and are dropped", dropped, len(origin_samples), max_length
         )
     return kept
+
+
+def _prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, limit: int) -> list[int | None]:
+    """Return the tokens of each prompt, or what is above them and within ``limit``; None where it is not known."""
+    lengths: list[int | None] = []
+    counted: list[tuple[int, str]] = []
+    for place, sample in enumerate(samples):
+        prompt = sample.prompt
+        if isinstance(prompt, str) and processor is not None:
+            from slime.utils.processing_utils import build_processor_kwargs
+
+            kwargs = build_processor_kwargs(sample.multimodal_inputs)
+            lengths.append(len(processor(text=prompt, **kwargs)["input_ids"][0]))
+            continue
+        if prompt and all(isinstance(item, int) for item in prompt):
+            lengths.append(len(prompt))
+            continue
+        try:
+            text = prompt if isinstance(prompt, str) else _as_rendered(tokenizer, sample)
+        except Exception:  # noqa: BLE001  (templates raise what they like; a plug-in may read such a list)
+            lengths.append(None)
+            continue
+        # A token stands for one byte at least: what is short enough in bytes need not be counted in tokens.
+        size = len(text.encode("utf-8", "replace"))
+        lengths.append(size)
+        if size > limit:
+            counted.append((place, text))
+    if counted:
+        encoded = tokenizer([text for _, text in counted], add_special_tokens=False)["input_ids"]
+        for (place, _), ids in zip(counted, encoded, strict=True):
+            lengths[place] = len(ids)
+    return lengths
+
+
+def _as_rendered(tokenizer: Any, sample: Sample) -> str:
+    prompt: Any = sample.prompt
+    check_messages(prompt, "the prompt")
+    messages = text_messages(prompt, "the prompt")
+    tools = (sample.metadata or {}).get("tools")
+    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+
+
+def _mixed(places: Mapping[str, str], key: str) -> str:
+    (first, there), (other, here) = places.items()
+    return (
+        f"{here}: column {key!r} holds {other}, and {first} in {there}: without --apply-chat-template prompts must be "
+        "all of one kind"
+    )
+
+
+def _media_of(messages: list[Any], processor: Any, where: str) -> dict[str, Any]:
+    from slime.utils.processing_utils import process_vision_info
+
+    try:
+        return process_vision_info(messages, processor)
+    except (OSError, ValueError, ImportError) as e:
+        raise ValueError(f"{where}: its media cannot be read: {e}") from e
 
 
 def _rendered(tokenizer: Any, messages: Any, tools: list[Any] | None, keywords: Mapping[str, Any], where: str) -> Any:
@@ -260,7 +232,7 @@ class Dataset:
     column and ValueError when no prompt is left or a row is not what it should be.
 
     Prompts of more than ``max_length`` tokens are dropped; when it is None, rendered ones of more than
-    ``engine_max_length``, which an engine would refuse.
+    ``engine_max_length``, which an engine would refuse. Media are refused without ``multimodal_keys``.
     """
 
     def __init__(
@@ -283,28 +255,36 @@ class Dataset:
         self.path = path
         self.seed = seed
         self.epoch_id = -1
+        as_conversation = apply_chat_template or bool(multimodal_keys)
         samples = []
+        places: dict[str, str] = {}  # the first text and the first list, where they are not rendered
+        unread = None
         for where, row in read_rows(path):
-            messages = build_messages(
-                row, prompt_key, apply_chat_template or bool(multimodal_keys), multimodal_keys, where
-            )
+            messages = build_messages(row, prompt_key, as_conversation, multimodal_keys, where)
+            kind = "text" if isinstance(messages, str) else "a list"
+            if not as_conversation and kind not in places:
+                places[kind] = where
+                if len(places) > 1:
+                    raise ValueError(_mixed(places, prompt_key))
+            if not multimodal_keys:
+                unread = _unread_media(row, messages, where) or unread
             metadata = row.get(metadata_key) or {}
             if not isinstance(metadata, dict):
                 raise ValueError(f"{where}: column {metadata_key!r} must hold an object, got {type(metadata).__name__}")
             tools = None
             if tool_key is not None and row.get(tool_key) is not None:
-                tools = _parse_tools(row[tool_key], where)
+                tools = _parse_tools(row[tool_key], f"{where}: column {tool_key!r}")
                 metadata = {**metadata, "tools": tools}
             prompt: Any = messages
             if apply_chat_template:
                 prompt = _rendered(tokenizer, messages, tools, apply_chat_template_kwargs or {}, where)
             inputs = None
             if processor is not None and isinstance(messages, list):
-                from slime.utils.processing_utils import process_vision_info
-
-                inputs = process_vision_info(messages, processor)
+                inputs = _media_of(messages, processor, where)
             label = _column(row, label_key, "label", where) if label_key is not None else None
             samples.append(Sample(prompt=prompt, label=label, metadata=metadata, multimodal_inputs=inputs))
+        if unread is not None:
+            logger.warning("%s: column %r holds media, of which the model sees nothing: prompts are text", path, unread)
         total = len(samples)
         if max_length is None and all(isinstance(sample.prompt, str) for sample in samples):
             max_length = engine_max_length

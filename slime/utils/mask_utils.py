@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from slime.utils.chat_messages import text_messages
 from slime.utils.turn_markers import TURN_END, TURN_START, with_markers, without_markers
 
 Messages = list[dict[str, Any]]
@@ -58,7 +59,8 @@ class MultiTurnLossMaskGenerator:
         self._build = builders[tokenizer_type]
 
     def get_loss_mask(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
-        """Return token ids and loss mask, of equal length, of a whole conversation."""
+        """Return token ids and loss mask, of equal length, of a whole conversation, which must be text."""
+        messages = text_messages(messages, "the conversation")
         if self.tokenizer_type == "qwen" and self._prompts_as_distilled:
             return self.gen_multi_turn_loss_mask_distill_qwen(messages, tools)
         return self._build(messages, tools)

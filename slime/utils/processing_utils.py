@@ -7,6 +7,8 @@ import io
 import logging
 from typing import Any
 
+from slime.utils.chat_messages import media_messages
+
 logger = logging.getLogger(__name__)
 
 _KEPT_IN_TEXT = {"return_tensors": None, "return_token_type_ids": False}
@@ -52,9 +54,12 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
 def process_vision_info(messages: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """Collect the images and videos of chat messages as ``{"images": list | None, "videos": list | None}``.
 
+    Parts may have any form that is published: ``image``, ``image_url``, ``input_image``, data URLs and so on. Raises
+    ValueError for one that holds nothing, and for audio.
     Uses the ``qwen_vl_utils`` package when installed (it resizes as Qwen's models expect); otherwise images are opened
     as they are, and videos raise ImportError.
     """
+    messages = media_messages(messages, "a message")
     try:
         from qwen_vl_utils import process_vision_info as qwen_process_vision_info
     except ImportError:
@@ -84,6 +89,10 @@ def _open_image(image: Any) -> Any:
     if isinstance(image, bytes):
         return Image.open(io.BytesIO(image)).convert("RGB")
     if isinstance(image, str):
+        if image.startswith(("http://", "https://")):
+            raise ImportError(
+                f"{image:.80} is not downloaded without the package qwen-vl-utils: pip install qwen-vl-utils"
+            )
         if image.startswith("data:"):
             return Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))).convert("RGB")
         return Image.open(image.removeprefix("file://")).convert("RGB")

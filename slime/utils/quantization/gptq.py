@@ -19,8 +19,8 @@ import torch
 
 from slime.utils import hf_writer
 from slime.utils.atomic_file import write_atomically
-from slime.utils.data import read_file, split_slice
 from slime.utils.hf_checkpoint import HfCheckpoint
+from slime.utils.prompt_files import read_file, split_slice
 from slime.utils.quantization.files import Chosen, Named, described, rewrite, state_of
 from slime.utils.quantization.formats import Int4
 

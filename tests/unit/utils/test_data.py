@@ -113,9 +113,10 @@ def test_long_prompts_are_dropped_in_place(tmp_path, caplog):
     assert [len(s.prompt) for s in data.samples] == [3, 5, 1] * 500
     with pytest.raises(ValueError, match="no usable prompt"):
         make(write(tmp_path / "x.jsonl", [{"input": "long one"}]), max_length=5)
-    messages = [Sample(prompt=[{"role": "user", "content": "x" * 50}])]
-    assert filter_long_prompt(messages, CharTokenizer(), None, 5) == messages
-    assert "not applied" in caplog.text
+    long, short = ([{"role": "user", "content": "x" * n}] for n in (14, 15))  # and 6 characters of the template
+    prompts = [Sample(prompt=p) for p in (long, short, "x" * 21, "x" * 20, [7] * 20, [7] * 21, ["a plug-in's"])]
+    assert filter_long_prompt(prompts, CharTokenizer(), None, 20) == [prompts[i] for i in (0, 3, 4, 6)]
+    assert "of 20 prompt tokens is not applied to 1 of 7 prompts" in caplog.text
 
 
 def test_shuffles_depend_on_seed_and_epoch_only(ten):

@@ -112,5 +112,6 @@ def test_qwen_vl_utils_is_used_where_it_is_installed(monkeypatch):
     package.process_vision_info = lambda messages, image_patch_size: ([messages, image_patch_size], ["video"])
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", package)
     processor = SimpleNamespace(image_processor=SimpleNamespace(patch_size=16))
-    assert process_vision_info(["m"], processor) == {"images": [["m"], 16], "videos": ["video"]}
-    assert processing_utils.process_vision_info(["m"], None)["images"] == [["m"], 14]
+    messages = [{"role": "user", "content": "m"}]
+    assert process_vision_info(messages, processor) == {"images": [messages, 16], "videos": ["video"]}
+    assert processing_utils.process_vision_info(messages, None)["images"] == [messages, 14]
