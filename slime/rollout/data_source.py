@@ -121,7 +121,8 @@ class RolloutDataSource(DataSource):
             args.prompt_data,
             tokenizer=load_tokenizer(args.hf_checkpoint, **trust),
             processor=load_processor(args.hf_checkpoint, **trust) if multimodal else None,
-            max_length=args.rollout_max_prompt_len,
+            # Of a conversation to train on only a part is a prompt: its rollout function looks at the lengths.
+            max_length=None if args.loss_type == "sft_loss" else args.rollout_max_prompt_len,
             engine_max_length=longest_prompt(args),
             prompt_key=args.input_key,
             multimodal_keys=multimodal,
