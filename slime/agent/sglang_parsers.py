@@ -20,6 +20,7 @@ from typing import Any
 
 from slime.arguments.passthrough.catalog import STAND_INS, records_or_reason
 from slime.arguments.passthrough.source import SGLANG
+from slime.utils.secrets import public_environment
 
 START_DEADLINE_S = 300.0
 PARSE_DEADLINE_S = 30.0
@@ -124,7 +125,8 @@ class _Helper:
         self.connection, theirs = Pipe()
         here = str(Path(__file__).parents[2])
         paths = [str(STAND_INS), here, os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "CUDA_VISIBLE_DEVICES": ""}
+        path = os.pathsep.join(p for p in paths if p)
+        environment = {**public_environment(), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "slime.agent.sglang_parsers", str(theirs.fileno())],

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
-from slime.utils.atomic_file import space_left, write_atomically
+from slime.utils.atomic_file import PRIVATE, space_left, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Files:
             while self._waiting:
                 first = next(iter(self._waiting))
                 try:
-                    write_atomically(first, self._waiting[first])
+                    write_atomically(first, self._waiting[first], private=True)
                 except OSError as e:
                     self._complaint.failed(e)
                     return False
@@ -112,7 +112,7 @@ class Lines:
     def _flush(self) -> None:
         if self._fd is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE)
             size = os.fstat(self._fd).st_size
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
                 self._waiting.appendleft(b"\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 from slime.observability.tracking import Writer, get_tracker, tensorboard_dir, to_records
 from slime.observability.writers import JsonlWriter, TensorBoardWriter, WandbWriter
+from slime.utils.atomic_file import open_private
 from slime.utils.declared import with_defaults
+from slime.utils.secrets import mask_text
 
 FORMAT = "[%(asctime)s%(prefix)s] %(levelname)s %(name)s:%(lineno)d - %(message)s"
 _OWN = "_slime_handler"
@@ -27,6 +30,13 @@ class _Prefix(logging.Filter):
         return True
 
 
+class MaskingFormatter(logging.Formatter):
+    """Masks the secrets in a record, its traceback included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask_text(super().format(record))
+
+
 def configure_logger(prefix: str = "", *, log_file: str | Path | None = None, level: int = logging.INFO) -> None:
     """Send log records of this process to stderr and, when given, to ``log_file`` (appended).
 
@@ -40,11 +50,12 @@ def configure_logger(prefix: str = "", *, log_file: str | Path | None = None, le
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        os.close(open_private(log_file))
         handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
     for handler in handlers:
         setattr(handler, _OWN, True)
         handler.addFilter(_Prefix(prefix))
-        handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(MaskingFormatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
         root.addHandler(handler)
     root.setLevel(level)
     # httpx and friends log every request at INFO: thousands of lines per rollout

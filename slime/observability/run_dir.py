@@ -27,7 +27,8 @@ from typing import Any
 import yaml
 
 from slime.utils.atomic_file import FULL, space_left, write_atomically
-from slime.utils.plain import is_secret, plain
+from slime.utils.plain import plain
+from slime.utils.secrets import mask_words, remember
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,12 @@ def prepare(args: argparse.Namespace) -> Path:
     are appended, the configuration of an earlier start is kept beside the new one (``config.<n>.yaml``).
     """
     path = Path(args.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    remember(args)
     args.run_dir = str(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         for directory in (path, path / "logs", path / "samples"):
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private(directory)
         _write_descriptions(args, path)
     except OSError as e:
         if e.errno not in FULL:
@@ -68,7 +71,12 @@ def _write_descriptions(args: argparse.Namespace, path: Path) -> None:
             while (old := file.with_name(f"{file.stem}.{n}{file.suffix}")).exists():
                 n += 1
             file.rename(old)
-        write_atomically(file, text)
+        write_atomically(file, text, private=True)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user can enter. One that is there stays as it is: it may have other uses."""
+    directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def log_path(args: argparse.Namespace, component: str) -> Path:
@@ -117,13 +125,5 @@ def _commit() -> str | None:
 
 
 def command_line(argv: list[str] | None = None) -> str:
-    """Return the command line of this process in shell syntax, with the values of secret flags masked."""
-    words = list(sys.argv if argv is None else argv)
-    for i, word in enumerate(words):
-        flag, equals, _ = word.partition("=")
-        if flag.startswith("--") and is_secret(flag):
-            if equals:
-                words[i] = f"{flag}=***"
-            elif i + 1 < len(words):
-                words[i + 1] = "***"
-    return shlex.join(words)
+    """Return the command line of this process in shell syntax, with the secrets in it masked."""
+    return shlex.join(mask_words(sys.argv if argv is None else argv))

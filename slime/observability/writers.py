@@ -17,14 +17,14 @@ from slime.observability.best_effort import Lines
 from slime.observability.tracking import STEP_AXES, is_scalar, tensorboard_dir
 from slime.utils.declared import with_defaults
 from slime.utils.misc import SingletonMeta
-from slime.utils.plain import MASK, is_secret
+from slime.utils.plain import plain
 
 logger = logging.getLogger(__name__)
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy ``config`` with the values of keys, tokens and passwords masked."""
-    return {k: MASK if v and is_secret(k) else v for k, v in config.items()}
+    """Copy ``config`` as plain data with keys, tokens and passwords masked, at every depth."""
+    return {k: plain(k, v) for k, v in config.items()}
 
 
 class JsonlWriter:
@@ -172,6 +172,4 @@ def wandb_config(args: argparse.Namespace) -> dict[str, Any]:
     config["env_vars"] = {"SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID")}
     for role, values in args.role_values.items():
         config.update({f"{role}/{k}": v for k, v in without_secrets({**run, **values}).items()})
-    return {
-        k: v if isinstance(v, (bool, int, float, str, list, dict, type(None))) else str(v) for k, v in config.items()
-    }
+    return config

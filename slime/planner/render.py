@@ -18,7 +18,7 @@ from slime.planner.format import WIDTH, bullets, count, labelled, wrapped
 from slime.planner.memory import memory
 from slime.planner.memory_text import fit_sentence, memory_text
 from slime.planner.placement_text import placement_lines
-from slime.utils.plain import MASK, is_secret
+from slime.utils.plain import plain
 
 PARALLEL_SIZES = ("world_size", "data_parallel_size")
 SAME_IN_EVERY_RUN = frozenset({"teacher server", "Megatron: training scripts"})
@@ -138,8 +138,7 @@ def _as_typed(flag: Flag, value: Any) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    if value is not None and is_secret(name):
-        return MASK
+    value = plain(name, value)
     if isinstance(value, list | tuple) and len(value) > 8:
         return "+".join(f"[{item}]*{len(list(same))}" for item, same in groupby(value))
     if isinstance(value, list | tuple):

@@ -6,6 +6,7 @@ left a few seconds later. Every process of a run has ``SLIME_RUN_ID`` in its env
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import logging
@@ -13,10 +14,11 @@ import os
 import secrets
 import signal
 import socket
-import sys
+import stat
+import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -31,11 +33,14 @@ from slime.observability import run_dir
 from slime.observability.best_effort import Files
 from slime.ray import directories
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
+from slime.utils.secrets import PASSED, public_environment
 
 logger = logging.getLogger(__name__)
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 SLOT = "slime_slot"
+LONGEST_PARENT = 32
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 HEAD_NODE = "node:__internal_head__"
 NODE_SHARE = 0.001
 """Of the resource that a node has one of."""
@@ -352,6 +357,34 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
     _use_loopback()
+    if args.hf_checkpoint and not os.path.isdir(args.hf_checkpoint):  # trainers and engines ask the Hub for it
+        passed = os.environ.get(PASSED, "")
+        os.environ[PASSED] = ",".join([passed, *HUB_TOKENS]).strip(",")
+    with _without_secrets():
+        _start_twice(run_id, slots)
+    return True
+
+
+@contextlib.contextmanager
+def _without_secrets() -> Iterator[None]:
+    """What is started within the block does not inherit the secrets of this process's environment."""
+    kept = dict(os.environ)
+    hidden = kept.keys() - public_environment().keys()
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update({name: kept[name] for name in hidden})
+
+
+def secrets_of_users() -> dict[str, str]:
+    """Return the secrets of the environment that users' functions may need: all but those of the tracker and Ray."""
+    public = public_environment()
+    return {k: v for k, v in os.environ.items() if k not in public and not k.startswith("WANDB_")}
+
+
+def _start_twice(run_id: str, slots: int) -> None:
     try:
         _start(run_id, slots)
     except Exception as e:
@@ -361,14 +394,12 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
         ray.shutdown()
         start_janitor(f"{RUN_TAG}={run_id}").sweep()  # what is left of it, which ``shutdown`` does not know
         _start(run_id, slots)
-    return True
 
 
 def _start(run_id: str, slots: int) -> None:
     """Start Ray in processes of this host, and connect."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Socket paths below a long temporary directory would be too long for the kernel.
-    too_long = len(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "") > 40 and sys.platform == "linux"
+    make_token_private()
     ray.init(
         address="local",
         namespace=f"slime-{run_id}",
@@ -379,8 +410,39 @@ def _start(run_id: str, slots: int) -> None:
         logging_level=logging.WARNING,
         log_to_driver=True,
         _node_ip_address="127.0.0.1",
-        _temp_dir="/tmp/ray" if too_long else None,
+        _temp_dir=str(private_directory() / "ray"),
     )
+
+
+def private_directory() -> Path:
+    """Return the directory of this user, which nobody else can enter, where Ray keeps sockets, logs and sessions.
+
+    Ray lets everybody write to its own directories.
+    """
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if len(parent) > LONGEST_PARENT:  # socket paths below it would be too long for the kernel
+        parent = "/tmp"
+    directory = Path(parent) / f"slime-ray-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700, parents=True)
+    found = directory.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+        directory.chmod(0o700)
+        return directory
+    return Path(tempfile.mkdtemp(prefix="slime-ray-", dir=parent))  # somebody else has made it
+
+
+def make_token_private() -> None:
+    """Let only this user read the token that protects Ray's clusters, which Ray writes for everybody to read."""
+    file = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # no home, or a file of another user: Ray says what is wrong, if anything is
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent) as token:
+            token.write(secrets.token_hex(32))
+            token.flush()
+            with contextlib.suppress(FileExistsError):  # whole, or the one of another run
+                os.link(token.name, file)
+        file.chmod(0o600)
 
 
 def _use_loopback() -> None:

@@ -94,6 +94,8 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
         .remote(args)
     )
     peer = Peer("the rollout manager", Path(args.run_dir) / "logs" / "rollout_manager.log")
+    if here.own:  # else it has the environment of the cluster
+        wait_one(manager.take_secrets.remote(cluster.secrets_of_users()), peer, "its start", MANAGER_START_DEADLINE_S)
     setup = manager.setup.remote(pg, here.wiring_of_engines())
     wait_one(setup, peer, "its start", MANAGER_START_DEADLINE_S)
     per_epoch: int | None = wait_one(

@@ -15,7 +15,8 @@ from slime.arguments import ArgumentError
 from slime.observability.logging_utils import configure_logger
 from slime.ray.remote import RemoteFailure, clean_traceback, one_line_kind
 from slime.utils import shared_memory
-from slime.utils.atomic_file import space_left
+from slime.utils.atomic_file import space_left, write_atomically
+from slime.utils.secrets import hide_command_line, mask_text, remember
 from slime.utils.user_code import users_frames
 
 SHORT_MESSAGE_LINES = 6
@@ -48,6 +49,8 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
 
     The cause of a failure is printed last; the full traceback is in ``<run_dir>/logs/failure.txt``.
     """
+    hide_command_line()
+    remember(args)
     configure_logger("driver")
     _sigterm.arrived = False
     handle_sigterm()
@@ -75,8 +78,9 @@ def handle_sigterm() -> None:
 
 def _report_failure(args: Namespace, error: Exception) -> None:
     details = error.details if isinstance(error, RemoteFailure) and error.details else clean_traceback(error)
-    where = _keep_details(args, f"{one_line_kind(error)}\n\n{details}\n")
-    message = one_line_kind(error)
+    details = mask_text(details)
+    message = mask_text(one_line_kind(error))
+    where = _keep_details(args, f"{message}\n\n{details}\n")
     if shared_memory.DIRECTORY.name not in message:
         message += shared_memory.hint(message)
     # A long message is complete (an engine's last lines); a short one needs the place it came from.
@@ -95,7 +99,7 @@ def _keep_details(args: Namespace, text: str) -> str:
     path = Path(args.run_dir) / "logs" / "failure.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, errors="backslashreplace")
+        write_atomically(path, text.encode(errors="backslashreplace"), private=True)
     except OSError as e:
         return f"\n(the details cannot be written to {path}: {e.strerror or e}{space_left(path)})"
     return f"\n(details: {path})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
 from argparse import Namespace
@@ -70,6 +71,13 @@ class RolloutManager(EngineControl):
         super().__init__(args)
         self._carried_snapshots: dict[int, bytes | None] = {}
         self._constant_rewards = ConstantRewards(args)
+
+    def take_secrets(self, secrets: Mapping[str, str]) -> None:
+        """Add to this process's environment what users' functions may need and no other process of the run has.
+
+        It is not in the environment that the process was started with, which tools show.
+        """
+        os.environ.update(secrets)
 
     @reports_errors
     def setup(self, pg: Any, wiring: dict[str, Any]) -> None:

@@ -10,11 +10,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from slime.observability.best_effort import output
-from slime.observability.logging_utils import configure_logger, init_tracking
+from slime.observability.logging_utils import MaskingFormatter, configure_logger, init_tracking
 from slime.observability.run_dir import log_path
 from slime.utils import shared_memory
+from slime.utils.atomic_file import open_private
 from slime.utils.network import get_current_node_ip, get_free_port
 from slime.utils.process_guard import guard_self
+from slime.utils.secrets import remember
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ def begin(args: Namespace, component: str) -> Path:
     the driver's terminal. Metrics logged in this process wait to be drained. What the process starts ends with it.
     """
     guard_self()
+    remember(args)
     path = log_path(args, component)
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     failure = _print_to(path)
@@ -41,7 +44,7 @@ def begin(args: Namespace, component: str) -> Path:
     configure_logger(component)
     handler = logging.StreamHandler(terminal)
     handler.addFilter(_ForDriver())
-    handler.setFormatter(logging.Formatter(f"[{component}] %(levelname)s %(message)s"))
+    handler.setFormatter(MaskingFormatter(f"[{component}] %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     if failure is not None:
         logger.warning("%s cannot be written, and %s logs to its terminal alone: %s", path, component, failure)
@@ -61,7 +64,7 @@ def _print_to(path: Path) -> OSError | None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fd = open_private(path)
     except OSError as e:
         return e
     os.dup2(fd, 1)

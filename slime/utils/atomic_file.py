@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+PRIVATE = 0o600
 
 
 @contextlib.contextmanager
@@ -38,10 +39,25 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = False) -> Iterato
             temporary.unlink()
 
 
-def write_atomically(path: str | os.PathLike[str], content: str | bytes, *, durable: bool = False) -> None:
-    """Replace the content of ``path`` (text as UTF-8, line ends as they are); see ``replacing``."""
+def write_atomically(
+    path: str | os.PathLike[str], content: str | bytes, *, durable: bool = False, private: bool = False
+) -> None:
+    """Replace the content of ``path`` (text as UTF-8, line ends as they are); see ``replacing``.
+
+    With ``private`` only this user can read it.
+    """
     with replacing(path, durable=durable) as temporary:
+        if private:
+            temporary.touch(PRIVATE)
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def open_private(path: str | os.PathLike[str], flags: int = 0) -> int:
+    """Return a descriptor that appends to ``path``, which only this user can read from now on."""
+    descriptor = os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE)
+    with contextlib.suppress(OSError):  # another user's
+        os.fchmod(descriptor, PRIVATE)
+    return descriptor
 
 
 def sync(path: Path) -> None:

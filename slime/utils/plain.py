@@ -5,32 +5,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-MASK = "***"
-WORDS = ("api_key", "wandb_key", "admin_key", "secret", "password", "auth_token", "hf_token", "token_file", "_db_url")
-
-
-@lru_cache(maxsize=8192)
-def is_secret(name: str) -> bool:
-    """True when the setting ``name`` (an attribute or a flag) holds a key, a token or a password."""
-    text = name.lower().replace("-", "_")
-    return any(word in text for word in WORDS)
+from slime.utils.secrets import MASK, is_secret, mask_text
 
 
 def plain(name: str, value: Any) -> Any:
     """``value``, which is called ``name``, as plain data; what has no plain form is written as its ``repr``.
 
-    The values of keys, tokens and passwords are masked, at every depth.
+    Secrets are masked, at every depth: by the name of a value, and by what a text holds.
     """
     if value is None or isinstance(value, bool):
         return value
     if is_secret(name) and value not in ("", [], {}):
         return MASK
-    if isinstance(value, int | float | str):
+    if isinstance(value, int | float):
         return value
+    if isinstance(value, str):
+        return mask_text(value, name)
     if isinstance(value, argparse.Namespace):
         return {k: plain(k, v) for k, v in sorted(vars(value).items())}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -41,4 +34,4 @@ def plain(name: str, value: Any) -> Any:
         return [plain("", item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted((plain("", item) for item in value), key=str)
-    return str(value) if isinstance(value, Path) else repr(value)
+    return mask_text(str(value) if isinstance(value, Path) else repr(value))

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slime.utils import process_supervisor
-from slime.utils.atomic_file import space_left
+from slime.utils.atomic_file import open_private, space_left
+from slime.utils.secrets import public_environment
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ def _open_log(path: Path, name: str) -> BinaryIO:
     """Open the log to append to it; nowhere, with a warning, where that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab")
+        return os.fdopen(open_private(path), "ab")
     except OSError as e:
         logger.warning("%s has no log: %s cannot be written: %s%s", name, path, e.strerror or e, space_left(path))
         return open(os.devnull, "ab")
@@ -190,7 +191,7 @@ class Janitor:
     def __init__(self, tag: str) -> None:
         self.tag = tag
         # Without the tag in its own environment, and with none of our output files held open.
-        env = {k: v for k, v in os.environ.items() if k not in (RUN_TAG, GUARD_TAG)}
+        env = {k: v for k, v in public_environment().items() if k not in (RUN_TAG, GUARD_TAG)}
         self._supervisor = _Supervisor("janitor", tag, [], env, subprocess.DEVNULL, f"janitor of {tag}")
         self._supervisor.wait_started()
 

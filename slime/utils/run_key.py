@@ -59,7 +59,7 @@ def _for_aiohttp() -> None:
         if (key := key_for(url.scheme, url.host, url.port)) is not None and options.get("proxy") is None:
             self.headers["Authorization"] = f"Bearer {key}"
 
-    ClientRequest.__init__ = init  # type: ignore[method-assign, assignment]
+    ClientRequest.__init__ = init  # type: ignore[method-assign]
 
 
 def _for_requests() -> None:
@@ -79,7 +79,7 @@ def _for_requests() -> None:
             request.headers["Authorization"] = f"Bearer {key}"
         return sent(self, request, *args, **options)
 
-    HTTPAdapter.send = send  # type: ignore[method-assign, assignment]
+    HTTPAdapter.send = send  # type: ignore[method-assign]
 
 
 def _for_urllib() -> None:
@@ -122,5 +122,5 @@ def _for_httpx() -> None:
     async def handle_async_request(self: Any, request: httpx.Request) -> httpx.Response:
         return await handled_async(self, with_key(self, request))
 
-    httpx.HTTPTransport.handle_request = handle_request  # type: ignore[method-assign, assignment]
-    httpx.AsyncHTTPTransport.handle_async_request = handle_async_request  # type: ignore[method-assign, assignment]
+    httpx.HTTPTransport.handle_request = handle_request  # type: ignore[method-assign]
+    httpx.AsyncHTTPTransport.handle_async_request = handle_async_request  # type: ignore[method-assign]

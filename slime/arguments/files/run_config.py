@@ -19,7 +19,8 @@ from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.flag import KIND_WORDS, Flag
 from slime.arguments.passthrough import megatron
 from slime.utils.atomic_file import write_atomically
-from slime.utils.plain import is_secret, plain
+from slime.utils.plain import plain
+from slime.utils.secrets import MASK, is_secret, mask_text
 
 OPTION = "--config"
 OWN_FLAGS = frozenset({"config", "dump_config", "dry_run"})
@@ -175,19 +176,28 @@ def _same(one: Any, other: Any) -> bool:
 
 def _written(name: str, value: Any, flag: Flag | None, hidden: list[str]) -> Any:
     """``value`` as ``read`` understands it; the names of secrets are added to ``hidden``."""
-    if value is not None and is_secret(name):
-        hidden.append(name)
-        return None
+    value = _without_secrets(name, name, value, hidden)
     if flag is not None and flag.kind == "json" and isinstance(value, str):
         return json.dumps(value)
-    return plain(name, _without_secrets(name, value, hidden))
+    return plain(name, value)
 
 
-def _without_secrets(name: str, value: Any, hidden: list[str]) -> Any:
-    if isinstance(value, list):
-        return [_without_secrets(name, item, hidden) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    secrets = [key for key, item in value.items() if item and is_secret(str(key))]
-    hidden += [f"{key} in {name}" for key in secrets]
-    return {key: _without_secrets(name, item, hidden) for key, item in value.items() if key not in secrets}
+def _without_secrets(name: str, place: str, value: Any, hidden: list[str]) -> Any:
+    """``value`` without the entries that are secret; None, with ``place`` in ``hidden``, when all of it is."""
+    if isinstance(value, Mapping) and not is_secret(name):
+        left = {key: _without_secrets(str(key), f"{key} in {place}", item, hidden) for key, item in value.items()}
+        return {key: item for key, item in left.items() if item is not None or value[key] is None}
+    if _is_or_holds_secret(name, value):
+        hidden.append(place)
+        return None
+    return value
+
+
+def _is_or_holds_secret(name: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and any(is_secret(name) or _is_or_holds_secret(str(k), v) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return any(_is_or_holds_secret(name, item) for item in value)
+    return (value is not None and plain(name, value) == MASK) or (
+        isinstance(value, str) and mask_text(value, name) != value
+    )

@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from slime.utils.atomic_file import FULL
+from slime.utils.atomic_file import FULL, open_private
 from slime.utils.p2p.agents import UCX_OVER_TCP
+from slime.utils.secrets import public_environment
 
 HERE = Path(__file__).parent
 CPU_STANDINS = HERE / "cpu_standins"
@@ -69,14 +70,16 @@ def engine_environment(
     takes_adapters: bool = False,
     meets_at_file: bool = False,
 ) -> dict[str, str]:
-    """Return the whole environment of an engine: ``base`` (default: this process's) plus what SGLang needs.
+    """Return the whole environment of an engine: ``base`` plus what SGLang needs.
+
+    ``base`` is by default that of this process, without secrets.
 
     A variable that ``base`` sets wins over the defaults here. ``scratch`` is the engine's own directory for temporary
     files: SGLang leaves its sockets there. Compiled kernels stay in the usual place. ``cores`` are those that the
     tensor-parallel ranks of a CPU engine are bound to (default: those of this process). ``takes_adapters``: whether
     the trainer pushes adapters to it. ``meets_at_file``: whether its ranks, which are all on this host, meet at a file.
     """
-    env = dict(os.environ if base is None else base)
+    env = public_environment() if base is None else dict(base)
     for name in REMOVED:
         env.pop(name, None)
     on_cpu = device_type == "cpu"
@@ -175,8 +178,7 @@ def make_private(log_path: Path) -> None:
     """Create the log if need be and let only this user read it. On a full disk there is none."""
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        os.chmod(log_path, 0o600)
+        os.close(open_private(log_path))
     except OSError as e:
         if e.errno not in FULL:
             raise

@@ -23,6 +23,7 @@ from slime.servers.http import RouterError
 from slime.servers.types import EngineInfo
 from slime.utils.network import join_address
 from slime.utils.process_guard import GuardedProcess, spawn
+from slime.utils.secrets import public_environment
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class RouterProcess(Router):
             json.dump(fields, file)
         self._options = Path(options)
         command = [sys.executable, "-m", "slime.backends.sglang_utils.router_main", self.package, options]
-        env = dict(os.environ)
+        env = public_environment()
         env["PYTHONPATH"] = os.pathsep.join(p for p in (_SOURCE_ROOT, env.get("PYTHONPATH", "")) if p)
         self._process = spawn(command, env, self.log_path, self.name)
         logger.info("%s: %s, pid %d, %s, log %s", self.name, self.package, self._process.pid, self.url, self.log_path)

@@ -35,6 +35,7 @@ from slime.utils import run_key
 from slime.utils.hf_checkpoint import quantization_of, read_config
 from slime.utils.http_utils import get_http_client
 from slime.utils.network import get_current_node_ip
+from slime.utils.secrets import remember
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class EngineFleet:
         self._given_keys = self.args.sglang_api_key, self.args.sglang_admin_api_key
         # Before anything copies args: router, engines and clients all take the keys from there.
         ensure_api_key(self.args)
+        remember(self.args)
         for model in self.models:
             model.router = self._router(model, host)
             model.router.start()

@@ -19,7 +19,7 @@ from slime.arguments import ArgumentError
 from slime.arguments.files.run_config import OWN_FLAGS
 from slime.arguments.flag import Flag
 from slime.arguments.parse import resolve
-from slime.utils.plain import is_secret
+from slime.utils.secrets import is_secret
 from tests.support.arguments import known, minimal_flags
 from tests.support.command_lines import command_lines
 

@@ -48,12 +48,12 @@ class KeyCheck:
 
         if scope["type"] == "http" and scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        token = bearer_token(given[0].decode("latin-1")) if len(given) == 1 else None
+        # sglang-router adds its own to that of the client.
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
         keys = [self._admin_api_key or self._api_key]
         if not (self._admin_api_key and self._is_administration(scope)):
             keys.append(self._api_key)
-        return any(is_key(token, key) for key in keys if key)
+        return any(is_key(bearer_token(header), key) for header in given for key in keys if key)
 
     def _is_administration(self, scope: Scope) -> bool:
         from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope
