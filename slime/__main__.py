@@ -16,11 +16,17 @@ class Command(NamedTuple):
 
 def _serve(words: Sequence[str]) -> int:
     from slime.arguments.parse import ArgumentError, exit_with, parse_args
+    from slime.first_look.start import look
 
     try:
-        args = parse_args(words, serve=True)
+        args = parse_args(words, serve=True, look=look)
+        found = look(args)
+        if found.errors:
+            raise ArgumentError("\n".join(found.errors))
     except ArgumentError as error:
         exit_with(error)
+    for sentence in [*found.warnings, *found.unchecked]:
+        print(f"slime: warning: {sentence}", file=sys.stderr)
     from slime.ray.program import run_as_program  # after the arguments: a mistyped flag is answered at once
     from slime.ray.serving import serve
 

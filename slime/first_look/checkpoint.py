@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
+from slime.arguments.placement import models_of
 from slime.arguments.rules.hf_config import read_config
 from slime.first_look import Findings
 from slime.utils.hf_checkpoint import HfCheckpoint
@@ -18,15 +19,16 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.tiktoken", "*.model", "tokenizati
 
 
 def look_at_weights(args: Namespace, found: Findings) -> None:
-    """Open every safetensors file, whose header says whether it is whole; report those of ``WEIGHT_FLAGS`` that are
-    missing or cannot be read. Megatron's checkpoints have none."""
+    """Open every safetensors file, whose header says whether it is whole; report those of ``WEIGHT_FLAGS`` and of the
+    models of ``--sglang-config`` that are missing or cannot be read. Megatron's checkpoints have none."""
     flag_of: dict[str, str] = {}
     for name in WEIGHT_FLAGS:
         if directory := getattr(args, name):
             flag_of.setdefault(directory, f"--{name.replace('_', '-')}")
-    for directory, flag in flag_of.items():
+    served = _served(args)
+    for directory, flag in {**served, **flag_of}.items():
         if not any(Path(directory).glob("*.safetensors*")):
-            if problem := _without_safetensors(args, directory):
+            if problem := _without_safetensors(args, directory, served=directory in served):
                 found.errors.append(f"{flag} {directory}: {problem}")
             continue
         found.begins(f"the files of {flag} {directory}")
@@ -37,7 +39,19 @@ def look_at_weights(args: Namespace, found: Findings) -> None:
             found.errors.append(f"{flag}: {e}")
 
 
-def _without_safetensors(args: Namespace, directory: str) -> str | None:
+def _served(args: Namespace) -> dict[str, str]:
+    """Return the checkpoint directories that engines of this run read, with what names them."""
+    if args.debug_train_only or args.rollout_external or not args.rollout_num_gpus:
+        return {}
+    if args.sglang_load_format == "dummy":  # weights are made up
+        return {}
+    if args.sglang_config is None:
+        return {args.hf_checkpoint: "--hf-checkpoint"}
+    models = models_of(args) or ()
+    return {str(model.model_path): f"--sglang-config, model {model.name}:" for model in models}
+
+
+def _without_safetensors(args: Namespace, directory: str, *, served: bool) -> str | None:
     """Return what is wrong with a directory of Hugging Face form that holds no safetensors file, if weights are read.
 
     Engines alone read some other formats too, and a trainer may load its weights from elsewhere.
@@ -46,13 +60,8 @@ def _without_safetensors(args: Namespace, directory: str) -> str | None:
     if not (path / "config.json").is_file():
         return None
     others = sorted(file.name for pattern in OTHER_FORMATS for file in path.glob(pattern))
-    trains = not args.debug_rollout_only
-    trainer_reads = trains and directory in (args.load, args.ref_load, args.opd_teacher_load)
-    engines_read = (
-        directory == args.hf_checkpoint and args.sglang_config is None and bool(args.rollout_num_gpus)
-        and not (args.debug_train_only or args.rollout_external) and args.sglang_load_format != "dummy"
-    )  # fmt: skip
-    if not (trainer_reads or (engines_read and not others)):
+    trained = not args.debug_rollout_only and directory in (args.load, args.ref_load, args.opd_teacher_load)
+    if not (trained or (served and not others)):
         return None
     seen = f"it has {', '.join(others[:3])}, which is not read: convert it" if others else "it has none: fetch it again"
     return f"expected weights in *.safetensors files; {seen} (or give the directory that has them)"

@@ -32,7 +32,9 @@ def look(args: Namespace, *, dry_run: bool = False) -> Findings:
     found = Findings()
     if args.skip_first_look:
         return found
-    absent = dry_run and not os.path.exists(args.hf_checkpoint or "") and not _prompts_are_here(args)
+    absent = (
+        dry_run and not args.serve_only and not os.path.exists(args.hf_checkpoint or "") and not _prompts_are_here(args)
+    )
     if absent and not _hooks_are_given(args):
         found.unchecked.append("prompts: neither the checkpoint nor the prompts are on this machine")
         return found

@@ -5,6 +5,7 @@ Formulas and what is left out: docs/en/advanced/memory.md. ``memory_text`` write
 
 from __future__ import annotations
 
+import copy
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,11 @@ from typing import Any
 
 from slime.arguments.command_line import all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
+from slime.arguments.models import hf_fields
 from slime.arguments.models.facts import known_config
 from slime.arguments.models.megatron_flags import describe
 from slime.arguments.placement import args_of_group, layout_of, models_of
+from slime.arguments.rules import model_defaults
 from slime.planner.memory_engine import EngineMemory, engine_memory
 from slime.planner.memory_trainer import TrainerMemory, trainer_memory
 from slime.planner.model_size import ModelSize, model_size
@@ -118,6 +121,9 @@ def capacities(gigabytes: float | None) -> dict[float, int]:
 def memory(args: Namespace) -> Memory:
     """Return the estimate for ``args`` (from ``parse_args``). Raises ValueError when they do not describe the model."""
     config = checkpoint_config(args)
+    if args.debug_rollout_only and args.num_layers is None and config:  # without a trainer nothing asks for model flags
+        args = copy.copy(args)
+        model_defaults.fill(args, hf_fields.text_part(dict(config)), args.explicit_flags)
     size = model_size(args, config)
     trains = not args.debug_rollout_only
     unknown: list[str] = []

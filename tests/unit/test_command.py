@@ -44,7 +44,7 @@ def test_flags_of_serve_are_read_and_its_exit_status_returned(monkeypatch: pytes
     monkeypatch.setattr(serving, "serve", serve)
     monkeypatch.setattr("slime.ray.program.configure_logger", lambda prefix: None)
     monkeypatch.setattr("slime.ray.program.handle_sigterm", lambda: None)
-    assert command.main(["serve", "--hf-checkpoint", "/m", "--rollout-num-gpus", "3"]) == 130
+    assert command.main(["serve", "--hf-checkpoint", "someone/model", "--rollout-num-gpus", "3"]) == 130
     assert served[0].serve_only
     assert served[0].rollout_num_gpus == 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from argparse import Namespace
 from pathlib import Path
@@ -28,6 +29,7 @@ _LEFT_OUT: dict[str, Any] = {
     "--moe-shared-expert-intermediate-size": 0,
 }
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of transformers' classes end that have an output layer over the vocabulary."""
 
@@ -124,6 +126,9 @@ def check_readable(args: Namespace) -> None:
         diagnostics.unavailable(args, _instead(args))
     elif not args.debug_rollout_only:
         read_config(args.hf_checkpoint)
+    elif args.rollout_external_engine_addrs is None and not (args.serve_only and args.sglang_config is not None):
+        if not HUB_NAME.fullmatch(args.hf_checkpoint):  # by its name engines alone may fetch a model
+            read_config(args.hf_checkpoint)
 
 
 def check_consistency(args: Namespace) -> None:

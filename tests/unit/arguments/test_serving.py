@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from slime.__main__ import main
 from slime.arguments import ArgumentError, parse_args
 from slime.arguments.placement import engines_of
 from slime.arguments.rules.hf_config import read_config
@@ -15,6 +17,7 @@ from slime.planner.render import summary_text
 from slime.ray.engines.members import Members
 from slime.ray.engines.served_model import served_models
 from tests.support.arguments import minimal_flags, parse
+from tools.tiny_model import make_tiny_checkpoint
 
 CHECKPOINT = minimal_flags()[1]
 ONE_FILE = f"""
@@ -130,3 +133,31 @@ def test_the_plan_has_no_rollouts(file: str) -> None:
     assert "serving manager" in text
     assert "Batches" not in text
     assert "A real run would start" in text
+    assert "It fits on GPUs from 24 GB" in text
+
+
+@pytest.mark.parametrize("words", [(), ("--rollout-num-gpus-per-engine", "2")])
+def test_the_plan_counts_the_memory_of_engines_that_a_checkpoint_describes(words: tuple[str, ...]) -> None:
+    text = summary_text(serve("--hf-checkpoint", CHECKPOINT, *words))
+    assert "No estimate" not in text
+    assert "of cache:" in text
+    assert "trainer" not in text.partition("Memory")[2].partition("GPU ")[0]
+
+
+def test_a_path_that_is_wrong_is_refused_at_once(tmp_path: Path) -> None:
+    for words in (("--hf-checkpoint", "nope"), ("--hf-checkpoint", str(tmp_path / "nope"))):
+        with pytest.raises(ArgumentError, match=r"nope: there is no .*nope/config.json"):
+            serve(*words)
+        with pytest.raises(ArgumentError, match="there is no"):
+            parse("--debug-rollout-only", *words)
+    serve("--hf-checkpoint", "Qwen/Qwen3-4B")  # the engines fetch it
+
+
+def test_files_are_looked_at_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(make_tiny_checkpoint(tmp_path / "model"), broken)
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--hf-checkpoint", str(broken)])
+    assert caught.value.code == 2
+    assert f"--hf-checkpoint {broken}: expected weights in *.safetensors files; it has none" in capsys.readouterr().err
