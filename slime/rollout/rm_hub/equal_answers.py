@@ -28,6 +28,7 @@ _E_NOTATION = re.compile(r"(?<![\w.])(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,3}(?![
 _GROUPED_BY_LATEX = re.compile(r"(?<=\d)(?:,\\!|\{,\}) *(?=\d{3}(?!\d))")
 _GROUPED_BY_SPACES = re.compile(r"(?<![\d.,])\d{1,3}(?: +\d{3})+(?!\d)")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
+_ENTRIES = re.compile(r"(?<![\d.,])[1-9]\d*(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")
 _MIXED = re.compile(r"(?<![\d.)\w}])(\d+) +(\d+)/(\d+)(?![\d!^])")
 _BASES = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
@@ -54,7 +55,7 @@ def canonical(answer: str) -> str:
     text = re.sub(r"\\(" + "|".join(FUNCTIONS[1:]) + r")(?![a-zA-Z])", r"\1 ", text)  # \sqrt stays a command
     text = re.sub(r"\\([a-zA-Z]+) +([a-zA-Z0-9])(?![a-zA-Z0-9])", r"\\\1{\2}", text)
     text = re.sub(r"\s+", "", _lower(text))
-    text = _THOUSANDS.sub(_joined_thousands(text), text)
+    text = _without_thousands(text)
     return _scripts(text)
 
 
@@ -71,10 +72,10 @@ def _lower(text: str) -> str:
     return re.sub("[^Α-Ω]+", lambda m: m[0].lower(), text)
 
 
-def _joined_thousands(text: str) -> Callable[[re.Match[str]], str]:
+def _without_thousands(text: str) -> str:
     """In a tuple a comma separates, unless what follows it could be no entry: ``(1,000)`` is not (1, 0)."""
     in_tuple = text[:1] in "([⦃⟨" and text[-1:] in ")]⦄⟩"
-    return lambda m: m[0] if in_tuple and ",0" not in m[0] else m[0].replace(",", "")
+    return (_ENTRIES if in_tuple else _THOUSANDS).sub(lambda m: m[0].replace(",", ""), text)
 
 
 def _scripts(text: str) -> str:
@@ -244,5 +245,7 @@ def _is_formula(text: str) -> bool:
     """Whether letters may be symbols: those of words are not, whose order counts."""
     plain = _NOT_LETTERS.sub(" ", text)
     runs = re.findall(r"[^\W\d_]+", plain)
-    different = len(set("".join(runs)))
-    return different <= 2 or (different <= 8 and max(map(len, runs)) <= 3 and re.search(r"[-+*/^(]", text) is not None)
+    different, longest = len(set("".join(runs))), max(map(len, runs), default=0)
+    if longest > 2 and re.search(r"[-+*/^(]", text) is None:
+        return False
+    return different <= 2 or (different <= 8 and longest <= 3)
