@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slime.utils import digests
 from slime.utils.atomic_file import write_atomically
 from slime.utils.hf_checkpoint import INDEX
 
@@ -107,7 +108,8 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int)
 def copy_other_files(source: Path, target: Path) -> None:
     """Copy config, tokenizer and the like: top-level files that are neither weights nor an index of weights."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
+        of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith((".index.json", digests.FILE))
+        if path.is_file() and not of_weights:
             shutil.copyfile(path, target / path.name)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -57,3 +60,36 @@ def test_the_same_command_started_twice_leaves_the_first_run_untouched(flags: li
     steps = [int(step) for step in done.values("train/step")] or sorted(done.metric("train/loss"))
     assert steps == list(range(6))
     assert len(done.values("train/loss")) == 6
+
+
+@needs_mount
+def test_a_full_shared_memory_is_named_before_anything_starts(flags: list[str], tmp_path: Path) -> None:
+    inside = small_disk.command(Path("/dev/shm"), "64m", fill=True)
+    with Run([*flags, *saving(tmp_path, 1)], tmp_path / "run", inside=inside) as run:
+        found = run.finish(DEADLINE_S)
+    assert found.returncode == 2, found.output
+    assert "error: /dev/shm has 0 of 64 MiB free" in found.output
+    assert not list((tmp_path / "save").glob("*"))
+
+
+@needs_mount
+def test_a_small_shared_memory_is_enough_or_named(flags: list[str], tmp_path: Path) -> None:
+    inside = small_disk.command(Path("/dev/shm"), "17m")
+    with Run([*flags, *saving(tmp_path, 1)], tmp_path / "run", inside=inside) as run:
+        found = run.finish(DEADLINE_S)
+    assert "shared memory: /dev/shm has 17 of 17 MiB free" in found.output
+    if found.returncode != 0:
+        assert found.output.partition("\nerror: ")[2].count("/dev/shm has"), found.output
+
+
+def test_a_stopped_trainer_is_named_while_the_run_waits(flags: list[str], tmp_path: Path) -> None:
+    with Run([*flags, "--num-rollout", "3"], tmp_path / "run") as run:
+        run.wait_for(r"rollout 0 of 3", DEADLINE_S)
+        log = (tmp_path / "run/logs/actor_rank0.log").read_text()
+        trainer = int(re.findall(r"actor_rank0 of run \S+: pid (\d+)", log)[-1])
+        os.kill(trainer, signal.SIGSTOP)
+        said = run.wait_for(r"waits for actor rank 0, whose process", 60.0)
+        assert f"process {trainer} is stopped" in said
+        os.kill(trainer, signal.SIGCONT)
+        found = run.finish(DEADLINE_S)
+    assert found.returncode == 0, found.output

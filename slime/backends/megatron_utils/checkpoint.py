@@ -165,6 +165,8 @@ def load_checkpoint(
             common = read_common(directory, form, _named_chunks(state.model), with_optimizer=goes_on)
     if not compared and common.get(HAS_DIGESTS):
         raise ValueError(f"checkpoint {directory} has lost its {digests.FILE}. {WAY_BACK}")
+    if not compared:
+        logger.info("%s has no digests (slime <= 0.3.1 and Megatron-LM write none): it is not compared", directory)
     check_described(common.get("slime_lora"), state.adapters, directory)
     with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
     if goes_on and not with_optimizer and not _is_stateless(args):

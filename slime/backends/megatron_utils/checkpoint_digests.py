@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.parallel import first_error, gather_from_world
 from slime.utils import digests
 
-logger = logging.getLogger(__name__)
-
 HAS_DIGESTS = "slime_digests"
 """In what a checkpoint holds beside tensors: that its digests were written."""
 WAY_BACK = "Choose another iteration with --ckpt-step"
+WAY_BACK_OF_HF = "Fetch or export the checkpoint again"
 
 
-def check_files(directory: Path) -> bool:
-    """Compare all files of a checkpoint with their digests; return whether there are any.
+def check_files(directory: Path, way_back: str = WAY_BACK) -> bool:
+    """Compare all files of a checkpoint that have digests with them; return whether there are any.
 
     Raises ValueError on all ranks, naming the file that is damaged. Collective.
     """
@@ -31,24 +30,24 @@ def check_files(directory: Path) -> bool:
             largest_first = sorted(files, key=lambda name: (-(directory / name).stat().st_size, name))
             digests.check(directory, files, largest_first[rank::ranks])
     except (OSError, ValueError) as e:
-        message = f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {e}. {WAY_BACK}"
+        message = f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {e}. {way_back}"
     if message := first_error(message):
         raise ValueError(message)
-    if files is None:
-        logger.info("%s has no digests (slime <= 0.3.1 and Megatron-LM write none): it is not compared", directory)
     return files is not None
 
 
-def write_digests(directory: Path, computed: Mapping[str, str], beside: Iterable[str]) -> None:
-    """Note the digests of all files in ``directory``: those that ranks have ``computed`` while writing, and the rest.
+def write_digests(
+    directory: Path, computed: Mapping[str, str] = MappingProxyType({}), beside: Iterable[str] = (), pattern: str = "*"
+) -> None:
+    """Note the digests of the files in ``directory``: those that ranks have ``computed`` while writing, and the rest.
 
-    ``beside``: files that belong to the checkpoint and are checked by who reads them.
+    ``beside``: files that belong to the checkpoint and are checked by who reads them. ``pattern``: of the rest.
 
     Raises RuntimeError on all ranks when a file cannot be read back. Collective.
     """
     found = {name: one for part in gather_from_world(computed) for name, one in part.items()}
     rank, ranks = _place()
-    files = (path for path in directory.rglob("*") if path.is_file()) if rank == 0 else ()
+    files = (path for path in directory.rglob(pattern) if path.is_file()) if rank == 0 else ()
     names = {str(path.relative_to(directory)) for path in files}
     rest = gather_from_world(sorted(names - found.keys()))[0]
     message, own = None, {}
@@ -64,7 +63,7 @@ def write_digests(directory: Path, computed: Mapping[str, str], beside: Iterable
         except OSError as e:
             message = f"the digests of {directory} cannot be written: {e}"
     if message := first_error(message):
-        raise RuntimeError(f"{message}. The previous checkpoint is untouched")
+        raise RuntimeError(message)
 
 
 def _place() -> tuple[int, int]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.checkpoint import TrainerState, load_checkpoint
+from slime.backends.megatron_utils.checkpoint_digests import WAY_BACK_OF_HF, check_files
 from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_megatron_checkpoint, iteration_dir
 from slime.backends.megatron_utils.host_copy import HostCopy
 
@@ -139,6 +141,7 @@ def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: Weig
                 f"--opd-teacher-ckpt-step {step}: {source} is no Megatron checkpoint with steps to choose from"
             )
         else:
+            check_files(Path(source), WAY_BACK_OF_HF)
             load_hf(model, source, args)
     except Exception as error:
         error.add_note(

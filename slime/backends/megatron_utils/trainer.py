@@ -18,6 +18,7 @@ from slime.arguments.rules.checkpoints import needs_teacher
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.balancing import build_balancing
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
+from slime.backends.megatron_utils.checkpoint_digests import WAY_BACK_OF_HF, check_files, write_digests
 from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_megatron_checkpoint
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
@@ -223,6 +224,7 @@ class MegatronTrainer:
     def _load_hf(self, path: str) -> None:
         from slime.backends.megatron_utils.weights import load_hf
 
+        check_files(Path(path), WAY_BACK_OF_HF)
         load_hf(self.model, path, self.args)
         logger.info("loaded Hugging Face weights from %s", path)
 
@@ -324,6 +326,7 @@ class MegatronTrainer:
 
         with self.weights_present():
             export_hf(self.model, self.args, path)
+        write_digests(Path(path), pattern="*.safetensors")  # its configuration may be edited
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory and free the device's (gradients are dropped)."""

