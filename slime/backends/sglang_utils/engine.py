@@ -15,7 +15,14 @@ from slime.arguments.rules.lora import takes_adapters
 from slime.backends.sglang_utils.environment import Scratch, engine_environment, make_private
 from slime.backends.sglang_utils.errors import EngineStartError, with_last_lines
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
-from slime.backends.sglang_utils.server_args import EngineSpec, build_server_args, check_transport, secret_fields
+from slime.backends.sglang_utils.server_args import (
+    EngineSpec,
+    build_server_args,
+    check_transport,
+    has_no_key,
+    secret_fields,
+)
+from slime.servers.auth import is_loopback
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
 from slime.servers.types import EngineInfo
@@ -128,6 +135,11 @@ class EngineProcess:
         command = build_server_args(self.args, self._spec)
         self._scratch = Scratch()
         secrets = secret_fields(self.args)
+        if has_no_key(self.args):
+            what = f"{self.name} answers whoever reaches it: SGLang knows no keys with --sglang-tokenizer-worker-num"
+            if not is_loopback(self._spec.host):
+                raise EngineStartError(f"{what}, and other hosts reach {self._spec.host}; leave that flag out")
+            logger.warning("%s", what)
         if secrets:
             command += ["--config", str(self._scratch.write_secrets(secrets))]
             make_private(self.log_path)  # SGLang logs its arguments

@@ -193,6 +193,8 @@ class RouterProcess(Router):
             json.dump(fields, file)
         self._options = Path(options)
         command = [sys.executable, "-m", "slime.backends.sglang_utils.router_main", self.package, options]
+        if not asked_for:
+            command.append(str(prometheus_port))
         env = public_environment()
         env["PYTHONPATH"] = os.pathsep.join(p for p in (_SOURCE_ROOT, env.get("PYTHONPATH", "")) if p)
         self._process = spawn(command, env, self.log_path, self.name)

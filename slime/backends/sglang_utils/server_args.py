@@ -98,7 +98,7 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
             "speculative_algorithm"
         ):  # pushes may leave the draft model out, and nobody else sends its weights
             fields["enable_draft_weights_cpu_backup"] = True
-    for name in secret_fields(args):
+    for name in ("api_key", "admin_api_key"):
         fields.pop(name, None)
     unknown = sorted(set(fields) - set(by_dest))
     if unknown:
@@ -113,9 +113,19 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
 
 
 def secret_fields(args: Namespace) -> dict[str, str]:
-    """Return the fields that go into a private file instead of the command line."""
+    """Return the fields that go into a private file instead of the command line.
+
+    None with several tokenizer processes: SGLang does not start them with a key.
+    """
+    if has_no_key(args):
+        return {}
     fields = {"api_key": args.sglang_api_key, "admin_api_key": args.sglang_admin_api_key}
     return {name: str(value) for name, value in fields.items() if value}
+
+
+def has_no_key(args: Namespace) -> bool:
+    """Whether the engines can have no key."""
+    return (args.sglang_tokenizer_worker_num or 1) > 1
 
 
 def forwarded_fields(args: Namespace, records: Sequence[Record]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from slime.arguments.passthrough import catalog
 from slime.backends.sglang_utils import server_args
+from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.errors import EngineStartError
 from slime.backends.sglang_utils.server_args import (
     EngineSpec,
@@ -254,6 +255,19 @@ def test_the_key_is_kept_off_the_command_line() -> None:
     args = engine_args(sglang_api_key="s3cret", sglang_admin_api_key="adm1n")
     assert secret_fields(args) == {"api_key": "s3cret", "admin_api_key": "adm1n"}
     assert not any("s3cret" in word or "adm1n" in word for word in build_server_args(args, spec()))
+
+
+def test_several_tokenizers_have_no_key_and_none_shows() -> None:
+    args = engine_args(sglang_api_key="s3cret", sglang_admin_api_key="adm1n", sglang_tokenizer_worker_num=2)
+    assert secret_fields(args) == {}
+    assert not any("s3cret" in word or "adm1n" in word for word in build_server_args(args, spec()))
+
+
+def test_several_tokenizers_do_not_serve_other_hosts(tmp_path: Path) -> None:
+    args = engine_args(sglang_tokenizer_worker_num=2)
+    engine = EngineProcess(args, rank=0, host="10.0.0.4", log_path=tmp_path / "engine.log")
+    with pytest.raises(EngineStartError, match="--sglang-tokenizer-worker-num"):
+        engine.start()
 
 
 def test_a_whole_config_file_of_the_user_is_not_forwarded() -> None:
