@@ -13,7 +13,14 @@ from slime.arguments.flag import Flag, add_opposite, add_to_parser, first_of_eac
 from slime.arguments.groups import slime_flags
 from slime.arguments.passthrough import catalog, router, sglang
 from slime.arguments.passthrough.megatron import megatron_flags
-from slime.arguments.spelling import dashes_are_foreign, looks_like_flag, nearest, parser_message, stray_message
+from slime.arguments.spelling import (
+    dashes_are_foreign,
+    hydra_message,
+    looks_like_flag,
+    nearest,
+    parser_message,
+    stray_message,
+)
 
 OF_YOUR_OWN = (
     "flags of your own code are declared by a function that --custom-arguments-path names; --ignore-unknown-flags "
@@ -108,6 +115,8 @@ def read_words(
     wrong type and words that belong to no flag.
     """
     known = parser._option_string_actions
+    if foreign := [message for word in _outside_of_values(words, known) if (message := hydra_message(word))]:
+        raise ArgumentError("\n".join(foreign))
     unknown = [w.split("=", 1)[0] for w in words if looks_like_flag(w, known) and w.split("=", 1)[0] not in known]
     if unknown and not ignore_unknown:
         messages = [_unknown_message(name, known) for name in dict.fromkeys(unknown)]
@@ -120,6 +129,13 @@ def read_words(
     if rest and not unknown:
         raise ArgumentError(stray_message(rest[0], words, known))
     return vars(namespace), rest
+
+
+def _outside_of_values(words: Sequence[str], known: Mapping[str, argparse.Action]) -> list[str]:
+    """``words`` without known flags and the value after one: a value may look like anything."""
+    takes_one = {option for option, action in known.items() if action.nargs != 0}
+    pairs = zip(["", *words], words, strict=False)
+    return [word for before, word in pairs if before not in takes_one and word.split("=", 1)[0] not in known]
 
 
 def _unknown_message(name: str, known: Mapping[str, argparse.Action]) -> str:

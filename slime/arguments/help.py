@@ -20,7 +20,7 @@ OPENING = """usage: train.py FLAGS
 
 Reinforcement learning of language models: Megatron trains, SGLang generates, Ray places."""
 NEEDS = (
-    "A run needs a model (--hf-checkpoint, and its flags from scripts/models), prompts (--prompt-data) and a reward "
+    "A run needs a model (--hf-checkpoint, whose config.json describes it), prompts (--prompt-data) and a reward "
     "(--rm-type), sizes (--rollout-batch-size, --global-batch-size), slots (--actor-num-gpus-per-node, and --colocate "
     "or --rollout-num-gpus) and an end (--num-rollout or --num-epoch)."
 )

@@ -49,7 +49,94 @@ SYNONYMS: dict[str, str] = {
     "lora-path": "--lora-adapter-path",
     "target-modules": "--lora-target-modules",
 }
+# Settings of trainers that use Hydra (``actor_rollout_ref.actor.optim.lr=1e-6``): the end of a path -> flag.
+HYDRA: dict[str, str] = {
+    "actor.optim.lr": "--lr",
+    "actor.optim.lr_warmup_steps": "--lr-warmup-iters",
+    "actor.optim.weight_decay": "--weight-decay",
+    "actor.optim.clip_grad": "--clip-grad",
+    "actor.grad_clip": "--clip-grad",
+    "critic.optim.lr": "the lr of the role critic in the file of --megatron-config-path",
+    "actor.ppo_mini_batch_size": "--global-batch-size (in samples: x --n-samples-per-prompt)",
+    "actor.ppo_micro_batch_size_per_gpu": "--micro-batch-size",
+    "actor.ppo_max_token_len_per_gpu": "--max-tokens-per-gpu",
+    "actor.use_dynamic_bsz": "--use-dynamic-batch-size",
+    "actor.clip_ratio": "--eps-clip",
+    "actor.clip_ratio_low": "--eps-clip",
+    "actor.clip_ratio_high": "--eps-clip-high",
+    "actor.clip_ratio_c": "--eps-clip-c",
+    "actor.entropy_coeff": "--entropy-coef",
+    "actor.use_kl_loss": "--use-kl-loss",
+    "actor.kl_loss_coef": "--kl-loss-coef",
+    "actor.kl_loss_type": "--kl-loss-type",
+    "actor.loss_agg_mode": "--calculate-per-token-loss (token-mean) or --pg-loss-reducer",
+    "actor.megatron.tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "actor.megatron.pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "actor.megatron.context_parallel_size": "--context-parallel-size",
+    "actor.megatron.expert_model_parallel_size": "--expert-model-parallel-size",
+    "actor.ulysses_sequence_parallel_size": "--context-parallel-size",
+    "rollout.n": "--n-samples-per-prompt",
+    "rollout.temperature": "--rollout-temperature",
+    "rollout.top_p": "--rollout-top-p",
+    "rollout.top_k": "--rollout-top-k",
+    "rollout.tensor_model_parallel_size": "--rollout-num-gpus-per-engine",
+    "rollout.gpu_memory_utilization": "--sglang-mem-fraction-static",
+    "rollout.max_num_seqs": "--sglang-max-running-requests",
+    "rollout.val_kwargs.n": "--n-samples-per-eval-prompt",
+    "rollout.val_kwargs.temperature": "--eval-temperature",
+    "rollout.name": "no flag: engines are SGLang's",
+    "model.path": "--hf-checkpoint",
+    "model.lora_rank": "--lora-rank",
+    "model.lora_alpha": "--lora-alpha",
+    "model.enable_gradient_checkpointing": "--recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "data.train_files": "--prompt-data",
+    "data.val_files": "--eval-prompt-data NAME FILE",
+    "data.train_batch_size": "--rollout-batch-size",
+    "data.max_prompt_length": "--rollout-max-prompt-len",
+    "data.max_response_length": "--rollout-max-response-len",
+    "data.prompt_key": "--input-key",
+    "data.reward_fn_key": 'the metadata "rm_type" of a row',
+    "data.shuffle": "--rollout-shuffle",
+    "data.seed": "--rollout-seed",
+    "algorithm.adv_estimator": "--advantage-estimator",
+    "algorithm.gamma": "--gamma",
+    "algorithm.lam": "--lambd",
+    "algorithm.kl_ctrl.kl_coef": "--kl-coef",
+    "algorithm.norm_adv_by_std_in_grpo": "--disable-grpo-std-normalization (for False)",
+    "reward_model.reward_manager": "--rm-type or --custom-rm-path",
+    "custom_reward_function.path": "--custom-rm-path MODULE.FUNCTION",
+    "custom_reward_function.name": "--custom-rm-path MODULE.FUNCTION",
+    "trainer.total_epochs": "--num-epoch",
+    "trainer.total_training_steps": "--num-rollout",
+    "trainer.save_freq": "--save-interval",
+    "trainer.test_freq": "--eval-interval",
+    "trainer.default_local_dir": "--save",
+    "trainer.n_gpus_per_node": "--actor-num-gpus-per-node",
+    "trainer.nnodes": "--actor-num-nodes",
+    "trainer.project_name": "--wandb-project",
+    "trainer.experiment_name": "--wandb-group",
+    "trainer.logger": "--use-wandb, --use-tensorboard",
+    "trainer.resume_mode": "no flag: --load and --save of the same directory resume",
+    "trainer.val_before_train": "--skip-eval-before-train (for False)",
+}
 _PREFIXES = ("rollout-", "sglang-", "router-")
+
+
+def hydra_message(word: str) -> str | None:
+    """What to write in place of a word of Hydra, ``path.to.key=value`` with or without dashes; None for other words."""
+    found = re.fullmatch(r"(?:--|[+~]{1,2})?([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)+)(?:=(.*))?", word, re.DOTALL)
+    if found is None or ("=" not in word and not word.startswith("--")):
+        return None
+    path, value = found[1].replace("-", "_"), found[2]
+    flag = next((flag for key, flag in HYDRA.items() if path == key or path.endswith(f".{key}")), None)
+    if flag is None:
+        last = path.rpartition(".")[2].replace("_", "-")
+        return f"{word} is a setting of Hydra; flags are written --flag value (`--help {last}` lists what mentions it)"
+    if not flag.startswith("--"):
+        return f"{word} is a setting of Hydra; here it is {flag}"
+    is_switch = value in ("True", "true", "False", "false")
+    return f"{word} is a setting of Hydra; here it is {flag}" + (f" {value}" if value and not is_switch else "")
 
 
 def looks_like_flag(word: str, known: Collection[str]) -> bool:

@@ -67,6 +67,27 @@ def _without_safetensors(args: Namespace, directory: str, *, served: bool) -> st
     return f"expected weights in *.safetensors files; {seen} (or give the directory that has them)"
 
 
+def look_at_adapters(args: Namespace, found: Findings) -> None:
+    """Report projections of ``--lora-target-modules`` that the model's family has not."""
+    if not args.lora_rank or args.debug_rollout_only or args.lora_target_modules == ["all-linear"]:
+        return
+    from slime.backends.megatron_utils.weights.maps import family_of
+
+    try:
+        name = args.model_name or read_config(args.hf_checkpoint).get("model_type")
+        family = family_of(str(name).lower().removesuffix("config"))
+    except (ArgumentError, ValueError):
+        return
+    tensors = {hf for rule in family.rules for hf in rule.hf}
+    there = {hf.removesuffix(".weight").rpartition(".")[2] for hf in tensors if hf.endswith(".weight")}
+    if unknown := sorted(set(args.lora_target_modules) - there - {"all-linear"}):
+        linear = sorted(module for module in there if "proj" in module)
+        found.errors.append(
+            f"--lora-target-modules {' '.join(unknown)}: {family.name} has no such layer; it has {', '.join(linear)}, "
+            "and all-linear means all of them"
+        )
+
+
 def look_at_tokenizer_files(args: Namespace, found: Findings) -> bool:
     """Report a checkpoint directory without any file of a tokenizer; transformers would make an empty one up."""
     path = Path(args.hf_checkpoint)

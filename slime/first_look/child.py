@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slime.first_look import Findings
-from slime.first_look.checkpoint import look_at_tokenizer_files, look_at_weights
+from slime.first_look.checkpoint import look_at_adapters, look_at_tokenizer_files, look_at_weights
 from slime.first_look.data import look_at_data
 from slime.first_look.hooks import look_at_hooks, look_at_reward
 from slime.first_look.labels import look_at_labels
@@ -55,6 +55,7 @@ def main() -> None:
 def look(args: Namespace, dry_run: bool, found: Findings) -> None:
     """Look at everything; the cheap things come first, and one mistake does not hide another."""
     look_at_weights(args, found)
+    look_at_adapters(args, found)
     if args.serve_only and not args.sglang_skip_tokenizer_init:
         look_at_tokenizer_files(args, found)
     samples: dict[str, Any] = look_at_data(args, dry_run, found)

@@ -54,8 +54,10 @@ def look_at_data(args: Namespace, dry_run: bool, found: Findings) -> dict[str, S
     if not look_at_tokenizer_files(args, found):
         return {}
     trust = {"trust_remote_code": args.trust_remote_code}
+    # A dry run needs no network: of a model that is named by its repository it reads what was fetched before.
+    local = {"local_files_only": True} if dry_run else {}
     try:
-        tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
+        tokenizer = load_tokenizer(args.hf_checkpoint, **trust, **local)
     except (ValueError, ImportError) as e:
         if dry_run:
             found.unchecked.append(f"chat template and lengths of prompts: {str(e).partition(': ')[0]}")
@@ -65,6 +67,8 @@ def look_at_data(args: Namespace, dry_run: bool, found: Findings) -> dict[str, S
     look_at_vocabulary(args, tokenizer, found)
     samples = {}
     for file in good:
+        if file.dataset is None:
+            _look_at_variety(args, file, found)
         found.begins(f"the chat template on {file}")
         if first := _look_at_prompts(args, file, tokenizer, trust, found):
             samples[file.flag] = first
@@ -87,7 +91,8 @@ def prompt_files(args: Namespace) -> Iterator[PromptFile]:
     if not evaluates or args.eval_function_path not in GENERATE_WITH_ENGINES:
         return
     for one in args.eval_datasets:
-        columns = {"input_key": one.input_key, "label_key": one.label_key, "tool_key": one.tool_key}
+        keys = {"input": one.input_key, "label": one.label_key, "tool": one.tool_key}
+        columns = {f"--eval-{name}-key": key for name, key in keys.items()}
         template, kwargs = one.apply_chat_template, one.apply_chat_template_kwargs
         generate = one.custom_generate_function_path or args.custom_generate_function_path
         yield PromptFile(
@@ -144,7 +149,7 @@ def _look_at_other_rows(file: PromptFile, found: Findings) -> bool:
 
 def _row_problem(file: PromptFile, row: Mapping[str, Any]) -> str | None:
     for flag, key in file.columns.items():
-        if key and flag.endswith(("input-key", "input_key", "label-key", "label_key")) and key not in row:
+        if key and flag.endswith(("input-key", "label-key")) and key not in row:
             return f"there is no column {flag} {key}; the row has {', '.join(sorted(row))}"
     option, key = next(iter(file.columns.items()))
     prompt = row[key or ""]
@@ -186,6 +191,32 @@ def _look_at_prompts(
         first.custom_rm_path = file.dataset.custom_rm_path
         first.generate_function_path = file.dataset.custom_generate_function_path
     return first
+
+
+def _look_at_variety(args: Namespace, file: PromptFile, found: Findings) -> None:
+    """Warn of prompts that a rollout meets twice, and of those that hold their answer."""
+    if not file.generated:
+        return
+    prompts = [row[args.input_key] for row in itertools.islice(read_file(file.path), args.rollout_batch_size)]
+    texts = [json.dumps(prompt.tolist() if hasattr(prompt, "tolist") else prompt, default=str) for prompt in prompts]
+    if len(prompts) < args.rollout_batch_size:
+        found.warnings.append(
+            f"{file} has {len(prompts)} prompts and --rollout-batch-size is {args.rollout_batch_size}: a rollout has "
+            "the same prompt in several groups"
+        )
+    elif (several := len(texts) - len(set(texts))) > len(texts) // 2:
+        found.warnings.append(f"{file}: of the first {len(texts)} prompts {several} repeat an earlier one")
+    ends = [text for text, prompt in zip(texts, prompts, strict=True) if _ends_with_an_answer(prompt)]
+    if ends:
+        found.warnings.append(
+            f"{file}: {len(ends)} of the first {len(texts)} prompts end with a message of the assistant: the model "
+            "sees the answer; leave that message out of the prompt, or use the SFT rollout to train on it"
+        )
+
+
+def _ends_with_an_answer(prompt: Any) -> bool:
+    last = prompt[-1] if isinstance(prompt, (list, tuple)) and len(prompt) else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
 def _look_at_lengths(args: Namespace, file: PromptFile, tokenizer: Any, texts: list[str], found: Findings) -> None:

@@ -148,7 +148,7 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
 
 
 def eval_summary(data: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a line per evaluation data set: accuracy where rewards are 0 or 1, else their mean, and the samples."""
+    """Return a line per evaluation data set: the mean reward (accuracy, where rewards are 0 or 1) and the samples."""
     lines = []
     for name, result in data.items():
         rewards = trajectory_rewards(result)
@@ -156,7 +156,7 @@ def eval_summary(data: Mapping[str, Mapping[str, Any]]) -> list[str]:
             lines.append(f"{name}: no rewards that are numbers")
             continue
         mean, count = _mean(rewards), len([r for r in result["rewards"] if isinstance(r, numbers.Real)])
-        parts = [f"accuracy {mean:.1%}" if set(rewards) <= {0.0, 1.0} else f"mean reward {mean:.4g}"]
+        parts = [f"mean reward {mean:.4g}"]
         parts.append(f"{count} samples" + (f" of {len(rewards)} trajectories" if count != len(rewards) else ""))
         if truncated := result.get("truncated"):
             parts.append(f"{_share(map(bool, truncated)):.1%} of them truncated")

@@ -9,7 +9,7 @@ from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import hf_config
 from slime.arguments.rules.checkpoints import needs_teacher
-from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
+from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.arguments.rules.roles import ACTOR, role_args
 from slime.arguments.rules.rollout import DISTILLATION
 
@@ -63,6 +63,16 @@ def _check_loss(args: Namespace) -> None:
     if args.loss_type != "custom_loss" and args.custom_loss_function_path is not None:
         raise ArgumentError(
             f"--custom-loss-function-path is not used with --loss-type {args.loss_type}; add --loss-type custom_loss"
+        )
+    if (
+        args.loss_type == "sft_loss"
+        and args.rollout_function_path in GENERATE_WITH_ENGINES
+        and not args.debug_rollout_only
+    ):
+        diagnostics.warn(
+            args,
+            f"--loss-type sft_loss with --rollout-function-path {args.rollout_function_path} trains on what engines "
+            f"generate, whatever its reward; conversations of a file are read by {SFT_ROLLOUT}",
         )
     if args.eps_clip_high is not None and args.eps_clip_high < args.eps_clip and args.advantage_estimator != "cispo":
         diagnostics.warn(

@@ -126,9 +126,13 @@ def check_readable(args: Namespace) -> None:
         diagnostics.unavailable(args, _instead(args))
     elif not args.debug_rollout_only:
         read_config(args.hf_checkpoint)
-    elif args.rollout_external_engine_addrs is None and not (args.serve_only and args.sglang_config is not None):
-        if not HUB_NAME.fullmatch(args.hf_checkpoint):  # by its name engines alone may fetch a model
-            read_config(args.hf_checkpoint)
+    elif not (HUB_NAME.fullmatch(args.hf_checkpoint) or args.rollout_external_engine_addrs or _in_file_only(args)):
+        read_config(args.hf_checkpoint)  # by its name engines alone may fetch a model
+
+
+def _in_file_only(args: Namespace) -> bool:
+    """Whether checkpoints are those of ``--sglang-config``, which are looked at as the engines'."""
+    return args.serve_only and args.sglang_config is not None
 
 
 def check_consistency(args: Namespace) -> None:
@@ -308,9 +312,12 @@ def _warn_of_long_sequences(args: Namespace, config: dict[str, Any]) -> None:
     scaling = config.get("rope_scaling") or {}
     if not isinstance(longest, int) or "factor" in scaling or args.sglang_context_length:
         return
+    evaluations = args.eval_datasets if args.eval_interval is not None else ()
     for option, length in (
         ("--rollout-max-context-len", args.rollout_max_context_len),
         ("--rollout-max-response-len", args.rollout_max_response_len),
+        ("--eval-max-context-len", args.eval_max_context_len if evaluations else None),
+        *((f"max_response_len of the evaluation data set {one.name}:", one.max_response_len) for one in evaluations),
     ):
         if length is not None and length > longest:
             diagnostics.warn(

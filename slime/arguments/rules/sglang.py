@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
+from slime.arguments.models import hf_fields
+from slime.arguments.models.facts import family_of, known_config
 from slime.arguments.passthrough.sglang import lacking_attributes
 from slime.arguments.placement import Model, ServerGroup, args_of_group, models_of
 
@@ -19,6 +23,10 @@ ALIASES = {
     "moe_dp": "moe_data_parallel_size",
 }
 
+
+DRAFTED_BY_A_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+OWN_DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
+"""Keys of ``config.json`` that say how many MTP layers a checkpoint has, which SGLang drafts with."""
 
 OWNED = frozenset(
     {
@@ -50,6 +58,7 @@ def derive_sizes(args: Namespace) -> None:
             f"--sglang-disaggregation-mode {args.sglang_disaggregation_mode} would be that of every engine; give "
             "--prefill-num-servers, or groups of prefill and decode engines in --sglang-config"
         )
+    _check_speculation(args)
     for short, long in ALIASES.items():
         names = (f"sglang_{short}_size", f"sglang_{long}")
         found = next((name for name in names if hasattr(args, name)), None)
@@ -66,6 +75,33 @@ def derive_sizes(args: Namespace) -> None:
         args.sglang_router_ip = f"[{address}]"
     if address is not None and args.sglang_router_port is None:
         raise ArgumentError(f"--sglang-router-ip {address} names a running router and needs --sglang-router-port")
+
+
+def _check_speculation(args: Namespace) -> None:
+    """Drafts need a model that makes them; without the algorithm the other flags about them have no effect."""
+    if args.sglang_max_running_requests is not None and args.sglang_max_running_requests < 1:
+        raise ArgumentError(
+            f"--sglang-max-running-requests {args.sglang_max_running_requests}: expected at least 1; leave it out for "
+            "as many as fit"
+        )
+    given = sorted(name for name in args.explicit_flags if name.startswith("sglang_speculative_"))
+    algorithm = args.sglang_speculative_algorithm
+    if algorithm is None:
+        if given:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            diagnostics.warn(args, f"{flags} without --sglang-speculative-algorithm: nothing is drafted, no effect")
+        return
+    if str(algorithm).upper() not in DRAFTED_BY_A_MODEL or args.sglang_speculative_draft_model_path:
+        return
+    known = known_config(args.hf_checkpoint) or {}
+    path = Path(args.hf_checkpoint) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else known
+    own = hf_fields.text_part(config)
+    if config and not any(own.get(key) for key in OWN_DRAFTS) and not (family_of(own) or {}).get("mtp_layers"):
+        raise ArgumentError(
+            f"--sglang-speculative-algorithm {algorithm} needs a model that drafts: give "
+            "--sglang-speculative-draft-model-path (the checkpoint has no MTP layers of its own)"
+        )
 
 
 def _check_groups(args: Namespace) -> None:

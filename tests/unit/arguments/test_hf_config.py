@@ -201,3 +201,60 @@ def test_what_is_given_in_place_of_a_checkpoint_directory_is_named(tmp_path):
             parse("--hf-checkpoint", str(directory))
         with pytest.raises(ArgumentError, match="it is a file; give a local"):
             parse("--hf-checkpoint", str(directory / name))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--sglang-speculative-algorithm EAGLE",
+            "needs a model that drafts: give --sglang-speculative-draft-model-path",
+        ),
+        ("--sglang-speculative-algorithm STANDALONE", "needs a model that drafts"),
+        ("--sglang-max-running-requests 0", "--sglang-max-running-requests 0: expected at least 1"),
+    ],
+)
+def test_engines_that_could_not_start_are_refused(flags, message):
+    with pytest.raises(ArgumentError, match=message):
+        parse(*flags.split())
+
+
+def test_drafts_of_a_model_of_their_own_or_of_mtp_layers_are_accepted(tmp_path):
+    parse("--sglang-speculative-algorithm", "EAGLE", "--sglang-speculative-draft-model-path", "/models/draft")
+    parse("--sglang-speculative-algorithm", "NGRAM")
+    path = write(tmp_path, num_nextn_predict_layers=1)
+    parse("--hf-checkpoint", path, "--sglang-speculative-algorithm", "EAGLE")
+
+
+def warnings(capsys, *flags):
+    parse(*flags)
+    return capsys.readouterr().err
+
+
+def test_settings_of_drafts_without_drafts_are_named(capsys):
+    printed = warnings(capsys, "--sglang-speculative-num-steps", 3, "--sglang-speculative-eagle-topk", 1)
+    assert "--sglang-speculative-eagle-topk, --sglang-speculative-num-steps without" in printed
+
+
+def test_lengths_of_evaluations_are_compared_with_the_positions_of_the_model(tmp_path, capsys):
+    path = write(tmp_path, max_position_embeddings=512)
+    file = tmp_path / "eval.yaml"
+    file.write_text("datasets: [{name: long, path: a.jsonl, max_response_len: 600}, {name: short, path: b.jsonl}]")
+    flags = ["--hf-checkpoint", path, "--eval-interval", 1, "--eval-config", file, "--dry-run"]
+    printed = " ".join(dry_page(capsys, *flags).split())
+    assert "max_response_len of the evaluation data set long: 600 is more than the 512 positions" in printed
+    assert "data set short:" not in printed
+    assert "--eval-max-context-len 700 is more than the 512" in " ".join(
+        dry_page(capsys, *flags, "--eval-max-context-len", 700).split()
+    )
+
+
+def dry_page(capsys, *flags):
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    return capsys.readouterr().out
+
+
+def test_sft_on_what_engines_generate_is_named(capsys):
+    printed = warnings(capsys, "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns")
+    assert "--loss-type sft_loss with --rollout-function-path slime.rollout.sglang_rollout.generate_rollout" in printed

@@ -16,7 +16,8 @@ from tools.tiny_model import make_tiny_checkpoint
 
 def command_line(root: Path) -> list[str]:
     """Return one without a mistake: chat prompts with labels, and a model with a tokenizer and 1024 positions."""
-    return [*rl_flags(make_tiny_checkpoint(root / "model"), sums_file(root / "sums.jsonl")), "--num-rollout", "2"]
+    sizes = ["--num-rollout", "2", "--rollout-batch-size", "1", "--global-batch-size", "4"]
+    return [*rl_flags(make_tiny_checkpoint(root / "model"), sums_file(root / "sums.jsonl")), *sizes]
 
 
 @pytest.fixture(scope="session")

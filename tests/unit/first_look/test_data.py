@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_an_evaluation_has_columns_of_its_own(found, prompts):
     evaluation = ["--eval-interval", 1, "--eval-prompt-data", "aime", prompts(CHAT), "--eval-input-key", "problem"]
     [said] = found(*evaluation).errors
     assert said.startswith("--eval-prompt-data aime ")
-    assert said.endswith("there is no column input_key problem; the row has label, prompt")
+    assert said.endswith("there is no column --eval-input-key problem; the row has label, prompt")
     assert found(*evaluation, "--debug-train-only", "--load-debug-rollout-data", "d/{rollout_id}.pt").errors == []
 
 
@@ -143,3 +144,26 @@ def test_only_a_dry_run_may_do_without_tokenizer_and_files():
 )
 def test_thefirst_rows_of_a_slice_are_a_slice(path, first):
     assert first_rows(path) == first
+
+
+def messages(*turns: str) -> dict[str, Any]:
+    roles = ("user", "assistant") * 2
+    return {"prompt": [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)], "label": "3"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "warning"),
+    [
+        (
+            [messages(f"{n}+1=") for n in range(3)],
+            "has 3 prompts and --rollout-batch-size is 8: a rollout has",
+        ),
+        ([messages("1+1=")] * 20, "of the first 8 prompts 7 repeat an earlier one"),
+        ([messages(f"{n}+1=", "2") for n in range(20)], "8 of the first 8 prompts end with a message of the assistant"),
+    ],
+)
+def test_prompts_that_a_rollout_meets_twice_or_that_hold_the_answer(found, prompts, rows, warning):
+    flags = ("--rollout-batch-size", 8, "--global-batch-size", 32)
+    assert any(warning in text for text in found("--prompt-data", prompts(*rows), *flags).warnings)
+    good = prompts(*(messages(f"{n}+1=") for n in range(20)))
+    assert not [text for text in found("--prompt-data", good, *flags).warnings if "prompts" in text]

@@ -79,3 +79,13 @@ def test_a_tokenizer_of_another_model_is_named(found, flags, tmp_path):
 
 def test_whole_files_are_no_finding(found):
     assert found().errors == []
+
+
+def test_projections_that_the_family_has_not_are_named(found):
+    flags = ("--lora-rank", "4", "--lora-target-modules")
+    [error] = found(*flags, "q_proj", "qkv_prj").errors
+    assert error.startswith(
+        "--lora-target-modules qkv_prj: qwen3 has no such layer; it has down_proj, gate_proj, k_proj,"
+    )
+    assert found(*flags, "q_proj", "o_proj").errors == []
+    assert found(*flags, "all-linear").errors == []

@@ -495,7 +495,7 @@ def test_a_rank_that_is_gone_when_it_is_released_is_named(clock: FakeRay, monkey
 
 
 def test_the_driver_tells_how_an_evaluation_went(clock, caplog):
-    handle = RolloutHandle(handle_args(use_fault_tolerance=False), Remote(eval=["sums: accuracy 75.0%, 4 samples"]))
+    handle = RolloutHandle(handle_args(use_fault_tolerance=False), Remote(eval=["sums: mean reward 0.75, 4 samples"]))
     with caplog.at_level("INFO"):
         handle.eval(7)
-    assert caplog.messages == ["evaluation at rollout 7: sums: accuracy 75.0%, 4 samples"]
+    assert caplog.messages == ["evaluation at rollout 7: sums: mean reward 0.75, 4 samples"]

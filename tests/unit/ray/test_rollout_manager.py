@@ -283,7 +283,7 @@ def test_evaluation(make_manager: Any, tmp_path: Path) -> None:
     assert manager.eval(4) == []  # nothing under --debug-train-only
     assert manager.drain_records() == []
     manager.args.debug_train_only = False  # engines of another kind than the fleet's: none to wait for
-    assert manager.eval(4) == ["held_out: accuracy 50.0%, 2 samples, 50.0% of them truncated"]
+    assert manager.eval(4) == ["held_out: mean reward 0.5, 2 samples, 50.0% of them truncated"]
     records = {r["name"]: (r["value"], r["step"], r["step_key"]) for r in manager.drain_records()}
     assert records["eval/held_out"] == (0.5, 4, "eval/step")
     assert records["eval/held_out-truncated_ratio"] == (0.5, 4, "eval/step")

@@ -289,7 +289,7 @@ def forked(rewards, *, key="x"):
 def test_an_evaluation_counts_trajectories():
     data = forked([[[1.0, 1.0, 1.0]], [[0.0]]])
     assert eval_metrics(args(), data)["eval/x"] == 0.5
-    assert eval_summary(data) == ["x: accuracy 50.0%, 4 samples of 2 trajectories, 0.0% of them truncated"]
+    assert eval_summary(data) == ["x: mean reward 0.5, 4 samples of 2 trajectories, 0.0% of them truncated"]
     # samples of a trajectory with rewards of their own: it has their mean
     assert eval_metrics(args(), forked([[[1.0, 0.0], [1.0]], [[0.0]]]))["eval/x"] == pytest.approx((0.5 + 1 + 0) / 3)
 
@@ -400,7 +400,7 @@ def test_a_line_about_each_evaluation_data_set() -> None:
         "odd": {"rewards": [{"a": 1}]},
     }
     assert eval_summary(data) == [
-        "sums: accuracy 75.0%, 4 samples, 25.0% of them truncated",
+        "sums: mean reward 0.75, 4 samples, 25.0% of them truncated",
         "essays: mean reward 0.375, 2 samples",
         "odd: no rewards that are numbers",
     ]
