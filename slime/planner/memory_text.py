@@ -76,7 +76,8 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
         "CUDA and NCCL": "a constant: context, kernels, communication buffers",
     }
     lines = [f"trainer    {sizes}{stage}"]
-    lines += [_row(name, count, explained[name]) for name, count in memory_by_part(trainer).items()]
+    rows = {name: count for name, count in memory_by_part(trainer).items() if count or args.num_rollout != 0}
+    lines += [_row(name, count, explained[name]) for name, count in rows.items()]
     what = "peak of a step" if trainer.step == trainer.total else "peak while weights are sent"
     lines.append(_row("total", trainer.total, what))
     if trainer.host:

@@ -111,6 +111,8 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     activations += element * _embedding_copy(args, size, rank)
     trained, frozen = _trained(args, size, rank)
     parameters = element * (trained.dense_buffer + trained.expert_buffer + frozen)
+    if args.num_rollout == 0:
+        return _weights_alone(args, rank.stage, parameters, _transfer(args, size, element))
     optimizer = int(state_bytes(args) * _shard(args, trained, parallel))
     # With adapters the reference is the model without them.
     with_reference = needs_reference(args) and not args.lora_rank
@@ -136,6 +138,24 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
         host=element * copied * copies + optimizer_on_host + (offloaded_state if args.offload_train else 0),
         offloaded=bool(args.offload_train),
         masters=int(4 * (1 - _offloaded(args)) * _shard(args, trained, parallel)) if rebuilt else 0,
+    )
+
+
+def _weights_alone(args: Namespace, stage: int, parameters: int, transfer: int) -> TrainerMemory:
+    """Return the memory of a trainer whose weights are evaluated and not trained."""
+    return TrainerMemory(
+        stage=stage,
+        tokens=0,
+        in_flight=0.0,
+        parameters=parameters,
+        gradients=0,
+        optimizer=0,
+        activations=0,
+        logits=0,
+        recomputed=0,
+        transfer=transfer,
+        host=parameters if args.offload_train else 0,
+        offloaded=bool(args.offload_train),
     )
 
 

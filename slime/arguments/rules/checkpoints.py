@@ -41,14 +41,22 @@ def fall_back_to_hf_checkpoint(args: Namespace) -> None:
         diagnostics.warn(args, f"--ref-load {args.ref_load} has neither {TRACKER} nor config.json")
 
 
+def trains_policy(args: Namespace) -> bool:
+    """Whether the policy is trained: not in a run that generates or evaluates alone, or trains a critic alone."""
+    if args.debug_rollout_only or args.num_rollout == 0:
+        return False
+    critic_alone = args.num_rollout is not None and args.num_critic_only_steps >= args.num_rollout
+    return not (args.advantage_estimator == "ppo" and critic_alone)
+
+
 def needs_reference(args: Namespace) -> bool:
     """Whether trainers load a reference model."""
-    return bool(args.kl_coef != 0 or args.use_kl_loss) and not args.debug_rollout_only
+    return bool(args.kl_coef != 0 or args.use_kl_loss) and trains_policy(args)
 
 
 def needs_teacher(args: Namespace) -> bool:
     """Whether trainers load the weights of a teacher; one that answers from a server is none of theirs."""
-    return bool(args.use_opd) and args.opd_type == "megatron" and not args.debug_rollout_only
+    return bool(args.use_opd) and args.opd_type == "megatron" and trains_policy(args)
 
 
 def resolve_load(args: Namespace) -> None:

@@ -35,7 +35,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What every step needs. ``optimizer`` is Megatron's ``ChainedOptimizer``."""
+    """What every step needs. ``optimizer`` is Megatron's ``ChainedOptimizer``; None in a run without steps."""
 
     args: Namespace
     model: Sequence[Any]
@@ -108,7 +108,7 @@ def configure_schedules(context: StepContext) -> None:
         # The schedule frees an output right after it began to send it. CUDA's streams keep the memory until it is sent;
         # gloo sends from another thread, at times what the next user of the memory wrote there.
         config.deallocate_pipeline_outputs = False
-    config.grad_scale_func = context.optimizer.scale_loss
+    config.grad_scale_func = context.optimizer.scale_loss if context.optimizer is not None else None
     config.timers = None
     config.finalize_model_grads_func = finalize_model_grads
     config.calculate_per_token_loss = context.args.calculate_per_token_loss

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slime.arguments.rules.checkpoints import needs_teacher
+from slime.arguments.rules.checkpoints import needs_teacher, trains_policy
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.balancing import build_balancing
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
@@ -66,8 +66,9 @@ logger = logging.getLogger(__name__)
 class MegatronTrainer:
     """A plain object, one per rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by whoever creates it.
 
-    Every method is collective over the ranks. Call ``initialize`` first. This class plays the actor; what another role
-    does differently is in a subclass (``CriticTrainer``).
+    In a run that does not train the policy, such as an evaluation (``--num-rollout 0``), the actor has weights alone:
+    no gradients, no optimizer and no schedule. Every method is collective over the ranks. Call ``initialize`` first.
+    This class plays the actor; what another role does differently is in a subclass (``CriticTrainer``).
 
     Attributes:
         args: the flat namespace.
@@ -94,7 +95,7 @@ class MegatronTrainer:
         self._offloaded_bytes = 0
 
     def initialize(self) -> int:
-        """Build process groups, model, optimizer and schedule, load weights and state; return the first rollout id."""
+        """Build process groups, model and what trains it, load weights and state; return the first rollout id."""
         from slime.backends.megatron_utils.initialize import initialize_megatron
 
         import_megatron()
@@ -108,9 +109,10 @@ class MegatronTrainer:
 
         self.model = self._build_model()
         self.device = next(self.model[0].parameters()).device
-        self.optimizer = build_optimizer(self.args, self.model)
-        self.scheduler = build_scheduler(self.args, self.optimizer)
-        self._routing = build_routing_replay(self.args, self.model) if self.role == ACTOR else RoutingReplay(self.args)
+        self.optimizer = build_optimizer(self.args, self.model) if self._trains else None
+        self.scheduler = build_scheduler(self.args, self.optimizer) if self._trains else None
+        replays = self.role == ACTOR and self._trains
+        self._routing = build_routing_replay(self.args, self.model) if replays else RoutingReplay(self.args)
         self._context = StepContext(
             self.args,
             self.model,
@@ -132,7 +134,7 @@ class MegatronTrainer:
         if needs_teacher(self.args):
             load_teacher(self.args, self.model, self._backup)
         start_rollout_id = self._load()
-        keeps_old = self.args.keep_old_actor and self.role == ACTOR
+        keeps_old = self.args.keep_old_actor and self.role == ACTOR and self._trains
         self._old_actor = OldActor(self._backup, self.args.update_weights_interval) if keeps_old else None
         self._passes = LogProbPasses(
             self.args, self.model, self._backup, self.hooks, with_ref=self._with_ref, routing=self._routing
@@ -153,7 +155,11 @@ class MegatronTrainer:
     def _build_model(self) -> list[torch.nn.Module]:
         from slime.backends.megatron_utils.model_provider import get_model
 
-        return get_model(self.args)
+        return get_model(self.args, wrap_with_ddp=self._trains)
+
+    @property
+    def _trains(self) -> bool:
+        return trains_policy(self.args)
 
     def _describe_parallelism(self) -> dict[str, int]:
         dp, cp, tp, pp = data_parallel(), context_parallel(), tensor_parallel(), pipeline_parallel()
@@ -198,7 +204,7 @@ class MegatronTrainer:
                 f"--hf-checkpoint {sources} is a directory with a config.json"
             )
         self._load_hf(found[0])
-        self.optimizer.reload_model_params()
+        self._weights_loaded()
         return 0
 
     def _load_base_and_adapters(self) -> int:
@@ -214,8 +220,13 @@ class MegatronTrainer:
             return 0 if iteration is None else iteration + 1
         if self.args.lora_adapter_path is not None:
             load_adapter(self.model, self.args, self.args.lora_adapter_path)
-        self.optimizer.reload_model_params()
+        self._weights_loaded()
         return 0
+
+    def _weights_loaded(self) -> None:
+        """Let the optimizer take over the weights that are in the model now."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
 
     def _load_megatron(self, root: str, step: int | None) -> int | None:
         """Continue from a Megatron checkpoint; return its iteration, None when counting starts afresh."""
@@ -237,6 +248,11 @@ class MegatronTrainer:
         "rollout": {...}}``; loss and rollout metrics are there on the last pipeline stage.
         Raises ValueError naming the sample for data that cannot be right, ``NonFiniteError`` for NaN or infinity.
         """
+        if self.optimizer is None:
+            raise RuntimeError(
+                "train() in a run that does not train the policy (--num-rollout 0, or no more than "
+                "--num-critic-only-steps): the trainer has weights alone"
+            )
         if self._offloader.offloaded:
             raise RuntimeError("train() on an offloaded trainer: onload() must come first")
         if shard.dp_rank != self.parallel_config["dp_rank"]:
@@ -420,6 +436,10 @@ class CriticTrainer(MegatronTrainer):
 
         return get_model(self.args, with_value_head=True)
 
+    @property
+    def _trains(self) -> bool:
+        return True  # there is none in a run that does not train it
+
     def _load_megatron(self, root: str, step: int | None) -> int | None:
         directory, _ = find_checkpoint(root, step)
         if checkpoint_has_value_head(directory, self.args.hidden_size):
@@ -427,7 +447,7 @@ class CriticTrainer(MegatronTrainer):
         logger.warning("%s has no value head of this size: it starts afresh, the other weights are read", directory)
         state = TrainerState(self.model, adapters=self._state.adapters)
         load_checkpoint(self.args, root, state, step=step, weights_only=True, without=VALUE_HEAD)
-        self.optimizer.reload_model_params()
+        self._weights_loaded()
         return None
 
     def _load_hf(self, path: str) -> None:

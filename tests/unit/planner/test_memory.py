@@ -43,6 +43,15 @@ def of_trainer(args: Namespace) -> TrainerMemory:
     return max(trainer_memory(args, model_size(args)), key=lambda stage: stage.total)
 
 
+def test_a_trainer_of_an_evaluation_has_parameters_alone() -> None:
+    flags = {"num_layers": 2, "micro_batch_size": 1, "rollout_max_context_len": 200, "actor_num_gpus_per_node": 2}
+    trains, evaluates = (of_trainer(bare_args(**flags, num_rollout=n, kl_coef=0.1)) for n in (8, 0))
+    assert evaluates.parameters == trains.parameters > 0
+    assert evaluates.static == evaluates.step == evaluates.parameters + CONTEXT
+    assert evaluates.host == 0 < trains.host
+    assert evaluates.transfer == trains.transfer
+
+
 def test_bytes_of_a_trainer_by_hand() -> None:
     """A model whose tensors need no padding, on 2 data-parallel ranks, micro-batches of 256 tokens, vocabulary 1024."""
     args = bare_args(num_layers=2, micro_batch_size=1, rollout_max_context_len=200, actor_num_gpus_per_node=2)
