@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slime.algorithms.mis_names import chi_squared, of_bounds, perplexities
 from slime.algorithms.mismatch import LARGEST_LOG_RATIO
 
 LEVELS = ("token", "sequence", "geometric")
@@ -161,10 +162,13 @@ def compute_mis_weights(
         weights.append(weight)
         masks.append((loss_mask * kept.to(loss_mask.dtype)) if settings.use_rs else loss_mask)
         mismatch = _mismatch(train.detach(), rollout.detach(), difference, trained)
-        for name, values in {**found, **rejected, **mismatch}.items():
+        after = {"mis_is_ratio_mean_after_tis_rs": weight * (masks[-1] != 0)}
+        for name, values in {**found, **rejected, **mismatch, **after}.items():
             metrics.setdefault(name, []).append(values)
     if settings.use_tis and settings.normalize:
-        weights = _normalized(settings, weights, masks)
+        factor = _normalizer(settings, weights, masks)
+        weights = [weight * factor for weight in weights]
+        metrics["mis_batch_norm_factor"] = [factor.expand_as(weight) for weight in weights]
     metrics["mis_weight"] = weights
     return weights, masks, metrics
 
@@ -181,19 +185,27 @@ def _weights(settings: Settings, difference: Tensor, trained: Tensor) -> tuple[T
     }
     if not settings.use_tis:
         return torch.ones_like(ratio), metrics
-    return bounded_weight(settings.tis_mode, ratio, settings.tis_lower, settings.tis_upper), metrics
+    weight = bounded_weight(settings.tis_mode, ratio, settings.tis_lower, settings.tis_upper)
+    sides = metrics["mis_fraction_low"], metrics["mis_fraction_high"]
+    return weight, metrics | of_bounds(settings.tis_mode, ratio, weight, *sides)
 
 
 def _rejection(settings: Settings, difference: Tensor, trained: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return which tokens are kept, as bools, and why others would not be; without ``use_rs`` only for the metrics."""
     ratio = importance_ratio(settings.rs_level, difference, trained)
-    outside = (ratio < settings.rs_lower) | (ratio > settings.rs_upper)
+    low, high = ratio < settings.rs_lower, ratio > settings.rs_upper
+    outside = low | high
     metrics = {"mis_rs_fraction": outside.to(ratio.dtype)}
+    if settings.use_rs:
+        metrics["mis_rs_mask_fraction_low"] = low.to(ratio.dtype)
+        metrics["mis_rs_mask_fraction_high"] = high.to(ratio.dtype)
     if settings.veto is not None:
         catastrophic = vetoed_tokens(difference, trained, settings.veto)
         vetoed = catastrophic.any().expand_as(outside)
         metrics["mis_veto_token_fraction"] = catastrophic.to(ratio.dtype)
         metrics["mis_veto_fraction"] = vetoed.to(ratio.dtype)
+        metrics["mis_catastrophic_token_fraction"] = metrics["mis_veto_token_fraction"]
+        metrics["mis_catastrophic_seq_fraction"] = metrics["mis_veto_fraction"]
         outside = outside | vetoed
     return ~outside, metrics
 
@@ -202,16 +214,21 @@ def _mismatch(train: Tensor, rollout: Tensor, difference: Tensor, trained: Tenso
     """How far the two are apart: KL(rollout || train) by its estimators k1 and k3, and log-perplexities."""
     count = trained.sum().clamp(min=1)
     bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    train_log_ppl, rollout_log_ppl = (
+        (-(column * trained).sum() / count).expand_as(train) for column in (train, rollout)
+    )
     return {
         "mis_kl": -difference,
         "mis_k3_kl": torch.expm1(bounded) - bounded,
-        "mis_train_log_ppl": (-(train * trained).sum() / count).expand_as(train),
-        "mis_rollout_log_ppl": (-(rollout * trained).sum() / count).expand_as(train),
+        "mis_train_log_ppl": train_log_ppl,
+        "mis_rollout_log_ppl": rollout_log_ppl,
+        **perplexities(train_log_ppl, rollout_log_ppl),
+        **chi_squared(difference, trained),
     }
 
 
-def _normalized(settings: Settings, weights: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-    """Divide by the mean over trained tokens, or over samples with one; on the device, without waiting for it."""
+def _normalizer(settings: Settings, weights: list[Tensor], masks: list[Tensor]) -> Tensor:
+    """One over the mean over trained tokens, or over samples with one; on the device, without waiting for it."""
     left = torch.stack([mask.sum() for mask in masks]).to(weights[0].dtype)
     if settings.tis_level == "token":
         total = torch.stack([(weight * mask).sum() for weight, mask in zip(weights, masks, strict=True)]).sum()
@@ -221,8 +238,7 @@ def _normalized(settings: Settings, weights: list[Tensor], masks: list[Tensor]) 
         zero = weights[0].new_zeros(())
         first = torch.stack([weight[0] if weight.numel() else zero for weight in weights])
         total, count = (first * alive).sum(), alive.sum().to(first.dtype)
-    factor = torch.where(total > 0, count / total, torch.ones_like(total))
-    return [weight * factor for weight in weights]
+    return torch.where(total > 0, count / total, torch.ones_like(total))
 
 
 def _choice(args: Any, name: str, choices: Sequence[str], default: str) -> str:

@@ -102,6 +102,48 @@ def test_the_divergence_is_estimated():
     assert metrics["mis_train_log_ppl"][0].tolist() == pytest.approx([-float(train.log().mean())] * 3)
 
 
+@pytest.mark.parametrize("mode", mis.MODES)
+def test_the_names_of_the_older_example_have_the_numbers_of_the_formulas(mode):
+    args = settings(
+        tis_mode=mode, tis_lower_bound=0.9, use_rs=True, rs_lower_bound=0.8, rs_upper_bound=1.2, rs_veto_threshold=0.6,
+        tis_batch_normalize=True,
+    )  # fmt: skip
+    data = columns(5)
+    weights, masks, metrics = mis.compute_mis_weights(args, **data)
+    plain, _ = brute_force.mis(args, data)
+    sides = {"truncate": ["truncate_fraction"]}.get(mode, [f"{mode}_fraction_low", f"{mode}_fraction_high"])
+    assert {name for name in metrics if "fraction" in name and "tis" in name} == {f"mis_tis_{side}" for side in sides}
+    for i, (train, rollout, mask) in enumerate(zip(*data.values(), strict=True)):
+        d = [a - b for a, b in zip(train.tolist(), rollout.tolist(), strict=True)]
+        used = [t for t, on in enumerate(mask.tolist()) if on]
+        logs = {"training": train, "rollout": rollout}
+        logs = {name: -sum(float(column[t]) for t in used) / max(len(used), 1) for name, column in logs.items()}
+        apart = logs["training"] - logs["rollout"]
+        ratios = [math.exp(x) for x in d]
+        whole = {
+            "training_log_ppl": logs["training"], "rollout_log_ppl": logs["rollout"], "log_ppl_diff": apart,
+            "training_ppl": math.exp(logs["training"]), "rollout_ppl": math.exp(logs["rollout"]),
+            "log_ppl_abs_diff": abs(apart), "ppl_ratio": math.exp(apart),
+            "chi2_seq": math.exp(2 * sum(d[t] for t in used)) - 1,
+            "catastrophic_seq_fraction": float(any(ratios[t] < 0.6 for t in used)),
+            "batch_norm_factor": float(weights[0][0]) / plain[0][0],
+        }  # fmt: skip
+        expected = {name: [value] * len(d) for name, value in whole.items()} | {
+            "chi2_token": [r * r - 1 for r in ratios],
+            "tis_weight_before_bound": ratios,
+            "tis_weight_after_bound": plain[i],
+            f"tis_{sides[-1]}": [float(r > 1.3) for r in ratios],
+            "rs_mask_fraction_low": [float(r < 0.8) for r in ratios],
+            "rs_mask_fraction_high": [float(r > 1.2) for r in ratios],
+            "catastrophic_token_fraction": [float(r < 0.6 and t in used) for t, r in enumerate(ratios)],
+            "is_ratio_mean_after_tis_rs": [w * m for w, m in zip(plain[i], masks[i].tolist(), strict=True)],
+        }
+        if mode != "truncate":
+            expected[f"tis_{sides[0]}"] = [float(r < 0.9) for r in ratios]
+        for name, numbers in expected.items():
+            assert metrics[f"mis_{name}"][i].tolist() == pytest.approx(numbers, abs=1e-10), name
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
