@@ -90,10 +90,13 @@ def calculate_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """``log_probs_and_entropy`` with the signature and shapes of slime <= 0.3.1.
 
-    logits [T, V_local] (divided by the temperature already), tokens [T]; returns log-probs [T, 1] and the entropy [T],
-    detached without ``with_entropy_grad``. ``log_prob_keep_mask`` (bool [T, V_local]): what is False in it has
+    logits [T, V_local] (divided by the temperature already), tokens [T]; returns log-probs [T, 1] (of no rows [0]) and
+    the entropy [T], detached without ``with_entropy_grad``. ``tp_group`` None is torch's default group where there is
+    one: all processes share the vocabulary. ``log_prob_keep_mask`` (bool [T, V_local]): what is False in it has
     probability 0, except for the tokens themselves; the entropy is of all. Raises ValueError for a mask of other shape.
     """
+    if tp_group is None and dist.is_available() and dist.is_initialized():
+        tp_group = dist.group.WORLD
     log_probs = entropy = None
     if log_prob_keep_mask is not None:
         kept = _keep_only(logits, tokens, log_prob_keep_mask, 0 if tp_group is None else tp_group.rank())
@@ -108,7 +111,7 @@ def calculate_log_probs_and_entropy(
             entropy_grad=with_entropy_grad,
         )
         log_probs = whole if log_probs is None else log_probs
-    return log_probs.unsqueeze(-1), entropy
+    return (log_probs.unsqueeze(-1) if log_probs.numel() else log_probs), entropy
 
 
 def _keep_only(logits: Tensor, tokens: Tensor, keep: Tensor, tp_rank: int) -> Tensor:

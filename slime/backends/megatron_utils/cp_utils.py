@@ -131,9 +131,9 @@ def get_sum_of_sample_mean(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool = False,
-    qkv_format: str = "thd",
-    max_seq_lens: Sequence[int] | None = None,
+    calculate_per_token_loss: Any = False,
+    qkv_format: Any = "thd",
+    max_seq_lens: Any = None,
     sample_denoms: Any = None,
 ) -> Reducer:
     """Return the reducer of a micro-batch: local per-token values [R_local] -> scalar.
@@ -143,7 +143,14 @@ def get_sum_of_sample_mean(
     sample's own mask sum. With ``calculate_per_token_loss``: the sum over tokens of ``x * mask``, without denominators.
     Sum the results over micro-batches and CP ranks to have the value of the batch. ``loss_masks`` are whole
     [response_length]. ``qkv_format`` and ``max_seq_lens`` as in ``get_logits_and_tokens_offset_with_cp``.
+
+    Code for slime's main branch passes by position ``(..., loss_masks, sample_denoms, calculate_per_token_loss,
+    qkv_format, max_seq_lens)``: what is no flag in the fourth place are denominators.
     """
+    if not isinstance(calculate_per_token_loss, int):  # bool is one
+        sample_denoms, per_token, format_ = calculate_per_token_loss, qkv_format, max_seq_lens
+        calculate_per_token_loss = isinstance(per_token, int) and bool(per_token)
+        qkv_format = format_ if isinstance(format_, str) else "thd" if isinstance(per_token, int) else per_token
     _check_packed(qkv_format)
     local = slice_samples_with_cp(loss_masks, total_lengths, response_lengths)
     if sample_denoms is None:

@@ -24,6 +24,7 @@ from slime.batching.packing import pack
 from slime.batching.ragged_tensor import RaggedTensor, as_lists
 from slime.batching.routed_experts import rows_of_samples
 from slime.batching.validate import IDS, OFFSETS, sample_namer
+from slime.utils.moved import moved
 
 RolloutData = dict[str, Any]
 
@@ -115,19 +116,27 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
     tensors, ``packed_seq_params`` Megatron's description of the packing, ``sample_positions`` the given ``indices``;
     every other key keeps its per-sample form.
     """
+    batch = LossBatch((key, _select(column, indices)) for key, column in per_sample_columns(data).items())
+    batch["sample_positions"] = list(indices)
+    pack_tokens(batch, args.data_pad_size_multiplier)
+    if args.loss_type == "custom_loss":
+        as_lists(batch)
+    return batch
+
+
+def pack_tokens(batch: dict[str, Any], pad_multiplier: int) -> None:
+    """Put the packed stream in the place of the ``tokens`` of ``batch``, which become ``unconcat_tokens``."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cp, tp = context_parallel(), tensor_parallel()
-    batch = LossBatch((key, _select(column, indices)) for key, column in per_sample_columns(data).items())
     packed = pack(
         batch["tokens"],
         batch["response_lengths"],
         cp_size=cp.size,
         cp_rank=cp.rank,
         tp_size=tp.size,
-        pad_multiplier=args.data_pad_size_multiplier,
+        pad_multiplier=pad_multiplier,
     )
-    batch["sample_positions"] = list(indices)
     batch["unconcat_tokens"] = batch["tokens"]
     batch["tokens"] = packed.tokens
     batch["packed_seq_params"] = PackedSeqParams(
@@ -137,9 +146,6 @@ def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) ->
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
-    if args.loss_type == "custom_loss":
-        as_lists(batch)
-    return batch
 
 
 def may_overwrite_logits(args: Namespace, batch: dict[str, Any]) -> bool:
@@ -195,3 +201,9 @@ def micro_batch_iterators(
 ) -> list[Iterator[LossBatch]]:
     """Return one iterator over ``micro_batches`` per model chunk (virtual pipeline stages each pull every one)."""
     return [(build_micro_batch(args, data, indices) for indices in micro_batches) for _ in range(num_chunks)]
+
+
+_ITERATOR = ("DataIterator", "get_batch", "get_data_iterator")
+__getattr__ = moved(
+    __name__, {name: f"slime.backends.megatron_utils.data_iterator.{name}" for name in _ITERATOR}, for_good=_ITERATOR
+)

@@ -46,6 +46,7 @@ from slime.backends.megatron_utils.policy_loss import policy_loss_function
 from slime.backends.megatron_utils.response_logits import (
     get_log_probs_and_entropy,
     get_responses,
+    get_rollout_top_p_logprob_kwargs,
     note_finite_samples,
 )
 from slime.backends.megatron_utils.values import get_values, value_loss_function
@@ -56,6 +57,7 @@ __all__ = [
     "compute_advantages_and_returns",
     "get_log_probs_and_entropy",
     "get_responses",
+    "get_rollout_top_p_logprob_kwargs",
     "get_values",
     "icepop_function",
     "loss_function",

@@ -28,6 +28,12 @@ def top_p_keywords(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {keyword: batch[name] for name, keyword in TOP_P_COLUMNS.items() if batch.get(name) is not None}
 
 
+def get_rollout_top_p_logprob_kwargs(args: Namespace, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """``top_p_keywords`` under the name that losses written for slime's main branch import from ``loss``."""
+    del args  # the batch has masks where --rollout-top-p asks for them
+    return top_p_keywords(batch)
+
+
 def get_responses(
     logits: Tensor,
     *,

@@ -34,7 +34,9 @@ def test_two_ranks_compute_what_one_does() -> None:
     exact = {"rtol": 0, "atol": 1e-12}
     for rank, result in enumerate(ranks):
         torch.testing.assert_close(result["log_probs"], log_probs.detach(), **exact)
-        torch.testing.assert_close(result["legacy"], log_probs.detach().unsqueeze(1), **exact)
+        for name in ("legacy", "legacy, default group"):
+            torch.testing.assert_close(result[name], log_probs.detach().unsqueeze(1), **exact)
+        assert result["legacy, no rows"] == [[], []]
         torch.testing.assert_close(result["entropy"], entropy.detach(), **exact)
         torch.testing.assert_close(result["gathered"], values, **exact)
         for grad, (total, response) in zip(result["local_grads"], LENGTHS, strict=True):

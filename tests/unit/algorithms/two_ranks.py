@@ -25,6 +25,8 @@ def collectives(
     )
     (log_probs.sum() + entropy.sum()).backward()
     legacy, _ = calculate_log_probs_and_entropy(part.detach(), targets, group)
+    by_default, _ = calculate_log_probs_and_entropy(part.detach(), targets, None)
+    nothing = calculate_log_probs_and_entropy(part.detach()[:0], targets[:0], group, with_entropy=True)
 
     local = [
         slice_response_with_cp(value, total, response, cp_rank=rank, cp_size=size).clone().requires_grad_()
@@ -42,6 +44,8 @@ def collectives(
         "entropy": entropy.detach(),
         "logits_grad": part.grad,
         "legacy": legacy,
+        "legacy, default group": by_default,
+        "legacy, no rows": [values.tolist() for values in nothing],
         "gathered": [full.detach() for full in gathered],
         "local_grads": [x.grad for x in local],
         "whitened": masked_whiten(half, torch.ones_like(half), group=group),

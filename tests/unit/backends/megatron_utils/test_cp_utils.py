@@ -95,6 +95,33 @@ def test_reducer_is_the_masked_sum_over_ranks(as_rank, size: int, per_token: boo
     assert got == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("by_position", "expected"),
+    [
+        ((), (1 + 3) / 2 + 7),
+        ((False, "thd", None), (1 + 3) / 2 + 7),
+        ((True, "thd"), 11.0),
+        # slime's main branch: denominators come first, and may be left to the masks
+        (([4.0, 8.0],), (1 + 3) / 4 + 7 / 8),
+        ((torch.tensor([4.0, 8.0]),), (1 + 3) / 4 + 7 / 8),
+        ((torch.tensor([4, 8]), False, "thd", [9, 9]), (1 + 3) / 4 + 7 / 8),
+        ((torch.tensor([4.0, 8.0]), True), 11.0),
+        ((None, False), (1 + 3) / 2 + 7),
+        ((None, True, "thd", None), 11.0),
+    ],
+)
+def test_reducer_by_position_as_both_forms_of_it_are_called(by_position: tuple, expected: float) -> None:
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
+    reduce = cp_utils.get_sum_of_sample_mean([5, 2], [3, 1], masks, *by_position)
+    assert float(reduce(torch.tensor([1.0, 100.0, 3.0, 7.0]))) == pytest.approx(expected)
+
+
+def test_reducer_refuses_padded_rows_in_both_forms() -> None:
+    for by_position in ((False, "bshd"), ([4.0], False, "bshd"), ([4.0], "bshd")):
+        with pytest.raises(ValueError, match="qkv_format='bshd'"):
+            cp_utils.get_sum_of_sample_mean([4], [3], [torch.ones(3)], *by_position)
+
+
 def test_reducer_refuses_values_of_another_length() -> None:
     reduce = cp_utils.get_sum_of_sample_mean([4], [3], [torch.ones(3)])
     with pytest.raises(ValueError, match=r"\(3,\)"):
