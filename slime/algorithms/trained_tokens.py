@@ -16,20 +16,23 @@ class TrainedTokens:
     """Where the trained tokens of whole responses are. ``lengths`` says how many each response has."""
 
     def __init__(self, loss_masks: Sequence[Tensor]) -> None:
-        self._trained = torch.cat([mask != 0 for mask in loss_masks])
         self._sizes = [mask.size(0) for mask in loss_masks]
         self.lengths: list[int] = torch.stack([mask.count_nonzero() for mask in loss_masks]).tolist()
+        every = self.lengths == self._sizes
+        self._positions = None if every else torch.cat(list(loss_masks)).nonzero().flatten()
 
     def close_up(self, column: Sequence[Tensor]) -> list[Tensor]:
         """Return the values of the trained tokens alone, [lengths_i], of a column of whole responses."""
-        return list(torch.cat(list(column))[self._trained].split(self.lengths))
+        if self._positions is None:
+            return list(column)
+        return list(torch.cat(list(column)).index_select(0, self._positions).split(self.lengths))
 
     def spread(self, column: Sequence[Tensor]) -> list[Tensor]:
         """Return whole responses from a column of trained tokens alone, with 0 at the others."""
+        if self._positions is None:
+            return list(column)
         values = torch.cat(list(column))
-        whole = values.new_zeros(self._trained.size(0))
-        whole[self._trained] = values
-        return list(whole.split(self._sizes))
+        return list(values.new_zeros(sum(self._sizes)).index_copy_(0, self._positions, values).split(self._sizes))
 
 
 def where_trained(mask: Tensor, values: Tensor) -> Tensor:

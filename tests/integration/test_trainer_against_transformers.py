@@ -28,12 +28,23 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "use_kl_loss": True, "kl_loss_coef": 0.1,
     },
     "packed": {**TWO_STEPS, "micro_batch_size": 4, "log_probs_chunk_size": 5, "entropy_coef": 0.02},
+    "masked samples": {**TWO_STEPS, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "use_tis": True},
+    "masked samples, per token": {
+        "lr": 0.2, "global_batch_size": 4, "entropy_coef": 0.01, "calculate_per_token_loss": True, "use_tis": True,
+    },
+    "one of eight trained, per token": {"lr": 0.5, "global_batch_size": 8, "calculate_per_token_loss": True},
+    "one of eight trained, packed, per token": {
+        "lr": 0.5, "global_batch_size": 8, "calculate_per_token_loss": True, "micro_batch_size": 4,
+    },
 }  # fmt: skip
+MASKED = {"masked": (0, 3, 5, 6), "one": (0, 1, 2, 3, 4, 6, 7)}
+"""By the first word of a scenario: which samples have no trained token."""
 
 
 def data_of(name: str) -> dict[str, Any]:
     """Arguments of ``make_train_data``."""
-    return {"seed": 3, "scaled": name != "Dr. GRPO"}
+    masked = MASKED.get(name.split()[0], ()) if name != "one step" else ()
+    return {"seed": 3, "scaled": name != "Dr. GRPO", "masked": masked}
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,8 @@ def train(
     for start in range(0, count, batch):
         indices = range(start, start + batch)
         totals: dict[str, Tensor] = {}
-        tokens = sum(max(sum(data["loss_masks"][i]), 1) for i in indices)
+        tokens = sum(sum(data["loss_masks"][i]) for i in indices)
+        trained_samples = sum(any(data["loss_masks"][i]) for i in indices)
         for i in indices:
             mask = torch.tensor(data["loss_masks"][i], dtype=torch.float64)
             rollout = torch.tensor(data["rollout_log_probs"][i], dtype=torch.float32).double()
@@ -127,6 +128,10 @@ def train(
             for p in trained.values():
                 p -= args.lr * p.grad
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt().item()
-        metrics = {name: value.item() for name, value in totals.items()}
+        # What is measured is a mean over what is trained; what is minimized is divided by the batch.
+        share = 1.0 if args.calculate_per_token_loss else trained_samples / batch
+        metrics = {
+            name: value.item() / (1.0 if name in ("loss", "pg_loss") else share) for name, value in totals.items()
+        }
         steps.append({"metrics": metrics, "grads": grads, "grad_norm": norm})
     return steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,11 @@ def make_train_data(
     shortest: int = 3,
     longest: int = 24,
     scaled: bool = True,
+    masked: Collection[int] = (),
 ) -> dict[str, list[Any]]:
     """Return train data of ``prompts * per_prompt`` random samples with prompts of 2 to 9 tokens and masked spans.
+
+    Samples at the positions ``masked`` have no trained token.
 
     Engine log-probs are made up near those of a uniform policy; rewards are normalized within a prompt's group,
     unless ``scaled`` without the division by its standard deviation.
@@ -99,6 +103,7 @@ def make_train_data(
             mask = np.ones(response, dtype=int)
             mask[1::5] = rng.integers(0, 2, len(mask[1::5]))
             index = group * per_prompt + i
+            mask[:] *= index not in masked
             data["tokens"].append(prompt + rng.integers(0, vocab_size, response).tolist())
             data["response_lengths"].append(response)
             data["loss_masks"].append(mask.tolist())

@@ -218,12 +218,13 @@ ACTOR, REFERENCE = "actor", "ref"
 logger = logging.getLogger(__name__)
 
 
-def drop_precomputed_logprobs(data: RolloutData) -> None:
-    """Remove columns that came with the samples under the names of the passes' own.
+def drop_precomputed_logprobs(data: RolloutData, *, teacher: bool = False) -> None:
+    """Remove columns that came with the samples under the names of the passes' own (a ``teacher``'s if there is one).
 
     Where the pass for ``log_probs`` is left out, such a column would be taken for the old policy.
     """
-    names = ("log_probs", "entropy", "ref_log_probs", "ref_entropy")
+    names = ["log_probs", "entropy", "ref_log_probs", "ref_entropy"]
+    names += ["teacher_log_probs", "teacher_entropy"] if teacher else []
     if given := [name for name in names if data.pop(name, None) is not None]:
         logger.warning("left out of the train data: %s; the trainer computes what has these names", ", ".join(given))
 
@@ -256,7 +257,7 @@ class LogProbPasses:
 
         The weights of the actor are in the model again afterwards, unchanged to the bit, also after an error.
         """
-        drop_precomputed_logprobs(data)
+        drop_precomputed_logprobs(data, teacher=TEACHER in self._others)
         passes = dict(self._others)
         if self._needs_old_policy(data):
             passes[self._old_policy] = ""

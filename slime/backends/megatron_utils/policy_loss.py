@@ -13,7 +13,7 @@ from torch import Tensor
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
 from slime.algorithms.reducers import constant_length, turn_mean
-from slime.algorithms.trained_tokens import where_trained
+from slime.algorithms.trained_tokens import finite_elsewhere
 from slime.backends.megatron_utils.cp_utils import (
     Reducer,
     all_gather_samples_with_cp,
@@ -68,7 +68,7 @@ def policy_loss_function(
         batch.trainer_log_probs = log_probs.trainer  # for the mismatch meter
     current = flat(log_probs.current)
     trained = _local_masks(batch, batch["loss_masks"]).values
-    advantages = where_trained(trained, flat(batch["advantages"]))
+    [advantages] = finite_elsewhere([trained], [flat(batch["advantages"])])
 
     ppo_kl = _ppo_kl(args, batch, log_probs)
     if args.advantage_estimator == "cispo":

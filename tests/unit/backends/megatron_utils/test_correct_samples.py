@@ -38,6 +38,12 @@ def test_of_one_rank_by_hand() -> None:
     }
 
 
+def test_a_sample_without_a_trained_token_has_no_entropy() -> None:
+    changes = {"loss_masks": [torch.zeros(2), *data()["loss_masks"][1:]]}
+    found = correct_sample_means(ARGS, data(**changes), lambda part: [part])
+    assert (found["correct_entropy"], found["correct_response_lengths"]) == (0.5, 5.0)
+
+
 def test_the_engine_s_log_probs_stand_in_and_the_flag_decides() -> None:
     found = correct_sample_means(ARGS, data(log_probs=None, rollout_log_probs=data()["log_probs"]), lambda p: [p])
     assert found["correct_entropy"] == 1.25

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.loss import (
     vanilla_tis_function,
 )
 from slime.backends.megatron_utils.parallel import Ranks
+from slime.backends.megatron_utils.train_step import _reduce_reports
 from tests.support import plain_grpo
 from tests.support.arguments import run_args
 
@@ -306,6 +307,71 @@ def test_scaling_per_token(monkeypatch: pytest.MonkeyPatch, cp: int) -> None:
     loss, num_tokens, _ = loss_function(args, batch, 4, logits)  # type: ignore[misc]
     assert num_tokens == 7
     torch.testing.assert_close(loss / (cp * num_tokens), plain / 7)  # every CP rank counts all tokens
+
+
+@pytest.mark.parametrize("loss_type", ["policy_loss", "sft_loss"])
+def test_per_token_gradients_with_masked_samples_are_those_of_plain_autograd(loss_type: str) -> None:
+    """Megatron divides by the token count: samples that are masked whole must not be in it."""
+    args, (batch, logits) = make_args(calculate_per_token_loss=True, loss_type=loss_type), make_batch()
+    batch["loss_masks"] = [torch.zeros(3), torch.tensor([0, 1, 0, 0]), torch.zeros(1)]
+    loss, num_tokens, report = loss_function(args, batch, 1, logits)  # type: ignore[misc]
+    (gradient,) = torch.autograd.grad(loss / num_tokens, logits)
+    [_, (log_probs, _), _] = dense(batch, logits)
+    ratio = (log_probs[1] - batch["log_probs"][1][1]).exp()
+    clipped = ratio.clamp(0.8, 1.3)  # the advantage is negative
+    expected = -log_probs[1] if loss_type == "sft_loss" else 1.3 * torch.maximum(ratio, clipped)
+    torch.testing.assert_close(loss / num_tokens, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+    assert num_tokens == report["weight"] == 1
+
+
+def test_the_weight_of_a_step_counts_the_trajectories_that_train() -> None:
+    """Two siblings and one alone, which is masked: metrics are means over one trajectory, the loss over two."""
+    args, (batch, logits) = make_args(), make_batch()
+    batch["loss_masks"][1] = torch.zeros(4)
+    batch["rollout_mask_sums"] = torch.tensor([3.0, 0.0, 3.0])
+    _, report = loss_function(args, batch, 1, logits)  # type: ignore[misc]
+    assert float(report["weight"]) == pytest.approx(1)
+    found = _reduce_reports(args, [report], 2)
+    found_alone = dict(zip(report["keys"], report["values"][1:].tolist(), strict=True))
+    assert found["pg_loss"] == pytest.approx(found_alone["pg_loss"] / 2)
+    pairs = zip(dense(batch, logits), batch["loss_masks"], strict=True)
+    entropies = [(entropy.detach() * mask).sum() for (_, entropy), mask in pairs]
+    assert found["entropy_loss"] == pytest.approx(float(sum(entropies)) / 3, rel=1e-5)
+
+
+def test_a_step_that_trains_nothing_reports_zeros() -> None:
+    for per_token in (False, True):
+        args, (batch, logits) = make_args(calculate_per_token_loss=per_token), make_batch()
+        batch["loss_masks"] = [torch.zeros(r) for r in RESPONSES]
+        batch["rollout_mask_sums"] = torch.zeros(3)
+        report = loss_function(args, batch, 1, logits)[-1]
+        assert set(_reduce_reports(args, [report], 2).values()) == {0.0}
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_masked_tokens_may_have_any_advantage(bad: float) -> None:
+    args, (batch, logits) = make_args(use_opsm=True, opsm_delta=1e-3), make_batch()
+    expected, _ = policy_loss_function(args, batch, logits, reducer(args, batch))
+    batch["advantages"][0][1] = bad  # which is masked
+    loss, metrics = policy_loss_function(args, batch, logits, reducer(args, batch))
+    assert loss.item() == expected.item()
+    assert bool(torch.autograd.grad(loss, logits)[0].isfinite().all())
+    assert all(bool(value.isfinite()) for value in metrics.values())
+
+
+def test_opsm_reports_the_share_of_trained_tokens_that_is_masked() -> None:
+    """Of two siblings with four trained tokens one has its only one masked; the third sample is kept."""
+    args, (batch, logits) = make_args(use_opsm=True, opsm_delta=0.5), make_batch()
+    batch["loss_masks"] = [torch.tensor([0, 1, 0]), torch.tensor([1, 1, 1, 1]), torch.tensor([1])]
+    batch["rollout_mask_sums"] = torch.tensor([2.0, 4.0, 2.0])
+    current = [log_probs.detach() for log_probs, _ in dense(batch, logits)]
+    batch["log_probs"] = [current[0] + 1.0, current[1], current[2]]  # the first has drifted
+    batch["advantages"] = [torch.full((r,), -1.0) for r in RESPONSES]
+    for per_token, share in ((False, (1 / 2 + 0) / 2), (True, 1 / 6)):
+        args.calculate_per_token_loss = per_token
+        report = loss_function(args, batch, 1, logits)[-1]
+        assert _reduce_reports(args, [report], 2)["opsm_clipfrac"] == pytest.approx(share)
 
 
 def test_samples_that_are_not_finite_are_told_apart() -> None:

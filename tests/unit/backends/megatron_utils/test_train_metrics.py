@@ -38,6 +38,28 @@ def test_tokens_weigh_as_in_the_loss_and_scalars_alike() -> None:
     assert found == {"log_probs": pytest.approx(-1.75), "raw_reward": 0.5}
 
 
+def test_a_trajectory_without_a_trained_token_is_not_counted() -> None:
+    """What it has at its masked tokens may be anything; its reward is one all the same."""
+    found = means(
+        log_probs=[torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([float("nan"), float("-inf")])],
+        loss_masks=[torch.tensor([1, 1, 0]), torch.tensor([0, 0])],
+        rollout_mask_sums=torch.tensor([2.0, 0.0]),
+        local_raw_reward=[1, 0],
+    )
+    assert found == {"log_probs": -2.0, "raw_reward": 0.5}
+
+
+def test_rewards_are_those_of_trajectories_on_whatever_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trajectory 4 has three samples on two ranks, 5 and 6 one each: (mean of 1, 1 and 0.5) and 0 and 1."""
+    parts: list[Any] = []
+    monkeypatch.setattr(reporting, "all_gather_objects", lambda part: parts.append(part) or parts)
+    means(rollout_ids=[4, 5], rewards=[1.0, 0.0])
+    third = {"tokens": [torch.arange(5)] * 3, "total_lengths": [5] * 3, "response_lengths": [3] * 3}
+    more = {"loss_masks": [torch.ones(3)] * 3, "rollout_mask_sums": torch.full((3,), 3.0)}
+    found = rollout_means(run_args(), data(**third, **more, rollout_ids=[4, 4, 6], rewards=[1.0, 0.5, 1.0]))
+    assert found["rewards"] == pytest.approx((2.5 / 3 + 0 + 1) / 3)
+
+
 @pytest.mark.parametrize(
     ("column", "mean"),
     [
