@@ -101,12 +101,14 @@ class LossBatch(dict[str, Any]):
     overwrite_logits: whether the loss may write the gradient over the logits, which the model does not read again.
     finite_samples: bool [samples], set by the loss: whether all values of a sample are finite.
     trainer_log_probs: set by the policy loss for the mismatch meter, one local tensor [n_local] per sample.
+    kept_weight: set by the policy loss where an importance correction rejects tokens: what is left weighs together.
     """
 
     mtp_targets: MTPTargets | None = None
     overwrite_logits: bool = False
     finite_samples: Tensor | None = None
     trainer_log_probs: Sequence[Tensor] | None = None
+    kept_weight: Tensor | None = None
 
 
 def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) -> LossBatch:

@@ -73,14 +73,16 @@ class LossReport(TypedDict):
     """What is known of a micro-batch after its loss.
 
     keys: names of the metrics. values: float32 [1 + keys], the token count and then the metrics, reduced as the loss.
-    weight: what the tokens weigh together in that reduction, a float32 scalar: those of a whole step are as many as the
-    trajectories that have a trained token, or as the trained tokens.
+    weight: what the tokens weigh together in that reduction, a float64 scalar: those of a whole step are as many as the
+    trajectories that have a trained token, or as the trained tokens. kept_weight: the same of the tokens that an
+    importance correction has left.
     finite: bool, whether the loss is. finite_samples: bool [samples], and mismatch: [samples, 5], where known.
     """
 
     keys: list[str]
     values: Tensor
     weight: Tensor
+    kept_weight: Tensor
     finite: Tensor
     finite_samples: Tensor | None
     mismatch: Tensor | None
@@ -157,10 +159,12 @@ def loss_function(
 
     mismatch = None if args.loss_type in ("sft_loss", "value_loss") else note_mismatch(batch)
     values = [num_tokens, *metrics.values()]
+    weight = reduce(torch.ones_like(_slice_cp(batch, masks).values, dtype=torch.float64))
     report: LossReport = {
         "keys": list(metrics),
         "values": torch.stack([torch.as_tensor(v, device=logits.device).detach().float().reshape(()) for v in values]),
-        "weight": reduce(torch.ones_like(_slice_cp(batch, masks).values, dtype=torch.float32)),
+        "weight": weight,
+        "kept_weight": weight if batch.kept_weight is None else batch.kept_weight,
         "finite": torch.isfinite(loss.detach()).all(),  # metrics need not be: a mean over nothing, say
         "finite_samples": batch.finite_samples,
         "mismatch": mismatch,

@@ -90,6 +90,8 @@ def policy_loss_function(
         metrics.update({name: sum_of_sample_mean(values) for name, values in tis_metrics.items()})
         if masks is not batch["loss_masks"]:
             reduce = _reducer(args, batch, masks)
+            if isinstance(batch, LossBatch):
+                batch.kept_weight = reduce(torch.ones_like(ois, dtype=torch.float64))
 
     # of what the loss is made of; metrics weigh as they do in other runs
     terms = _turn_mean(batch, masks) if args.pg_loss_reducer == "turn_mean" else reduce

@@ -61,7 +61,7 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
     masks = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
     sizes = [mask.shape for mask in masks]
     device = data["loss_masks"][0].device
-    weight = float(reduce_tokens(torch.ones(sum(size.numel() for size in sizes), device=device)))
+    weight = float(reduce_tokens(torch.ones(sum(size.numel() for size in sizes), device=device, dtype=torch.float64)))
     local: dict[str, tuple[float | None, float, int]] = {}  # reduced as in the loss, or None; plain sum; how many
     of_trajectories: dict[str, TrajectorySums] = {}
     first_of_cp = context_parallel().rank == 0

@@ -270,25 +270,31 @@ def _non_finite_error(
 
 
 _MINIMIZED = ("loss", "pg_loss", "value_loss")
+_OF_KEPT = (
+    "entropy_loss", "kl_loss", "opd_reverse_kl", "train_rollout_logprob_abs_diff", "pg_clipfrac", "ppo_kl",
+)  # fmt: skip
+"""What the policy loss measures of the tokens that a correction has left; the others are of all trained tokens."""
 
 
 def _reduce_reports(args: Namespace, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:
     """Sum the micro-batches' reports over DP x CP (collective) and divide by what was summed.
 
-    That is the weight of the tokens that are trained: their number, or that of the trajectories that have any. What is
-    minimized is divided as the gradient is, also by trajectories that train nothing. Metrics are summed by name. A name
-    that a micro-batch or a rank does not report, as that of a term of a user's loss that none of its samples needed,
-    adds nothing to the sum; the divisor is that of the others all the same.
+    That is the weight of the tokens that are trained, or of those that a correction has left of them: their number, or
+    that of the trajectories that have any. What is minimized is divided as the gradient is, also by trajectories that
+    train nothing. Metrics are summed by name. A name that a micro-batch or a rank does not report, as that of a term of
+    a user's loss that none of its samples needed, adds nothing to the sum; the divisor is that of the others all the
+    same.
     """
     sums: dict[str, list[float]] = {}
-    weights = torch.stack([report["weight"] for report in reports]).tolist()
+    weights = torch.stack([torch.stack([r["weight"], r["kept_weight"]]) for r in reports]).sum(dim=0).tolist()
     flat = iter(torch.cat([report["values"][1:] for report in reports]).tolist())
     for report in reports:
         for name in report["keys"]:
             sums.setdefault(name, []).append(next(flat))
-    parts = all_gather_objects((sum(weights), {name: sum(values) for name, values in sums.items()}))
+    parts = all_gather_objects((weights, {name: sum(values) for name, values in sums.items()}))
     names = list(dict.fromkeys(name for _, part in parts for name in part))
     totals = {name: sum(part.get(name, 0.0) for _, part in parts) for name in names}
-    weight = sum(part for part, _ in parts) or 1.0
-    minimized = weight if args.calculate_per_token_loss else global_batch_size
-    return {name: total / (minimized if name in _MINIMIZED else weight) for name, total in totals.items()}
+    weight, kept = (sum(column) or 1.0 for column in zip(*(part for part, _ in parts), strict=True))
+    divisors = dict.fromkeys(_MINIMIZED, weight if args.calculate_per_token_loss else global_batch_size)
+    divisors |= dict.fromkeys(_OF_KEPT, kept)
+    return {name: total / divisors.get(name, weight) for name, total in totals.items()}

@@ -340,6 +340,28 @@ def test_the_weight_of_a_step_counts_the_trajectories_that_train() -> None:
     assert found["entropy_loss"] == pytest.approx(float(sum(entropies)) / 3, rel=1e-5)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_what_a_correction_rejects_is_in_neither_part_of_a_mean(per_token: bool) -> None:
+    """Of the trained tokens two are left, one of each trajectory; the loss is divided as without the rejection."""
+    args, (batch, logits) = make_args(use_tis=True, calculate_per_token_loss=per_token), make_batch()
+    args.custom_tis_function_path = f"{__name__}.keep_two"
+    report = loss_function(args, batch, 1, logits)[-1]
+    found = _reduce_reports(args, [report], 2)
+    sums = dict(zip(report["keys"], report["values"][1:].tolist(), strict=True))
+    entropies = [entropy.detach() for _, entropy in dense(batch, logits)]
+    first, second = float(entropies[0][0]), float(entropies[1][2])
+    expected = (first + second) / 2 if per_token else (first / 3 + second / 4) / (1 / 3 + 1 / 4)
+    assert found["entropy_loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["pg_loss"] == pytest.approx(sums["pg_loss"] / (7 if per_token else 2))
+    assert found["ones"] == pytest.approx(1)  # the correction's own are of all
+
+
+def keep_two(args: Any, *, pg_loss: torch.Tensor, loss_masks: Any, **kwargs: Any) -> Any:
+    masks = [torch.zeros_like(mask) for mask in loss_masks]
+    masks[0][0] = masks[1][2] = 1
+    return pg_loss, masks, {"ones": torch.ones_like(pg_loss)}
+
+
 def test_a_step_that_trains_nothing_reports_zeros() -> None:
     for per_token in (False, True):
         args, (batch, logits) = make_args(calculate_per_token_loss=per_token), make_batch()
