@@ -52,6 +52,7 @@ def canonical(answer: str) -> str:
     text = _UNIT.sub("", text).strip()
     text = _E_NOTATION.sub(lambda m: format(Decimal(m[0].rstrip(".")), "f"), text)
     text = join_digits(re.sub(r"([_^])(\d+) +", r"\1{\2}", text))
+    text = re.sub(r"(?<![a-zA-Z])a(sin|cos|tan)(?![a-zA-Z])", r"arc\1", text)
     text = re.sub(r"\\(" + "|".join(FUNCTIONS[1:]) + r")(?![a-zA-Z])", r"\1 ", text)  # \sqrt stays a command
     text = re.sub(r"\\([a-zA-Z]+) +([a-zA-Z0-9])(?![a-zA-Z0-9])", r"\\\1{\2}", text)
     text = re.sub(r"\s+", "", _lower(text))
@@ -244,7 +245,7 @@ def _integer_fraction(tree: Tree) -> tuple[Fraction, Fraction] | None:
 def _is_formula(text: str) -> bool:
     """Whether letters may be symbols: those of words are not, whose order counts."""
     plain = _NOT_LETTERS.sub(" ", text)
-    runs = re.findall(r"[^\W\d_]+", plain)
+    runs = re.findall(r"[a-z]+", plain)
     different, longest = len(set("".join(runs))), max(map(len, runs), default=0)
     if longest > 2 and re.search(r"[-+*/^(]", text) is None:
         return False

@@ -146,9 +146,21 @@ class _Parser:
             return ("constant", "pi")
         if token in ("e", "i"):
             return ("constant", token)
+        if token == "f" and self._peek() in ("(", "^"):
+            return self._applied(token)
         if token and (token[0].isalpha()):
             return ("symbol", token)
         raise NotAnExpression(f"unexpected {token!r}")
+
+    def _applied(self, name: str) -> Tree:
+        """A function of which only the name is known, or its inverse: ``f(x)`` is no product."""
+        inverse = self.tokens[self.position : self.position + 6] == [*"^{-1}("]
+        if inverse:
+            self.position += 5
+        if self._peek() != "(":
+            return ("symbol", name)
+        self._take()
+        return ("apply", f"{name}^-1" if inverse else name, self._group(")"))
 
     def _group(self, closing: str) -> Tree:
         bars, self.bars = self.bars, 0

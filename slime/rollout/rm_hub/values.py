@@ -105,7 +105,16 @@ def _value(tree: Tree, point: Point) -> Value:
         context = _digits()
         value = {"pi": +context.pi, "e": +context.e, "i": context.mpc(0, 1)}[operands[0]]
         return _Approximate(value, 0 * context.eps if operands[0] == "i" else value * context.eps)
+    if operator == "apply":
+        return _unknown(operands[0], _value(operands[1], point))
     return _OPERATIONS[operator](*(_value(operand, point) for operand in operands))
+
+
+def _unknown(function: str, argument: Value) -> Fraction:
+    """Some value of a function that only has a name: the same for the same argument."""
+    if not isinstance(argument, Fraction):
+        raise NotAnExpression(f"{function} of a number that is not known exactly")
+    return Fraction(random.Random(f"{function}({argument})").randint(1, 10**9), 997)
 
 
 def _lift(number: Value) -> _Approximate:
