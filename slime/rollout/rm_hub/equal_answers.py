@@ -7,6 +7,7 @@ of two.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
@@ -37,12 +38,21 @@ _BASES = {
 _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 _FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 _MATRIX = re.compile(r"\\begin\{([pb]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
+_PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+_LONGEST_KEPT = 1000
 _MOST_NESTED, _MOST_UNORDERED = 6, 12
 _NOT_LETTERS = re.compile(r"\\[a-z]+|_\{[^{}]*\}|" + "|".join(NAMES))
 
 
 def canonical(answer: str) -> str:
     """Return an answer in lower case without units, markup and spaces, as ``equal_answers`` reads it."""
+    if _PLAIN_NUMBER.fullmatch(answer):
+        return answer
+    return _canonical(answer) if len(answer) < _LONGEST_KEPT else _canonical.__wrapped__(answer)
+
+
+@functools.lru_cache(maxsize=256)  # the label of a group is asked for with each of its answers
+def _canonical(answer: str) -> str:
     text = bare_latex(_GROUPED_BY_LATEX.sub("", re.sub(r"\s+", " ", answer.strip())))
     text = text.replace("$", "").replace("%", "")
     text = text.replace(" or ", " , ").replace(" and ", " , ")

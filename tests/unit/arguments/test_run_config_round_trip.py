@@ -57,7 +57,7 @@ NEEDS = {
     "decoder_first_pipeline_num_layers": "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2",
     "recompute_method": "--recompute-granularity full --recompute-num-layers 1",
 }
-CHOSEN = {"rm_type": ("math", "boxed_dapo"), "ci_save_grad_norm": ("g/{role}/{rollout_id}/{step_id}.pt",)}
+CHOSEN = {"rm_type": ("math", "boxed_gpqa"), "ci_save_grad_norm": ("g/{role}/{rollout_id}/{step_id}.pt",)}
 # Texts that YAML would take for something else, and texts that flags ask for.
 TEXTS = (
     "x", "my.plugin.function", "/d/{rollout_id}.pt", "/d/p.jsonl", "1e-5", "007", "0x10", "1_000", "12:30", "1.5", "no",
