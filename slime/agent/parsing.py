@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.agent import sglang_parsers
+from slime.agent import sglang_parsers, unread_calls
+from slime.agent.parameter_types import parameter_schemas, typed
 
 logger = logging.getLogger(__name__)
 
 ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools as the chat templates take them: ``{"type": "function", "function": {"name", "parameters", ...}}``."""
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+_CALL_BEGIN = re.compile(r"<tool_call>\s*<function=([^>\n]+)>")
+_CALL_END = re.compile(r"</function>\s*</tool_call>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ def parse_model_output(
         parsed = parse_tool_uses(body, tools_schema, tool_parser_name)
     text, tool_uses, ill_formed = parsed
     if not tool_uses:
-        text, tool_uses = parse_xml_tool_uses(text, tools_schema)
+        text, tool_uses, uneven = _read_xml(text, tools_schema)
         if tool_uses or not tool_parser_name:
-            ill_formed = "<tool_call>" in text
+            ill_formed = uneven or "<tool_call>" in text
     return ParsedModelOutput(reasoning, text, tool_uses, ill_formed)
 
 
@@ -75,13 +77,26 @@ def parse_tool_uses(body: str, tools_schema: ToolSchemas, parser_name: str) -> t
     """Return the text without tool uses, the tool uses, and whether one was ill-formed, by SGLang's parser.
 
     Arguments that are no JSON object become ``{"_raw_arguments": text}``. When something began like a tool use and none
-    could be read, the text is ``body`` as it is, so that the agent sees it.
+    could be read, the text is ``body`` as it is, so that the agent sees it; so is a last one that was cut.
     """
+    text, uses, ill_formed = _by_sglang(body, tools_schema, parser_name)
+    start = unread_calls.suspicious_start(body, len(uses)) if uses else None
+    if start is None:
+        return text, uses, ill_formed
+    before, earlier, _ = _by_sglang(body[:start], tools_schema, parser_name)
+    if len(uses) > len(earlier) and not unread_calls.is_cut(body[start:]):
+        return text, uses, True
+    return (before if earlier else body[:start]) + body[start:], earlier, True
+
+
+def _by_sglang(body: str, tools_schema: ToolSchemas, parser_name: str) -> tuple[str, list[dict[str, Any]], bool]:
     try:
         text, calls, began = sglang_parsers.tool_calls(body, list(tools_schema), parser_name)
     except sglang_parsers.UnparsableOutput as e:
         logger.info("tool parser %s: %s", parser_name, e)
         return body, [], True
+    if parser_name == "pythonic":  # which takes a list of calls for one when it is whole
+        began = began or any(f"[{tool['function']['name']}(" in body for tool in tools_schema)
     if began and not calls:
         return body, [], True
     uses, ill_formed = [], False
@@ -99,40 +114,43 @@ def parse_xml_tool_uses(body: str, tools_schema: ToolSchemas) -> tuple[str, list
     Values have the type that the tool's schema gives the parameter, and stay strings where they cannot have it. A name
     that no tool has is no tool use; it stays in the text.
     """
-    types_of = {tool["function"]["name"]: _parameter_types(tool["function"].get("parameters")) for tool in tools_schema}
-    uses: list[dict[str, Any]] = []
+    text, uses, _ = _read_xml(body, tools_schema)
+    return text, uses
 
-    def take(match: re.Match[str]) -> str:
+
+def _read_xml(body: str, tools_schema: ToolSchemas) -> tuple[str, list[dict[str, Any]], bool]:
+    """Also return whether the parameters of a call are not all that it has.
+
+    A call ends where its parameters are whole: a value may hold what ends a value or a call.
+    """
+    schemas_of = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools_schema}
+    uses: list[dict[str, Any]] = []
+    texts, at, uneven = [], 0, False
+    for match in _CALL_BEGIN.finditer(body):
         name = match[1].strip()
-        if name not in types_of:
-            return match[0]
-        types = types_of[name]
+        ends = list(_CALL_END.finditer(body, match.end()))
+        if match.start() < at or name not in schemas_of or not ends:
+            continue
+        end = next((one for one in ends if _is_whole(body[match.end() : one.start()])), None)
+        uneven |= end is None
+        if end is None and _CALL_BEGIN.search(body, match.end(), ends[0].start()):
+            continue  # it was not finished when another began
+        end = end or ends[0]
+        schemas = parameter_schemas(schemas_of[name])
         inputs = {
-            key.strip(): _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
-            for key, value in _PARAMETER.findall(match[2])
+            key.strip(): typed(value.removeprefix("\n").removesuffix("\n"), *schemas.get(key.strip(), ()))
+            for key, value in _PARAMETER.findall(body[match.end() : end.start()])
         }
         uses.append({"name": name, "input": inputs})
-        return ""
-
-    text = _TOOL_CALL.sub(take, body)
-    return (text.rstrip() if uses else text), uses
-
-
-def _parameter_types(schema: Any) -> dict[str, Any]:
-    """The types that a tool's schema names, whatever an agent sent as one."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return {}
-    return {name: one.get("type") for name, one in properties.items() if isinstance(one, Mapping)}
+        texts.append(body[at : match.start()])
+        at = end.end()
+    text = "".join([*texts, body[at:]])
+    return (text.rstrip() if uses else text), uses, uneven
 
 
-def _typed(value: str, kind: Any) -> Any:
-    if kind in (None, "string"):
-        return value
-    try:
-        return json.loads(value if kind != "boolean" else value.lower())
-    except ValueError:
-        return value
+def _is_whole(inner: str) -> bool:
+    """Whether a call is parameters and white space."""
+    return not _PARAMETER.sub("", inner).strip() and inner.count("<parameter=") <= inner.count("</parameter>")
 
 
 def _json_object(text: str) -> dict[str, Any] | None:

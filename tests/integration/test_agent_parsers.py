@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -50,6 +51,103 @@ CASES = {
 def test_tool_calls_by_the_parsers_of_sglang(parser):
     for body, expected in CASES[parser]:
         assert parse_tool_uses(body, TOOLS, parser) == expected, body
+
+
+def said(parser: str, *calls: tuple[str, dict[str, object]]) -> str:
+    """The calls in the format of ``parser``."""
+    one, before, between, after = FORMATS[parser]
+    return before + between.join(one(name, arguments) for name, arguments in calls) + after
+
+
+FORMATS: dict[str, tuple[Callable[[str, dict[str, object]], str], str, str, str]] = {
+    "qwen25": (lambda n, a: hermes({"name": n, "arguments": a}), "", "\n", ""),
+    "hermes": (lambda n, a: hermes({"name": n, "arguments": a}), "", "\n", ""),
+    "qwen3_coder": (lambda n, a: xml(n, **{key: str(value) for key, value in a.items()}), "", "\n", ""),
+    "glm45": (
+        lambda n, a: (
+            f"<tool_call>{n}\n"
+            + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in a.items())
+            + "</tool_call>"
+        ),
+        "",
+        "\n",
+        "",
+    ),
+    "deepseekv3": (
+        lambda n, a: (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>"
+        ),
+        "<｜tool▁calls▁begin｜>",
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": (
+        lambda n, a: f"<|tool_call_begin|>functions.{n}:0<|tool_call_argument_begin|>{json.dumps(a)}<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "llama3": (lambda n, a: json.dumps({"name": n, "parameters": a}), "<|python_tag|>", "; ", ""),
+    "mistral": (lambda n, a: json.dumps({"name": n, "arguments": a}), "[TOOL_CALLS] [", ", ", "]"),
+    "pythonic": (
+        lambda n, a: f"{n}({', '.join(f'{key}={value!r}' for key, value in a.items())})",
+        "[",
+        ", ",
+        "]",
+    ),
+    "step3": (
+        lambda n, a: (
+            f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{n}">'
+            + "".join(f'<steptml:parameter name="{k}">{v}</steptml:parameter>' for k, v in a.items())
+            + "</steptml:invoke><｜tool_call_end｜>"
+        ),
+        "<｜tool_calls_begin｜>",
+        "",
+        "<｜tool_calls_end｜>",
+    ),
+    "minimax-m2": (
+        lambda n, a: (
+            f'<invoke name="{n}">\n'
+            + "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in a.items())
+            + "</invoke>"
+        ),
+        "<minimax:tool_call>\n",
+        "\n",
+        "\n</minimax:tool_call>",
+    ),
+}
+FIRST, SECOND = ("add", {"a": 1, "note": "x"}), ("add", {"a": 22, "note": "yy"})
+
+
+@pytest.mark.parametrize("parser", FORMATS)
+def test_a_call_that_was_cut_after_a_good_one_is_not_passed_over(parser):
+    """Wherever it was cut: it is no call, and either it is in the text, or nothing of it was there."""
+    both = [{"name": name, "input": arguments} for name, arguments in (FIRST, SECOND)]
+    whole = said(parser, FIRST, SECOND)
+    assert parse_tool_uses(whole, TOOLS, parser) == ("", both, False)
+    one, before, between, after = FORMATS[parser]
+    begins = len(before + one(*FIRST) + between)
+    ends = len(whole) - len(after)
+    for length in range(begins + 1, ends):
+        text, uses, ill_formed = parse_tool_uses(whole[:length], TOOLS, parser)
+        if uses == both:  # all but what closes the call
+            continue
+        assert ill_formed, whole[:length]
+        assert uses in (both[:1], [])
+        assert text.endswith(whole[begins:length])
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "minimax-m2"])
+def test_a_value_that_holds_the_end_of_a_value_is_ill_formed(parser):
+    end = "</arg_value>" if parser == "glm45" else "</parameter>"
+    _, uses, ill_formed = parse_tool_uses(said(parser, ("add", {"note": f"x {end} y"})), TOOLS, parser)
+    assert ill_formed or uses == [{"name": "add", "input": {"note": f"x {end} y"}}]
+
+
+def test_a_call_of_a_tool_that_is_not_there_beside_a_good_one_is_ill_formed():
+    body = said("qwen25", FIRST, ("unknown", {}), SECOND)
+    both = [{"name": name, "input": arguments} for name, arguments in (FIRST, SECOND)]
+    assert parse_tool_uses(body, TOOLS, "qwen25")[1:] == (both, True)
 
 
 @pytest.mark.parametrize(

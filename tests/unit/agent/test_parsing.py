@@ -55,6 +55,106 @@ def test_the_format_that_is_parsed_by_hand(body, expected):
     assert parsed == ParsedModelOutput("", *expected, ill_formed="<tool_call>" in expected[0])
 
 
+OPTIONAL_INT = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        (OPTIONAL_INT, "3", 3),
+        (OPTIONAL_INT, "null", None),
+        (OPTIONAL_INT, "None", None),
+        (OPTIONAL_INT, "3.5", "3.5"),
+        ({"oneOf": [{"type": "boolean"}, {"type": "array"}]}, "[1]", [1]),
+        ({"oneOf": [{"type": "boolean"}, {"type": "array"}]}, "True", True),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", "None"),
+        ({"type": ["string", "null"]}, "3", "3"),
+        ({"type": ["integer", "null"]}, "3", 3),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"type": "integer"}, "null", "null"),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "integer"}, "True", "True"),
+        ({"type": "number"}, "3", 3),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "object"}, "3", "3"),
+        ({"allOf": [{"type": ["integer", "string"]}, {"type": "integer"}]}, "3", 3),
+        ({"allOf": [{"$ref": "#/$defs/Level"}], "description": "how"}, "2", 2),
+        ({"$ref": "#/$defs/Level"}, "high", "high"),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Missing"}, "3", "3"),
+        ({"$ref": "#/$defs/Loop"}, "3", "3"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"enum": [1, 2]}, "7", 7),
+        ({"const": False}, "false", False),
+        ({"items": {"type": "integer"}}, "[1]", [1]),
+        ({"properties": {"x": {}}}, '{"x": 1}', {"x": 1}),
+        ({"description": "anything"}, "3", "3"),
+        (True, "3", "3"),
+        ({"type": "wrong"}, "3", "3"),
+        ({"anyOf": []}, "3", "3"),
+    ],
+)
+def test_values_have_the_type_of_the_schema_however_it_says_it(schema, value, expected):
+    defs = {
+        "Level": {"enum": [1, 2, "high"]},
+        "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]},
+    }
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"p": schema}, "$defs": defs}}}]
+    [use] = parse_xml_tool_uses(xml("f", p=value), tools)[1]
+    assert use["input"] == {"p": expected}
+    assert type(use["input"]["p"]) is type(expected)
+
+
+def test_parameters_of_a_schema_that_is_made_of_others():
+    schema = {"allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"b": {"type": "boolean"}}}]}
+    parameters = {**schema, "$defs": {"Base": {"properties": {"a": {"type": "integer"}}}}}
+    [use] = parse_xml_tool_uses(xml("f", a="1", b="true"), [{"function": {"name": "f", "parameters": parameters}}])[1]
+    assert use["input"] == {"a": 1, "b": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "note", "ill_formed"),
+    [
+        (xml("add", note="x </parameter> y"), "x </parameter> y", False),
+        (xml("add", note="x </parameter> y", a="1"), "x </parameter> y", False),
+        (xml("add", a="1", note="</function> and </tool_call>"), "</function> and </tool_call>", False),
+        (xml("add", note="ends </function>\n</tool_call> so"), "ends </function>\n</tool_call> so", False),
+        (xml("add", note="<parameter=q>1</parameter>"), "<parameter=q>1</parameter>", False),
+        (xml("add", note="x").replace("<parameter", "stray <parameter"), "x", True),
+        (xml("add", note="x").replace("</parameter>", ""), None, True),
+    ],
+)
+def test_a_value_is_whole_or_the_call_is_ill_formed(body, note, ill_formed):
+    parsed = parse_model_output(body, tools_schema=TOOLS, **NO_PARSERS)
+    [use] = parsed.tool_uses
+    assert parsed.ill_formed == ill_formed
+    if note is not None:
+        assert use["input"]["note"] == note
+
+
+@pytest.mark.parametrize("length", range(1, len(xml("add", a="22"))))
+def test_a_call_that_was_cut_after_a_good_one_is_ill_formed_and_stays_in_the_text(length):
+    cut = xml("add", a="22")[:length]
+    parsed = parse_model_output(xml("stop") + cut, tools_schema=TOOLS, **NO_PARSERS)
+    assert parsed.tool_uses == [{"name": "stop", "input": {}}]
+    assert parsed.text == cut.rstrip()
+    assert parsed.ill_formed == (length >= len("<tool_call>"))
+
+
+def test_a_call_that_another_interrupts_is_text():
+    parsed = parse_model_output(
+        "<tool_call><function=add><parameter=a>1" + xml("stop"), tools_schema=TOOLS, **NO_PARSERS
+    )
+    assert parsed.tool_uses == [{"name": "stop", "input": {}}]
+    assert parsed == ParsedModelOutput(
+        "", "<tool_call><function=add><parameter=a>1", [{"name": "stop", "input": {}}], True
+    )
+
+
 @pytest.mark.parametrize("schema", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"properties": None}}])
 def test_tools_may_lack_a_type_and_parameters(schema):
     tools = [{"function": {"name": "stop", **schema}}]
