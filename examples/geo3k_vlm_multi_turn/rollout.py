@@ -27,6 +27,7 @@ from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.utils.http_utils import post
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine, process_vision_info
+from slime.utils.sampling import limited
 from slime.utils.types import Sample
 
 IMAGE = "<|image_pad|>"
@@ -86,7 +87,7 @@ class Conversation:
         while (left := tokens_left(args, sample, sampling_params, evaluation)) > 0:
             payload = {
                 "input_ids": self.collapsed(),
-                "sampling_params": {**sampling_params, "max_new_tokens": left},
+                "sampling_params": limited(sampling_params, left, sample.response_length),
                 "return_logprob": True,
             }
             if self.encoded:

@@ -11,6 +11,7 @@ from typing import Any
 from examples.retool.environment import score
 from examples.retool.interpreter import interpret
 from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.sampling import limited
 from slime.utils.types import Sample
 
 PACKAGES = "strands-agents==1.62.0 strands-sglang==0.4.3"
@@ -78,10 +79,11 @@ class RecordingClient:
         """Return the engine's answer. Raises ResponseFull and Interrupted."""
         if self.prompt_length is None:
             self.prompt_length = len(input_ids)
-        left = self.limit - (len(input_ids) - self.prompt_length)
+        made = len(input_ids) - self.prompt_length
+        left = self.limit - made
         if left < 1:
             raise ResponseFull
-        request["sampling_params"] = {**request["sampling_params"], "max_new_tokens": left}
+        request["sampling_params"] = limited(request["sampling_params"], left, made)
         answer: dict[str, Any] = await self.client.generate(input_ids=input_ids, **request)
         if answer["meta_info"]["finish_reason"]["type"] == "abort":
             raise Interrupted

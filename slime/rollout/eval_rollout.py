@@ -13,6 +13,7 @@ from slime.rollout.cancelling import cancel_all
 from slime.rollout.groups import copy_prompt, describe_waits
 from slime.rollout.requests.generate_request import longest_prompt
 from slime.utils.data import Dataset
+from slime.utils.sampling import sampling_seed
 from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,9 @@ async def eval_single_dataset(
     pending: dict[asyncio.Task[Any], Sample] = {}
     ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
     for number, sample in _make_samples(config, dataset):
-        own = {**params, "sampling_seed": args.rollout_seed + number} if seeded else params.copy()
+        own = params.copy()
+        if seeded:  # those of a prompt stay the same over evaluations, so that these compare
+            own["sampling_seed"] = sampling_seed(args.rollout_seed, "eval", config.name, sample.group_index, number)
         task = asyncio.ensure_future(generate_and_rm(args, sample, own, evaluation=True))
         pending[task] = sample
         task.add_done_callback(ended.put_nowait)

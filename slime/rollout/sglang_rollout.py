@@ -37,10 +37,12 @@ from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.utils.async_utils import run
 from slime.utils.declared import with_defaults
+from slime.utils.engine_replies import output_tokens
 from slime.utils.http_utils import HttpTimeoutError, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.sampling import sampling_seed
 from slime.utils.types import Sample, iter_samples
 
 __all__ = [
@@ -209,7 +211,7 @@ async def generate_and_rm_group(
         for number, sample in enumerate(group):
             params = sampling_params.copy()
             if args.sglang_enable_deterministic_inference:
-                params["sampling_seed"] = state.group_sampling_seeds[number]
+                params["sampling_seed"] = _sampling_seed(args, state, sample, number)
             task = asyncio.ensure_future(generate_and_rm(args, sample, params, evaluation=evaluation))
             # A group that is aborted keeps what its other samples have become.
             task.add_done_callback(functools.partial(note_result, ended, number, sample))
@@ -218,6 +220,15 @@ async def generate_and_rm_group(
     if args.group_rm and not has_aborted(group):
         await _score(args, state, group, evaluation)
     return group
+
+
+def _sampling_seed(args: Any, state: Any, sample: Any, number: int) -> int:
+    """Return the seed of a group's sample: groups are numbered over the whole run, so no draw of a prompt has another
+    one's, and a run that is resumed goes on. Those without a number have the rollout's, and their own index."""
+    first = next(iter_samples(sample))
+    if first.group_index is not None:
+        return sampling_seed(args.rollout_seed, first.group_index, number)
+    return sampling_seed(args.rollout_seed, "rollout", bookkeeping_of(state).rollout_id, first.index, number)
 
 
 async def generate_and_rm(
@@ -262,7 +273,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     Raises AssertionError for a sample that is not PENDING or ABORTED or is longer than it may get.
     """
     args = with_defaults(args)
-    resumes = Resumes(GenerateState(args), sample)
+    state = GenerateState(args)
+    resumes = Resumes(state, sample)
     while (payload := generate_payload(args, sample, sampling_params, evaluation)) is not None:
         limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
         with trace_span(sample, "sglang_generate", limit) as span:
@@ -271,8 +283,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
             except HttpTimeoutError as e:
                 e.add_note(await describe_engines(get_model_url(args, "default", "")))
                 raise
+            output_tokens(output, with_text=True)  # a reply that lacks a field is named before it is used
             span.update(**build_sglang_meta_trace_attrs(output["meta_info"]))
-        append_output(args, sample, output)
+        append_output(args, sample, output, getattr(state, "tokenizer", None))
         if not await resumes.needed():
             break
     return sample

@@ -20,6 +20,7 @@ from slime.rollout import sglang_rollout
 from slime.rollout.requests.engines import describe_engines
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
 from slime.utils.declared import with_defaults
+from slime.utils.engine_replies import output_tokens
 from slime.utils.http_client import RETRIED_STATUSES
 from slime.utils.http_replies import wrong_with
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
@@ -70,7 +71,7 @@ generate_streaming.resumable = True  # type: ignore[attr-defined]
 
 
 async def _stream(args: Any, sample: Sample, payload: dict[str, Any]) -> None:
-    answer = _GrowingAnswer(args, sample)
+    answer = _GrowingAnswer(args, sample, getattr(sglang_rollout.GenerateState(args), "tokenizer", None))
     limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
     with trace_span(sample, "sglang_generate_stream", limit) as span:
         try:
@@ -122,8 +123,8 @@ async def _read(args: Any, sample: Sample, payload: dict[str, Any], answer: _Gro
 class _GrowingAnswer:
     """One streamed reply: every event repeats all of it, so the sample is rebuilt from its state before the request."""
 
-    def __init__(self, args: Any, sample: Sample) -> None:
-        self.args = args
+    def __init__(self, args: Any, sample: Sample, tokenizer: Any = None) -> None:
+        self.args, self.tokenizer = args, tokenizer
         self.sample = sample
         self.finished = self.turned_away = False
         self._before = {name: copy.copy(getattr(sample, name)) for name in _GROWS}
@@ -135,6 +136,7 @@ class _GrowingAnswer:
 
     def take(self, event: dict[str, Any], url: str) -> None:
         """Let the sample be what it was, and ``event``."""
+        output_tokens(event, with_text=True)
         reason = event["meta_info"].get("finish_reason")
         status = reason.get("status_code") if isinstance(reason, Mapping) and reason.get("type") == "abort" else None
         if status is not None and status not in RETRIED_STATUSES:
@@ -160,7 +162,7 @@ class _GrowingAnswer:
     def _rebuild(self, output: dict[str, Any]) -> None:
         for name, value in self._before.items():
             setattr(self.sample, name, copy.copy(value))
-        append_output(self.args, self.sample, output)
+        append_output(self.args, self.sample, output, self.tokenizer)
 
     def _check_whole(self, event: dict[str, Any]) -> None:
         """Refuse what engines send under --incremental-streaming-output: the new tokens only."""

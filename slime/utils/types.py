@@ -189,7 +189,8 @@ class Sample:
         """Append response tokens and everything that is kept per token, and fold in one engine reply's metadata.
 
         ``tokens`` [n] and ``log_probs`` [n] may be lists or tensors. Trainable tokens get loss mask 1 and need
-        log-probs; the others (tool output, templates) get mask 0 and log-prob 0.0 and must not pass any.
+        log-probs; the others (tool output, templates) get mask 0 and log-prob 0.0 and must not pass any. An empty list
+        of log-probs is none.
         ``meta_info`` is the engine's: top-p masks, and routed experts of what was not read before, are merged; unless
         ``update_terminal_info`` is off, a ``finish_reason`` in it updates status, counters and weight versions.
 
@@ -204,7 +205,7 @@ class Sample:
             added = 0
             if tokens is not None:
                 added = self._append_tokens(_as_list(tokens), log_probs, trainable)
-            elif log_probs is not None:
+            elif log_probs is not None and _as_list(log_probs):
                 raise ValueError(f"{self._name()}: log_probs were passed without tokens")
             self._append_top_p(added, trainable, meta_info or {})
             if meta_info is not None:
@@ -251,13 +252,13 @@ class Sample:
     def _append_tokens(self, tokens: list[int], log_probs: Iterable[float] | None, trainable: bool) -> int:
         count, earlier = len(tokens), self.response_length
         new_log_probs = None if log_probs is None else _as_list(log_probs)
-        if new_log_probs is not None and not trainable:
+        if new_log_probs and not trainable:
             raise ValueError(
                 f"{self._name()}: non-trainable tokens must not carry log_probs (got {len(new_log_probs)})"
             )
         if trainable and new_log_probs is None and count:
             raise ValueError(f"{self._name()}: {count} trainable tokens need log_probs, none were given")
-        if new_log_probs is not None and len(new_log_probs) != count:
+        if trainable and new_log_probs is not None and len(new_log_probs) != count:
             raise ValueError(f"{self._name()}: {count} tokens but {len(new_log_probs)} log_probs")
         held_log_probs = self.rollout_log_probs
         if held_log_probs is None and earlier:

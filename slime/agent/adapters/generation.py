@@ -8,6 +8,8 @@ from typing import Any
 
 from slime.agent.adapters.http_requests import bad_request
 from slime.agent.trajectory import TurnRecord
+from slime.utils.engine_replies import output_tokens
+from slime.utils.sampling import limited
 
 BASE_SAMPLING_PARAMS: dict[str, Any] = {
     "skip_special_tokens": False,
@@ -53,15 +55,9 @@ class Generated:
 
 
 def generated(reply: Any) -> Generated:
-    """Take an engine's reply. Raises RuntimeError when it is not one with log-probs."""
-    try:
-        meta_info = reply["meta_info"]
-        entries = meta_info.get("output_token_logprobs") or []
-        if meta_info.get("completion_tokens") and not entries:
-            raise KeyError("output_token_logprobs")
-        return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries], meta_info)
-    except (KeyError, TypeError, IndexError) as e:
-        raise RuntimeError(f"the engine's reply has no meta_info with output_token_logprobs: {str(reply)[:500]}") from e
+    """Take an engine's reply. Raises RuntimeError for one that lacks a field."""
+    entries = output_tokens(reply)
+    return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries], reply["meta_info"])
 
 
 class Replies:
@@ -114,4 +110,4 @@ class Replies:
 
 def left_of(params: Mapping[str, Any], replies: Replies) -> dict[str, Any]:
     """The sampling parameters for the rest of the turn."""
-    return {**params, "max_new_tokens": params["max_new_tokens"] - replies.output_length}
+    return limited(params, params["max_new_tokens"] - replies.output_length, replies.output_length)

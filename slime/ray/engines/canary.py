@@ -92,5 +92,11 @@ def _log_probs(name: str, url: str, api_key: str | None) -> list[float] | None:
     except ServerError as e:
         logger.warning("%s is not compared with the trainer: %s", name, e)
         return None
+    entries = (reply.get("meta_info") or {}).get("input_token_logprobs")
+    if entries is None:
+        logger.warning(
+            "%s is not compared with the trainer: its reply has no meta_info.input_token_logprobs: %.300r", name, reply
+        )
+        return None
     # The first token has no log-prob; a number that is none is null.
-    return [float("nan") if entry[0] is None else entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+    return [float("nan") if entry[0] is None else entry[0] for entry in entries[1:]]

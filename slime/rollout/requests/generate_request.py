@@ -12,13 +12,16 @@ from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.models import hf_fields
 from slime.arguments.rules.hf_config import read_config
 from slime.rollout.requests.generate_state import bookkeeping_of, replays_top_p
+from slime.utils.engine_replies import output_tokens
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+from slime.utils.sampling import limited
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 
 MAX_RESUMES_WITHOUT_PROGRESS = 20
+_BROKEN_CHARACTER = "\ufffd"
 RESUME_PAUSE_S = 0.2
 
 
@@ -75,7 +78,7 @@ def generate_payload(
                 sample.index, len(sample.tokens),
             )  # fmt: skip
         return None
-    params = {**sampling_params, "max_new_tokens": left}
+    params = limited(sampling_params, left, sample.response_length)
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
     images = (sample.multimodal_inputs or {}).get("images")
     if images:
@@ -103,13 +106,14 @@ def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
     return {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None
 
 
-def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
-    """Append the tokens of an engine's reply to ``sample``.
+def append_output(args: Any, sample: Sample, output: dict[str, Any], tokenizer: Any = None) -> None:
+    """Append the tokens of an engine's reply to ``sample``. Raises RuntimeError for one that lacks a field.
 
-    Where the engine reports top-p masks, log-probs are those among the kept tokens.
+    Where the engine reports top-p masks, log-probs are those among the kept tokens. Where the text so far ends within a
+    character, the ``tokenizer`` makes the text of all tokens: that of two replies would not have the character.
     """
-    meta_info = output["meta_info"]
-    reported = meta_info.get("output_token_logprobs") or []
+    reported, meta_info = output_tokens(output, with_text=True), output["meta_info"]
+    broken = bool(reported) and sample.response.endswith(_BROKEN_CHARACTER)
     among_kept = meta_info.get("output_token_sampling_logprobs")
     sample.append_response_tokens(
         args,
@@ -118,6 +122,9 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
         meta_info=meta_info,
         text=output["text"],
     )
+    if broken and tokenizer is not None:
+        made = sample.tokens[-sample.response_length :]
+        sample.response = tokenizer.decode(made, skip_special_tokens=args.rollout_skip_special_tokens)
 
 
 def tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:

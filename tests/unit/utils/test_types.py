@@ -120,9 +120,20 @@ def test_append_nothing_generated_still_defines_the_lists():
     assert (sample.loss_mask, sample.rollout_log_probs, sample.status) == ([], [], Status.ABORTED)
 
 
+def test_an_empty_list_of_log_probs_is_none():
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=None, log_probs=[], text="a")
+    sample.append_response_tokens(tokens=[2, 3], log_probs=[], trainable=False, text="b")
+    sample.append_response_tokens(tokens=[4], log_probs=[-1.0], text="c")
+    sample.append_response_tokens(tokens=[5], log_probs=torch.tensor([]), trainable=False)
+    assert (sample.tokens, sample.response) == ([1, 2, 3, 4, 5], "abc")
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([0, 0, 1, 0], [0.0, 0.0, -1.0, 0.0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"tokens": [1], "log_probs": []}, "1 tokens but 0 log_probs"),
         ({"tokens": [1, 2], "log_probs": [-1.0]}, "2 tokens but 1 log_probs"),
         ({"tokens": [1]}, "need log_probs"),
         ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "must not carry log_probs"),
