@@ -16,7 +16,6 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.groups import GroupJob
-from slime.rollout.requests.generate_state import Bookkeeping
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import interrupt, run
 from slime.utils.http_client import HttpRequestError
@@ -87,51 +86,6 @@ def test_top_p_asks_for_the_top_p_mask_and_deterministic_mode_for_seeds(cluster,
     assert all(r["custom_labels"] == {"slime_return_sampling_mask": "true"} for r in cluster.requests)
     # engines tell masks under a finite top-k only; half of the most that they tell leaves room for ties
     assert {r["sampling_params"]["top_k"] for r in cluster.requests} == {2048}
-
-
-def seeds_of(cluster: Any) -> dict[str, list[int]]:
-    """By prompt, in the order of the requests; forgets them."""
-    found: dict[str, list[int]] = {}
-    for request in cluster.requests:
-        text = "".join(map(chr, request["input_ids"]))
-        found.setdefault(text, []).append(request["sampling_params"]["sampling_seed"])
-    for engine in cluster.engines:
-        engine.requests.clear()
-    return found
-
-
-def test_a_prompt_has_other_seeds_in_the_next_epoch_and_the_same_after_a_resume(cluster, make_args):
-    args = make_args(sglang_enable_deterministic_inference=True)
-    source = RolloutDataSourceWithBuffer(args)
-    per_epoch = len(source) // args.rollout_batch_size
-    states, rounds = [], []
-    for rollout_id in range(2 * per_epoch):
-        states.append(source.state_dict())
-        generate_rollout(args, rollout_id, source)
-        rounds.append(seeds_of(cluster))
-    epochs = [{text for one in half for text in one} for half in (rounds[:per_epoch], rounds[per_epoch:])]
-    assert epochs[0] == epochs[1]  # the same prompts
-    made = [seed for one in rounds for seeds in one.values() for seed in seeds]
-    assert len(set(made)) == len(made)
-    resumed = RolloutDataSourceWithBuffer(args)
-    resumed.load_state_dict(states[-1])
-    generate_rollout(args, 2 * per_epoch - 1, resumed)
-    again = seeds_of(cluster)
-    assert {text: set(seeds) for text, seeds in again.items()} == {
-        text: set(seeds) for text, seeds in rounds[-1].items()
-    }
-
-
-def test_groups_without_a_number_have_the_seeds_of_the_rollout(make_args):
-    args, state = make_args(), Bookkeeping()
-    found = []
-    for state.rollout_id in range(2):
-        found += [
-            sglang_rollout._sampling_seed(args, state, Sample(index=index), number)
-            for index in range(3)
-            for number in range(2)
-        ]
-    assert len(set(found)) == 12
 
 
 def test_groups_begin_only_as_slots_become_free(cluster, make_args, monkeypatch):
