@@ -75,15 +75,22 @@ _HINT = re.compile(
 )
 _RANDOM = re.compile(r"(?=(?:\D*\d){2})(?=.*[A-Za-z])[A-Za-z0-9+/=]{20,}")
 _SHORTEST = 6
+_STAND_INS = {"default", "disabled", "enabled", "offline", "online", "unused", "anonymous", "localhost", "dummy-key"}
 _known: set[str] = set()
 
 
 def remember(source: Namespace | Mapping[str, Any]) -> None:
-    """The values of secrets in ``source``, at every depth, are secret wherever they appear from now on."""
-    found = {value for value in _values(source) if len(value) >= _SHORTEST and not value.startswith("/")}
-    if not found <= _known:
-        _known.update(found)
-        _pattern.cache_clear()
+    """The values of secrets in ``source``, at every depth, are secret wherever they appear from now on.
+
+    So are those of the environment as it is now.
+    """
+    _known.update(filter(_is_telling, _values(source)))
+    _pattern.cache_clear()
+
+
+def _is_telling(value: str) -> bool:
+    """Whether a text that holds ``value`` most likely means it: no path, and no word that stands for a missing key."""
+    return len(value) >= _SHORTEST and not value.startswith("/") and value.lower() not in _STAND_INS
 
 
 def _values(source: Any, inside: bool = False) -> Iterator[str]:
@@ -101,7 +108,7 @@ def _values(source: Any, inside: bool = False) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _pattern() -> re.Pattern[str]:
-    remembered = _known | {v for v in _values(dict(os.environ)) if len(v) >= _SHORTEST and not v.startswith("/")}
+    remembered = _known | set(filter(_is_telling, _values(dict(os.environ))))
     longest_first = sorted(remembered, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

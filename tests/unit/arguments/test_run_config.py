@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -87,6 +88,17 @@ class TestWriting:
         assert all(name in asked for name in ("wandb_key", "sglang_api_key", "MY_API_KEY in train_env_vars"))
         assert from_file(path).train_env_vars == {"A": "b"}
         assert from_file(path, "--wandb-key", "again").wandb_key == "again"
+
+    def test_secrets_within_values_are_left_out_and_named(self, dumped):
+        env = {"DATABASE": "postgres://u:hush@h/db", "OPENAI_KEY": "pst", "DEBUG": "1", "HEADER": "Bearer abcdefghijkl"}
+        path = dumped("--rm-url", "https://u:s3cret@h", "--train-env-vars", json.dumps(env))
+        text = path.read_text()
+        assert not [word for word in ("s3cret", "hush", "pst", "abcdefghijkl") if word in text]
+        asked = next(line for line in text.splitlines() if "Secrets" in line)
+        names = ("rm_url", "DATABASE in train_env_vars", "OPENAI_KEY in train_env_vars", "HEADER in train_env_vars")
+        assert all(name in asked for name in names)
+        assert from_file(path).train_env_vars == {"DEBUG": "1"}
+        assert from_file(path, "--rm-url", "https://u:again@h").rm_url == "https://u:again@h"
 
     def test_an_old_file_is_replaced_whole(self, dumped, tmp_path):
         (tmp_path / "run.yaml").write_text("old")

@@ -6,6 +6,7 @@ import argparse
 import enum
 import json
 import logging
+import stat
 import types
 
 import pytest
@@ -14,6 +15,7 @@ import yaml
 from slime.observability import logging_utils, run_dir, samples
 from slime.observability.progress import progress_bar
 from slime.observability.timer import Timers
+from slime.utils import secrets
 from tests.support.arguments import run_args
 
 
@@ -149,3 +151,46 @@ def test_half_of_a_surrogate_pair_is_no_reason_to_stop(tmp_path):
     assert path is not None
     (row,) = map(json.loads, path.read_text().splitlines())
     assert row["label"] == "\ud83d"
+
+
+def test_what_it_holds_is_private_and_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "of-the-environment")
+    monkeypatch.setattr("sys.argv", ["train.py", "--rm-url", "https://u:hush@h", "--wandb-key=of-wandb", "--lr", "1"])
+    args = argparse.Namespace(
+        run_dir=str(tmp_path / "r"), rm_url="https://u:hush@h", wandb_key="of-wandb", lr=1e-3, copy="of-wandb",
+        train_env_vars={"OPENAI_KEY": "o-key", "deeper": [{"a": {"jwt": "j-key"}}]}, note="of-the-environment",
+    )  # fmt: skip
+    path = run_dir.prepare(args)
+    text = (path / "config.yaml").read_text() + (path / "command.txt").read_text()
+    assert not [word for word in ("hush", "of-wandb", "o-key", "j-key", "of-the-environment") if word in text]
+    assert yaml.safe_load((path / "config.yaml").read_text())["rm_url"] == "https://***@h"
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (path, path / "logs", path / "samples")} == {0o700}
+    assert {stat.S_IMODE(p.stat().st_mode) for p in path.glob("*.*")} == {0o600}
+
+
+def test_a_directory_that_has_other_uses_keeps_its_mode(tmp_path):
+    (tmp_path / "shared").mkdir(mode=0o755)
+    path = run_dir.prepare(run_args(run_dir=str(tmp_path / "shared")))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert stat.S_IMODE((path / "config.yaml").stat().st_mode) == 0o600
+
+
+def test_logs_hide_secrets_and_are_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "of-the-environment")
+    secrets._pattern.cache_clear()
+    file = tmp_path / "logs" / "x.log"
+    logging_utils.configure_logger("x", log_file=file)
+    try:
+        logging.getLogger("slime.test").warning("asked %s with %s", "https://u:hush@h/v1", "of-the-environment")
+        try:
+            raise ValueError("Authorization: Bearer abcdefghijkl")
+        except ValueError:
+            logging.getLogger("slime.test").exception("it failed")
+    finally:
+        for handler in [h for h in logging.getLogger().handlers if getattr(h, "_slime_handler", False)]:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+    text = file.read_text()
+    assert "asked https://***@h/v1 with ***" in text
+    assert "abcdefghijkl" not in text
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -178,11 +178,14 @@ def test_wandb_configuration_has_no_secrets(monkeypatch):
     config = wandb_config(
         types.SimpleNamespace(
             wandb_key="w", sglang_api_key="s", input_key="messages", lr=0.1, path=object,
+            rm_url="https://u:hush@h", train_env_vars={"OPENAI_KEY": "o"}, deep=[{"jwt": "j"}],
             role_values={"critic": {"lr": 0.2}},
         )
     )  # fmt: skip
     assert config["wandb_key"] == config["sglang_api_key"] == "***"
     assert config["input_key"] == "messages"
+    assert (config["rm_url"], config["train_env_vars"]) == ("https://***@h", {"OPENAI_KEY": "***"})
+    assert config["deep"] == [{"jwt": "***"}]
     assert config["env_vars"] == {"SLURM_JOB_ID": "42"}
     assert (config["lr"], config["critic/lr"], config["critic/wandb_key"]) == (0.1, 0.2, "***")
     assert "role_values" not in config

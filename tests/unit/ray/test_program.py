@@ -125,3 +125,11 @@ def test_a_mistyped_flag_does_not_wait_for_ray() -> None:
     root = Path(__file__).resolve().parents[3]
     code = "import sys, train, train_async; assert 'ray' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
+
+
+def test_secrets_of_a_failure_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = run_args(run_dir=str(tmp_path), wandb_key="of-wandb")
+    assert run_as_program(args, raising(ValueError("no answer from https://u:hush@h for of-wandb"))) == 1
+    kept = (tmp_path / "logs" / "failure.txt").read_text() + capsys.readouterr().err
+    assert "https://***@h" in kept
+    assert not [word for word in ("hush", "of-wandb") if word in kept]
