@@ -32,6 +32,7 @@ OPTIONAL = {
     "huggingface_hub": "comes with transformers", "tokenizers": "comes with transformers",
     "nixl": "the p2p extra", "mooncake": "for --update-weight-p2p-backend mooncake",
     "llmcompressor": "for GPTQ in tools.convert",
+    "httpx": "of users, where it is installed", "httpcore": "comes with httpx",
     "typer": "comes with transformers", "blake3": "for --update-weight-delta-checksum blake3",
 }  # fmt: skip
 
