@@ -46,7 +46,8 @@ def listeners(pids: Iterable[int]) -> set[Listener]:
                 address, port = fields[1].split(":")
                 raw = bytes.fromhex(address)
                 words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
-                found.add(Listener(owners[fields[9]], socket.inet_ntop(family, words), int(port, 16)))
+                text = socket.inet_ntop(family, words).removeprefix("::ffff:")
+                found.add(Listener(owners[fields[9]], text, int(port, 16)))
     return found
 
 

@@ -172,5 +172,14 @@ def test_one_key_opens_everything(plugin: Any) -> None:
 
 
 def test_the_arguments_that_are_shown_have_no_keys(plugin: Any) -> None:
-    shown = plugin.without_keys({"api_key": KEY, "admin_api_key": ADMIN, "ssl_keyfile_password": None, "port": 1})
+    class ServerArgs:
+        _launch_command: str | None = f"sglang --api-key {KEY} --admin-api-key {ADMIN} --port 1"
+        launch_command = property(lambda self: self._launch_command)
+
+    server_args = ServerArgs()
+    arguments = {"api_key": KEY, "admin_api_key": ADMIN, "ssl_keyfile_password": None, "port": 1}
+    shown = plugin.without_keys(arguments, server_args)
+    assert server_args.launch_command == "sglang --api-key *** --admin-api-key *** --port 1"
+    server_args._launch_command = None
+    assert plugin.without_keys(arguments, server_args) == shown
     assert shown == {"api_key": "***", "admin_api_key": "***", "ssl_keyfile_password": None, "port": 1}

@@ -20,6 +20,7 @@ EVERYDAY = frozenset({
 """SGLang calls these administration; routers and plug-ins send them with the first key."""
 ADMINISTRATION = frozenset({"/load_lora_adapter_from_tensors", "/scale_elastic_ep"})
 """SGLang does not call these so, or not where it looks."""
+MASK = "***"
 SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 Scope = MutableMapping[str, Any]
@@ -69,9 +70,17 @@ def add_key_check(app: Any, *, api_key: str | None, admin_api_key: str | None) -
     app.add_middleware(KeyCheck, fastapi_app=app, api_key=api_key, admin_api_key=admin_api_key)
 
 
-def without_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """After ``ServerArgs.resolved_dict``, which is shown in the log and to whoever asks what the server is."""
-    return {name: "***" if name in SECRET and value else value for name, value in arguments.items()}
+def without_keys(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
+    """After ``ServerArgs.resolved_dict``, which is shown in the log and to whoever asks what the server is.
+
+    Beside it SGLang shows the words that it was started with, of which its private file of keys is a part by then.
+    """
+    command = server_args.launch_command
+    for name in SECRET:
+        if command and (value := arguments.get(name)):
+            command = command.replace(value, MASK)
+    object.__setattr__(server_args, "_launch_command", command)
+    return {name: MASK if name in SECRET and value else value for name, value in arguments.items()}
 
 
 def register() -> None:
