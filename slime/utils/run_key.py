@@ -9,28 +9,51 @@ wire, redirects included: what goes to another address, or through a proxy, is s
 from __future__ import annotations
 
 import functools
+import hmac
 import importlib.util
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
 VARIABLE = "SLIME_SERVER_KEYS"
 """A JSON object, address -> key: servers that others started (``slime serve``) and that users' functions ask."""
 _keys: dict[tuple[str, int], str] = {}
+_others: dict[tuple[str, int], str] = {}
 _installed = False
 
 
-def add(url: str, key: str | None) -> None:
-    """The server at ``url`` is one of the run's, and asks for ``key``."""
+def add(url: str, key: str | None, admin_key: str | None = None) -> None:
+    """The server at ``url`` is one of the run's, and asks for ``key``.
+
+    A request that has ``admin_key`` keeps it.
+    """
     address = urlsplit(url)
     if key and address.hostname and address.port:
         _keys[address.hostname, address.port] = key
+        if admin_key:
+            _others[address.hostname, address.port] = admin_key
 
 
 def key_for(scheme: str, host: str | None, port: int | None) -> str | None:
     """Return the key of the server there; None for one that is not the run's."""
-    return _keys.get(((host or "").lower().strip("[]"), port or 0)) if scheme == "http" else None
+    return _keys.get(_place(host, port)) if scheme == "http" else None
+
+
+def _place(host: str | None, port: int | None) -> tuple[str, int]:
+    return (host or "").lower().strip("[]"), port or 0
+
+
+def _header(scheme: str, host: str | None, port: int | None, given: str | bytes | None) -> str | None:
+    """Return what ``Authorization`` is to be instead of ``given``; None where it stays."""
+    key = key_for(scheme, host, port)
+    other = _others.get(_place(host, port))
+    # requests takes bytes for a header, too
+    found = given if isinstance(given, bytes) else (given or "").encode(errors="replace")
+    if key is None or (other and hmac.compare_digest(found, f"Bearer {other}".encode())):
+        return None
+    return f"Bearer {key}"
 
 
 def install() -> None:
@@ -39,13 +62,22 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    for url, key in json.loads(os.environ.get(VARIABLE) or "{}").items():
+    for url, key in _given():
         add(url, key)
     _for_aiohttp()
     _for_requests()
     _for_urllib()
     if importlib.util.find_spec("httpx") is not None:
         _for_httpx()
+
+
+def _given() -> Iterable[tuple[str, str]]:
+    try:
+        return dict(json.loads(os.environ.get(VARIABLE) or "{}")).items()
+    except (ValueError, TypeError) as e:
+        raise ValueError(
+            f'{VARIABLE} is no JSON object of addresses and keys, {{"http://host:port": "key"}}: {e}'
+        ) from e
 
 
 def _for_aiohttp() -> None:
@@ -56,8 +88,9 @@ def _for_aiohttp() -> None:
     @functools.wraps(made)
     def init(self: Any, method: str, url: Any, **options: Any) -> None:  # one for each hop
         made(self, method, url, **options)
-        if (key := key_for(url.scheme, url.host, url.port)) is not None and options.get("proxy") is None:
-            self.headers["Authorization"] = f"Bearer {key}"
+        header = _header(url.scheme, url.host, url.port, self.headers.get("Authorization"))
+        if header is not None and options.get("proxy") is None:
+            self.headers["Authorization"] = header
 
     ClientRequest.__init__ = init  # type: ignore[method-assign]
 
@@ -71,12 +104,13 @@ def _for_requests() -> None:
     @functools.wraps(sent)
     def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
         address = urlsplit(request.url)
-        key = key_for(address.scheme, address.hostname, address.port)
+        given = request.headers.get("Authorization")
+        header = _header(address.scheme, address.hostname, address.port, given)
         # ``proxies`` is the fifth parameter.
         proxies = options.get("proxies") or (args[4] if len(args) > 4 else None)
-        if key is not None and not select_proxy(request.url, proxies):
+        if header is not None and not select_proxy(request.url, proxies):
             request = request.copy()  # the headers of the caller's own are copied into redirects
-            request.headers["Authorization"] = f"Bearer {key}"
+            request.headers["Authorization"] = header
         return sent(self, request, *args, **options)
 
     HTTPAdapter.send = send  # type: ignore[method-assign]
@@ -90,10 +124,11 @@ def _for_urllib() -> None:
     @functools.wraps(opened)
     def http_open(self: Any, request: Any) -> Any:
         address = urlsplit(request.full_url)
-        key = key_for(address.scheme, address.hostname, address.port)
-        if key is not None and request.host == address.netloc:  # else it goes to a proxy
+        given = request.get_header("Authorization")
+        header = _header(address.scheme, address.hostname, address.port, given)
+        if header is not None and request.host == address.netloc:  # else it goes to a proxy
             request.remove_header("Authorization")
-            request.add_unredirected_header("Authorization", f"Bearer {key}")
+            request.add_unredirected_header("Authorization", header)
         return opened(self, request)
 
     HTTPHandler.http_open = http_open  # type: ignore[method-assign, assignment]
@@ -105,11 +140,11 @@ def _for_httpx() -> None:
 
     def with_key(transport: Any, request: httpx.Request) -> httpx.Request:
         url = request.url
-        key = key_for(url.scheme, url.host, url.port)
-        if key is None or isinstance(transport._pool, httpcore.HTTPProxy | httpcore.AsyncHTTPProxy):
+        header = _header(url.scheme, url.host, url.port, request.headers.get("Authorization"))
+        if header is None or isinstance(transport._pool, httpcore.HTTPProxy | httpcore.AsyncHTTPProxy):
             return request
         headers = request.headers.copy()  # the headers of the caller's own are copied into redirects
-        headers["Authorization"] = f"Bearer {key}"
+        headers["Authorization"] = header
         return httpx.Request(request.method, url, headers=headers, stream=request.stream, extensions=request.extensions)
 
     handled, handled_async = httpx.HTTPTransport.handle_request, httpx.AsyncHTTPTransport.handle_async_request

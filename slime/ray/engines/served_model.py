@@ -66,7 +66,7 @@ class ServedModel:
         """Send requests to ``member``. Raises RouterError."""
         with self._changes:
             self.running_router.add_engine(member.known_info)
-            run_key.add(member.known_info.url, member.known_info.api_key)
+            run_key.add(member.known_info.url, member.known_info.api_key, member.known_info.admin_api_key)
             serves = self._members.change(member, (State.NEW,), State.SERVING)
         if not serves:  # it was lost or is to leave since
             self.deregister(member)

@@ -139,6 +139,16 @@ def test_the_key_goes_to_the_runs_server_only(client: str, servers: tuple[Server
     assert len(other.seen) == (2 if client in ("urllib", "openai") else 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("client", ["aiohttp", "httpx", "requests", "a session of requests", "urllib"])
+def test_a_call_with_the_second_key_keeps_it(client: str, servers: tuple[Server, Server]) -> None:
+    own, _ = servers
+    code = f"run_key.add('http://{own.address}', {KEY!r}, 'the-second-key')\n{textwrap.dedent(CLIENTS[client])}"
+    run(code, f"http://{own.address}/x", own.address, headers={"Authorization": "Bearer the-second-key"})
+    run(code, f"http://{own.address}/x", own.address, headers={"Authorization": "Bearer another"})
+    assert own.seen == ["Bearer the-second-key", f"Bearer {KEY}"]
+
+
 def test_a_redirect_of_urllib_does_not_take_the_key_along(servers: tuple[Server, Server]) -> None:
     own, other = servers
     code = CLIENTS["urllib"].replace("Request(url, headers=headers)", "Request(url)")
@@ -192,3 +202,17 @@ def test_a_server_is_known_by_host_and_port(asked: Any, found: str | None, monke
     run_key.add("http://[fd00::1]:15000", KEY)
     run_key.add("http://fd00-without-a-port", KEY)
     assert run_key.key_for(*asked) == found
+
+
+@pytest.mark.parametrize("text", ["[1]", "not JSON", '"x"'])
+def test_keys_of_other_servers_that_cannot_be_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_SERVER_KEYS", text)
+    with pytest.raises(ValueError, match="SLIME_SERVER_KEYS is no JSON object"):
+        run_key._given()
+
+
+def test_keys_of_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIME_SERVER_KEYS", raising=False)
+    assert list(run_key._given()) == []
+    monkeypatch.setenv("SLIME_SERVER_KEYS", '{"http://judge:30000": "k"}')
+    assert list(run_key._given()) == [("http://judge:30000", "k")]
