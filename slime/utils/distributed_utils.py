@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import socket
@@ -76,13 +77,14 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
     """Return the store of ``tcp://host:port``, ``file:///path`` or ``env://``, and the rank and size found there.
 
     That of rank 0 at ``tcp://`` listens on ``host`` only; torch's own listens on every interface, and asks nobody who
-    he is. A file can be opened by those who have the right to: ranks of one host should meet at one.
+    he is. It is left so where the host is a name, which may mean something else on other hosts. A file can be opened
+    by those who have the right to: ranks of one host should meet at one.
     """
     from torch.distributed.distributed_c10d import rendezvous
 
     address = urlsplit(init_method)
     under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if address.scheme != "tcp" or rank != 0 or under_torchrun:
+    if address.scheme != "tcp" or rank != 0 or under_torchrun or not _is_number(address.hostname or ""):
         store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     else:
         host, port = address.hostname or "", address.port or 0
@@ -90,6 +92,14 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
         store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener)
     store.set_timeout(timeout)
     return store, rank, world_size
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 def listen_on(host: str, port: int) -> socket.socket:

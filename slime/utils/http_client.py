@@ -226,7 +226,10 @@ class HttpClient:
         headers = {"Content-Type": "application/json"}
         address = urlsplit(url)
         key = self.api_key if address.netloc in self._trusted else None
-        if key := key or run_key.key_for(address.scheme, address.hostname, address.port):
+        key = key or run_key.key_for(address.scheme, address.hostname, address.port)
+        if key and address.path == "/abort_request":
+            key = run_key.control_key_for(address.hostname, address.port) or key
+        if key:
             headers["Authorization"] = f"Bearer {key}"
         return {**headers, **(extra or {})}
 

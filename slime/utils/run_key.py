@@ -36,6 +36,11 @@ def add(url: str, key: str | None, admin_key: str | None = None) -> None:
             _others[address.hostname, address.port] = admin_key
 
 
+def control_key_for(host: str | None, port: int | None) -> str | None:
+    """Return the second key of the server there; SGLang by itself wants it for aborts too."""
+    return _others.get(_place(host, port))
+
+
 def key_for(scheme: str, host: str | None, port: int | None) -> str | None:
     """Return the key of the server there; None for one that is not the run's."""
     return _keys.get(_place(host, port)) if scheme == "http" else None
@@ -48,7 +53,7 @@ def _place(host: str | None, port: int | None) -> tuple[str, int]:
 def _header(scheme: str, host: str | None, port: int | None, given: str | bytes | None) -> str | None:
     """Return what ``Authorization`` is to be instead of ``given``; None where it stays."""
     key = key_for(scheme, host, port)
-    other = _others.get(_place(host, port))
+    other = control_key_for(host, port)
     # requests takes bytes for a header, too
     found = given if isinstance(given, bytes) else (given or "").encode(errors="replace")
     if key is None or (other and hmac.compare_digest(found, f"Bearer {other}".encode())):

@@ -18,6 +18,7 @@ from slime.ray.engines.served_model import ServedModel
 from slime.ray.train_actor import TrainRayActor
 from slime.rollout.requests.engines import model_url
 from slime.servers.types import EngineInfo
+from slime.utils import distributed_utils
 from slime.utils.distributed_utils import open_store
 from slime.utils.network import join_address
 from slime.weight_sync import process_group
@@ -178,3 +179,13 @@ def test_two_ranks_meet(kind: str, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["6.0\n", "6.0\n"]
+
+
+def test_a_name_may_mean_something_else_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``127.0.1.1`` here, by Debian's ``/etc/hosts``, and the network's address there."""
+    rank_0 = socket.gethostname()
+    monkeypatch.setattr(distributed_utils, "listen_on", lambda host, port: pytest.fail(f"only on {host}"))
+    port = free_port("127.0.0.1")
+    store, _, _ = open_store(f"tcp://{rank_0}:{port}", 0, 1, timedelta(seconds=5))
+    store.set("key", "value")
+    assert store.get("key") == b"value"

@@ -173,16 +173,18 @@ def test_slimes_own_client_sends_it_to_engines_that_it_has_not_been_told_of(
 ) -> None:
     own, other = servers
     monkeypatch.setattr(run_key, "_keys", {})
-    run_key.add(f"http://{own.address}", KEY)
+    monkeypatch.setattr(run_key, "_others", {})
+    run_key.add(f"http://{own.address}", KEY, "second")
 
     async def ask() -> None:
         client = HttpClient(1)
         for server in servers:
             assert json.loads(json.dumps(await client.get(f"http://{server.address}/x")))["data"] == []
+        await client.post(f"http://{own.address}/abort_request", {"rid": "1"})
         await client.close()
 
     asyncio.run(ask())
-    assert own.seen == [f"Bearer {KEY}"]
+    assert own.seen == [f"Bearer {KEY}", "Bearer second"]
     assert other.seen == [None]
 
 
