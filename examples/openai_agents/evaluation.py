@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from examples.openai_agents.tasks import agent_command, task_line
@@ -12,6 +13,7 @@ from slime.agent.serve import Gateway
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.eval_rollout import eval_sampling_params
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
+from slime.servers.key_file import KEY_VARIABLE
 from slime.utils.async_utils import run
 from slime.utils.data import read_file
 from slime.utils.types import Sample
@@ -48,9 +50,8 @@ async def _evaluate(args: Any) -> RolloutFnEvalOutput:
                 task_line(row, config.input_key, config.label_key, str(number), config.n_samples_per_eval_prompt)
                 for number, row in rows
             )
-            await _run_agent(
-                agent_command(f"http://127.0.0.1:{handle.port}", eval_sampling_params(args, config)), tasks
-            )
+            command = agent_command(f"http://127.0.0.1:{handle.port}", eval_sampling_params(args, config))
+            await _run_agent(command, tasks, keeper.key)
         finally:
             await asyncio.to_thread(handle.stop)
         samples = [sample_of(item) for item in sorted(keeper.items, key=lambda item: int(item["instance_id"]))]
@@ -62,10 +63,12 @@ async def _evaluate(args: Any) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data=data)
 
 
-async def _run_agent(command: list[str], tasks: str) -> None:
+async def _run_agent(command: list[str], tasks: str, key: str) -> None:
     """Let the agent's process do all ``tasks``. Raises RuntimeError, with its last words, when it fails."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
+    pipe, environment = asyncio.subprocess.PIPE, {**os.environ, KEY_VARIABLE: key}
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
+    )
     try:
         _, errors = await process.communicate(tasks.encode())
     finally:

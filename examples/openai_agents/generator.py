@@ -21,6 +21,7 @@ from typing import Any
 from examples.openai_agents.tasks import agent_command, task_line
 from examples.services import ROOT, Service, Services
 from slime.agent.serve import ENGINE_KEY_VARIABLE
+from slime.servers.key_file import KEY_VARIABLE, shared_key
 from slime.utils.data import read_file
 from slime.utils.network import find_available_port
 
@@ -55,6 +56,7 @@ def run_rollout(data: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave the blocks below
     if key := data.get("engine_api_key"):
         os.environ[ENGINE_KEY_VARIABLE] = key
+    os.environ[KEY_VARIABLE] = shared_key()  # gateway and agent know it from here
     asked = dict(data["sampling_params"])
     params = {"max_new_tokens": asked.pop("max_tokens"), **asked}
     port = find_available_port(FIRST_PORT)

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
 from slime.servers.auth import is_loopback
+from slime.servers.bounded_site import RUNNER_OPTIONS, BoundedSite
 from slime.utils import http_utils
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ REQUIRES_TOKEN = web.AppKey("requires_token", bool)
 
 SLOW_REQUEST_S = 120.0
 STOP_DEADLINE_S = 30.0
-_RUNNER_DEFAULTS: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": 5.0}
+_RUNNER_DEFAULTS: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": 5.0, **RUNNER_OPTIONS}
 
 
 @dataclass
@@ -106,7 +107,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int, deadline: float) 
     try:
         async with asyncio.timeout(deadline):
             await runner.setup()
-            await web.TCPSite(runner, host, port).start()
+            await BoundedSite(runner, host, port).start()
     except TimeoutError as e:
         raise TimeoutError(
             f"the application was not listening on {host}:{port} within {deadline:g} s; look for a start-up callback "
@@ -129,7 +130,7 @@ def _warn_if_exposed(app: web.Application, host: str, port: int) -> None:
     if is_loopback(host):
         return
     if app.get(REQUIRES_TOKEN):
-        logger.info("listening on %s:%d; requests of other hosts need the token of an open session", host, port)
+        logger.info("listening on %s:%d; requests need the token of an open session", host, port)
         return
     logger.warning(
         "listening on %s:%d WITHOUT A TOKEN: whoever can reach this host can use the application. Bind 127.0.0.1 when "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import logging
 import os
+import re
 import uuid
 from typing import Any
 
@@ -22,18 +22,24 @@ from slime.agent.adapters.common import Handler
 from slime.agent.adapters.http_requests import Refusal, json_object, refusal_of
 from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.adapters.openai_common import list_models, openai_error
+from slime.agent.adapters.sampling_checks import INT32, check_defaults
 from slime.agent.adapters.side_requests import is_agent_turn
-from slime.servers.auth import is_loopback
+from slime.servers.auth import bearer_token, is_key, is_loopback
+from slime.servers.bounded_site import run_app
+from slime.servers.key_file import KEY_VARIABLE, key_for, shared_key
 from slime.utils import http_utils
 from slime.utils.http_client import HttpClient, HttpRequestError
+from slime.utils.plain_numbers import is_integer, reward_problem
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-KEY_VARIABLE = "SLIME_ROLLOUT_BUFFER_KEY"
 ENGINE_KEY_VARIABLE = "SLIME_AGENT_ENGINE_KEY"
 SINK_TIMEOUT_S = 600.0
+MOST_SESSIONS = 16_384
+"""Open, or finished and not written yet."""
+_SESSION_ID = re.compile(r"[!-~]{1,256}")
 RECORDED = (
     "tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions",
     "weight_version_spans", "metadata",
@@ -42,20 +48,21 @@ RECORDED = (
 
 
 class Gateway(OpenAIAdapter):
-    """All protocols on one port, and routes that open and finish sessions; those need the ``key``, where there is one.
+    """All protocols on one port, and routes that open and finish sessions; those need the ``key``, which no agent has.
 
-    Every finished session becomes one trajectory of the rollout buffer at ``sink``. Only open sessions are served.
+    Every finished session becomes one trajectory of the rollout buffer at ``sink``. Only open sessions are served. The
+    key is also that of the buffer; without one it is ``shared_key()``.
     """
 
     stop_keys = ("stop", "stop_sequences")
 
     def __init__(self, *, sink: str, key: str | None = None, max_context_tokens: int = 0, **options: Any) -> None:
         super().__init__(debug_callback=self._note_conversation, **options)
-        self.sink, self.key, self.max_context_tokens = sink.rstrip("/"), key, max_context_tokens
+        self.sink, self.key, self.max_context_tokens = sink.rstrip("/"), key or shared_key(), max_context_tokens
         self.instances: dict[str, str] = {}
         self.conversations: dict[str, list[dict[str, Any]]] = {}
         self.unsent: dict[str, dict[str, Any]] = {}
-        self.client = HttpClient(16, SINK_TIMEOUT_S, key)
+        self.client = HttpClient(16, SINK_TIMEOUT_S, key or key_for(self.sink))
         self.client.trust(self.sink)
         self.app.on_cleanup.append(self._close)
 
@@ -76,12 +83,23 @@ class Gateway(OpenAIAdapter):
         """``{"instance_id", "session_id"?, "sampling_params"?, "max_context_tokens"?}``: open a session."""
         body = await json_object(request)
         instance, defaults = body.get("instance_id"), body.get("sampling_params") or {}
-        limit = body.get("max_context_tokens", self.max_context_tokens)
-        sid = body.get("session_id") or uuid.uuid4().hex
-        if not isinstance(instance, (str, int)) or not isinstance(sid, str):
-            raise ValueError("instance_id must say which task this is an attempt at; session_id is a string")
-        if not isinstance(defaults, dict) or not isinstance(limit, int):
-            raise ValueError("sampling_params must be an object and max_context_tokens a number")
+        limit, sid = body.get("max_context_tokens", self.max_context_tokens), body.get("session_id")
+        if not ((isinstance(instance, str) and instance) or is_integer(instance)):
+            raise ValueError("instance_id must say which task this is an attempt at: a text or a whole number")
+        if sid is not None and not (isinstance(sid, str) and _SESSION_ID.fullmatch(sid)):
+            raise ValueError(f"session_id must be 1 to 256 visible characters of ASCII, not {sid!r:.100}")
+        if not isinstance(defaults, dict):
+            raise ValueError("sampling_params must be an object")
+        check_defaults(defaults)
+        if not is_integer(limit) or not 0 <= limit <= INT32:
+            raise ValueError(
+                f"max_context_tokens must be a whole number from 0 (no limit) to {INT32}, not {limit!r:.100}"
+            )
+        sid = sid or uuid.uuid4().hex
+        if sid in self.unsent:
+            raise ValueError(f"session {sid!r} was finished and is not written yet: finish it again, or drop it")
+        if len(self.store) + len(self.unsent) >= MOST_SESSIONS:
+            raise Refusal(429, "rate_limit_error", f"{MOST_SESSIONS} sessions are open, as many as may be")
         self.open_session(sid, sampling_defaults=defaults, max_context_tokens=limit)
         self.instances[sid] = str(instance)
         return web.json_response({"session_id": sid, "instance_id": str(instance)})
@@ -90,33 +108,46 @@ class Gateway(OpenAIAdapter):
         """``{"reward", "extra_info"?}``: close a session and write it to the sink; again if that failed before."""
         sid = request.match_info["sid"]
         body = await json_object(request)
-        if "reward" not in body or not isinstance(body.get("extra_info", {}), dict):
+        if "reward" not in body or not isinstance(body.get("extra_info") or {}, dict):
             raise ValueError("a session is finished with a reward, and extra_info, if it is given, is an object")
+        if problem := reward_problem(body["reward"]):
+            raise ValueError(problem)
         item = self.unsent.get(sid)
         if item is None:
             item = await self._item(sid, body["reward"], body.get("extra_info") or {})
         self.unsent[sid] = item
-        await self.write(item)
-        self.unsent.pop(sid, None)
+        await self._send(sid, item)
         trained = sum(sum(sample["loss_mask"]) for sample in item["samples"])
         return web.json_response({"session_id": sid, "samples": len(item["samples"]), "trained_tokens": trained})
+
+    async def _send(self, sid: str, item: dict[str, Any]) -> None:
+        """Write ``item``. It stays in ``unsent`` as long as sending it again may help."""
+        try:
+            await self.write(item)
+        except HttpRequestError as e:
+            if e.status is None or not 400 <= e.status < 500 or e.status in (401, 403, 408, 429):
+                raise
+            self.unsent.pop(sid, None)
+            logger.error("session %r is lost: %s", sid, e)
+            raise ValueError(f"the rollout buffer refused the session, which is dropped: {e.body!s:.500}") from None
+        except (TypeError, UnicodeError, OverflowError) as e:
+            self.unsent.pop(sid, None)
+            logger.error("session %r is lost: it cannot be written as JSON: %r", sid, e)
+            raise ValueError(f"the session cannot be written as JSON and is dropped: {e}") from None
+        self.unsent.pop(sid, None)
 
     async def write(self, item: dict[str, Any]) -> None:
         """Send the trajectory of a session to the sink. Raises HttpRequestError when it does not take it."""
         await self.client.post(f"{self.sink}/buffer/write", item, max_retries=20)
 
     async def drop(self, request: web.Request) -> web.Response:
-        """Forget a session: nothing is written."""
+        """Forget a session: nothing is written. One that could not be written is forgotten too."""
         sid = request.match_info["sid"]
-        self._take(sid)
+        if self.unsent.pop(sid, None) is None:
+            self._take(sid)
         await self.drop_session(sid)
         self.conversations.pop(sid, None)
         return web.json_response({"session_id": sid})
-
-    def _check_access(self, sid: str, request: web.Request) -> None:
-        super()._check_access(sid, request)
-        if sid not in self.store:  # nobody would finish it
-            raise Refusal(401, "authentication_error", "the token must be the id of an open session")
 
     def _take(self, sid: str) -> str:
         try:
@@ -150,13 +181,12 @@ class Gateway(OpenAIAdapter):
         self.conversations[sid] = [*messages, said]
 
     def _control(self, handler: Handler) -> Handler:
-        """``handler`` for requests of this host, or with the key; what it raises becomes an answer."""
+        """``handler`` for requests with the key; what it raises becomes an answer."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            has_key = self.key is not None and hmac.compare_digest(given.encode(), self.key.encode())
-            if not has_key and (self.key is not None or not is_loopback(request.remote or "127.0.0.1")):
-                return web.json_response(openai_error("authentication_error", f"give {KEY_VARIABLE}"), status=401)
+            if not is_key(bearer_token(request.headers.get("Authorization")), self.key):
+                message = f"give the key of {KEY_VARIABLE}, or of ~/.slime/key, as bearer token"
+                return web.json_response(openai_error("authentication_error", message), status=401)
             try:
                 return await handler(request)
             except ValueError as e:
@@ -231,7 +261,7 @@ def main() -> None:
         turn_filter=None if words.train_side_requests else is_agent_turn,
     )
     options: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": 5.0, "access_log": None}
-    web.run_app(gateway.app, host=words.host, port=words.port, print=logger.info, **options)
+    run_app(gateway.app, words.host, words.port, **options)
 
 
 if __name__ == "__main__":

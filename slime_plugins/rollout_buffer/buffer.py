@@ -1,15 +1,13 @@
 """The buffer's server: ``python -m slime_plugins.rollout_buffer.buffer``.
 
 Generators write trajectories to ``/buffer/write``, the training run fetches groups of them at ``/get_rollout_data``
-and has the generator of its task started at ``/start_rollout``. It listens on loopback, or elsewhere with a key.
+and has the generator of its task started at ``/start_rollout``. All of them need the key (``key_file``).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
-import ipaddress
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -20,14 +18,21 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from slime.servers.auth import bearer_token, is_key, is_loopback
+from slime.servers.bounded_site import run_app
+from slime.servers.key_file import KEY_VARIABLE, shared_key
+from slime.servers.request_checks import RequestError, browser_guard, read_json
+from slime.utils.plain_numbers import is_integer, is_number
 from slime_plugins.rollout_buffer.generators import GeneratorProcess, find_generators
 from slime_plugins.rollout_buffer.group_queue import BufferFull, GroupFunctions, GroupQueue, ItemError
 
 logger = logging.getLogger(__name__)
 
 PORT = 8889
-KEY_VARIABLE = "SLIME_ROLLOUT_BUFFER_KEY"
 LONGEST_WAIT_S = 60.0
+LARGEST_GROUP = 100_000
+HEALTH = "/healthz"
+"""Whoever waits for the server asks here, and needs no key."""
 SHUTDOWN_S = 5.0
 """So long a server that ends waits for requests that are being answered."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -53,18 +58,16 @@ class RolloutBuffer:
         module = self.generators.get(str(data.get("task_type")))
         if module is None:
             raise ItemError(f"task_type must be one of {sorted(self.generators)}, got {data.get('task_type')!r:.100}")
-        try:
-            group_size = int(data["num_repeat_per_sample"])
-        except (KeyError, TypeError, ValueError):
-            group_size = 0
-        if group_size < 1:
-            raise ItemError(f"num_repeat_per_sample must be at least 1, got {data.get('num_repeat_per_sample')!r:.100}")
+        group_size, vocab_size, reward_key = _of_groups(data)
         async with self.starting:
             await self.stop()
             dropped = 0 if self.queue is None else self.queue.held
             if dropped:
                 logger.warning("%d trajectories of the rollout before are dropped: it starts again", dropped)
-            self.queue = GroupQueue(group_size, module.TASK_TYPE, GroupFunctions.of_module(module), self.max_items)
+            functions = GroupFunctions.of_module(module)
+            self.queue = GroupQueue(
+                group_size, module.TASK_TYPE, functions, self.max_items, vocab_size=vocab_size, reward_key=reward_key
+            )
             self.generator = GeneratorProcess(module, data)
             await self.generator.start()
             self._watching = asyncio.create_task(self._watch(self.generator))
@@ -119,57 +122,74 @@ class RolloutBuffer:
             self.changed.notify_all()
 
 
+def _of_groups(data: dict[str, Any]) -> tuple[int, int | None, str | None]:
+    """Return what a run says of its groups: their size, and where they are known its vocabulary and reward key."""
+    given, vocab_size, reward_key = (data.get(k) for k in ("num_repeat_per_sample", "vocab_size", "reward_key"))
+    size = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 10 else given
+    if not is_integer(size) or not 1 <= size <= LARGEST_GROUP:
+        raise ItemError(f"num_repeat_per_sample must be at least 1, at most {LARGEST_GROUP}, got {given!r:.100}")
+    if vocab_size is not None and not (is_integer(vocab_size) and vocab_size > 0):
+        raise ItemError(f"vocab_size must be a number of tokens, got {vocab_size!r:.100}")
+    if reward_key is not None and not isinstance(reward_key, str):
+        raise ItemError(f"reward_key must be a text, got {reward_key!r:.100}")
+    return size, vocab_size, reward_key
+
+
 def _reply(success: bool, message: str, data: list[Any], meta_info: dict[str, Any]) -> dict[str, Any]:
     return {"success": success, "message": message, "data": {"data": data, "meta_info": meta_info}}
 
 
-def make_app(buffer: RolloutBuffer, *, key: str | None = None, max_body: int = 256 << 20) -> web.Application:
-    """Return the application that serves ``buffer``. With ``key``, requests must carry it as their bearer token."""
+def make_app(buffer: RolloutBuffer, *, key: str, max_body: int = 256 << 20) -> web.Application:
+    """Return the application that serves ``buffer``. Requests must carry ``key`` as their bearer token."""
 
     async def write(request: web.Request) -> web.Response:
-        await buffer.write(await _json(request))
+        await buffer.write(await read_json(request))
         return _answer({"success": True, "message": "written", "data": {"data": [], "meta_info": "write success"}})
 
     async def read(request: web.Request) -> web.Response:
-        asked = await _json(request)
+        asked = await read_json(request)
         if not isinstance(asked, dict):
             raise ItemError(f"expected an object, got {type(asked).__name__}")
         wait_s, acknowledged = asked.get("wait_s", 0), asked.get("acknowledged")
-        if not isinstance(wait_s, (int, float)) or not isinstance(acknowledged, (int, type(None))):
+        if not is_number(wait_s) or not (acknowledged is None or is_integer(acknowledged)):
             raise ItemError(f"wait_s and acknowledged must be numbers, got {wait_s!r:.50} and {acknowledged!r:.50}")
         return _answer(
             await buffer.read(float(wait_s), acknowledged=acknowledged, acknowledges="acknowledged" in asked)
         )
 
     async def start(request: web.Request) -> web.Response:
-        data = await _json(request)
+        data = await read_json(request)
         if not isinstance(data, dict):
             raise ItemError(f"expected an object, got {type(data).__name__}")
         return _answer(await buffer.start_rollout(data))
 
     async def health(request: web.Request) -> web.Response:
-        return _answer({"ok": True, **({} if buffer.queue is None else buffer.queue.state())})
+        state = buffer.queue.state() if buffer.queue is not None and _has_key(request, key) else {}
+        return _answer({"ok": True, **state})
 
     async def shutdown(app: web.Application) -> None:
         # Before the open requests are waited for, not after: a server that closes reads no more, so that a generator
         # whose trajectory is half sent would hold it for the whole of its timeout.
         await buffer.stop()
 
-    app = web.Application(client_max_size=max_body, middlewares=[_errors, _guard(key)])
+    app = web.Application(client_max_size=max_body, middlewares=[browser_guard(_refusal), _errors, _guard(key)])
     app.router.add_post("/buffer/write", write)
     app.router.add_post("/get_rollout_data", read)
     app.router.add_post("/start_rollout", start)
-    app.router.add_get("/healthz", health)
+    app.router.add_get(HEALTH, health)
     app.on_shutdown.append(shutdown)
     return app
 
 
-def _guard(key: str | None) -> Any:
+def _has_key(request: web.Request, key: str) -> bool:
+    return is_key(bearer_token(request.headers.get("Authorization")), key)
+
+
+def _guard(key: str) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
-            return _refusal(401, f"give the key of {KEY_VARIABLE} as bearer token")
+        if request.path != HEALTH and not _has_key(request, key):
+            return _refusal(401, f"give the key of {KEY_VARIABLE}, or of ~/.slime/key, as bearer token")
         return await handler(request)
 
     return middleware
@@ -183,6 +203,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refusal(400, str(e))
     except BufferFull as e:
         return _refusal(429, str(e), {"Retry-After": "1"})
+    except RequestError as e:
+        return _refusal(e.status, e.message)
     except web.HTTPException as e:
         return _refusal(e.status, e.text or e.reason)
     except Exception as e:
@@ -198,23 +220,6 @@ def _answer(value: Any, status: int = 200, headers: dict[str, str] | None = None
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json", headers=headers)
 
 
-async def _json(request: web.Request) -> Any:
-    try:
-        return orjson.loads(await request.read())
-    except orjson.JSONDecodeError as e:
-        raise ItemError(f"the body is no JSON: {e}") from None
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m slime_plugins.rollout_buffer.buffer", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help=f"address to listen on; not loopback needs {KEY_VARIABLE}")
@@ -223,16 +228,15 @@ def main() -> None:
     parser.add_argument("--max-items", type=int, default=100_000, help="trajectories held before writers have to wait")
     parser.add_argument("--max-body-mib", type=int, default=256, help="size of one request")
     words = parser.parse_args()
-    key = os.environ.get(KEY_VARIABLE) or None
-    if key is None and not is_loopback(words.host):
+    if not os.environ.get(KEY_VARIABLE) and not is_loopback(words.host):
         parser.error(f"--host {words.host} can be reached from elsewhere: set {KEY_VARIABLE}, there and in the run")
     logging.basicConfig(level=logging.INFO)
     try:
         generators = find_generators(words.generator)
     except (ImportError, ValueError) as e:
         parser.error(f"--generator: {e}")
-    app = make_app(RolloutBuffer(generators, words.max_items), key=key, max_body=words.max_body_mib << 20)
-    web.run_app(app, host=words.host, port=words.port, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    app = make_app(RolloutBuffer(generators, words.max_items), key=shared_key(), max_body=words.max_body_mib << 20)
+    run_app(app, words.host, words.port, access_log=None, shutdown_timeout=SHUTDOWN_S)
 
 
 if __name__ == "__main__":

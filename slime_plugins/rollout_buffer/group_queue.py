@@ -5,21 +5,21 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.utils.plain_numbers import is_number
+from slime_plugins.rollout_buffer.trajectory_checks import ITEM_KEYS, ItemError, check_item, has_log_probs
+
+__all__ = ["ITEM_KEYS", "BufferFull", "GroupFunctions", "GroupQueue", "ItemError"]
+
 logger = logging.getLogger(__name__)
 
-ITEM_KEYS = ("uid", "instance_id", "messages", "reward", "extra_info")
 UIDS_REMEMBERED = 200_000
 
 Item = dict[str, Any]
 Group = tuple[str, list[Item]]
-
-
-class ItemError(ValueError):
-    """What was written is no trajectory."""
 
 
 class BufferFull(RuntimeError):
@@ -49,13 +49,22 @@ class GroupQueue:
     """Holds at most ``max_items`` trajectories. A group is ready when it has ``group_size`` of one ``instance_id``.
 
     A trajectory that is written again (the same ``uid``: its writer had no answer) is held once. With acknowledgement,
-    a batch is handed out again until the next reader says that it has arrived.
+    a batch is handed out again until the next reader says that it has arrived. Tokens must be of a vocabulary of
+    ``vocab_size`` and rewards that are objects have a number at ``reward_key``, where these are known.
     """
 
     def __init__(
-        self, group_size: int, task_type: str, functions: GroupFunctions | None = None, max_items: int = 100_000
+        self,
+        group_size: int,
+        task_type: str,
+        functions: GroupFunctions | None = None,
+        max_items: int = 100_000,
+        *,
+        vocab_size: int | None = None,
+        reward_key: str | None = None,
     ) -> None:
         self.group_size, self.task_type, self.max_items = group_size, task_type, max_items
+        self.vocab_size, self.reward_key = vocab_size, reward_key
         self.functions = functions or GroupFunctions()
         self.open: dict[str, list[Item]] = {}
         self.ready: deque[Group] = deque()
@@ -72,7 +81,7 @@ class GroupQueue:
 
     def write(self, item: Any) -> None:
         """Take one trajectory. Raises ItemError, BufferFull, and what the generator's own functions raise."""
-        _check(item)
+        check_item(item, self.vocab_size, self.reward_key)
         if item["uid"] in self._uids:
             self.counts["written_again"] += 1
             return
@@ -80,6 +89,11 @@ class GroupQueue:
             raise BufferFull(f"{self.held} trajectories wait to be fetched, at most {self.max_items} may")
         instance_id = str(item["instance_id"])
         items = [*self.open.get(instance_id, []), item]
+        if len({has_log_probs(one) for one in items} - {None}) > 1:
+            raise ItemError(
+                f"samples must have rollout_log_probs where the other trajectories of {instance_id!r:.100} have them, "
+                "and none where they have none"
+            )
         valid, finished = self._verdict((instance_id, items))
         group = self._transformed((instance_id, items)) if finished and valid else None
         self._uids[item["uid"]] = None
@@ -147,7 +161,7 @@ class GroupQueue:
 
     def _describe(self, groups: list[Group]) -> dict[str, Any]:
         items = [item for _, items in groups for item in items]
-        rewards = [float(item["reward"]) for item in items if isinstance(item["reward"], (int, float))]
+        rewards = [float(item["reward"]) for item in items if is_number(item["reward"])]
         found: dict[str, Any] = {
             "total_samples": len(items),
             "num_groups": len(groups),
@@ -161,53 +175,6 @@ class GroupQueue:
                 by_instance.setdefault(instance_id, []).extend(members)
             found |= self.functions.get_group_data_meta_info(by_instance)
         return found
-
-
-def _check(item: Any) -> None:
-    if not isinstance(item, Mapping):
-        raise ItemError(f"expected an object with {', '.join(ITEM_KEYS)}, got {type(item).__name__}")
-    missing = [key for key in ITEM_KEYS if key not in item]
-    if missing:
-        raise ItemError(f"a trajectory needs {', '.join(ITEM_KEYS)}; missing: {', '.join(missing)}")
-    if not isinstance(item["uid"], str) or not item["uid"]:
-        raise ItemError(f"uid must be a string that is not empty, got {item['uid']!r:.100}")
-    if not isinstance(item["instance_id"], (str, int)):
-        raise ItemError(f"instance_id must be a string or a number, got {item['instance_id']!r:.100}")
-    messages = item["messages"]
-    well_formed = (
-        isinstance(messages, list) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages)
-    )
-    if not well_formed:
-        raise ItemError(f"messages must be a list of chat messages with a role each, got {messages!r:.200}")
-    if not isinstance(item["extra_info"], Mapping):
-        raise ItemError(f"extra_info must be an object, got {item['extra_info']!r:.100}")
-    if "samples" in item:
-        _check_samples(item["samples"], "error" in item["extra_info"])
-
-
-def _check_samples(samples: Any, failed: bool) -> None:
-    """Refuse what the trainer could not take as the tokens of one trajectory."""
-    if not isinstance(samples, list) or not all(isinstance(sample, Mapping) for sample in samples):
-        raise ItemError(f"samples must be a list of objects, got {samples!r:.100}")
-    if not samples and not failed:
-        raise ItemError("samples must not be empty, unless extra_info has an error")
-    for place, sample in enumerate(samples):
-        tokens, length, mask = (sample.get(key) for key in ("tokens", "response_length", "loss_mask"))
-        log_probs = sample.get("rollout_log_probs")
-        if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
-            raise ItemError(f"samples[{place}].tokens must be a list of token ids")
-        if type(length) is not int or not 0 < length <= len(tokens):
-            raise ItemError(
-                f"samples[{place}].response_length must be from 1 to its {len(tokens)} tokens, got {length!r:.50}"
-            )
-        if not isinstance(mask, list) or len(mask) != length or any(one not in (0, 1) for one in mask):
-            raise ItemError(f"samples[{place}].loss_mask must be {length} numbers, 0 or 1 each")
-        if log_probs is not None and (
-            not isinstance(log_probs, list)
-            or len(log_probs) != length
-            or not all(isinstance(one, (int, float)) for one in log_probs)
-        ):
-            raise ItemError(f"samples[{place}].rollout_log_probs must be {length} numbers, or null")
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.sft_rollout import mask_generator
+from slime.servers.key_file import key_for
 from slime.utils.async_utils import run
 from slime.utils.http_client import HttpClient, HttpRequestError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
 from slime.utils.network import join_address
 from slime.utils.types import Sample, iter_samples
-from slime_plugins.rollout_buffer.buffer import KEY_VARIABLE
+from slime_plugins.rollout_buffer.trajectory_checks import ItemError, check_item, has_log_probs
 
 __all__ = ["generate_rollout"]
 
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 30.0
 """How long one request may wait at the buffer for a group."""
+MOST_BAD_GROUPS = 1000
+"""So many groups in a row that cannot be trained on are the generator's fault, and end the run."""
 MAX_EMPTY_RUNS = 1
 """Runs of a generator in a row that may end without a group: all that was left to generate may be invalid."""
 COUNTER = "rollout_buffer_groups"
@@ -82,7 +84,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     url = args.rollout_buffer_url.rstrip("/")
-    client = HttpClient(4, args.rollout_request_timeout, os.environ.get(KEY_VARIABLE))
+    client = HttpClient(4, args.rollout_request_timeout, key_for(url))
     client.trust(url)
     wanted = args.rollout_batch_size
     groups: list[Group] = []
@@ -91,7 +93,7 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
         if url not in _started:
             await _start(args, client, url, data_source)
         groups += data_source.get_samples(min(wanted, data_source.get_buffer_length()))
-        empty = 0
+        empty = bad = in_a_row = 0
         while len(groups) < wanted:
             items, meta_info = await _fetch(args, client, url, empty)
             if (meta_info.get("generator") or {}).get("state") == "none":
@@ -104,8 +106,11 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
                 continue
             empty = 0 if items else empty + 1
             fetched = _groups(args, items, data_source)
-            _remember(data_source, rollout_id, items, len(fetched))
-            groups += fetched
+            _remember(data_source, rollout_id, fetched)
+            groups += fetched.groups
+            bad, in_a_row = bad + len(fetched.bad), 0 if fetched.groups else in_a_row + len(fetched.bad)
+            if in_a_row > MOST_BAD_GROUPS:
+                raise RuntimeError(f"{in_a_row} groups in a row cannot be trained on; the last one: {fetched.bad[-1]}")
             if items:
                 meta_infos.append(meta_info)
             elif len(groups) < wanted:
@@ -117,7 +122,9 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
         await client.close()
     if groups[wanted:]:
         data_source.add_samples(groups[wanted:])
-    return RolloutFnTrainOutput(samples=groups[:wanted], metrics=_metrics(groups[:wanted], meta_infos))
+    samples = _with_alike_log_probs(groups[:wanted])
+    metrics = {**_metrics(samples, meta_infos), "rollout/buffer/bad_groups": bad}
+    return RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
 
 async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> None:
@@ -133,6 +140,8 @@ async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> N
         "num_repeat_per_sample": args.n_samples_per_prompt,
         "remote_engine_url": f"http://{join_address(args.sglang_router_ip, args.sglang_router_port)}",
         "remote_buffer_url": url,
+        "vocab_size": args.vocab_size,
+        "reward_key": args.reward_key,
         "max_tokens": args.rollout_max_response_len,
         "sampling_params": {
             "max_tokens": args.rollout_max_response_len,
@@ -207,29 +216,65 @@ async def _check_generator(
     )
 
 
-def _groups(args: Any, items: Iterable[dict[str, Any]], data_source: Any) -> list[Group]:
-    """Gather the trajectories of one item into groups of ``n_samples_per_prompt``."""
+@dataclass
+class _Fetched:
+    """What came of a batch: the good groups, the ``instance_id`` of every group, and why each bad one is left out."""
+
+    groups: list[Group] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+
+
+def _groups(args: Any, items: Iterable[dict[str, Any]], data_source: Any) -> _Fetched:
+    """Gather the trajectories of one item into groups of ``n_samples_per_prompt``. What is wrong costs its group."""
     size = args.n_samples_per_prompt
     by_instance: dict[str, list[dict[str, Any]]] = {}
     for item in items:
         by_instance.setdefault(str(item["instance_id"]), []).append(item)
     number = int(data_source.get_metadata().get(COUNTER, 0))
     masks = mask_generator(args.hf_checkpoint, args.loss_mask_type, args.trust_remote_code)
-    groups: list[Group] = []
+    found = _Fetched()
     for instance_id, members in by_instance.items():
-        if len(members) % size:
-            raise ValueError(
-                f"the rollout buffer gave {len(members)} trajectories of {instance_id}, expected groups of "
-                f"--n-samples-per-prompt {size}; check transform_group and is_valid_group of the generator"
-            )
         for first in range(0, len(members), size):
-            group_index = number + len(groups)
-            groups.append(
-                [
-                    _trajectory(item, masks, group_index, group_index * size + place)
-                    for place, item in enumerate(members[first : first + size])
-                ]
-            )
+            found.names.append(instance_id)
+            try:
+                found.groups.append(_group(args, members[first : first + size], masks, number + len(found.groups)))
+            except Exception as e:  # noqa: BLE001  (the trajectories are those of others)
+                found.bad.append(f"group {instance_id}: {e}")
+                logger.warning("left out: group %s: %s: %.500s", instance_id, type(e).__name__, e)
+    return found
+
+
+def _group(args: Any, items: list[dict[str, Any]], masks: MultiTurnLossMaskGenerator, group_index: int) -> Group:
+    """Return the samples of one group. Raises ValueError, or what its messages make the tokenizer raise."""
+    size = args.n_samples_per_prompt
+    if len(items) != size:
+        raise ValueError(
+            f"it has {len(items)} trajectories, expected --n-samples-per-prompt {size}; check transform_group and "
+            "is_valid_group of the generator"
+        )
+    for item in items:
+        check_item(item, args.vocab_size, args.reward_key)
+        if isinstance(item["reward"], dict) and not (args.reward_key or args.custom_reward_post_process_path):
+            raise ItemError(f"reward is an object, which needs --reward-key, got {item['reward']!r:.100}")
+    kinds = {has_log_probs(item) for item in items} - {None}
+    if len(kinds) > 1 or (False in kinds and _needs_log_probs(args)):
+        raise ItemError("samples lack rollout_log_probs, which the others have or a flag of the run needs")
+    return [_trajectory(item, masks, group_index, group_index * size + place) for place, item in enumerate(items)]
+
+
+def _needs_log_probs(args: Any) -> bool:
+    return bool(args.use_tis or args.use_rollout_logprobs or args.get_mismatch_metrics)
+
+
+def _with_alike_log_probs(groups: list[Group]) -> list[Group]:
+    """Take the log-probs away where only some of the samples of a rollout have them; no flag of the run needs them."""
+    samples = list(iter_samples(groups))
+    having = [sample for sample in samples if sample.rollout_log_probs is not None]
+    if 0 < len(having) < len(samples):
+        logger.warning("%d of %d samples have rollout_log_probs, which are not used", len(having), len(samples))
+        for sample in having:
+            sample.rollout_log_probs = None
     return groups
 
 
@@ -285,14 +330,13 @@ def _sample(item: dict[str, Any], masks: MultiTurnLossMaskGenerator, group_index
     )
 
 
-def _remember(data_source: Any, rollout_id: int, items: Iterable[dict[str, Any]], groups: int) -> None:
-    """Note, in what is saved with a checkpoint, which groups were fetched."""
+def _remember(data_source: Any, rollout_id: int, found: _Fetched) -> None:
+    """Note, in what is saved with a checkpoint, which groups were fetched; those too that are left out."""
     metadata = data_source.get_metadata()
     fetched = dict(metadata.get("rollout_buffer_fetched", {}))
-    names = [str(item["instance_id"]) for item in items]
-    size = len(names) // groups if groups else 1
-    fetched[str(rollout_id)] = fetched.get(str(rollout_id), []) + sorted(names)[::size]
-    data_source.update_metadata({"rollout_buffer_fetched": fetched, COUNTER: int(metadata.get(COUNTER, 0)) + groups})
+    fetched[str(rollout_id)] = fetched.get(str(rollout_id), []) + sorted(found.names)
+    counted = int(metadata.get(COUNTER, 0)) + len(found.groups)
+    data_source.update_metadata({"rollout_buffer_fetched": fetched, COUNTER: counted})
 
 
 def _metrics(groups: list[Group], meta_infos: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,14 +9,28 @@ import importlib
 import json
 import logging
 import sys
+from typing import Any
 
 from slime.rollout.rm_hub.worker_main import die_with_owner
+from slime.servers.key_file import key_for
+from slime.utils import run_key
+
+
+def send_keys(data: dict[str, Any]) -> None:
+    """Let the HTTP clients of this process send the keys of buffer and engines: a generator may post by itself."""
+    run_key.install()
+    engine, buffer = data.get("remote_engine_url"), data.get("remote_buffer_url")
+    if isinstance(engine, str):
+        run_key.add(engine, data.get("engine_api_key"))
+    if isinstance(buffer, str):
+        run_key.add(buffer, key_for(buffer))
 
 
 def main() -> None:
     die_with_owner(int(sys.argv[2]))
     logging.basicConfig(level=logging.INFO)
     data = json.load(sys.stdin)
+    send_keys(data)
     importlib.import_module(sys.argv[1]).run_rollout(data)
 
 

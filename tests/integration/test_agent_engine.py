@@ -88,7 +88,10 @@ async def test_the_gateway_command_writes_what_the_engine_made(setup, tmp_path):
         try:
             url = f"http://127.0.0.1:{port}"
             opened = await to_thread(
-                post, f"{url}/sessions", {"instance_id": "a", "sampling_params": {"max_new_tokens": 16}}
+                post,
+                f"{url}/sessions",
+                {"instance_id": "a", "sampling_params": {"max_new_tokens": 16}},
+                headers=buffer.headers,
             )
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=opened["session_id"], max_retries=0) as client:
                 items: list[Any] = [{"role": "user", "content": "1+1="}]
@@ -96,7 +99,8 @@ async def test_the_gateway_command_writes_what_the_engine_made(setup, tmp_path):
                     async with client.responses.stream(model="tiny", input=items) as stream:
                         items += (await stream.get_final_response()).output
                     items.append({"role": "user", "content": "2+2="})
-            finished = await to_thread(post, f"{url}/sessions/{opened['session_id']}/finish", {"reward": 0.5})
+            finish = f"{url}/sessions/{opened['session_id']}/finish"
+            finished = await to_thread(post, finish, {"reward": 0.5}, headers=buffer.headers)
         finally:
             gateway.terminate()
             gateway.wait(60)
@@ -110,11 +114,11 @@ async def test_the_gateway_command_writes_what_the_engine_made(setup, tmp_path):
         assert torch.allclose(torch.tensor(sample["rollout_log_probs"])[mask], expected[mask], atol=1e-5)
 
 
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def post(url: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
     """The answer, once the server listens."""
     for _ in range(600):
         try:
-            return requests.post(url, json=body, timeout=120).json()
+            return requests.post(url, json=body, headers=headers, timeout=120).json()
         except requests.ConnectionError:
             time.sleep(0.2)
     raise TimeoutError(url)

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import requests
 
+from slime.servers.key_file import shared_key
 from slime.servers.loads import num_requests_from_load
 from slime.utils.network import find_available_port
 from tests.support.engines import engine_and_router, engine_args
@@ -90,9 +91,8 @@ class GatewayProcess:
         return len(os.listdir(at / "fd")), len(os.listdir(at / "task"))
 
     def post(self, path: str, sid: str = "", **body: Any) -> requests.Response:
-        return requests.post(
-            self.url + path, json=body, headers={"Authorization": f"Bearer {sid}"}, timeout=PATIENCE_S * 3
-        )
+        headers = {"Authorization": f"Bearer {sid or shared_key()}"}
+        return requests.post(self.url + path, json=body, headers=headers, timeout=PATIENCE_S * 3)
 
     def open(self, instance: str) -> str:
         found = self.post("/sessions", instance_id=instance, sampling_params=ASKED)

@@ -9,18 +9,23 @@ from typing import Any
 from aiohttp import web
 
 from scripts.bench.standin import ServerThread
+from slime.servers.bounded_site import RUNNER_OPTIONS, BoundedSite
+from slime.servers.key_file import shared_key
 from slime_plugins.rollout_buffer.buffer import SHUTDOWN_S, RolloutBuffer, make_app
 from slime_plugins.rollout_buffer.generators import find_generators
 
 
 class ServedBuffer:
-    """A buffer on a free port, its generators those of the package and ``modules``; a context manager."""
+    """A buffer on a free port, its generators those of the package and ``modules``; a context manager.
+
+    Without ``key`` it is the one that this user's programs find.
+    """
 
     def __init__(
         self, *modules: str, key: str | None = None, shutdown_timeout: float = SHUTDOWN_S, **options: Any
     ) -> None:
         self.buffer = RolloutBuffer(find_generators(list(modules)), **options)
-        self.key, self.shutdown_timeout = key, shutdown_timeout
+        self.key, self.shutdown_timeout = key or shared_key(), shutdown_timeout
         self.server = ServerThread()
         self.runners: list[web.AppRunner] = []
         self.url = ""
@@ -30,12 +35,16 @@ class ServedBuffer:
         return self.server.call(self._serve(app))
 
     async def _serve(self, app: web.Application) -> str:
-        runner = web.AppRunner(app, shutdown_timeout=self.shutdown_timeout)
+        runner = web.AppRunner(app, shutdown_timeout=self.shutdown_timeout, **RUNNER_OPTIONS)
         await runner.setup()
         self.runners.append(runner)
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await BoundedSite(runner, "127.0.0.1", 0).start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request needs."""
+        return {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
 
     def __enter__(self) -> ServedBuffer:
         self.url = self.serve(make_app(self.buffer, key=self.key, max_body=1 << 20))

@@ -29,6 +29,7 @@ from slime.agent.adapters.http_requests import (
     is_gone,
     json_object,
     refusal_of,
+    refuse,
     session_closed,
 )
 from slime.agent.adapters.in_flight import InFlight
@@ -39,6 +40,7 @@ from slime.agent.own_tokens import RENDERING, Rendering, with_own_tokens
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import MessageNode, TrajectoryManager, TurnRecord
 from slime.servers.auth import is_loopback
+from slime.servers.request_checks import browser_guard
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
@@ -100,8 +102,8 @@ class BaseAdapter(ProviderFormat):
     ``turn_filter`` returns False are answered and not recorded; it is given what ``side_requests.turn_meta`` returns,
     and the translated ``messages``.
 
-    The session id of a request is its token. Requests of other hosts need the id of an open session; those of this host
-    open a session that is not there, with a warning.
+    The session id of a request is its token, which must be that of an open session. One that is called ``default``,
+    for requests without a token, is there for this host only.
     """
 
     max_tokens_keys: ClassVar[tuple[str, ...]]
@@ -130,7 +132,7 @@ class BaseAdapter(ProviderFormat):
         self.closed: dict[str, None] = {}
         self.inflight = InFlight()
         self._lock = threading.RLock()  # over store and closed: sessions end on other threads than turns are answered
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[browser_guard(refuse)])
         self.app[REQUIRES_TOKEN] = True
         for path in ("/", "/healthz"):  # Claude Code asks for the first to see whether anything answers
             self.app.router.add_get(path, _say_ok)
@@ -303,16 +305,13 @@ class BaseAdapter(ProviderFormat):
     def _check_access(self, sid: str, request: web.Request) -> None:
         if sid in self.closed:
             raise session_closed()
-        remote = not is_loopback(request.remote or "127.0.0.1")
-        if remote and (sid == DEFAULT_SID or sid not in self.store):
+        guessed = sid == DEFAULT_SID and not is_loopback(request.remote or "127.0.0.1")
+        if guessed or sid not in self.store:
             raise Refusal(401, "authentication_error", "the token must be the id of an open session")
 
     def _open_session_of(self, sid: str, request: web.Request) -> Session:
         with self._lock:
             self._check_access(sid, request)
-            if sid not in self.store:
-                logger.warning("session %r was not opened: it is now, without defaults or a context limit", sid)
-                self.open_session(sid)
             return self.store[sid]
 
     def _record(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.agent.adapters.http_requests import bad_request
+from slime.agent.adapters.sampling_checks import check_request
 from slime.agent.trajectory import TurnRecord
 from slime.utils.engine_replies import output_tokens
 from slime.utils.sampling import limited
@@ -23,7 +24,14 @@ _COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens")
 def sampling_params(
     defaults: Mapping[str, Any], body: Mapping[str, Any], *, stop_keys: Iterable[str], max_tokens_keys: Iterable[str]
 ) -> dict[str, Any]:
-    """The parameters for the engine. A request may ask for fewer tokens than the session's default, not for more."""
+    """The parameters for the engine. A request may ask for fewer tokens than the session's default, not for more.
+
+    Raises Refusal, with the field, for what is no such parameter.
+    """
+    try:
+        check_request(body)
+    except ValueError as e:
+        raise bad_request(str(e)) from None
     params = {**BASE_SAMPLING_PARAMS, **defaults}
     for key in ("temperature", "top_p", "top_k"):
         if body.get(key) is not None:
@@ -31,11 +39,9 @@ def sampling_params(
     _, stop = _first(body, stop_keys)
     if stop:
         params["stop"] = stop
-    key, limit = _first(body, max_tokens_keys)
+    _, limit = _first(body, max_tokens_keys)
     if limit is None:
         return params
-    if not isinstance(limit, int) or limit < 1:
-        raise bad_request(f"{key} must be a whole number from 1 up, not {limit!r}")
     default = defaults.get("max_new_tokens")
     params["max_new_tokens"] = limit if default is None else min(limit, default)
     return params

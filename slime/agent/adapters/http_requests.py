@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -12,9 +11,12 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from slime.agent.adapters.in_flight import Turn
+from slime.servers.request_checks import RequestError, read_json
+from slime.utils.bounded_log import BoundedLog
 from slime.utils.http_utils import HttpRequestError
 
 logger = logging.getLogger(__name__)
+told = BoundedLog(logger)
 T = TypeVar("T")
 
 CLIENT_POLL_S = 0.5
@@ -39,6 +41,12 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
+def refuse(status: int, message: str) -> web.Response:
+    """The answer to a request that is refused whatever the provider."""
+    kind = "invalid_request_error" if status == 415 else "permission_error"
+    return web.json_response({"type": "error", "error": {"type": kind, "message": message}}, status=status)
+
+
 def bad_request(message: str) -> Refusal:
     return Refusal(400, "invalid_request_error", message)
 
@@ -50,11 +58,12 @@ def session_closed() -> Refusal:
 def refusal_of(error: Exception) -> Refusal:
     """What a client is told of the error that ended its turn; the reason is logged."""
     if isinstance(error, Refusal):
-        level = logging.WARNING if error.status in (400, 401) else logging.DEBUG
-        logger.log(level, "refused: %s", error.message)
+        (told.warning if error.status in (400, 401) else logger.debug)("refused: %s", error.message)
         return error
+    if isinstance(error, RecursionError):  # JSON in a text of the request
+        return bad_request("something in the request is nested too deeply")
     if isinstance(error, HttpRequestError):
-        logger.warning("a turn failed on the engine: %s", error)
+        told.warning("a turn failed on the engine: %s", error)
         if error.status is None or not 400 <= error.status < 500:
             # the whole message has addresses that do not concern the agent
             return Refusal(502, "api_error", "the engines failed; the log of the gateway has the reason")
@@ -102,10 +111,11 @@ def is_gone(request: web.Request) -> bool:
 
 
 async def json_object(request: web.Request) -> dict[str, Any]:
+    """The body, an object. Raises Refusal."""
     try:
-        body = json.loads(await request.read())
-    except ValueError as e:
-        raise bad_request(f"the body is not JSON: {e}") from e
+        body = await read_json(request)
+    except RequestError as e:
+        raise Refusal(e.status, "invalid_request_error", e.message) from None
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object, not {type(body).__name__}")
     return body

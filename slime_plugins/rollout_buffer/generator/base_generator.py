@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
 import threading
 import time
 import uuid
@@ -18,8 +17,8 @@ from typing import Any
 import requests
 
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.servers.key_file import key_for
 from slime.utils.data import read_file
-from slime_plugins.rollout_buffer.buffer import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class BaseGenerator:
 
     def send_data_to_buffer(self, data: Item) -> None:
         """Write one trajectory; wait while the buffer is full or does not answer. Raises when that takes too long."""
-        key = os.environ.get(KEY_VARIABLE)
+        key = key_for(self.remote_buffer_url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for attempt in range(WRITE_ATTEMPTS):
             try:

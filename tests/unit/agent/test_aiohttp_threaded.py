@@ -116,7 +116,7 @@ def test_handlers_of_clients_that_left_are_cancelled():
     ("host", "token", "level", "words"),
     [
         ("0.0.0.0", False, "WARNING", "WITHOUT A TOKEN: whoever can reach this host"),
-        ("0.0.0.0", True, "INFO", "requests of other hosts need the token of an open session"),
+        ("0.0.0.0", True, "INFO", "requests need the token of an open session"),
         ("127.0.0.1", False, None, ""),
     ],
 )

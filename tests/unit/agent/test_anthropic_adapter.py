@@ -217,7 +217,7 @@ def test_tokens_are_counted_as_a_turn_would_have_them(gateway):
     usage = g.post(**body).json()["usage"]
     assert counted.json() == {"input_tokens": len(g.script.prompts[0])} == {"input_tokens": usage["input_tokens"]}
     assert g.adapter.manager.turn_count("s") == 1
-    assert g.post("/v1/messages/count_tokens", sid="new", messages=[user("q")]).status_code == 200
+    assert g.post("/v1/messages/count_tokens", sid="new", messages=[user("q")]).status_code == 401
     assert set(g.adapter.store) == {"s"}  # nothing is opened for it
     assert g.post("/v1/messages/count_tokens", messages=[]).json()["error"]["type"] == "invalid_request_error"
 
@@ -236,7 +236,7 @@ async def test_tokens_are_not_counted_for_strangers_or_closed_sessions(gateway, 
         ({"messages": [{"role": "tool", "content": "x"}]}, "role 'tool' is not user, assistant or system"),
         ({"messages": [user("q")], "tools": [{}]}, "tools must be a list of objects with a name"),
         ({"messages": [user("q")], "system": 3}, "content must be a string or a list of blocks"),
-        ({"messages": [user("q")], "max_tokens": 0}, "max_tokens must be a whole number from 1 up, not 0"),
+        ({"messages": [user("q")], "max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647, not 0"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(gateway, body, words):

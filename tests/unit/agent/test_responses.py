@@ -181,6 +181,8 @@ def test_what_codex_sends(caplog):
 
 def test_the_session_of_a_request(start):
     g = start("a", "b")
+    g.adapter.open_session("of codex")
+    g.adapter.open_session("someone")
     anonymous = openai.OpenAI(base_url=f"{g.url}/v1", api_key="", max_retries=0)
     anonymous.responses.create(model="m", input="q", prompt_cache_key="of codex")
     anonymous.responses.create(model="m", input="q", user="someone", prompt_cache_key="of codex")

@@ -178,6 +178,7 @@ def test_errors_are_those_of_the_anthropic_library(streamed):
         assert ask().content[0].text == "a"
         with pytest.raises(anthropic.RateLimitError, match="has had its 1 turns"):
             ask()
+        g.adapter.open_session("other")
         with pytest.raises(anthropic.BadRequestError, match="max_tokens must be a whole number"):
             ask("other", max_tokens=-1)
         client = anthropic.Anthropic(base_url=g.url, api_key="s", max_retries=0)

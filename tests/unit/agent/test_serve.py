@@ -14,6 +14,7 @@ import requests
 from slime.agent import serve
 from slime.agent.adapters.side_requests import is_agent_turn
 from slime.agent.serve import Gateway, checkpoint_of, make_parser
+from slime.servers.key_file import shared_key
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
 from slime_plugins.rollout_buffer.group_queue import GroupQueue, ItemError
@@ -28,6 +29,7 @@ TOOLS = [
     {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 ]
 ADD = call_text("add", {"a": 1})
+KEY = shared_key()
 RECORD = {"tokens": [5, 6, 7], "response_length": 2, "loss_mask": [1, 0], "rollout_log_probs": [-0.5, 0.0]}
 
 
@@ -57,8 +59,12 @@ def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def post(url: str, token: str = "", **body: Any) -> requests.Response:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return requests.post(url, json=body, headers=headers, timeout=30)
+    """With the key of the tests, unless the path is an agent's and ``token`` its session."""
+    return requests.post(url, json=body, headers={"Authorization": f"Bearer {token or KEY}"}, timeout=30)
+
+
+def drop(url: str) -> requests.Response:
+    return requests.delete(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
 
 
 def responses_session(s: SimpleNamespace, instance: str, reward: float) -> dict[str, Any]:
@@ -86,7 +92,7 @@ async def test_sessions_of_agents_without_slime_become_groups_of_a_rollout(syste
     args = run_args(
         rollout_buffer_url=s.buffer.url, rollout_task_type="external", fetch_trajectory_retry_times=-1,
         hf_checkpoint="none", rollout_batch_size=1, n_samples_per_prompt=3, num_rollout=None, loss_mask_type="qwen",
-        sglang_router_ip="127.0.0.1", sglang_router_port=1, rollout_request_timeout=60.0,
+        sglang_router_ip="127.0.0.1", sglang_router_port=1, rollout_request_timeout=60.0, vocab_size=0x110000,
     )  # fmt: skip
     rollout = asyncio.create_task(asyncio.to_thread(generate_rollout, args, 0, Source(0)))
     async with asyncio.timeout(120):
@@ -120,7 +126,7 @@ def test_sessions_are_opened_finished_and_dropped_once(system):
     sid = post(f"{s.url}/sessions", instance_id=7, sampling_params={"temperature": 0.5}).json()["session_id"]
     assert post(f"{s.url}/v1/chat/completions", sid, messages=[{"role": "user", "content": "q"}]).status_code == 200
     assert s.engine.requests[0]["sampling_params"]["temperature"] == 0.5
-    assert requests.delete(f"{s.url}/sessions/{sid}", timeout=30).json() == {"session_id": sid}
+    assert drop(f"{s.url}/sessions/{sid}").json() == {"session_id": sid}
     assert s.gateway.conversations == {}
     for answer, words in (
         (post(f"{s.url}/sessions/{sid}/finish", reward=1), "is not open"),
@@ -150,6 +156,7 @@ def test_a_session_that_could_not_be_written_is_written_later(system, monkeypatc
     assert "finish it again" in answer["error"]["message"]
     [sid] = s.gateway.unsent
     s.gateway.sink = s.buffer.url
+    s.gateway.client.trust(s.buffer.url)
     answer = post(f"{s.url}/sessions/{sid}/finish", reward=1.0).json()
     assert (answer["samples"], answer["trained_tokens"]) == (1, len(ADD + "sum") + 2)
     assert (len(tries), s.gateway.unsent) == (2, {})
@@ -189,15 +196,15 @@ def test_the_command_line(monkeypatch, capsys):
     [
         (3, "samples must be a list of objects"),
         ([], "samples must not be empty"),
-        ([{}], "samples[0].tokens must be a list of token ids"),
-        ([{**RECORD, "tokens": [1, -1]}], "samples[0].tokens must be a list of token ids"),
+        ([{}], "samples[0].tokens must be a list of token ids, whole numbers from 0"),
+        ([{**RECORD, "tokens": [1, -1]}], "samples[0].tokens must be a list of token ids, whole numbers from 0"),
         (
             [RECORD, {**RECORD, "response_length": 4}],
-            "samples[1].response_length must be from 1 to its 3 tokens, got 4",
+            "samples[1].response_length must be from 1 to its 3 tokens less one of a prompt, got 4",
         ),
         ([{**RECORD, "loss_mask": [1]}], "samples[0].loss_mask must be 2 numbers, 0 or 1 each"),
         ([{**RECORD, "loss_mask": [1, 2]}], "samples[0].loss_mask must be 2 numbers, 0 or 1 each"),
-        ([{**RECORD, "rollout_log_probs": [0.0]}], "samples[0].rollout_log_probs must be 2 numbers, or null"),
+        ([{**RECORD, "rollout_log_probs": [0.0]}], "samples[0].rollout_log_probs must be 2 finite numbers"),
     ],
 )
 def test_samples_that_cannot_be_trained_on_are_refused_when_they_are_written(samples, words):
@@ -205,6 +212,6 @@ def test_samples_that_cannot_be_trained_on_are_refused_when_they_are_written(sam
     with pytest.raises(ItemError) as caught:
         queue.write({**item("u"), "samples": samples})
     assert words in str(caught.value)
-    queue.write({**item("u"), "samples": [RECORD, {**RECORD, "rollout_log_probs": None}]})
+    queue.write({**item("u"), "samples": [RECORD, RECORD]})
     queue.write({**item("v", "b", error="no"), "samples": []})
     assert len(queue.ready) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
@@ -113,6 +112,7 @@ async def test_closed_sessions_are_not_kept_for_ever(gateway, monkeypatch):
 )
 async def test_the_turns_of_a_session_are_capped(gateway, client, kind, error_of):
     g = gateway(kind, max_turns_per_sid=2)
+    g.adapter.open_session("s")
     statuses = [(await ask(client, g.url, str(i)))[0] for i in range(2)]
     status, body = await ask(client, g.url)
     assert ([*statuses, status], error_of(body)["type"]) == ([200, 200, 429], "rate_limit_error")
@@ -131,6 +131,7 @@ async def test_turns_in_flight_count_for_the_cap(gateway, client, monkeypatch):
 
     replace_engine(monkeypatch, slow)
     g = gateway(max_turns_per_sid=1)
+    g.adapter.open_session("s")
     first = asyncio.create_task(ask(client, g.url))
     await began.wait()
     assert (await ask(client, g.url))[0] == 429
@@ -195,6 +196,7 @@ async def test_a_client_that_leaves_is_noticed_where_handlers_are_not_cancelled(
     engine.duration = lambda ids: 3600.0
     statuses: list[int] = []
     adapter = OpenAIAdapter(tokenizer=ToolTokenizer(), sglang_url=cluster.router.url)
+    adapter.open_session("s")
 
     @aiohttp.web.middleware
     async def note(request: Any, handler: Any) -> Any:
@@ -266,15 +268,16 @@ async def test_sessions_that_end_at_any_moment_leave_nothing_behind(gateway, clu
     assert (g.adapter.store, g.adapter.manager._roots, len(g.adapter.closed)) == ({}, {}, 60)
 
 
-async def test_a_session_that_was_not_opened_is_opened_for_this_host_with_a_warning(gateway, client, caplog):
-    g = gateway()
-    with caplog.at_level(logging.WARNING):
-        assert (await ask(client, g.url))[0] == 200
-        assert (await ask(client, g.url, "r"))[0] == 200
-    assert [record.getMessage() for record in caplog.records if "was not opened" in record.getMessage()] == [
-        "session 's' was not opened: it is now, without defaults or a context limit"
-    ]
-    assert len(await g.adapter.finish_session("s", base_sample=BASE)) == 2
+@pytest.mark.parametrize("kind", [OpenAIAdapter, AnthropicAdapter])
+async def test_only_who_has_the_id_of_an_open_session_is_served(gateway, client, kind):
+    """On this host too: the agents of other sessions, and whoever else is there, know no id."""
+    g = gateway(kind)
+    g.adapter.open_session("other")
+    for headers in ({}, {"Authorization": "Bearer s"}, {"X-Api-Key": "guessed"}):
+        async with aiohttp.ClientSession() as session:
+            async with session.post(g.url, json={"messages": [{"role": "user", "content": "q"}]}, headers=headers) as r:
+                assert r.status == 401
+    assert (list(g.adapter.store), g.adapter.manager.turn_count("s")) == (["other"], 0)
 
 
 @pytest.mark.parametrize(("sid", "status"), [("s", 200), ("guessed", 401), ("default", 401)])
@@ -316,6 +319,7 @@ async def test_prompt_and_answer_together_stay_in_the_context(gateway, client, c
 
 async def test_engine_failures_reach_the_agent_with_their_reason(gateway, client, cluster, caplog):
     g = gateway()
+    g.adapter.open_session("s")
     engine = cluster.engines[0]
     engine.failures.append(Failure(400, b'{"error":{"message":"too long for me"}}'))
     status, body = await ask(client, g.url)
@@ -336,7 +340,9 @@ async def test_a_turn_that_raises_is_an_error_of_the_server(gateway, client, mon
         raise KeyError("what")
 
     replace_engine(monkeypatch, broken)
-    status, body = await ask(client, gateway().url)
+    g = gateway()
+    g.adapter.open_session("s")
+    status, body = await ask(client, g.url)
     assert (status, body["error"]["message"]) == (500, "KeyError: 'what'")
     assert "a turn failed" in caplog.text
 
@@ -346,7 +352,9 @@ async def test_messages_that_the_template_does_not_take_are_a_bad_request(gatewa
         raise ValueError("roles must alternate")
 
     monkeypatch.setattr(ToolTokenizer, "apply_chat_template", picky)
-    status, body = await ask(client, gateway().url)
+    g = gateway()
+    g.adapter.open_session("s")
+    status, body = await ask(client, g.url)
     assert status == 400
     assert (
         "the chat template does not take these messages: ValueError: roles must alternate" in body["error"]["message"]
@@ -361,6 +369,7 @@ async def test_the_debug_callback_sees_what_is_recorded(gateway, client, caplog)
         raise RuntimeError("a mistake of the callback")
 
     g = gateway(debug_callback=look)
+    g.adapter.open_session("s")
     assert (await ask(client, g.url))[0] == 200
     user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "ok"}
     assert seen == [("s", [user], None, said, f"ok{END}")]

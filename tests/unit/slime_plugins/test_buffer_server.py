@@ -13,6 +13,7 @@ import psutil
 import pytest
 import requests
 
+from slime.servers.key_file import shared_key
 from slime_plugins.rollout_buffer.buffer import is_loopback
 from slime_plugins.rollout_buffer.generators import find_generators
 from tests.support.rollout_buffers import ServedBuffer
@@ -20,7 +21,10 @@ from tests.unit.slime_plugins.test_group_queue import item
 
 pytestmark = pytest.mark.slow
 
-OTHERS = ("tests.unit.slime_plugins.bad_generators", "tests.unit.slime_plugins.idle_generator")
+OTHERS = (
+    "tests.unit.slime_plugins.bad_generators", "tests.unit.slime_plugins.idle_generator",
+    "tests.unit.slime_plugins.posting_generator",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -29,9 +33,14 @@ def served():
         yield running
 
 
-def post(url: str, body, **options) -> requests.Response:
+def post(url: str, body, headers=None) -> requests.Response:
     data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-    return requests.post(url, data=data, timeout=30, **options)
+    given = {"Authorization": f"Bearer {shared_key()}", "Content-Type": "application/json"}
+    return requests.post(url, data=data, timeout=30, headers=given if headers is None else {**given, **headers})
+
+
+def get(url: str) -> requests.Response:
+    return requests.get(url, headers={"Authorization": f"Bearer {shared_key()}"}, timeout=30)
 
 
 def fetch(url: str, **asked) -> dict:
@@ -58,14 +67,14 @@ def test_bodies_that_cannot_be_read_are_refused(served, path, body):
     reply = post(f"{served.url}{path}", body)
     assert reply.status_code == 400
     assert "JSON" in reply.json()["message"] or "expected an object" in reply.json()["message"]
-    assert requests.get(f"{served.url}/healthz", timeout=30).json()["ok"]
+    assert get(f"{served.url}/healthz").json()["ok"]
 
 
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
         ("/buffer/write", {"uid": "1"}, "missing: instance_id, messages, reward, extra_info"),
-        ("/start_rollout", {"task_type": "chess", "num_repeat_per_sample": 1}, "'idle', 'math'], got 'chess'"),
+        ("/start_rollout", {"task_type": "chess", "num_repeat_per_sample": 1}, "'idle', 'math', 'posts'], got 'chess'"),
         ("/start_rollout", {"num_repeat_per_sample": 1}, "task_type must be"),
         ("/start_rollout", {"task_type": "math", "num_repeat_per_sample": 0}, "num_repeat_per_sample must be"),
         ("/start_rollout", {"task_type": "math"}, "num_repeat_per_sample must be"),
@@ -84,16 +93,17 @@ def test_what_is_too_much_is_refused(served):
         assert post(f"{served.url}/buffer/write", item(uid)).status_code == 200
     reply = post(f"{served.url}/buffer/write", item("4"))
     assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
-    assert requests.get(f"{served.url}/buffer/write", timeout=30).status_code == 405
-    assert requests.get(f"{served.url}/../etc/passwd", timeout=30).status_code == 404
+    assert get(f"{served.url}/buffer/write").status_code == 405
+    assert get(f"{served.url}/../etc/passwd").status_code == 404
 
 
 def test_a_key_keeps_others_out():
     with ServedBuffer(key="secret") as served:
         url = f"{served.url}/buffer/write"
-        assert post(url, item("1")).status_code == 401
+        assert requests.post(url, json=item("1"), timeout=30).status_code == 401
         assert post(url, item("1"), headers={"Authorization": "Bearer no"}).status_code == 401
-        assert requests.get(f"{served.url}/healthz", timeout=30).status_code == 401
+        assert requests.get(f"{served.url}/buffer/write", timeout=30).status_code == 401
+        assert requests.get(f"{served.url}/healthz", timeout=30).json() == {"ok": True}
         assert post(url, item("1"), headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
@@ -107,6 +117,15 @@ def test_a_reader_waits_for_the_generators_end_and_hears_why(served):
     post(f"{served.url}/buffer/write", item("1"))
     again = post(f"{served.url}/start_rollout", {"task_type": "breaks", "num_repeat_per_sample": 2})
     assert again.json()["dropped_items"] == 1
+
+
+def test_a_generator_that_posts_by_itself_needs_to_know_of_no_key(served):
+    start = {"task_type": "posts", "num_repeat_per_sample": 2, "remote_buffer_url": served.url}
+    assert post(f"{served.url}/start_rollout", start).status_code == 200
+    reply = fetch(served.url, wait_s=60)
+    if not reply["success"]:  # the end of the generator was the news
+        reply = fetch(served.url)
+    assert [one["uid"] for one in reply["data"]["data"]] == ["requests", "urllib"], reply
 
 
 def test_generators_are_found_by_their_type():

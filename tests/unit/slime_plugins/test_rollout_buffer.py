@@ -209,7 +209,7 @@ def test_a_buffer_that_was_restarted_makes_again_what_was_not_fetched(served, ma
 def test_what_reaches_a_restarted_buffer_before_its_run_is_dropped(served, make_args, caplog):
     """A generator of its earlier life is still at work; nothing tells the buffer how large a group is."""
     rollout_buffer_example._started[served.url] = Progress(arrived=7)
-    requests.post(f"{served.url}/buffer/write", json=item("stray", "0"), timeout=30)
+    requests.post(f"{served.url}/buffer/write", json=item("stray", "0"), headers=served.headers, timeout=30)
     source = Source(2)
     groups = generate_rollout(make_args(["q0", "q1"]), 1, source).samples
     assert sorted(group[0].metadata["instance_id"] for group in groups) == ["0", "1"]
@@ -252,8 +252,8 @@ def test_a_generator_whose_groups_are_all_dropped_ends_the_run(served, engine, m
 def test_groups_of_another_size_are_refused(served, make_args):
     rollout_buffer_example._started[served.url] = Progress()
     start = {"task_type": "idle", "num_repeat_per_sample": 1}
-    requests.post(f"{served.url}/start_rollout", json=start, timeout=30)
-    requests.post(f"{served.url}/buffer/write", json=item("1"), timeout=30)
+    requests.post(f"{served.url}/start_rollout", json=start, headers=served.headers, timeout=30)
+    requests.post(f"{served.url}/buffer/write", json=item("1"), headers=served.headers, timeout=30)
     with pytest.raises(ValueError, match="gave 1 trajectories of a, expected groups of --n-samples-per-prompt 2"):
         generate_rollout(make_args(["q1"]), 0, Source(1))
 
@@ -275,6 +275,7 @@ def test_a_subclass_replaces_what_it_needs(served, tmp_path):
         return [*messages, {"role": "assistant", "content": "x"}]
 
     generator.entry(str(path), rollout, lambda item: len(item["messages"]), num_epoch=2)
-    fetched = requests.post(f"{served.url}/get_rollout_data", json={}, timeout=30).json()["data"]["data"]
+    reply = requests.post(f"{served.url}/get_rollout_data", json={}, headers=served.headers, timeout=30).json()
+    fetched = reply["data"]["data"]
     assert Counter(one["instance_id"] for one in fetched) == {"t0": 4, "t1": 2, "t2": 4}
     assert {one["reward"] for one in fetched} == {2}
