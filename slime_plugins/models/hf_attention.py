@@ -32,7 +32,8 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         self.config = config
         self.layer_number = layer_number
         self.hf_layer_idx = layer_number - 1
-        self.hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=True).get_text_config()
+        trust = {"trust_remote_code": args.trust_remote_code}
+        self.hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, **trust).get_text_config()
 
     @abstractmethod
     def hf_forward(self, hidden_states: Tensor, packed_seq_params: Any) -> Tensor:

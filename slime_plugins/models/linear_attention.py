@@ -41,7 +41,8 @@ def hybrid_block_spec(args: Namespace, config: Any, vp_stage: int | None, delta_
 
     from slime.backends.megatron_utils.layer_specs import decoder_block_spec
 
-    hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=True).get_text_config()
+    trust = {"trust_remote_code": args.trust_remote_code}
+    hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, **trust).get_text_config()
     kinds = hf_config.layer_types
     if len(kinds) != config.num_layers:
         raise ValueError(f"{args.hf_checkpoint} has {len(kinds)} layers, --num-layers is {config.num_layers}")

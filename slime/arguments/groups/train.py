@@ -102,6 +102,11 @@ class Checkpoint(ArgumentGroup):
         None, "reference model, and first actor weights when --load has none; default: --hf-checkpoint"
     )
     ref_ckpt_step: int | None = flag(None, "step of the checkpoint --ref-load; default: its latest", ge=0)
+    unpickle_checkpoints: bool = flag(
+        False,
+        "read checkpoints of --load and --ref-load whatever their pickles hold, which runs code that they bring; "
+        "default: plain values and tensors, anything else is an error",
+    )
     megatron_config_path: str | None = flag(None, "YAML file with flags of the roles actor and critic")
     critic_overrides: dict[str, Any] = flag(
         {}, "attributes of the arguments and their values for the critic; --megatron-config-path wins"

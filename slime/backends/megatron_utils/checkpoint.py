@@ -35,6 +35,7 @@ from slime.backends.megatron_utils.checkpoint_formats import (
     writer_for,
 )
 from slime.backends.megatron_utils.checkpoint_names import rename_to_stored, take_unstored_states
+from slime.backends.megatron_utils.checkpoint_pickles import reading_plain_values
 from slime.backends.megatron_utils.lora.checkpoint import base_part, check_described, trained_part
 from slime.backends.megatron_utils.offload import torch_optimizers
 from slime.backends.megatron_utils.optimizer import (
@@ -134,6 +135,7 @@ class TrainerState:
     base_only: bool = False
 
 
+@reading_plain_values
 def load_checkpoint(
     args: Namespace,
     root: str | Path,

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slime.backends.megatron_utils.checkpoint_dir import TORCH, TORCH_DCP, stored_format
+from slime.backends.megatron_utils.checkpoint_pickles import load_file, loads
 from slime.backends.megatron_utils.optimizer import complete_steps
 from slime.backends.megatron_utils.parallel import (
     expert_parallel,
@@ -129,9 +130,9 @@ def _stored(directory: Path, form: str, *, lazily: bool) -> dict[str, Any]:
     if form == TORCH_DCP:
         stored = {"common": b""}
         dcp.load(stored, checkpoint_id=directory, no_dist=True)
-        return dict(pickle.loads(stored["common"]))
+        return dict(loads(stored["common"]))
     path = directory / _rank_name() / _FILE
-    return dict(torch.load(path, map_location="cpu", mmap=lazily, weights_only=False)) if path.is_file() else {}
+    return load_file(path, mmap=lazily) if path.is_file() else {}
 
 
 def _misfit(directory: Path, form: str, common: dict[str, Any], chunks: Chunks, with_optimizer: bool) -> str | None:
@@ -186,7 +187,7 @@ def shapes_of(directory: Path, key: str) -> set[tuple[int, ...]]:
         return {tuple(found.size)} if isinstance(found, TensorStorageMetadata) else set()
     shapes = set()
     for path in directory.glob(f"mp_rank_*/{_FILE}"):
-        stored = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        stored = load_file(path, mmap=True)
         chunks = [value for name, value in stored.items() if name.startswith("model") and isinstance(value, dict)]
         shapes |= {tuple(chunk[key].shape) for chunk in chunks if key in chunk}
     return shapes

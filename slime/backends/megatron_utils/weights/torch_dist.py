@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.backends.megatron_utils import checkpoint_dir
+from slime.backends.megatron_utils.checkpoint_pickles import check_metadata
 
 # A key of all layers of a decoder, or of one of them, has the layer's number in the tensor's first dimension or in it.
 _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
@@ -46,6 +47,7 @@ class TorchDistCheckpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = _iteration(Path(directory))
+        check_metadata(self.path)
         self._reader = FileSystemReader(self.path)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
