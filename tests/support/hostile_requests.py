@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from slime.agent.adapters import common, http_requests
 from slime.agent.serve import Gateway
+from slime.servers import bounded_site
+from slime.utils.bounded_log import BoundedLog
 from slime_plugins.rollout_buffer import buffer as buffer_module
 from tests.support.agents import END, ToolTokenizer, served
 from tests.support.fake_engine import FakeCluster
@@ -186,6 +189,8 @@ def doors() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch, FakeCluster(1, reply=reply) as cluster, ServedBuffer(key=KEY) as buffer:
         patch.setattr(buffer_module, "GeneratorProcess", _NoProcess)
         patch.setattr(buffer_module, "LONGEST_WAIT_S", 0.001)
+        for module in (http_requests, common, bounded_site):  # other tests want their own warnings
+            patch.setattr(module, "told", BoundedLog(module.logger))
         gateway = Gateway(sink=buffer.url, key=KEY, tokenizer=ToolTokenizer(), sglang_url=cluster.router.url)
         with served(gateway) as handle:
             ports = {True: int(buffer.url.rsplit(":", 1)[1]), False: handle.port}

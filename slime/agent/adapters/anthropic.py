@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,11 +18,9 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.adapters.event_stream import event
-from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request, messages_of
+from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request, messages_of, told
 from slime.agent.adapters.provider import MODEL_LABEL, Asked, Message, ProviderFormat
 from slime.agent.same_answer import ToolCall
-
-logger = logging.getLogger(__name__)
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 _EMPTY_SCHEMA = {"type": "object", "properties": {}}
@@ -267,7 +264,7 @@ def _tools_to_chat_tools(tools: Any) -> list[Message] | None:
     kept = [tool for tool in tools if "input_schema" in tool or tool.get("type") in (None, "custom")]
     if len(kept) < len(tools):
         left_out = ", ".join(tool["name"] for tool in tools if tool not in kept)
-        logger.warning("tools that the provider would run itself are left out: %s", left_out)
+        told.warning("tools that the provider would run itself are left out: %s", left_out)
     return [
         {
             "type": "function",

@@ -31,6 +31,7 @@ from slime.agent.adapters.http_requests import (
     refusal_of,
     refuse,
     session_closed,
+    told,
 )
 from slime.agent.adapters.in_flight import InFlight
 from slime.agent.adapters.provider import Asked, Message, ProviderFormat
@@ -395,7 +396,7 @@ def flatten_content(content: Any) -> str:
             texts.append(block["text"])
         else:
             kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-            logger.warning("a content block of type %r is left out: only text is understood", kind)
+            told.warning("a content block of type %r is left out: only text is understood", kind)
     return "\n".join(texts)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -19,13 +18,11 @@ from slime.agent.adapters.common import (
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.adapters.http_requests import bad_request, messages_of
+from slime.agent.adapters.http_requests import bad_request, messages_of, told
 from slime.agent.adapters.openai_common import arguments_object, arguments_text, list_models, openai_error
 from slime.agent.adapters.provider import Asked, Message
 from slime.agent.adapters.responses import ResponsesFormat
 from slime.agent.same_answer import ToolCall
-
-logger = logging.getLogger(__name__)
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
 
@@ -128,7 +125,7 @@ def _translate_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
         elif role in _ROLES:
             translated.append({"role": _ROLES[role], "content": flatten_content(message.get("content"))})
         else:
-            logger.warning("a message of role %r is left out", role)
+            told.warning("a message of role %r is left out", role)
     return translated
 
 

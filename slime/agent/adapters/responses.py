@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import uuid
 from collections.abc import Iterable, Mapping
@@ -21,12 +20,10 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.adapters.event_stream import event
-from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request
+from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request, told
 from slime.agent.adapters.openai_common import arguments_object, arguments_text, openai_error
 from slime.agent.adapters.provider import Asked, Message, ProviderFormat
 from slime.agent.same_answer import ToolCall
-
-logger = logging.getLogger(__name__)
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _REPEATED: dict[str, Any] = {
@@ -242,7 +239,7 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
         elif kind == "item_reference":
             raise bad_request("item_reference is not supported: nothing is stored here, send the items themselves")
         else:
-            logger.warning("an input item of type %r is left out", kind)
+            told.warning("an input item of type %r is left out", kind)
     if reasoning:
         new_answer()
     if not messages:
@@ -275,7 +272,7 @@ def _tools(tools: Any) -> list[Message] | None:
     for place, tool in enumerate(tools):
         kind = tool.get("type")
         if kind not in ("function", "custom"):
-            logger.warning("a tool of type %r is left out: it is neither a function nor a custom tool", kind)
+            told.warning("a tool of type %r is left out: it is neither a function nor a custom tool", kind)
             continue
         if not isinstance(tool.get("name"), str):
             raise bad_request(f"tools[{place}] must have a name")
