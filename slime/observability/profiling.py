@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.observability.timer import get_timers
+from slime.utils.atomic_file import space_left
 
 logger = logging.getLogger(__name__)
 
@@ -161,8 +162,12 @@ class TorchRecorder:
     def _dump(self) -> None:
         import torch
 
-        torch.cuda.memory._dump_snapshot(str(self._path))
-        logger.info("memory snapshot: %s", self._path)
+        try:
+            torch.cuda.memory._dump_snapshot(str(self._path))
+        except OSError as e:  # no reason to end a training
+            logger.error("the memory snapshot %s could not be written: %s%s", self._path, e, space_left(self._path))
+        else:
+            logger.info("memory snapshot: %s", self._path)
 
 
 class MemrayRecorder:
@@ -185,5 +190,9 @@ class MemrayRecorder:
     def stop(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            tracker.__exit__(None, None, None)
-            logger.info("memory record: %s", self._path)
+            try:
+                tracker.__exit__(None, None, None)
+            except OSError as e:  # no reason to end a training
+                logger.error("the memory record %s could not be written: %s%s", self._path, e, space_left(self._path))
+            else:
+                logger.info("memory record: %s", self._path)

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.observability.best_effort import Lines
 from slime.observability.tracking import STEP_AXES, is_scalar, tensorboard_dir
+from slime.utils.atomic_file import FULL, space_left
 from slime.utils.declared import with_defaults
 from slime.utils.misc import SingletonMeta
 from slime.utils.plain import plain
@@ -65,7 +66,12 @@ class TensorBoardWriter:
     def __init__(self, log_dir: str) -> None:
         self._log_dir = log_dir
         self._events: Any = None
-        self._open()
+        try:
+            self._open()
+        except OSError as e:
+            if e.errno not in FULL:
+                raise
+            logger.warning("%s: TensorBoard has no file yet: %s%s", log_dir, e, space_left(Path(log_dir).absolute()))
 
     def _open(self) -> Any:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -32,7 +32,7 @@ def hold(args: Namespace) -> None:
     taken: list[Path] = []
     try:
         for what, file in _locks(args):
-            if file not in _held and (lock := _lock(what, file)) is not None:
+            if file not in _held and (lock := _lock(args, what, file)) is not None:
                 _held[file] = lock
                 taken.append(file)
     except BaseException:
@@ -48,13 +48,15 @@ def release() -> None:
         _held.popitem()[1].release()
 
 
-def _lock(what: str, file: Path) -> DirectoryLock | None:
+def _lock(args: Namespace, what: str, file: Path) -> DirectoryLock | None:
     try:
         return DirectoryLock(file, what, command_line())
     except HeldByAnother as e:
         raise ArgumentError(str(e)) from None
     except OSError as e:
-        if e.errno in FULL and what.startswith("--run-dir"):  # what is in it is for people
+        of_people = what.startswith("--run-dir")
+        # Trainers on other nodes may see a directory that this host does not.
+        if e.errno in FULL if of_people else args.actor_num_nodes > 1:
             logger.warning("%s is not locked against a second start: %s%s", what, e.strerror, space_left(file))
             return None
         raise ArgumentError(f"{what} cannot be written: {e.strerror or e}{space_left(file)}") from e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from slime.utils import shared_memory
 
 logger = logging.getLogger(__name__)
 
+TEMPORARY_BYTES = 256 << 20
 OPTIMIZER_SHARE = 7
 """Bytes of a checkpoint with Adam's state per byte of bf16 weights: 2 + 4 + 4 + 4 in place of 2."""
 
@@ -25,12 +27,9 @@ def look(args: Namespace) -> None:
     for what, path, needed in _needs(args):
         free = shutil.disk_usage(_existing(Path(path))).free
         words = f"{what} {path}: {free / 2**30:.1f} GiB free"
-        if needed is None:
-            logger.info("%s", words)
-        elif free < needed:
-            logger.warning("%s, and about %.1f GiB are written at a time", words, needed / 2**30)
-        else:
-            logger.info("%s, about %.1f GiB are written at a time", words, needed / 2**30)
+        if needed is not None:
+            words += f", of which about {needed / 2**30:.1f} GiB are needed at a time"
+        logger.log(logging.WARNING if needed is not None and free < needed else logging.INFO, "%s", words)
     free_shared = shared_memory.free_bytes()
     if free_shared is not None and free_shared < shared_memory.NEEDED_BYTES:
         raise ArgumentError(
@@ -52,6 +51,7 @@ def _needs(args: Namespace) -> Iterator[tuple[str, str, float | None]]:
         yield "--update-weight-disk-dir", args.update_weight_disk_dir, weights
     if args.run_dir:
         yield "--run-dir", args.run_dir, None
+    yield "temporary files of Ray and engines:", tempfile.gettempdir(), TEMPORARY_BYTES
 
 
 def _weights_of(checkpoint: str | None) -> int | None:

@@ -53,7 +53,13 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> tuple[Path, in
             present = sorted(p.name for p in Path(root).glob("iter_*") if p.is_dir())
             raise FileNotFoundError(f"there is no checkpoint {directory}; {root} has {present or 'none'}")
         directory = aside
-    absent = _absent(directory)
+    try:
+        absent = _absent(directory)
+    except digests.DamagedFile as e:
+        raise ValueError(
+            f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {e}. Choose another iteration "
+            "with --ckpt-step"
+        ) from e
     if absent is not None:
         raise ValueError(
             f"checkpoint {directory} is incomplete: it has no {absent}. Choose another iteration of {root} with "

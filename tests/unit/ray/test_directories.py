@@ -81,6 +81,12 @@ def test_the_same_command_started_twice_is_refused_before_it_changes_anything(tm
     assert not list(tmp_path.rglob("config.yaml"))
 
 
+def test_trainers_elsewhere_may_see_what_this_host_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    directories.hold(run_args(save=f"{tmp_path}/file/save", actor_num_nodes=2))
+    assert f"--save {tmp_path}/file/save is not locked against a second start: Not a directory" in caplog.text
+
+
 def test_a_refused_start_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     first = DirectoryLock(tmp_path / "run" / NAME, "--run-dir", "another run")

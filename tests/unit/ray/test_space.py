@@ -52,14 +52,15 @@ def test_the_start_names_what_is_needed_and_what_is_free(
     )  # fmt: skip
     space.look(args)
     said = [record.getMessage() for record in caplog.records]
-    assert f"--save {tmp_path}/x/save: 9.8 GiB free, about 0.0 GiB are written at a time" in said
+    assert f"--save {tmp_path}/x/save: 9.8 GiB free, of which about 0.0 GiB are needed at a time" in said
     assert f"--run-dir {tmp_path}: 9.8 GiB free" in said
     assert "shared memory: /dev/shm has 1000 of 64 MiB free" in said
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     free["/"] = 20  # less than the 21 of a checkpoint with its optimizer, more than the 3 of weights
     space.look(args)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning.startswith(f"--save {tmp_path}/x/save: 0.0 GiB free, and about")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [warning.partition(" ")[0] for warning in warnings] == ["--save", "temporary"]
+    assert warnings[0].startswith(f"--save {tmp_path}/x/save: 0.0 GiB free, of which about")
 
 
 def test_little_shared_memory_is_said_and_too_little_refused(
