@@ -59,7 +59,8 @@ def _lock(args: Namespace, what: str, file: Path) -> DirectoryLock | None:
         if e.errno in FULL if of_people else args.actor_num_nodes > 1:
             logger.warning("%s is not locked against a second start: %s%s", what, e.strerror, space_left(file))
             return None
-        raise ArgumentError(f"{what} cannot be written: {e.strerror or e}{space_left(file)}") from e
+        space = space_left(file) if e.errno in FULL else ""
+        raise ArgumentError(f"{what} cannot be written: {file}: {e.strerror or e}{space}") from e
 
 
 def _locks(args: Namespace) -> Iterator[tuple[str, Path]]:

@@ -16,7 +16,7 @@ import xxhash
 
 FILE = "digests.json"
 _CHUNK = 8 << 20
-_HEAD = b'{"sealed":1,'
+_HEAD = b'{"sealed":1'
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\Z')
 
 
@@ -90,7 +90,8 @@ def check(directory: Path, digests: Mapping[str, str], names: Iterable[str]) -> 
 
 def seal(content: bytes, label: str) -> bytes:
     """Return ``content``, a JSON object on one line, with its digest, of it as ``label`` alone, within."""
-    return b'%s%s,"digest":"%s"}' % (_HEAD, content[1:-1], _of(content, label))
+    inner = content[1:-1]
+    return b'%s%s%s,"digest":"%s"}' % (_HEAD, b"," if inner else b"", inner, _of(content, label))
 
 
 def unseal(content: bytes, label: str, path: Path) -> bytes:
@@ -98,8 +99,10 @@ def unseal(content: bytes, label: str, path: Path) -> bytes:
     tail = _TAIL.search(content[-64:])
     if not content.startswith(_HEAD) and tail is None and content.startswith(b"{") and content.endswith(b"}"):
         return content
-    found = b"{" + content[len(_HEAD) : -len(tail[0])] + b"}" if tail else b""
-    if not content.startswith(_HEAD) or tail is None or tail[1] != _of(found, label):
+    inner = content[len(_HEAD) : -len(tail[0])] if tail else b""
+    found = b"{%s}" % inner[1:]
+    whole = content.startswith(_HEAD) and tail is not None and inner[:1] in (b"", b",")
+    if not whole or tail is None or tail[1] != _of(found, label):
         raise DamagedFile(f"{path} is damaged or cut off, or of something else than {label}")
     return found
 

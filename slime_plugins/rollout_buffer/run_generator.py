@@ -9,8 +9,10 @@ import importlib
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
+from slime.observability.best_effort import output
 from slime.rollout.rm_hub.worker_main import die_with_owner
 from slime.servers.key_file import key_for
 from slime.utils import run_key
@@ -28,6 +30,7 @@ def send_keys(data: dict[str, Any]) -> None:
 
 def main() -> None:
     die_with_owner(int(sys.argv[2]))
+    sys.stdout, sys.stderr = (output(fd, "the generator's log", Path(f"/proc/self/fd/{fd}")) for fd in (1, 2))
     logging.basicConfig(level=logging.INFO)
     data = json.load(sys.stdin)
     send_keys(data)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.batching.errors import ScheduleError
-from slime.ray.conversion import Converter, carried_over_path, write_carried_over
+from slime.ray.conversion import Converter, carried_over_path, read_carried_over, write_carried_over
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 
@@ -525,7 +525,7 @@ def test_the_file_of_what_waits_is_written_whole_or_not_at_all(tmp_path):
     write_carried_over(path, None)  # nothing there, nothing to write
     assert not path.exists()
     write_carried_over(path, b"{}")
-    assert path.read_bytes() == b"{}"
+    assert read_carried_over(path) == b"{}"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 

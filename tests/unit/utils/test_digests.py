@@ -31,6 +31,8 @@ def test_a_sealed_object_is_json_that_unseals_to_itself() -> None:
     assert json.loads(STATE).items() <= json.loads(sealed).items()
     assert unseal(sealed, "x", Path("file")) == STATE
     assert unseal(STATE, "x", Path("file")) == STATE  # what slime <= 0.3.1 wrote
+    assert json.loads(seal(b"{}", "x")).keys() == {"sealed", "digest"}
+    assert unseal(seal(b"{}", "x"), "x", Path("file")) == b"{}"
 
 
 def test_every_bit_and_every_length_of_a_sealed_object_counts() -> None:
