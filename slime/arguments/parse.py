@@ -119,7 +119,10 @@ def resolve(
         for difference in run_config.differences(args, before, file):
             diagnostics.warn(args, difference)
     if args.dump_config is not None:
-        run_config.write(args, before, args.dump_config)
+        try:
+            run_config.write(args, before, args.dump_config)
+        except OSError as error:
+            raise ArgumentError(f"--dump-config {args.dump_config}: {error.strerror or error}") from error
     return args
 
 

@@ -51,6 +51,11 @@ def test_a_long_name_is_not_repeated() -> None:
     assert refused("--" + "x" * 100_000).startswith("unknown flag --xxx")
 
 
+@pytest.mark.parametrize("path", ["/proc/nothing/x.yaml", "9" * 400])
+def test_a_configuration_that_cannot_be_dumped(path: str) -> None:
+    assert "cannot be written" in refused("--dump-config", path)
+
+
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )
