@@ -65,12 +65,8 @@ def _lock(args: Namespace, what: str, file: Path) -> DirectoryLock | None:
 
 def _locks(args: Namespace) -> Iterator[tuple[str, Path]]:
     """Yield what is locked, as messages name it, and the file of its lock."""
-    seen: list[Path] = []
     for flag, value in _directories(args):
-        directory = Path(os.path.realpath(value))
-        if not any(directory.is_relative_to(other) for other in seen):
-            seen.append(directory)
-            yield f"{flag} {value}", directory / NAME
+        yield f"{flag} {value}", Path(os.path.realpath(value)) / NAME
     for name in _TEMPLATES if not args.serve_only else ():
         if template := getattr(args, name):
             path = Path(os.path.realpath(template))
@@ -84,7 +80,7 @@ def _directories(args: Namespace) -> Iterator[tuple[str, str]]:
     trains = not args.debug_rollout_only and not args.serve_only
     if trains and args.num_rollout != 0 and args.save:
         yield "--save", args.save
-        if args.use_critic:  # below that of the actor, but for one that --megatron-config-path gives
+        if args.use_critic:
             yield "save of the critic", role_args(args, CRITIC).save
     if trains and not args.debug_train_only and args.update_weight_transport == "disk":
         for name in ("update_weight_disk_dir", "update_weight_local_checkpoint_dir"):

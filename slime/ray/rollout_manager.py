@@ -167,7 +167,7 @@ class RolloutManager(EngineControl):
         if root is not None:
             self.args.load = root
         if self.args.load and rollout_id is not None and rollout_id >= 0:
-            check_rollout_files(self.args.load, rollout_id)
+            check_rollout_files(self.args.load, rollout_id, prompts=self.args.rollout_global_dataset)
         if self.args.rollout_global_dataset:
             self.data_source.load(rollout_id)
         if self.args.load and rollout_id is not None and rollout_id >= 0:

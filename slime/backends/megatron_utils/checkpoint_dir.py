@@ -74,15 +74,15 @@ def rollout_files(root: str | Path, iteration: int) -> list[str]:
     return sorted(f"rollout/{path.name}" for path in found)
 
 
-def check_rollout_files(root: str | Path, iteration: int) -> None:
+def check_rollout_files(root: str | Path, iteration: int, *, prompts: bool = True) -> None:
     """Raise FileNotFoundError for a file that was there when ``iteration`` was saved, and is not."""
     directory = iteration_dir(root, iteration)
     listed = digests.read(directory)
     for name in () if listed is None else listed.beside:
-        if not (Path(root) / name).is_file():
+        if not (Path(root) / name).is_file() and (prompts or not name.startswith("rollout/global_dataset")):
             raise FileNotFoundError(
                 f"{Path(root) / name} was saved with {directory} and is gone: prompts would begin anew. Put it back, "
-                "or choose another iteration with --ckpt-step"
+                "choose another iteration with --ckpt-step, or take the weights as a fresh start with --finetune"
             )
 
 

@@ -14,7 +14,7 @@ import pytest
 from slime import driver
 from slime.arguments.errors import ArgumentError
 from slime.ray import directories
-from slime.utils.directory_lock import NAME, DirectoryLock
+from slime.utils.directory_lock import NAME, DirectoryLock, HeldByAnother
 from tests.support.arguments import run_args
 
 
@@ -46,6 +46,13 @@ def test_every_place_that_a_run_writes_state_to(tmp_path: Path) -> None:
 def test_what_is_only_read_is_not_held(tmp_path: Path, flags: dict[str, object]) -> None:
     directories.hold(run_args(save=f"{tmp_path}/save", run_dir=f"{tmp_path}/run", **flags))
     assert [path.parent.name for path in tmp_path.rglob(NAME)] == ["run"]
+
+
+def test_the_critic_of_a_run_is_held_too(tmp_path: Path) -> None:
+    flags = ["--advantage-estimator", "ppo", "--save", f"{tmp_path}/save", "--save-interval", "1"]
+    directories.hold(run_args(*flags, "--critic-num-gpus-per-node", "1"))
+    with pytest.raises(HeldByAnother, match=f"process {os.getpid()} on "):
+        DirectoryLock(tmp_path / "save/critic" / NAME, f"--save {tmp_path}/save/critic", "another run")
 
 
 def test_runs_of_other_names_share_a_directory_of_exports(tmp_path: Path) -> None:
