@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.flag import Flag, add_opposite, add_to_parser, first_of_each
+from slime.arguments.flag import Append, Flag, add_opposite, add_to_parser, first_of_each
 from slime.arguments.groups import slime_flags
 from slime.arguments.passthrough import catalog, router, sglang
 from slime.arguments.passthrough.megatron import megatron_flags
@@ -136,6 +136,28 @@ def _outside_of_values(words: Sequence[str], known: Mapping[str, argparse.Action
     takes_one = {option for option, action in known.items() if action.nargs != 0}
     pairs = zip(["", *words], words, strict=False)
     return [word for before, word in pairs if before not in takes_one and word.split("=", 1)[0] not in known]
+
+
+COLLECTING = (Append, argparse._AppendAction, argparse._AppendConstAction, argparse._CountAction)
+
+
+def repeated_messages(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Return a sentence for every flag that is given more than once with different values, of which the last holds."""
+    known = parser._option_string_actions
+    given: dict[str, list[list[str]]] = {}
+    use: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in known:
+            use = [name, value] if equals else [name]
+            given.setdefault(known[name].dest, []).append(use)
+        else:
+            use.append(word)
+    messages = []
+    for uses in given.values():
+        if not isinstance(known[uses[0][0]], COLLECTING) and any(use != uses[0] for use in uses):
+            messages.append(f"{uses[0][0]} is given {len(uses)} times; the last one holds: {' '.join(uses[-1])}")
+    return messages
 
 
 def _unknown_message(name: str, known: Mapping[str, argparse.Action]) -> str:

@@ -39,6 +39,13 @@ def unavailable(args: Namespace, message: str) -> None:
     args.unchecked.append(message)
 
 
+def not_available(args: Namespace, message: str) -> None:
+    """Report a feature that this version does not have. Raises ``ArgumentError``; a dry run lists it."""
+    if not args.dry_run:
+        raise ArgumentError(message)
+    args.not_available.append(message)
+
+
 def missing_flag(args: Namespace, name: str, message: str, stand_in: Any = None) -> None:
     """Report that the flag of the attribute ``name`` must be given.
 

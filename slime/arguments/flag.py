@@ -156,7 +156,7 @@ class _Tristate(argparse.Action):
         setattr(namespace, self.dest, option_string == self.option_strings[0])
 
 
-class _Append(argparse.Action):
+class Append(argparse.Action):
     """Collect repeated uses into a fresh list (argparse's own extends the default)."""
 
     def __call__(
@@ -211,5 +211,5 @@ def add_to_parser(parser: argparse._ActionsContainer, flag: Flag) -> None:
         common["nargs"] = flag.nargs
     if flag.const is not None:
         common["const"] = flag.const
-    action: Any = _Append if flag.action == "append" else _Collapse if flag.collapse else "store"
+    action: Any = Append if flag.action == "append" else _Collapse if flag.collapse else "store"
     parser.add_argument(*flag.options, action=action, **common)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from slime.arguments import diagnostics, older_flags
 from slime.arguments.availability import inert_messages, unavailable_messages
-from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words
+from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words, repeated_messages
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files import custom_config
 from slime.arguments.flag import Flag
@@ -97,7 +97,7 @@ def resolve(
     for dest, option in parser.custom_required.items():  # type: ignore[attr-defined]
         if dest not in given:
             diagnostics.missing_flag(args, dest, f"missing: {option} (added by add_custom_arguments)")
-    for note in notes:
+    for note in [*notes, *repeated_messages(parser, current.words)]:
         diagnostics.warn(args, note)
     if ignored:
         diagnostics.warn(args, f"unknown words are ignored: {' '.join(ignored)}")

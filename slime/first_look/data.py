@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.files.eval_config import own_path
 from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.first_look import Findings
@@ -94,7 +95,8 @@ def prompt_files(args: Namespace) -> Iterator[PromptFile]:
         keys = {"input": one.input_key, "label": one.label_key, "tool": one.tool_key}
         columns = {f"--eval-{name}-key": key for name, key in keys.items()}
         template, kwargs = one.apply_chat_template, one.apply_chat_template_kwargs
-        generate = one.custom_generate_function_path or args.custom_generate_function_path
+        own = own_path(one, "custom_generate_function_path")
+        generate = (args.custom_generate_function_path if own is None else own) or None
         yield PromptFile(
             f"--eval-prompt-data {one.name}", one.path, {**columns, "metadata": one.metadata_key},
             args.apply_chat_template if template is None else template,
@@ -188,8 +190,8 @@ def _look_at_prompts(
     first = samples[0]
     if file.dataset is not None:
         first.metadata = file.dataset.inject_metadata(first.metadata)
-        first.custom_rm_path = file.dataset.custom_rm_path
-        first.generate_function_path = file.dataset.custom_generate_function_path
+        first.custom_rm_path = own_path(file.dataset, "custom_rm_path")
+        first.generate_function_path = own_path(file.dataset, "custom_generate_function_path")
     return first
 
 

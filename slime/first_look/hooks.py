@@ -89,7 +89,7 @@ def look_at_reward(args: Namespace, samples: Mapping[str, Sample], found: Findin
         return
     calls: dict[str, tuple[Hook, str, Sample]] = {}
     for flag, sample in samples.items():
-        path = sample.custom_rm_path or args.custom_rm_path
+        path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
         if path and not path.startswith("slime.") and path not in calls:  # those ask servers
             calls[path] = (make_hook(path, "custom_rm_path"), flag, sample)
     for hook, flag, sample in calls.values():

@@ -25,11 +25,13 @@ _THINKING_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 def look_at_labels(args: Namespace, samples: Mapping[str, Sample], found: Findings) -> None:
     """Report labels with which every answer would get reward 0, for each file of ``samples`` that a rule grades."""
-    if args.debug_train_only or args.custom_rm_path:
+    if args.debug_train_only:
         return
     for file in prompt_files(args):
         first = samples.get(file.flag)
-        if first is None or first.custom_rm_path or is_filled_in_later(args, first):
+        if first is None or (args.custom_rm_path if first.custom_rm_path is None else first.custom_rm_path):
+            continue
+        if is_filled_in_later(args, first):
             continue
         found.begins(f"the labels of {file}")
         seen: set[tuple[Any, ...]] = set()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from slime.arguments.files.eval_config import own_path
 from slime.observability.progress import progress_bar
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.groups import copy_prompt, describe_waits
@@ -39,17 +40,17 @@ def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
             label_key=config.label_key,
             tool_key=config.tool_key,
             metadata_key=config.metadata_key,
-            multimodal_keys=_first(getattr(config, "multimodal_keys", None), args.multimodal_keys),
-            apply_chat_template=_first(getattr(config, "apply_chat_template", None), args.apply_chat_template),
-            apply_chat_template_kwargs=_first(
-                getattr(config, "apply_chat_template_kwargs", None), args.apply_chat_template_kwargs
-            ),
+            multimodal_keys=_setting(config, "multimodal_keys", args.multimodal_keys),
+            apply_chat_template=_setting(config, "apply_chat_template", args.apply_chat_template),
+            apply_chat_template_kwargs=_setting(config, "apply_chat_template_kwargs", args.apply_chat_template_kwargs),
         )
     return EVAL_PROMPT_DATASET[key]
 
 
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+def _setting(config: Any, name: str, of_run: Any) -> Any:
+    """Return what a data set says, else what the run says, unless the data set switches that off."""
+    value = getattr(config, name, None)
+    return of_run if value is None and name not in getattr(config, "switched_off", ()) else value
 
 
 def eval_sampling_params(args: Any, config: Any) -> dict[str, Any]:
@@ -59,10 +60,10 @@ def eval_sampling_params(args: Any, config: Any) -> dict[str, Any]:
         "top_p": config.top_p,
         "top_k": config.top_k,
         "max_new_tokens": config.max_response_len,
-        "stop": _first(getattr(config, "stop", None), args.rollout_stop),
-        "stop_token_ids": _first(getattr(config, "stop_token_ids", None), args.rollout_stop_token_ids),
-        "skip_special_tokens": _first(getattr(config, "skip_special_tokens", None), args.rollout_skip_special_tokens),
-        "no_stop_trim": _first(getattr(config, "no_stop_trim", None), True),
+        "stop": _setting(config, "stop", args.rollout_stop),
+        "stop_token_ids": _setting(config, "stop_token_ids", args.rollout_stop_token_ids),
+        "skip_special_tokens": _setting(config, "skip_special_tokens", args.rollout_skip_special_tokens),
+        "no_stop_trim": _setting(config, "no_stop_trim", True),
         "spaces_between_special_tokens": False,
     }
     for name in ("repetition_penalty", "min_new_tokens"):
@@ -80,8 +81,8 @@ def _make_samples(config: Any, dataset: Dataset) -> list[tuple[int, Sample]]:
             sample.index = len(samples)
             sample.group_index = prompt_number
             sample.metadata = config.inject_metadata(sample.metadata)
-            sample.custom_rm_path = getattr(config, "custom_rm_path", None)
-            sample.generate_function_path = getattr(config, "custom_generate_function_path", None)
+            sample.custom_rm_path = own_path(config, "custom_rm_path")
+            sample.generate_function_path = own_path(config, "custom_generate_function_path")
             samples.append((number, sample))
     return samples
 

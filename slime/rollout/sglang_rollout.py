@@ -351,7 +351,7 @@ def generate_hook(args: Any, sample: Sample, load: Callable[[str], Any]) -> Hook
     """Return the generate function of ``sample``: its own, else that of the run; None for the built-in one."""
     if sample.generate_function_path:
         return make_hook(sample.generate_function_path, _NAME, "generate_function_path of the sample", load)
-    path = args.custom_generate_function_path
+    path = args.custom_generate_function_path if sample.generate_function_path is None else None
     return make_hook(path, _NAME, load=load) if path else None
 
 

@@ -160,7 +160,9 @@ def _key_path(full_key: str | None) -> KeyPath:
 class EvalDatasetConfig:
     """One evaluation data set with its sampling, reward and column settings.
 
-    Every field that neither the file nor its ``defaults`` give falls back to the arguments (``FALLBACKS``).
+    Every field that neither the file nor its ``defaults`` give falls back to the arguments (``FALLBACKS``); null in the
+    file switches those of ``OFF_BY_NULL`` off. Of ``rm_type`` and ``custom_rm_path`` the one that is given nearer to
+    the data set holds.
     """
 
     name: str
@@ -195,6 +197,8 @@ class EvalDatasetConfig:
     message_processor: Any = None
     reward_model: Any = None
     remote_environment: Any = None
+    switched_off: frozenset[str] = frozenset()
+    """Fields for which neither this data set nor the run has a value here."""
 
     def __post_init__(self) -> None:
         if self.min_eval_samples is not None and self.min_eval_samples <= 0:
@@ -233,12 +237,17 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
     "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
     "custom_rm_path": ("eval_custom_rm_path", "custom_rm_path"),
 }
+# What null in a file switches off for a data set; for other fields it means that nothing is given.
+OFF_BY_NULL = (
+    "stop", "stop_token_ids", "max_response_len", "min_new_tokens", "label_key", "tool_key", "multimodal_keys",
+    "apply_chat_template_kwargs", "custom_rm_path", "custom_generate_function_path",
+)  # fmt: skip
 # Kept for evaluation functions and plug-ins of users; the built-in evaluation does not read them.
 FOR_PLUGINS = (
     "min_eval_samples", "app_service", "eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout",
     "message_processor", "reward_model", "remote_environment",
 )  # fmt: skip
-FIELD_NAMES = tuple(f.name for f in fields(EvalDatasetConfig))
+FIELD_NAMES = tuple(f.name for f in fields(EvalDatasetConfig) if f.name != "switched_off")
 DEFAULT_NAMES = frozenset(FIELD_NAMES) - {"name", "path"}
 
 
@@ -282,10 +291,34 @@ def _build(args: Namespace, entry: dict[str, Any], defaults: dict[str, Any]) -> 
     if not entry.get("path"):
         raise ValueError(f"data set {entry['name']} has no path")
     values = {**defaults, **entry}
+    off = {name for name in OFF_BY_NULL if name in values and values[name] is None}
+    if _has_nearer_type(entry, defaults):
+        values["custom_rm_path"] = None
+        off.add("custom_rm_path")
     for name, attributes in FALLBACKS.items():
-        if values.get(name) is None:
+        if values.get(name) is None and name not in off:
             values[name] = next((v for a in attributes if (v := getattr(args, a, None)) is not None), None)
-    return EvalDatasetConfig(**values)
+    return EvalDatasetConfig(**values, switched_off=frozenset(off))
+
+
+def _has_nearer_type(entry: dict[str, Any], defaults: dict[str, Any]) -> bool:
+    """Whether a built-in ``rm_type`` is given nearer to the data set than a ``custom_rm_path``, which may be the run's.
+
+    Another type is one that the run's own function knows.
+    """
+    from slime.arguments.rules.rollout import RM_TYPES  # which imports this module
+
+    levels = [level for level in (entry, defaults) if "rm_type" in level or "custom_rm_path" in level]
+    nearest = levels[0] if levels else {}
+    rm_type = nearest.get("rm_type")
+    builtin = rm_type is not None and str(rm_type).strip().removeprefix("boxed_") in RM_TYPES
+    return builtin and nearest.get("custom_rm_path") is None
+
+
+def own_path(dataset: Any, name: str) -> str | None:
+    """The data set's function of that name: "" where it switches that of the run off, None where that one holds."""
+    path: str | None = getattr(dataset, name, None)
+    return "" if path is None and name in getattr(dataset, "switched_off", ()) else path
 
 
 def datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:

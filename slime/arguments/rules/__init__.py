@@ -31,6 +31,7 @@ from slime.arguments.rules import (
     roles,
     rollout,
     sglang,
+    silenced,
     teacher_server,
     weight_sync,
 )
@@ -75,6 +76,7 @@ RULES = (
     rollout.check_reward,
     data.fall_back_to_rollout,
     dependencies.check,
+    silenced.check,
     debug.check_profiling,
     sglang.take_keys,
     sglang.derive_sizes,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args
+from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args, own_path
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 
 BUILT_IN_SOURCES = "slime.rollout.data_source."
@@ -66,6 +66,13 @@ def resolve_datasets(args: Namespace) -> None:
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key
     args.eval_datasets = datasets_from_args(args)
+    for dataset in args.eval_datasets:
+        if dataset.multimodal_keys and not args.multimodal_keys:  # that of the run is refused as a flag
+            diagnostics.not_available(
+                args,
+                f"--eval-config {args.eval_config}, data set {dataset.name}: multimodal_keys is not available yet in "
+                "this version; leave it out",
+            )
     pairs = [word for dataset in args.eval_datasets for word in (dataset.name, dataset.path)]
     args.eval_prompt_data = pairs or None
     if args.eval_interval is not None and not args.eval_datasets and not args.debug_train_only:
@@ -96,7 +103,8 @@ def _check_built_in(args: Namespace) -> None:
         )
     option = "--eval-prompt-data" if args.eval_config is None else f"--eval-config {args.eval_config}, data set"
     for dataset in args.eval_datasets:
-        custom = dataset.custom_generate_function_path or args.custom_generate_function_path
+        own = own_path(dataset, "custom_generate_function_path")
+        custom = args.custom_generate_function_path if own is None else own
         if dataset.max_response_len is None and args.eval_max_context_len is None and not custom:
             raise ArgumentError(
                 f"{option} {dataset.name}: how long may a response get? Give --eval-max-response-len or "

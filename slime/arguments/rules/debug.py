@@ -16,10 +16,11 @@ FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
 
 
 def expand_dumps(args: Namespace) -> None:
-    """``--dump-details DIR`` sets both dump paths, which must differ; what concerns a replay needs one."""
+    """``--dump-details DIR`` sets dump paths that are not given; both must differ; what concerns a replay needs one."""
     if args.dump_details is not None:
-        args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
-        args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
+        for name in ("rollout_data", "train_data"):
+            if getattr(args, f"save_debug_{name}") is None:
+                setattr(args, f"save_debug_{name}", f"{args.dump_details}/{name}/{{rollout_id}}.pt")
     if args.save_debug_rollout_data is not None and args.save_debug_rollout_data == args.save_debug_train_data:
         raise ArgumentError(
             f"--save-debug-rollout-data and --save-debug-train-data are both {args.save_debug_rollout_data}: "

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.groups import slime_flags
+from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
 
 
 class FlagDependency(NamedTuple):
@@ -84,6 +85,14 @@ DEPENDENCIES: tuple[FlagDependency, ...] = (
     FlagDependency("--save", lambda args: args.save is not None, ("async_save",)),
     FlagDependency("--save", lambda args: args.save is not None or args.use_stateless_adam, ("no_save_optim",)),
     FlagDependency("--use-dynamic-batch-size", lambda args: args.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
+    FlagDependency("--apply-chat-template", lambda args: (
+        args.apply_chat_template or args.custom_generate_function_path is not None
+        or args.rollout_function_path not in GENERATE_WITH_ENGINES
+        or any(dataset.apply_chat_template for dataset in args.eval_datasets)
+    ), ("apply_chat_template_kwargs",)),
+    FlagDependency("--router-policy manual or consistent_hashing", lambda args: (
+        args.router_policy in ("manual", "consistent_hashing")
+    ), ("sglang_routing_key",)),
     FlagDependency("--eval-interval", lambda args: args.eval_interval is not None, (
         "eval_prompt_data", "eval_config", "eval_function_path", "skip_eval_before_train", "eval_input_key",
         "eval_label_key", "eval_tool_key", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.checkpoints import needs_reference
 
@@ -26,6 +27,12 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
             raise ArgumentError(
                 f"--rollout-function-path {FULLY_ASYNC_ROLLOUT} generates while the trainer trains, which train.py "
                 "does not; use train_async.py"
+            )
+        if args.max_staleness is not None and not _leaves_groups(args):
+            diagnostics.warn(
+                args,
+                f"--max-staleness {args.max_staleness} has no effect in train.py, which trains every rollout before it "
+                "begins the next one",
             )
         return
     # With a critic --offload-train is on: actor and critic take turns on slots that engines have no part in.
@@ -56,6 +63,15 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
             f"training, so those of --rollout-function-path {args.rollout_function_path} lag {interval}; use at least "
             f"{interval}, or {FULLY_ASYNC_ROLLOUT}"
         )
+
+
+def _leaves_groups(args: Namespace) -> bool:
+    """Whether a rollout may leave groups for later ones."""
+    return (
+        args.partial_rollout
+        or args.over_sampling_batch_size > args.rollout_batch_size
+        or args.dynamic_sampling_filter_path is not None
+    )
 
 
 def generates_always(args: Namespace) -> bool:

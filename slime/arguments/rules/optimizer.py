@@ -96,7 +96,15 @@ def _derive_weight_decay(args: Namespace) -> None:
         )
 
 
+LARGE_RATE = 0.01
+"""With Adam, of which every step is about as large as the rate: weights are mostly below 0.1."""
+
+
 def _check_state(args: Namespace) -> None:
+    if args.lr > LARGE_RATE and args.optimizer == "adam":
+        diagnostics.warn(
+            args, f"--lr {args.lr}: a step moves every weight by about as much, which no model survives; usual is 1e-6"
+        )
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ArgumentError(
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; leave one out"

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from slime.arguments import diagnostics
+from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.role_config import (
@@ -231,7 +232,10 @@ def _checked_overrides(args: Namespace, role: str) -> dict[str, Any]:
                 f"{where}: {name} is {overrides[name]} and {getattr(args, name)} for the run, but a rollout is divided "
                 "into batches once for all roles; give it on the command line"
             )
-    groups = {flag.dest: flag.group for flag in all_flags()} if overrides else {}
+    flags = all_flags() if overrides else ()
+    if refused := unavailable_messages(overrides, flags):
+        raise ArgumentError("\n".join(f"{where}: {message}" for message in refused))
+    groups = {flag.dest: flag.group for flag in flags}
     idle = [name for name in overrides if groups.get(name) in WHOLE_RUN and name not in OF_TRAINERS]
     if idle:
         diagnostics.warn(

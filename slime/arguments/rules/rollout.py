@@ -238,6 +238,12 @@ def _check_data_sets(args: Namespace) -> None:
             said = f"--eval-config {args.eval_config}: data set {dataset.name}: rm_type "
             _check_type(args, said, dataset.rm_type)
             _check_key(said, dataset.rm_type, "--eval-reward-key", args.eval_reward_key or args.reward_key)
+            if args.custom_rm_path is not None:
+                diagnostics.warn(
+                    args,
+                    f"{said}{dataset.rm_type} scores it, and not --custom-rm-path {args.custom_rm_path}: what a data "
+                    "set says holds; give it this custom_rm_path where it is meant to be scored by that function",
+                )
 
 
 def _check_key(said: str, rm_type: str, flag: str, key: str | None) -> None:

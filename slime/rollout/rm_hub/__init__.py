@@ -45,7 +45,7 @@ _MISSING = object()
 
 def reward_kind(args: Any, sample: Sample) -> str:
     """Return ``custom``, or the type of the built-in reward of ``sample``, ``boxed_`` included ("" for none)."""
-    if sample.custom_rm_path or args.custom_rm_path:
+    if args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path:
         return "custom"
     return str(_metadata(sample).get("rm_type") or args.rm_type or "").strip()
 
@@ -55,7 +55,12 @@ def _metadata(sample: Sample) -> dict[str, Any]:
 
 
 def reward_hook(args: Any, sample: Sample) -> Hook | None:
-    """Return the custom reward of ``sample``: its own, else that of the run; None for a built-in one."""
+    """Return the custom reward of ``sample``: its own, else that of the run; None for a built-in one.
+
+    A path of "" says that the sample has none, whatever the run has.
+    """
+    if sample.custom_rm_path == "":
+        return None
     if sample.custom_rm_path:
         flag = f"custom_rm_path of the sample, in place of {FLAG}"
         return make_hook(sample.custom_rm_path, "custom_rm_path", flag, load_function)
@@ -74,11 +79,11 @@ def _is_reward(args: Any, reward: Any) -> bool:
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """Return the reward of one sample.
 
-    The reward is, in this order: ``sample.custom_rm_path``, ``args.custom_rm_path``, ``sample.metadata["rm_type"]``,
-    ``args.rm_type``. With a ``boxed_`` prefix a type grades only the content of the last box. Rules grade what the
-    policy wrote (``own_text``), in worker processes; custom rewards run here. An answer that makes its rule take too
-    much time or memory is wrong. Raises NotImplementedError for an unknown type, RewardFailure when a rule cannot be
-    computed, and BadReward when a custom one returns no reward.
+    The reward is, in this order: ``sample.custom_rm_path``, ``args.custom_rm_path`` (where the sample's is None),
+    ``sample.metadata["rm_type"]``, ``args.rm_type``. With a ``boxed_`` prefix a type grades only what the last box holds.
+    Rules grade what the policy wrote (``own_text``), in worker processes; custom rewards run here. An answer that
+    makes its rule take too much time or memory is wrong. Raises NotImplementedError for an unknown type, RewardFailure
+    when a rule cannot be computed, and BadReward when a custom one returns no reward.
     """
     args = with_defaults(args)
     if hook := reward_hook(args, sample):
@@ -150,7 +155,7 @@ async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list
 
 def scored_together(args: Any, sample: Sample) -> bool:
     """True when ``args.custom_rm_path`` scores this sample, in the form that is called with a list."""
-    return args.custom_rm_path is not None and not sample.custom_rm_path
+    return args.custom_rm_path is not None and sample.custom_rm_path is None
 
 
 # What a custom reward of several samples may return, for groups that may hold lists of samples

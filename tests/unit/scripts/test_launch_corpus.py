@@ -27,7 +27,7 @@ REFUSED = {
     "run-megatron-server.sh": {"--megatron-server-warmup"},
     "run-qwen3-4B-0.2-refused.sh": {
         "--over-sampling-filter-path", "--use-dynamic-global-batch-size", "--true-on-policy-mode",
-        "--slime-router-middleware-paths",
+        "--slime-router-middleware-paths", "--critic-train-only",
     },
     "run-qwen3-next-80B-A3B.sh": {"--qwen-gdn-backend"},
 }  # fmt: skip

@@ -1,0 +1,192 @@
+"""Flags that another flag silences: each is warned about, with both names.
+
+``dependencies`` has the flags that need another one, and what cannot be meant at all is refused where it belongs. These
+come from launch scripts of slime <= 0.3.1, which set both without a word.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import NamedTuple
+
+from slime.arguments import diagnostics
+from slime.arguments.command_line import all_flags
+from slime.arguments.files.eval_config import own_path
+from slime.arguments.rules.debug import FORGE_ROLLOUT
+from slime.arguments.rules.loop import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.rollout import ENVIRONMENT_GENERATE, ROLLOUT_BUFFER_ROLLOUTS
+
+SLEEP_ROLLOUT = "slime.rollout.sleep_rollout.sleep"
+READS_NO_HOOKS = (SFT_ROLLOUT, FORGE_ROLLOUT, SLEEP_ROLLOUT, *ROLLOUT_BUFFER_ROLLOUTS)
+"""Rollout functions of slime's own that read none of the flags about generation and filters."""
+OF_WHOLE_ROLLOUTS = (
+    "rollout_sample_filter_path", "dynamic_sampling_filter_path", "rollout_all_samples_process_path", "partial_rollout",
+    "over_sampling_batch_size",
+)  # fmt: skip
+OF_SAMPLES = (
+    "custom_generate_function_path", "custom_rm_path", "rm_type", "group_rm", "rollout_sample_hook_path",
+    "reward_failure_tolerance",
+)  # fmt: skip
+OF_GENERATION = ("rollout_max_response_len", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids")
+OF_GROUP_STATISTICS = ("rewards_normalization", "grpo_std_normalization", "reward_statistics")
+OF_THE_POLICY_LOSS = (
+    "eps_clip", "eps_clip_high", "eps_clip_c", "use_kl_loss", "kl_loss_coef", "entropy_coef", "use_tis", "use_opsm",
+    "custom_tis_function_path", "get_mismatch_metrics", "kl_coef", "gamma", "lambd", "use_rollout_logprobs",
+)  # fmt: skip
+WITH_DISCOUNT = ("ppo", "reinforce_plus_plus")
+CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
+SCALED = ("grpo", "gspo", "cispo")
+ANY_RUN = 1_000_000_000
+
+
+class Silenced(NamedTuple):
+    """``names`` (attributes) have no effect where ``by`` returns what silences them, as words for the message."""
+
+    names: tuple[str, ...]
+    by: Callable[[Namespace], str | None]
+
+
+def _path(option: str, args: Namespace) -> str:
+    return f"{option} {getattr(args, option[2:].replace('-', '_'))}"
+
+
+def _rollout_without_hooks(args: Namespace) -> str | None:
+    return _path("--rollout-function-path", args) if args.rollout_function_path in READS_NO_HOOKS else None
+
+
+def _rollout_without_samples(args: Namespace) -> str | None:
+    """Evaluations generate and score whatever makes the rollouts."""
+    return None if args.eval_interval is not None else _rollout_without_hooks(args)
+
+
+def _own_rollout(args: Namespace) -> str | None:
+    if args.rollout_function_path in (*GENERATE_WITH_ENGINES, *READS_NO_HOOKS):
+        return None
+    return f"{_path('--rollout-function-path', args)}, unless that function reads it"
+
+
+def _episodes(args: Namespace) -> str | None:
+    """Every sample is an episode, whose steps give the reward."""
+    if args.group_rm:
+        return None
+    of_run = args.custom_generate_function_path
+    own = [own_path(dataset, "custom_generate_function_path") for dataset in args.eval_datasets]
+    if not all(path == ENVIRONMENT_GENERATE for path in (of_run, *(of_run if p is None else p for p in own))):
+        return None
+    return f"{_path('--custom-generate-function-path', args)}, whose environments give the rewards"
+
+
+def _conversion(args: Namespace) -> str | None:
+    if args.custom_convert_samples_to_train_data_path is None:
+        return None
+    return f"{_path('--custom-convert-samples-to-train-data-path', args)}, unless that function reads it"
+
+
+def _post_process(args: Namespace) -> str | None:
+    if args.custom_reward_post_process_path is None:
+        return None
+    return f"{_path('--custom-reward-post-process-path', args)}, unless that function reads it"
+
+
+def _custom_advantages(args: Namespace) -> str | None:
+    if args.custom_advantage_function_path is None:
+        return None
+    return f"{_path('--custom-advantage-function-path', args)}, unless that function reads it"
+
+
+def _estimator_outside(*estimators: str) -> Callable[[Namespace], str | None]:
+    def by(args: Namespace) -> str | None:
+        outside = args.advantage_estimator not in estimators and args.custom_advantage_function_path is None
+        return _path("--advantage-estimator", args) if outside else None
+
+    return by
+
+
+def _nothing_is_left_over(args: Namespace) -> str | None:
+    """A rollout that submits no more groups than it takes has none to stop."""
+    more = args.over_sampling_batch_size > args.rollout_batch_size or args.dynamic_sampling_filter_path is not None
+    if args.rollout_function_path != DEFAULT_ROLLOUT or more:
+        return None
+    return (
+        f"--rollout-batch-size {args.rollout_batch_size}: every group that is submitted is waited for, none is left to "
+        "be continued; give a larger --over-sampling-batch-size"
+    )
+
+
+def _replay(args: Namespace) -> str | None:
+    if args.load_debug_rollout_data is None:
+        return None
+    return f"{_path('--load-debug-rollout-data', args)}, whose samples are generated, filtered and scored already"
+
+
+def _when(present: Callable[[Namespace], object], words: str) -> Callable[[Namespace], str | None]:
+    return lambda args: words if present(args) else None
+
+
+SILENCED: tuple[Silenced, ...] = (
+    Silenced(OF_WHOLE_ROLLOUTS, _rollout_without_hooks),
+    Silenced((*OF_SAMPLES, *OF_GENERATION), _rollout_without_samples),
+    Silenced(OF_WHOLE_ROLLOUTS, _own_rollout),
+    Silenced(("over_sampling_batch_size",), _when(
+        lambda args: args.rollout_function_path == FULLY_ASYNC_ROLLOUT, f"--rollout-function-path {FULLY_ASYNC_ROLLOUT}"
+    )),
+    Silenced(("partial_rollout",), _nothing_is_left_over),
+    Silenced(("rm_type", "custom_rm_path"), _episodes),
+    Silenced((*OF_WHOLE_ROLLOUTS, *OF_SAMPLES), _replay),
+    Silenced(
+        ("eval_interval", "eval_prompt_data", "eval_config"),
+        _when(lambda args: args.debug_train_only, "--debug-train-only, which starts no engines"),
+    ),
+    Silenced(
+        ("save_debug_train_data", "use_pytorch_profiler", "ci_save_grad_norm", "ci_load_grad_norm", "release_train"),
+        _when(lambda args: args.debug_rollout_only and not args.serve_only, "--debug-rollout-only: nothing is trained"),
+    ),
+    Silenced(("eval_prompt_data",), _when(lambda args: args.eval_config is not None, "--eval-config, which wins")),
+    Silenced(("rollout_shuffle",), _when(
+        lambda args: not args.rollout_global_dataset, "--disable-rollout-global-dataset"
+    )),
+    Silenced(("num_epoch",), _when(
+        lambda args: args.num_rollout is not None,
+        "--num-rollout, which says how long the run is (epochs still end as --num-epoch counts them)",
+    )),
+    Silenced(("custom_reward_post_process_path", "reward_key", *OF_GROUP_STATISTICS), _conversion),
+    Silenced(OF_GROUP_STATISTICS, _post_process),
+    Silenced(("gamma", "lambd"), _custom_advantages),
+    Silenced(("gamma",), _estimator_outside(*WITH_DISCOUNT)),
+    Silenced(("rewards_normalization",), _estimator_outside(*CENTRED)),
+    Silenced(("grpo_std_normalization",), _estimator_outside(*SCALED)),
+    Silenced(OF_THE_POLICY_LOSS, _when(lambda args: args.loss_type == "sft_loss", "--loss-type sft_loss")),
+    Silenced(("reward_workers", "reward_time_limit"), _when(
+        lambda args: args.custom_rm_path is not None and not args.eval_datasets,
+        "--custom-rm-path: they concern built-in rewards",
+    )),
+)  # fmt: skip
+
+
+def check(args: Namespace) -> None:
+    """Warn of every flag that is given and silenced; refuse a run of a critic alone that has none."""
+    _check_critic_alone(args)
+    given: frozenset[str] = args.explicit_flags
+    flags = {flag.dest: flag for flag in all_flags() if flag.dest in given}
+    said: set[str] = set()
+    for names, by in SILENCED:
+        found = [flags[name] for name in names if name in flags and name not in said]
+        found = [flag for flag in found if getattr(args, flag.dest) != flag.default]
+        if found and (words := by(args)) is not None:
+            said.update(flag.dest for flag in found)
+            options = " and ".join(flag.option for flag in found)
+            diagnostics.warn(args, f"{options} {'has' if len(found) == 1 else 'have'} no effect beside {words}")
+
+
+def _check_critic_alone(args: Namespace) -> None:
+    """``--critic-train-only`` of slime <= 0.3.1 stands for more critic-only steps than any run has."""
+    steps = args.num_critic_only_steps
+    if args.use_critic or not args.num_rollout or steps < args.num_rollout:
+        return
+    given = f"--num-critic-only-steps {steps}" if steps < ANY_RUN else "--critic-train-only"
+    diagnostics.not_available(
+        args,
+        f"{given} trains the critic alone, and with --advantage-estimator {args.advantage_estimator} there is none: "
+        "the actor would be trained instead; give --advantage-estimator ppo, or leave it out",
+    )
