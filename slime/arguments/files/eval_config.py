@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from argparse import Namespace
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -255,9 +256,11 @@ def build_eval_dataset_configs(
     args: Namespace,
     raw_config: list[dict[str, Any]] | dict[str, dict[str, Any]],
     defaults: dict[str, Any] | None = None,
+    rm_types: Collection[str] | None = None,
 ) -> list[EvalDatasetConfig]:
     """Data sets from the entries of a file: the entry wins, then ``defaults``, then the arguments.
 
+    ``rm_types`` are the built-in rewards, None for any: another ``rm_type`` is left to the run's own function.
     Raises ``ValueError`` for unknown keys in ``defaults``, an empty list or an entry without name; ``TypeError`` for
     unknown keys of an entry.
     """
@@ -272,7 +275,7 @@ def build_eval_dataset_configs(
         raw_config = [{"name": name, **(entry or {})} for name, entry in raw_config.items()]
     if not raw_config:
         raise ValueError("no data sets: `datasets` is empty")
-    found = [_build(args, dict(entry), defaults) for entry in raw_config]
+    found = [_build(args, dict(entry), defaults, rm_types) for entry in raw_config]
     names = [dataset.name for dataset in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -280,7 +283,9 @@ def build_eval_dataset_configs(
     return found
 
 
-def _build(args: Namespace, entry: dict[str, Any], defaults: dict[str, Any]) -> EvalDatasetConfig:
+def _build(
+    args: Namespace, entry: dict[str, Any], defaults: dict[str, Any], rm_types: Collection[str] | None
+) -> EvalDatasetConfig:
     if not entry.get("name"):
         raise ValueError(f"a data set has no name: {entry}")
     unknown = sorted(set(entry) - set(FIELD_NAMES))
@@ -292,7 +297,7 @@ def _build(args: Namespace, entry: dict[str, Any], defaults: dict[str, Any]) -> 
         raise ValueError(f"data set {entry['name']} has no path")
     values = {**defaults, **entry}
     off = {name for name in OFF_BY_NULL if name in values and values[name] is None}
-    if _has_nearer_type(entry, defaults):
+    if _has_nearer_type(entry, defaults, rm_types):
         values["custom_rm_path"] = None
         off.add("custom_rm_path")
     for name, attributes in FALLBACKS.items():
@@ -301,18 +306,14 @@ def _build(args: Namespace, entry: dict[str, Any], defaults: dict[str, Any]) -> 
     return EvalDatasetConfig(**values, switched_off=frozenset(off))
 
 
-def _has_nearer_type(entry: dict[str, Any], defaults: dict[str, Any]) -> bool:
-    """Whether a built-in ``rm_type`` is given nearer to the data set than a ``custom_rm_path``, which may be the run's.
-
-    Another type is one that the run's own function knows.
-    """
-    from slime.arguments.rules.rollout import RM_TYPES  # which imports this module
-
+def _has_nearer_type(entry: dict[str, Any], defaults: dict[str, Any], rm_types: Collection[str] | None) -> bool:
+    """Whether one of ``rm_types`` is given nearer to the data set than a ``custom_rm_path``, which may be the run's."""
     levels = [level for level in (entry, defaults) if "rm_type" in level or "custom_rm_path" in level]
     nearest = levels[0] if levels else {}
     rm_type = nearest.get("rm_type")
-    builtin = rm_type is not None and str(rm_type).strip().removeprefix("boxed_") in RM_TYPES
-    return builtin and nearest.get("custom_rm_path") is None
+    if rm_type is None or nearest.get("custom_rm_path") is not None:
+        return False
+    return rm_types is None or str(rm_type).strip().removeprefix("boxed_") in rm_types
 
 
 def own_path(dataset: Any, name: str) -> str | None:
@@ -321,11 +322,11 @@ def own_path(dataset: Any, name: str) -> str | None:
     return "" if path is None and name in getattr(dataset, "switched_off", ()) else path
 
 
-def datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
+def datasets_from_args(args: Namespace, rm_types: Collection[str] | None = None) -> list[EvalDatasetConfig]:
     """The data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none. Raises ``ArgumentError``."""
     if args.eval_config is not None:
         entries, defaults = read(args.eval_config)
-        return build_eval_dataset_configs(args, entries, defaults)
+        return build_eval_dataset_configs(args, entries, defaults, rm_types)
     pairs = args.eval_prompt_data
     if not pairs:
         return []

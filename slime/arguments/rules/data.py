@@ -65,7 +65,9 @@ def resolve_datasets(args: Namespace) -> None:
     """Set ``args.eval_datasets`` and rewrite ``args.eval_prompt_data`` to the flat name/path list, or None."""
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key
-    args.eval_datasets = datasets_from_args(args)
+    from slime.arguments.rules.rollout import RM_TYPES  # which imports this module
+
+    args.eval_datasets = datasets_from_args(args, RM_TYPES)
     for dataset in args.eval_datasets:
         if dataset.multimodal_keys and not args.multimodal_keys:  # that of the run is refused as a flag
             diagnostics.not_available(
