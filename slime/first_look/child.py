@@ -16,6 +16,7 @@ from slime.first_look.checkpoint import look_at_adapters, look_at_tokenizer_file
 from slime.first_look.data import look_at_data
 from slime.first_look.hooks import look_at_hooks, look_at_reward
 from slime.first_look.labels import look_at_labels
+from slime.first_look.services import look_at_services
 from slime.first_look.start import DEADLINE_S
 
 
@@ -62,3 +63,4 @@ def look(args: Namespace, dry_run: bool, found: Findings) -> None:
     look_at_labels(args, samples, found)
     if look_at_hooks(args, dry_run, found):
         look_at_reward(args, samples, found)
+        look_at_services(args, dry_run, found)

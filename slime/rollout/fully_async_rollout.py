@@ -19,6 +19,8 @@ from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_fil
 from slime.rollout.group_stream import GroupStream, run_rollout_hooks
 from slime.rollout.groups import Group, GroupJob, first_group_index, is_complete, reset_items
 from slime.rollout.hooks.hook import find_hook, with_notes
+from slime.rollout.outages import ServiceOutage, is_of_service
+from slime.rollout.requests.engines import router_urls
 from slime.rollout.requests.generate_state import request_limit
 from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.rm_hub.failure import TooManyRewardFailures
@@ -138,7 +140,8 @@ class AsyncRolloutWorker(GroupStream):
         That is also what was given back to the data source since the rollout began: its saved state may be older. Of
         groups that became several samples each it is the prompts, which a new start needs.
         """
-        groups = {job.number: job.original for job in (*self.in_flight.values(), *self.waiting)}
+        begun = (*self.in_flight.values(), *self.waiting, *self.all_held())
+        groups = {job.number: job.original for job in begun}
         for job in (*self.completed.peek(), *self.taken):
             fans_out = any(isinstance(item, list) for item in job.result)
             groups[job.number] = job.original if fans_out else job.result
@@ -265,7 +268,8 @@ class AsyncRolloutWorker(GroupStream):
     def _failed(self, job: GroupJob, error: BaseException) -> None:
         """A group raised: it is restarted, a few times; then the run stops with the error."""
         job.failures += 1
-        if isinstance(error, TooManyRewardFailures):  # it counts all groups, and says enough
+        said_enough = isinstance(error, (TooManyRewardFailures, ServiceOutage))  # they count all groups
+        if said_enough or is_of_service(error, router_urls(self.args)):
             super()._failed(job, error)
             return
         if job.failures >= MAX_FAILURES:
@@ -280,22 +284,23 @@ class AsyncRolloutWorker(GroupStream):
             job.name(), job.failures, MAX_FAILURES, type(error).__name__, with_notes(error), exc_info=error,
         )  # fmt: skip
 
-    def _gave_up(self, job: GroupJob) -> None:
-        """It goes back to the data source and is restarted, with ``partial_rollout`` where it stopped."""
-        if self.args.partial_rollout and not any(isinstance(item, list) for item in job.result):
-            job.original = job.result
+    def _to_begin_again(self, job: GroupJob) -> Group:
+        fans_out = any(isinstance(item, list) for item in job.result)
+        return job.result if self.args.partial_rollout and job.result and not fans_out else job.original
+
+    def _hand_back(self, job: GroupJob, group: Group) -> None:
+        job.original = group
         source = self.data_source
         try:
             if not hasattr(source, "add_samples") or not getattr(source, "accepts_samples", True):
                 self.waiting.appendleft(job)
             else:
-                source.add_samples([job.original])
-                self.given_back[first_group_index(job.original)] = job.original
+                source.add_samples([group])
+                self.given_back[first_group_index(group)] = group
                 self._no_prompts = False
         except Exception as e:  # noqa: BLE001  (raised by the rollout that waits)
             self.waiting.appendleft(job)
             self.stop_with(e)
-        super()._gave_up(job)
 
     def _expire(self, job: GroupJob) -> None:
         """Restart a group that is too old, before all others."""
@@ -313,6 +318,7 @@ class AsyncRolloutWorker(GroupStream):
             )
         job.result, job.oldest = [], None
         self.waiting.appendleft(job)
+        self._probe_is_lost(job)
 
 
 _worker: AsyncRolloutWorker | None = None

@@ -11,8 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import Counter, deque
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -35,8 +34,10 @@ from slime.rollout.groups import (
     job_of,
     reset_items,
 )
+from slime.rollout.held_groups import HeldGroups
 from slime.rollout.hooks.hook import make_hook
-from slime.rollout.requests.engines import abort_all_until_idle
+from slime.rollout.outages import is_of_service, with_users_line
+from slime.rollout.requests.engines import abort_all_until_idle, router_urls
 from slime.rollout.requests.request_slots import RequestSlots
 from slime.rollout.staleness import (
     StalenessBound,
@@ -54,7 +55,6 @@ logger = logging.getLogger(__name__)
 ABORT_DEADLINE_S = 60.0
 FINISH_GRACE_S = 10.0
 """How long groups may take to return once the engines were stopped and pending rewards left behind."""
-MAX_ABORTED_SHARE = 4
 WAITING_NOTE_S = 60.0
 """How often a rollout with nothing in flight logs what it waits for."""
 
@@ -100,12 +100,13 @@ class CompletedGroups:
 # The groups of a rollout
 
 
-class GroupStream(ABC):
+class GroupStream(HeldGroups):
     """Begins groups, filters those that finish, and queues them for the rollout in progress, on one event loop.
 
     Each group that was drawn is in exactly one place: ``waiting`` to begin (again), ``in_flight`` (by its task),
-    ``completed``, ``taken`` by the rollout in progress, ``dropped`` by the dynamic filter, or back in the data source.
-    ``generate(args, job)`` generates and scores one. ``failure`` is what stops the run.
+    ``completed``, ``taken`` by the rollout in progress, ``dropped`` by the dynamic filter, ``held`` after it was given
+    up (see ``slime.rollout.outages``), or back in the data source. ``generate(args, job)`` generates and scores one.
+    ``failure`` is what stops the run.
     """
 
     turns_between = 1
@@ -116,19 +117,15 @@ class GroupStream(ABC):
     keeps_dropped = True
 
     def __init__(self, args: Any, generate: Generate, dynamic_filter: Callable[..., Any] | None) -> None:
-        self.args = args
+        super().__init__(args)
         self.rollout_id = 0
         self.clock = weight_clock()
         self.bound = StalenessBound(args.max_staleness, args.rollout_batch_size)
-        self.waiting: deque[GroupJob] = deque()
-        self.in_flight: dict[asyncio.Task[Any], GroupJob] = {}
         self.completed = CompletedGroups()
         self.taken: list[GroupJob] = []
         self.dropped: list[Group] = []
         self.aborted = 0
         self.filtered = MetricGatherer()
-        self.counts: Counter[str] = Counter()
-        """By the name of the metric, without ``rollout/``."""
         self.failure: BaseException | None = None
         self._generate, self._filter = generate, dynamic_filter
         self._masks = bool(args.partial_rollout and args.mask_offpolicy_in_partial_rollout)
@@ -182,6 +179,8 @@ class GroupStream(ABC):
                             f"(2 x --rollout-request-timeout); {done} of {target} are done, {busy} in flight, the "
                             f"oldest: {describe_oldest(self.in_flight.values())}"
                         ) from None
+                    if self.is_paused:
+                        continue
                     logger.info(
                         "rollout %d waits for new weights: the engines have those of step %s, --max-staleness is %s, "
                         "%d groups are ahead", self.rollout_id, self.clock.step, self.bound.limit, self.ahead,
@@ -190,6 +189,7 @@ class GroupStream(ABC):
     async def suspend(self) -> None:
         """Stop generating; groups in flight are aborted on the engines and wait to begin again."""
         self._stop_filling()
+        self._end_pauses()
         tasks = list(self.in_flight)
         self.waiting.extendleft(sorted(self.in_flight.values(), key=lambda job: -job.number))
         self.in_flight.clear()  # first: results of cancelled tasks are dropped
@@ -201,10 +201,6 @@ class GroupStream(ABC):
     @abstractmethod
     def _draw(self) -> list[Group]:
         """Return the next groups of the data source; none when it has no more."""
-
-    @abstractmethod
-    def _may_begin(self) -> bool:
-        """True when a group may begin now."""
 
     @abstractmethod
     def _take(self, target: int) -> int:
@@ -250,7 +246,7 @@ class GroupStream(ABC):
             await self._room.wait()
             self._room.clear()
             try:
-                while self.failure is None and self._may_begin() and self._begin_next():
+                while self.failure is None and not self.is_paused and self._may_begin() and self._begin_next():
                     for _ in range(self.turns_between):
                         await asyncio.sleep(0)
             except Exception as e:  # noqa: BLE001  (raised by the rollout that waits)
@@ -259,18 +255,27 @@ class GroupStream(ABC):
 
     def _begin_next(self) -> bool:
         """Begin the next group; False when there is none."""
+        job = self._next_job()
+        self._change.set()
+        if job is not None:
+            self._try_to_begin(job)
+            return True
+        if self.held:
+            self._pause(next(iter(self.held)))  # there is nothing else to try
+        else:
+            self._no_prompts = True
+        return False
+
+    def _next_job(self) -> GroupJob | None:
         if not self.waiting:
             self.waiting.extend(GroupJob(group, next(self._numbers)) for group in self._draw())
-        self._change.set()
-        if not self.waiting:
-            self._no_prompts = True
-            return False
-        job = self.waiting.popleft()
+        return self.waiting.popleft() if self.waiting else None
+
+    def _try_to_begin(self, job: GroupJob) -> None:
         try:
             self._begin(job)
         except Exception as e:  # noqa: BLE001  (what the filter raises costs no group, as while it is generated)
             self._failed(job, e)
-        return True
 
     def _begin(self, job: GroupJob) -> asyncio.Task[Any] | None:
         task = job.begin(self._run, self.clock.step, on_copy=self.generates_copies)
@@ -301,6 +306,7 @@ class GroupStream(ABC):
         elif (verdict := task.result()) is None:
             self._gave_up(job)
         else:
+            self._answered(job)
             self._finished(job, verdict)
         self._notice()
 
@@ -327,25 +333,22 @@ class GroupStream(ABC):
         self.completed.put(job)
 
     def _failed(self, job: GroupJob, error: BaseException) -> None:
-        """A group raised: the run stops with the error, which names it."""
+        """A group raised: the run stops with the error, which names it, unless a service that it needs failed."""
+        if is_of_service(error, router_urls(self.args)):
+            self._hold(job, with_users_line(error))
+            return
         error.add_note(f"while generating {job.name()}")
         self.waiting.appendleft(job)
         self.stop_with(error)
 
     def _gave_up(self, job: GroupJob) -> None:
-        """The generate function gave up on a group; that may happen to a few."""
+        """The generate function gave up on a group: a prompt of its own kind, or a service that is down."""
         self.aborted += 1
         reported = [s.metadata for s in iter_samples(job.result) if "abort_reason" in (s.metadata or {})]
         for metadata in reported:
             self.counts[f"aborted/{metadata['abort_reason']}"] += 1
-        if self.aborted > MAX_ABORTED_SHARE * self.args.rollout_batch_size:
-            why = f": {reported[-1].get('abort_error', reported[-1]['abort_reason'])}" if reported else ""
-            self.stop_with(
-                RuntimeError(
-                    f"rollout {self.rollout_id}: {self.aborted} groups have ABORTED samples though nothing was "
-                    f"aborted, the last one {job.name()}{why}; check the generate function"
-                )
-            )
+        why = reported[-1].get("abort_error", reported[-1]["abort_reason"]) if reported else "its samples are ABORTED"
+        self._hold(job, f"{job.name()}: {why}")
 
     def stop_with(self, error: BaseException) -> None:
         """Remember the first failure that stops the run."""
@@ -387,6 +390,10 @@ class RolloutStream(GroupStream):
     async def drain(self, abort: Callable[[Any, int], Awaitable[list[Group]]]) -> None:
         """End the rollout: hand back what was not needed, and what ``abort`` returns of the groups in flight."""
         self._stop_filling()
+        for job in self.all_held():  # nothing of its service succeeded after it
+            self._hand_back(job, self._to_begin_again(job))
+        self.held.clear()
+        self._end_pauses()
         self.unfinished = [*await abort(self.args, self.rollout_id), *(job.original for job in self.waiting)]
         self.unfinished.sort(key=first_index)
         await cancel_all(self.state.pendings)
@@ -399,7 +406,7 @@ class RolloutStream(GroupStream):
     def unused(self) -> list[Group]:
         """Return all that was drawn and not dropped, for a rollout that fails."""
         finished = [job.result for job in (*self.taken, *self.completed.peek())]
-        waiting = [job.finished_or_original() for job in self.waiting]
+        waiting = [job.finished_or_original() for job in (*self.waiting, *self.all_held())]
         return sorted([*finished, *self.handed_back, *self.unfinished, *waiting], key=first_index)
 
     def metrics(self) -> dict[str, Any]:
@@ -476,9 +483,11 @@ class RolloutStream(GroupStream):
         if self.state.on_completed is not None:
             self.state.on_completed(group)
 
-    def _gave_up(self, job: GroupJob) -> None:
-        super()._gave_up(job)
-        self.handed_back.append(job.to_continue() if self.args.partial_rollout else job.original)
+    def _to_begin_again(self, job: GroupJob) -> Group:
+        return job.to_continue() if self.args.partial_rollout else job.original
+
+    def _hand_back(self, job: GroupJob, group: Group) -> None:
+        self.handed_back.append(group)
 
     def _take(self, target: int) -> int:
         jobs = sorted(self.completed.take(), key=lambda job: first_index(job.result))

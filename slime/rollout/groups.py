@@ -52,9 +52,15 @@ def has_aborted(group: Any) -> bool:
     return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(group))
 
 
+def is_finished(sample: Sample) -> bool:
+    """True when nothing is left to generate: it has its response, or was given up for good."""
+    given_up = sample.status == Sample.Status.FAILED and sample.remove_sample and sample.reward is not None
+    return sample.status in FINISHED or given_up
+
+
 def is_complete(group: Group) -> bool:
-    """True when every sample has its response and its reward."""
-    return all(s.status in FINISHED and s.reward is not None for s in iter_samples(group))
+    """True when every sample has its response, unless it was given up, and its reward."""
+    return all(is_finished(s) and s.reward is not None for s in iter_samples(group))
 
 
 # Copies that later generation does not change, much cheaper than copy.deepcopy
@@ -152,7 +158,7 @@ def reset_items(group: Group, is_too_old: Callable[[Any], bool]) -> int:
     for number, item in enumerate(group):
         if is_too_old(item):
             lost += sum(sample.response_length for sample in iter_samples(item))
-            group[number] = _prompt_of(item)
+            group[number] = prompt_of(item)
     return lost
 
 
@@ -171,7 +177,7 @@ def note_prompt(result: Any, prompt: Any) -> None:
         first.__dict__["of_prompt"] = lacks
 
 
-def _prompt_of(item: Any) -> Any:
+def prompt_of(item: Any) -> Any:
     """Return a sample without its response; of a fan-out the first one stands for the one that it was made of."""
     sample = without_response(next(iter_samples(item)))
     if not isinstance(item, list):
@@ -208,6 +214,9 @@ class GroupJob:
     oldest: int | None = None
     failures: int = 0
     expired: int = 0
+    was_held: int = 0
+    why: str = ""
+    """How often it was given up, and what for the last time."""
     started: float = 0.0
 
     def begin(

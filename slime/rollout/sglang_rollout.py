@@ -20,7 +20,7 @@ from slime.rollout.cancelling import end_if_cancelled, gather_or_cancel
 from slime.rollout.data_source import hand_back
 from slime.rollout.eval_rollout import eval_single_dataset
 from slime.rollout.group_stream import RolloutStream, run_rollout_hooks, stop_in_flight
-from slime.rollout.groups import FINISHED, GroupJob, copy_sample, has_aborted, job_of, note_result
+from slime.rollout.groups import GroupJob, copy_sample, has_aborted, is_finished, job_of, note_result
 from slime.rollout.hooks.hook import Hook, make_hook
 from slime.rollout.requests.engines import describe_engines, model_url, num_engines_asked
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
@@ -247,7 +247,7 @@ async def generate_and_rm(
                 one.loss_mask = [0] * one.response_length
     result: Sample | list[Sample] = sample
     # A list is what a generate function returned in an earlier rollout: it lacks rewards at most.
-    if not isinstance(sample, list) and sample.status not in FINISHED:
+    if not isinstance(sample, list) and not is_finished(sample):
         with trace_span(sample, "generate_and_rm"):
             async with state.semaphore:
                 if state.aborted:

@@ -21,20 +21,37 @@ def is_users(filename: str) -> bool:
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the exception that ``error`` was raised from, or in the handling of, first of all."""
+    return _chain(error)[-1]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """``error``, what it was raised from, and so on."""
+    chain = [error]
     while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         error = cause
-    return error
+        chain.append(error)
+    return chain
 
 
 def users_line(error: BaseException) -> str | None:
-    """Return ``file:line: source`` of the last line of the user's code that ``error`` came through; None without."""
+    """Return ``file:line: source`` of the last line of the user's code that ``error`` came through; None without.
+
+    That is a line of the first exception of the chain that has one: those of a library may come before.
+    """
     root = root_cause(error)
     if isinstance(root, SyntaxError) and root.filename:
         return f"{root.filename}:{root.lineno}: {(root.text or '').strip()}"
-    frames = [frame for frame in traceback.extract_tb(root.__traceback__) if is_users(frame.filename)]
-    if not frames:
-        return None
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    for one in reversed(_chain(error)):
+        frames = [frame for frame in traceback.extract_tb(one.__traceback__) if is_users(frame.filename)]
+        if frames:
+            return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    return None
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the frames of the user's code that ``error`` came through, all of them where there is none."""
+    text = "".join(traceback.format_exception(error))
+    return "\n".join(users_frames(text)) or text.rstrip()
 
 
 def users_frames(text: str) -> list[str]:

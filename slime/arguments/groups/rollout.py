@@ -117,6 +117,18 @@ class Rollout(ArgumentGroup):
         "chat format by which the loss mask of messages is found (SFT and agents): what the assistant said is trained",
     )
     rollout_request_timeout: float = flag(1800.0, "seconds one request to an engine may take", gt=0)
+    max_prompt_attempts: int = flag(
+        3,
+        "how often a prompt is generated whose generate function or environment gives it up, while others succeed; "
+        "after that its samples have the reward 0 and are left out of the loss",
+        ge=1,
+    )
+    service_outage_timeout: float = flag(
+        1800.0,
+        "seconds for which an environment, a generate function or the server of a reward may fail for all before the "
+        "run ends; meanwhile generation pauses, and tries again after growing waits",
+        gt=0,
+    )
     sglang_router_ip: str | None = flag(None, "address of a running router; no router is started then")
     sglang_router_port: int | None = flag(
         None, "port of that router, or of the one that is started; default: a free one", ge=1, le=65535

@@ -63,6 +63,11 @@ class Environment:
         self.args = args
         self.task = task
 
+    @classmethod
+    def check(cls, args: Namespace, options: Mapping[str, Any]) -> Awaitable[None] | None:
+        """Ask once, before the run, whether the services that episodes need are there; what it raises ends the run."""
+        return None
+
     def reset(self) -> str | Messages | Awaitable[str | Messages | None] | None:
         """Begin, and return the prompt: chat messages, or a text that is used as it is. None: that of the sample."""
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import time
 from argparse import Namespace
@@ -21,16 +22,18 @@ from slime.rollout.cancelling import CANCEL_GRACE_S
 from slime.rollout.environments.environment import Environment, Messages, Step, task_of
 from slime.rollout.groups import without_response
 from slime.rollout.hooks.hook import in_thread, is_coroutine_function, place_of
+from slime.rollout.outages import AwaitedService, is_of_service, with_users_line
 from slime.rollout.requests.generate_request import tokens_left
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.utils.user_code import users_traceback
 
 logger = logging.getLogger(__name__)
 
 EVAL_ATTEMPTS = 3
 """An evaluation needs every sample: an episode that fails begins again, then the run stops."""
 CLOSE_S = CANCEL_GRACE_S - 1
-LOGGED_PER_REASON = 3
+ADVICE = ". For what the model did wrong return an observation, or raise slime.rollout.environments.ToolError in a tool"
 
 _failures: Counter[str] = Counter()
 _template_warned: set[str] = set()
@@ -53,22 +56,22 @@ async def generate(
     ``metadata["abort_reason"]`` and ``["abort_error"]``; in an evaluation it is raised after ``EVAL_ATTEMPTS``.
     """
     entry = entry_of(args, sample)
-    for attempt in range(1, EVAL_ATTEMPTS + 1):
+    service = AwaitedService(f"environment {entry.name!r}", args.service_outage_timeout)
+    for attempt in itertools.count(1):
         try:
             played = await Episode(args, entry, sample, evaluation).play(sampling_params)
         except EnvironmentFailure as e:
-            _failures[e.reason] += 1
-            if (count := _failures[e.reason]) <= LOGGED_PER_REASON:
-                logger.error(
-                    "sample index=%s group_index=%s: %s (number %d of its kind; the first %d are logged)",
-                    sample.index, sample.group_index, e, count, LOGGED_PER_REASON, exc_info=e,
-                )  # fmt: skip
+            _log(sample, e)
             if not evaluation:
                 sample.status = Sample.Status.ABORTED
                 sample.metadata = {**(sample.metadata or {}), "abort_reason": e.reason, "abort_error": str(e)}
                 return sample
-            if attempt == EVAL_ATTEMPTS:
-                raise
+            if attempt >= EVAL_ATTEMPTS:
+                if not isinstance(e.__cause__, Exception) or not is_of_service(e.__cause__):
+                    raise
+                service.hold(attempt, e.__cause__)
+                service.is_down = True
+                await service.another_try(attempt, e)
             continue
         if played.status == Sample.Status.ABORTED:  # the rollout ends
             sample.status = Sample.Status.ABORTED
@@ -76,6 +79,16 @@ async def generate(
             sample.__dict__.update(played.__dict__)
         return sample
     raise AssertionError("every attempt returns or raises")
+
+
+def _log(sample: Sample, error: EnvironmentFailure) -> None:
+    """Log the first failure of a reason, with the lines of the user's code; ``rollout/aborted/<reason>`` counts all."""
+    _failures[error.reason] += 1
+    if _failures[error.reason] == 1:
+        logger.error(
+            "sample index=%s group_index=%s, the first failure of its kind (rollout/aborted/%s counts all): %s\n%s",
+            sample.index, sample.group_index, error.reason, error, users_traceback(error.__cause__ or error),
+        )  # fmt: skip
 
 
 def entry_of(args: Namespace, sample: Sample) -> EnvironmentEntry:
@@ -203,10 +216,9 @@ class Episode:
             said = f"took more than {limit:g} s (step_timeout)" if scope.expired() else f"raised {e!r}"
             raise EnvironmentFailure(f"{self.entry.name}.{method}.TimeoutError", f"{where} {said}") from e
         except Exception as e:
+            advice = "" if is_of_service(e) else ADVICE
             raise EnvironmentFailure(
-                f"{self.entry.name}.{method}.{type(e).__name__}",
-                f"{where} raised {type(e).__name__}: {e}. For what the model did wrong return an observation, or raise "
-                "slime.rollout.environments.ToolError in a tool",
+                f"{self.entry.name}.{method}.{type(e).__name__}", f"{where} raised {with_users_line(e)}{advice}"
             ) from e
         finally:
             self.sample.non_generation_time += time.monotonic() - began

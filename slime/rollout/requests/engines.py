@@ -42,6 +42,13 @@ def model_url(args: Any, model_name: str, endpoint: str) -> str:
     return f"http://{join_address(host, port)}{endpoint}"
 
 
+def router_urls(args: Any) -> list[str]:
+    """Return the addresses of the run's own routers."""
+    routers = list((getattr(args, "sglang_model_routers", None) or {}).values())  # no flag, as above
+    routers.append((args.sglang_router_ip, args.sglang_router_port))
+    return [f"http://{_wrap_ipv6(host)}:{port}" for host, port in routers if host]
+
+
 def num_engines_asked(args: Any) -> int:
     """Return the number of engines that generate the responses of rollouts: those of the first model."""
     engines = getattr(args, "sglang_model_engines", None)  # no flag: set where slime starts the engines

@@ -20,6 +20,7 @@ from typing import Any
 
 from slime.rollout.cancelling import caller_is_cancelled, end_if_cancelled, gather_or_cancel
 from slime.rollout.hooks.hook import innermost, make_hook, with_notes
+from slime.rollout.outages import AwaitedService, ServiceOutage, is_of_service
 from slime.rollout.rm_hub import reward_hook, reward_kind, rewards_of, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, LateFailures, RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
@@ -55,6 +56,7 @@ class RewardErrors:
         self._under_way = 0
         self._first = ""
         self._same_cause: dict[tuple[str, ...], list[int | None]] = {}
+        self._services: dict[str, AwaitedService] = {}
         kind = "" if args is None or args.custom_rm_path is not None else args.rm_type or ""
         if kind.strip().removeprefix("boxed_") in rules.RULES:  # rules of single samples start workers when they come
             get_reward_workers(args)
@@ -91,7 +93,7 @@ class RewardErrors:
     async def score_one(self, args: Any, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
         """Set ``sample.reward`` to ``rm(args, sample)``. Raises NotImplementedError for an unknown reward."""
         reward_hook(args, sample)  # one that cannot be loaded stops the run at once
-        found, reward = await self._attempt(args, [sample], rm(args, sample))
+        found, reward = await self._attempt(args, [sample], lambda: rm(args, sample))
         if found:
             sample.reward = reward
 
@@ -115,21 +117,21 @@ class RewardErrors:
     async def _score_together(self, args: Any, samples: list[Any], rm: Callable[..., Awaitable[Any]]) -> None:
         make_hook(args.custom_rm_path, "custom_rm_path")
         flat = list(iter_samples(samples))
-        found, returned = await self._attempt(args, flat, rm(args, samples))
+        found, returned = await self._attempt(args, flat, lambda: rm(args, samples))
         if found:
             for sample, reward in zip(flat, rewards_of(args, samples, returned), strict=True):
                 sample.reward = reward
 
-    async def _attempt(self, args: Any, samples: Sequence[Sample], reward: Awaitable[Any]) -> tuple[bool, Any]:
+    async def _attempt(
+        self, args: Any, samples: Sequence[Sample], ask: Callable[[], Awaitable[Any]]
+    ) -> tuple[bool, Any]:
         """Await a reward; return ``(True, it)``, or ``(False, None)`` when it failed and that is tolerated."""
         self.scored += len(samples)
         self._under_way += len(samples)
         kind, began = reward_kind(args, samples[0]), time.monotonic()
         try:
-            found = await _with_deadline(args, reward, samples)
-            end_if_cancelled()
-            return True, found
-        except (NotImplementedError, BadReward):
+            return True, await self._answer(args, samples, kind, ask)
+        except (NotImplementedError, BadReward, ServiceOutage):
             raise
         except Exception as e:  # noqa: BLE001  (whatever a reward raises costs its samples, and is counted)
             end_if_cancelled()
@@ -139,6 +141,35 @@ class RewardErrors:
         finally:
             self._under_way -= len(samples)
             self.latencies[kind].append(time.monotonic() - began)
+
+    async def _answer(self, args: Any, samples: Sequence[Sample], kind: str, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the reward. One whose server does not answer is asked for again: see ``slime.rollout.outages``."""
+        hook = reward_hook(args, samples[0])
+        name = f"reward {hook}" if hook else f"reward {kind}" + (f" of {args.rm_url}" if "remote_rm" in kind else "")
+        service = self._services.setdefault(name, AwaitedService(name, args.service_outage_timeout))
+        item, attempts = id(samples[0]), 0
+        service.under_way += 1
+        try:
+            while True:
+                successes = service.successes
+                try:
+                    found = await _with_deadline(args, ask(), samples)
+                except Exception as e:
+                    end_if_cancelled()
+                    attempts += 1
+                    if not is_of_service(e) or service.successes > successes:  # others succeeded meanwhile
+                        raise
+                    service.hold(item, e)
+                    if not service.is_down and attempts >= args.max_prompt_attempts:
+                        raise
+                    await service.another_try(item, e)
+                else:
+                    end_if_cancelled()
+                    service.answered()
+                    return found
+        finally:
+            service.under_way -= 1
+            service.waiting.pop(item, None)
 
     def count_late(self, args: Any, late: LateFailures, samples: Iterable[Sample]) -> None:
         """Count rewards of ``samples`` that failed after another rollout had left them behind."""

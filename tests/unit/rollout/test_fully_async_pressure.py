@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from slime.ray import rollout_metrics
-from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
+from slime.rollout import fully_async_rollout, group_stream, outages, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
@@ -75,7 +75,7 @@ def test_nothing_is_lost_and_nothing_grows(tokenizer, tmp_path, monkeypatch, gro
     SingletonMeta.clear_instances()
     for module, name, value in (
         (http_utils, "_http_client", None), (generate_request, "RESUME_PAUSE_S", 0.0),
-        (http_client, "BACKOFF_BASE_S", 0.01), (group_stream, "MAX_ABORTED_SHARE", 10**6),
+        (http_client, "BACKOFF_BASE_S", 0.01), (outages, "FIRST_PAUSE_S", 0.01),
         (fully_async_rollout, "MAX_FAILURES", 10**6), (fully_async_rollout.logger, "disabled", True),
         (http_client.logger, "disabled", True),
     ):  # fmt: skip

@@ -114,7 +114,9 @@ def test_a_group_the_generate_function_gave_up_on_goes_back_to_the_source(cluste
     assert len(output.samples) == 4
     assert 2 not in indices(output.samples)
     assert {2, 3} <= set(indices(source.buffer))
-    assert not any(sample.metadata for sample in iter_samples(source.buffer))  # as it was drawn
+    given_up, *others = source.buffer
+    assert [sample.metadata for sample in given_up] == [{"failed_attempts": 1}] * 2  # otherwise as it was drawn
+    assert not any(sample.metadata for sample in iter_samples(others))
     assert {2, 3} <= set(indices(generate_rollout(args, 1, source).samples))
 
 

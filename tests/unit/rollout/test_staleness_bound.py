@@ -115,7 +115,6 @@ def make_world(monkeypatch: pytest.MonkeyPatch, seed: int, limit: int | None, me
     monkeypatch.setattr(group_stream, "weight_clock", lambda: clock)
     monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
     monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", world.generate_group)
-    monkeypatch.setattr(group_stream, "MAX_ABORTED_SHARE", 1000)
     monkeypatch.setattr(fully_async_rollout.logger, "disabled", True)  # an accident is told with its traceback
     return world
 

