@@ -46,7 +46,7 @@ def router_urls(args: Any) -> list[str]:
     """Return the addresses of the run's own routers."""
     routers = list((getattr(args, "sglang_model_routers", None) or {}).values())  # no flag, as above
     routers.append((args.sglang_router_ip, args.sglang_router_port))
-    return [f"http://{_wrap_ipv6(host)}:{port}" for host, port in routers if host]
+    return [f"http://{join_address(host, port)}" for host, port in routers if host]
 
 
 def num_engines_asked(args: Any) -> int:

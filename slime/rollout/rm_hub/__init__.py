@@ -80,7 +80,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     """Return the reward of one sample.
 
     The reward is, in this order: ``sample.custom_rm_path``, ``args.custom_rm_path`` (where the sample's is None),
-    ``sample.metadata["rm_type"]``, ``args.rm_type``. With a ``boxed_`` prefix a type grades what the last box holds. Rules grade what the policy wrote (``own_text``), in worker processes; custom rewards run here. An answer that
+    ``sample.metadata["rm_type"]``, ``args.rm_type``. With a ``boxed_`` prefix a type grades what the last box holds.
+    Rules grade what the policy wrote (``own_text``), in worker processes; custom rewards run here. An answer that
     makes its rule take too much time or memory is wrong. Raises NotImplementedError for an unknown type, RewardFailure
     when a rule cannot be computed, and BadReward when a custom one returns no reward.
     """
