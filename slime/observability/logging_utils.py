@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.observability.best_effort import Files
 from slime.observability.tracking import Writer, get_tracker, tensorboard_dir, to_records
 from slime.observability.writers import JsonlWriter, TensorBoardWriter, WandbWriter
 from slime.utils.atomic_file import open_private
@@ -17,6 +19,8 @@ from slime.utils.declared import with_defaults
 from slime.utils.secrets import mask_text
 
 FORMAT = "[%(asctime)s%(prefix)s] %(levelname)s %(name)s:%(lineno)d - %(message)s"
+TRACKERS = "trackers.json"
+"""In the run directory: the W&B run and the TensorBoard directory of the run."""
 _OWN = "_slime_handler"
 
 
@@ -67,7 +71,8 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
     """Open the trackers that ``args`` asks for.
 
     With ``primary`` (the driver) metrics go to ``<run_dir>/metrics.jsonl`` (when ``args.run_dir`` is set),
-    TensorBoard (``--use-tensorboard``) and W&B (``--use-wandb``). Otherwise they are buffered until the owner of this
+    TensorBoard (``--use-tensorboard``) and W&B (``--use-wandb``), to the W&B run and the directory of earlier starts in
+    the same ``args.run_dir``. Otherwise they are buffered until the owner of this
     process drains them (:func:`slime.observability.tracking.drain`).
     """
     args = with_defaults(args)
@@ -77,18 +82,35 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
     if tracker.is_primary:
         raise RuntimeError("init_tracking was called twice in this process; call finish_tracking in between")
     writers: list[Writer] = []
+    kept = _trackers_of(args.run_dir)
     try:
         if args.run_dir:
             writers.append(JsonlWriter(Path(args.run_dir) / "metrics.jsonl"))
         if args.use_tensorboard:
-            writers.append(TensorBoardWriter(tensorboard_dir(args)))
+            kept.setdefault("tensorboard_dir", tensorboard_dir(args))
+            writers.append(TensorBoardWriter(os.environ.get("TENSORBOARD_DIR") or kept["tensorboard_dir"]))
         if args.use_wandb:
+            project = kept.setdefault("wandb_project", args.wandb_project)
+            if args.wandb_run_id is None and project == args.wandb_project:
+                args.wandb_run_id = kept.get("wandb_run_id")
             writers.append(WandbWriter(args))
+            kept |= {"wandb_project": args.wandb_project, "wandb_run_id": args.wandb_run_id}
+        if kept and args.run_dir:
+            Files("the ids of the trackers").write(Path(args.run_dir) / TRACKERS, (json.dumps(kept) + "\n").encode())
     except BaseException:  # W&B may wait for long, and be interrupted
         for writer in writers:
             writer.close()
         raise
     tracker.open(writers)
+
+
+def _trackers_of(run_dir: str | None) -> dict[str, Any]:
+    """Return where an earlier start of the run in ``run_dir`` has logged to: a resumed run is one run there, too."""
+    try:
+        kept: dict[str, Any] = json.loads((Path(run_dir or os.devnull) / TRACKERS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept
 
 
 def finish_tracking(args: argparse.Namespace | None = None, *, complete: bool = True) -> None:

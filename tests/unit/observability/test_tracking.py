@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,3 +209,37 @@ def test_wandb_offline_run(tmp_path, monkeypatch):
     finally:
         writer.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_later_start_in_the_same_run_directory_is_the_same_run_for_the_trackers(tmp_path, tracker, monkeypatch):
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    opened = []
+
+    class Wandb:
+        def __init__(self, args: Any) -> None:
+            opened.append(args.wandb_run_id)
+            args.wandb_run_id = args.wandb_run_id or f"id-{len(opened)}"
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(logging_utils, "WandbWriter", Wandb)
+
+    def start(run_dir: str, **changes: Any) -> None:
+        args = run_args(run_dir=str(tmp_path / run_dir), use_wandb=True, use_tensorboard=True, **changes)
+        logging_utils.init_tracking(args)
+        logging_utils.finish_tracking(args)
+
+    names = {"tb_project_name": "p", "wandb_project": "w"}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    for moment in ("20260101-000000", "20260101-000001", "20260101-000002"):
+        monkeypatch.setattr("time.strftime", lambda *_, now=moment: now)
+        start("one", **names)
+    start("two", **names)
+    start("one", **{**names, "wandb_project": "another"})
+    start("one", **names, wandb_run_id="given")
+    assert opened == [None, "id-1", "id-1", None, None, "given"]
+    directories = sorted(path.name for path in (tmp_path / "tensorboard_log" / "p").iterdir())
+    assert directories == ["20260101-000000", "20260101-000002"]  # of run one, of run two
