@@ -335,6 +335,11 @@ LOSS_CALLS = [
         )
         for gradient in (True, False)
     ),
+    Call(
+        LOSS + "get_rollout_top_p_logprob_kwargs",
+        {"args": SimpleNamespace(rollout_top_p=0.9), "batch": {"rollout_top_p_token_ids": [T([1])], "tokens": None}},
+        {"top_p_token_ids": [[1]]},
+    ),
     Call(LOSS + "get_responses", sample, chunks_of_logits(0.5)),
     Call(LOSS + "get_responses", lambda: sample(max_seq_lens=None, apply_temperature=False), chunks_of_logits(1.0)),
     Call(

@@ -103,6 +103,7 @@ CALLED_IN: dict[str, str] = {
         "tests/unit/slime_plugins/test_base_generator.py",
     ),
     f"{GENERATOR}run_rollout": "tests/unit/slime_plugins/test_buffer_server.py",
+    "slime.backends.megatron_utils.data.": "tests/unit/backends/megatron_utils/test_data_iterator.py",
     "slime_plugins.rollout_buffer.": "tests/unit/slime_plugins/test_rollout_buffer.py",
 }
 """Names (or what they begin with) whose calls need Ray, engines or a whole set-up, and where those are made."""
