@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
 
+from slime.ray.rollout_metrics import eval_metrics, eval_summary
 from slime.rollout.base_types import iter_samples
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
@@ -62,3 +64,20 @@ def test_an_evaluation_without_progress_says_who_waits_for_what(cluster, make_ar
     monkeypatch.setattr(asyncio, "Queue", Impatient)
     with pytest.raises(TimeoutError, match=r"eval one .* 4 of 4 are in flight, .*\[0, 1, 2, 3\] wait for its reward"):
         generate_rollout(args, 0, None, evaluation=True)
+
+
+async def three_of_the_first(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
+    """What an agent does that forks its session: the first prompt's trajectory is three samples, others are one."""
+    sample.tokens, sample.response_length, sample.status = [1, 2], 1, Sample.Status.COMPLETED
+    sample.reward = float(sample.prompt == "p0")
+    return [copy.copy(sample) for _ in range(3)] if sample.prompt == "p0" else sample
+
+
+def test_a_trajectory_counts_once_however_many_samples_it_is(cluster, make_args):
+    args = make_args(prompts=2, rm_type=None, custom_generate_function_path=f"{HERE}.three_of_the_first")
+    args.eval_datasets = [eval_config(args.prompt_data, "x")]
+    result = generate_rollout(args, 0, None, evaluation=True).data
+    assert result["x"]["rewards"] == [1.0] * 6 + [0.0] * 2  # two copies of each prompt
+    assert [sample.rollout_id for sample in result["x"]["samples"]] == [0] * 3 + [1] * 3 + [None] * 2
+    assert eval_metrics(args, result)["eval/x"] == 0.5
+    assert eval_summary(result) == ["x: accuracy 50.0%, 8 samples of 4 trajectories, 0.0% of them truncated"]
