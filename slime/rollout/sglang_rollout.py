@@ -37,7 +37,6 @@ from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
 from slime.utils.async_utils import run
 from slime.utils.declared import with_defaults
-from slime.utils.engine_replies import output_tokens
 from slime.utils.http_utils import HttpTimeoutError, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.moved import also_named
@@ -283,9 +282,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
             except HttpTimeoutError as e:
                 e.add_note(await describe_engines(get_model_url(args, "default", "")))
                 raise
-            output_tokens(output, with_text=True)  # a reply that lacks a field is named before it is used
+            append_output(args, sample, output, getattr(state, "tokenizer", None))
             span.update(**build_sglang_meta_trace_attrs(output["meta_info"]))
-        append_output(args, sample, output, getattr(state, "tokenizer", None))
         if not await resumes.needed():
             break
     return sample

@@ -20,7 +20,7 @@ from slime.rollout import sglang_rollout
 from slime.rollout.requests.engines import describe_engines
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
 from slime.utils.declared import with_defaults
-from slime.utils.engine_replies import output_tokens
+from slime.utils.engine_replies import meta_of
 from slime.utils.http_client import RETRIED_STATUSES
 from slime.utils.http_replies import wrong_with
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
@@ -136,8 +136,7 @@ class _GrowingAnswer:
 
     def take(self, event: dict[str, Any], url: str) -> None:
         """Let the sample be what it was, and ``event``."""
-        output_tokens(event, with_text=True)
-        reason = event["meta_info"].get("finish_reason")
+        reason: Any = meta_of(event).get("finish_reason")
         status = reason.get("status_code") if isinstance(reason, Mapping) and reason.get("type") == "abort" else None
         if status is not None and status not in RETRIED_STATUSES:
             raise HttpRequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -12,9 +12,7 @@ def output_tokens(reply: Any, *, with_text: bool = False) -> list[Any]:
     Raises RuntimeError naming the fields that it lacks. Only a reply that made nothing may lack the tokens: one that
     was aborted before it began, or says so itself.
     """
-    meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
-    if not isinstance(meta_info, Mapping):
-        raise _lacks("meta_info", reply)
+    meta_info = meta_of(reply)
     missing = ["text"] if with_text and not isinstance(reply.get("text"), str) else []
     missing += [] if "finish_reason" in meta_info else ["meta_info with finish_reason"]
     entries, made = meta_info.get("output_token_logprobs"), meta_info.get("completion_tokens")
@@ -26,9 +24,21 @@ def output_tokens(reply: Any, *, with_text: bool = False) -> list[Any]:
         missing.append("meta_info with output_token_logprobs")
     if missing:
         raise _lacks(", no ".join(missing), reply)
-    if not all(isinstance(entry, Sequence) and len(entry) > 1 and isinstance(entry[1], int) for entry in entries or ()):
+    try:
+        whole = {type(entry[1]) for entry in entries or ()} <= {int}
+    except (TypeError, LookupError):
+        whole = False
+    if not whole:
         raise _lacks("meta_info with output_token_logprobs of a log-prob and a token id each", reply)
     return list(entries or ())
+
+
+def meta_of(reply: Any) -> Mapping[str, Any]:
+    """Return the ``meta_info`` of ``reply``. Raises RuntimeError when it has none."""
+    meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
+    if not isinstance(meta_info, Mapping):
+        raise _lacks("meta_info", reply)
+    return meta_info
 
 
 def _lacks(fields: str, reply: Any) -> RuntimeError:

@@ -264,7 +264,10 @@ def wrong_with(answer: Any, oldest_version: int | None = None) -> str | None:
     if not isinstance(meta, Mapping):
         return None
     reported = meta.get("output_token_logprobs") or []
-    log_probs = [item[0] for item in reported]
+    try:
+        log_probs = [item[0] for item in reported]
+    except (TypeError, LookupError):
+        return "output_token_logprobs has an entry without a log-prob"
     among_kept = meta.get("output_token_sampling_logprobs") or []
     for name, values in (("log-prob", log_probs), ("log-prob among the kept tokens", among_kept)):
         if not _all_finite(values):

@@ -8,7 +8,9 @@ import pytest
 
 from slime.agent.adapters.generation import generated
 from slime.rollout.requests.generate_request import append_output
+from slime.rollout.sglang_streaming_rollout import _GrowingAnswer
 from slime.utils.engine_replies import output_tokens
+from slime.utils.http_replies import wrong_with
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 
@@ -84,3 +86,19 @@ def test_the_text_of_a_continued_response_is_that_of_all_its_tokens(cut: int):
         append_output(args, sample, {"text": tokenizer.decode(part), "meta_info": meta_info}, tokenizer)
     assert sample.response == "aé✓😀z"
     assert sample.tokens == [1, *tokens]
+
+
+@pytest.mark.parametrize("entries", [[-0.5], [[]], [[-0.5, 7], None]])
+def test_an_answer_with_entries_that_are_none_is_rejected_by_name(entries: Any):
+    reply = {"text": "h", "meta_info": {**STOP, "output_token_logprobs": entries}}
+    assert wrong_with(reply) == "output_token_logprobs has an entry without a log-prob"
+
+
+def test_a_stream_that_lacks_the_tokens_is_an_error():
+    sample = Sample(prompt="p", tokens=[1])
+    answer = _GrowingAnswer(rollout_args(), sample)
+    with pytest.raises(RuntimeError, match="has no meta_info"):
+        answer.take({"text": "h"}, "http://engine")
+    with pytest.raises(RuntimeError, match="has no meta_info with output_token_logprobs"):
+        answer.take({"text": "hello", "meta_info": STOP}, "http://engine")
+    assert (sample.tokens, sample.response) == ([1], "")
