@@ -14,6 +14,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.adapters.openai import _request_session_id, _translate_messages
+from slime.ray.rollout_metrics import sample_metrics
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END, ToolTokenizer, call_text, scripted_engine, served, trained_text
 
@@ -199,6 +200,7 @@ async def test_an_answer_that_is_cut_short(gateway):
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("0123", "length")
     [sample] = await g.adapter.finish_session("s", base_sample=BASE)
     assert sample.metadata["truncated"]
+    assert sample_metrics(SimpleNamespace(log_reward_category=None), [sample])["truncated_ratio"] == 1.0
 
 
 async def test_an_ill_formed_tool_call_is_text_and_marked(gateway):
