@@ -20,8 +20,18 @@ MASK = "***"
 PASSED = "SLIME_PASS_SECRETS"
 """Names, with commas between them, of secret variables that every process of the run gets."""
 
-_ANYWHERE = ("secret", "password", "passwd", "passphrase", "credential", "apikey", "token_file", "_db_url")
-_WORDS = {"pwd", "authorization"}
+_ANYWHERE = (
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "credential",
+    "apikey",
+    "token_file",
+    "_db_url",
+    "connection_string",
+    "authorization",
+)
 _LAST = {"auth", "jwt", "cookie", "private", "pat", "dsn"}
 _OF_TEXT = re.compile(
     "eos|bos|pad|unk|cls|sep|mask|image|video|audio|first|last|next|each|every|per|stop|special|new|end|start|begin|max|"
@@ -34,16 +44,18 @@ _KEYS = re.compile(
     "license|subscription|bearer"
 )
 """Before ``key``; other keys are names of columns and fields, unless they are written as environment variables are."""
+_ACCOUNTS = re.compile("db|user|smtp|imap|root|admin|redis|mysql|pg|postgres|proxy|http|ssh|ftp")
+"""Before ``pass``."""
 
 
 @lru_cache(maxsize=8192)
 def is_secret(name: str) -> bool:
     """True when the setting ``name`` (an attribute, a flag, a variable) holds a key, a token or a password."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    words = [word for word in re.split(r"[^a-z0-9]+", snake) if word]
+    words = [word for word in re.split(r"[^a-z0-9]+", snake) if word and not word.isdigit()]
     text = "_".join(words)
-    if any(part in text for part in _ANYWHERE) or not _WORDS.isdisjoint(words):
-        return True
+    if any(part in text for part in _ANYWHERE):
+        return name != PASSED
     pairs = list(zip(["", *words], words, strict=False))
     if any(word in ("key", "keys") and before in ("api", "admin", "wandb") for before, word in pairs):
         return True
@@ -52,6 +64,10 @@ def is_secret(name: str) -> bool:
         return bool(_KEYS.fullmatch(before)) or (name.isupper() and before not in ("", "public"))
     if last in ("token", "tokens"):
         return bool(_KEYS.fullmatch(before)) if last == "tokens" else not _OF_TEXT.fullmatch(before)
+    if last in ("pwd", "pw"):
+        return before != ""
+    if last == "pass":
+        return name.isupper() or bool(_ACCOUNTS.fullmatch(before))
     return last in _LAST
 
 
@@ -62,8 +78,8 @@ _FORMS = re.compile(
     r"|\bsk-[\w-]{12,}|\bxox[abeoprs]-[\w-]{10,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}"
     r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)\d+/[\w-]+"
 )
-_USERINFO = re.compile(r"(?<=://)(?:[^\s/?#@\"'<>\\]+|[^\s/?#@\"'<>\\:]*:(?!\d+(?:[/?#]|\Z))[^\s@\"'<>\\]+)@")
-_BEARER = re.compile(r"\b(Bearer|Basic)(\s+)(?!\*\*\*)[\w.~+/=-]{8,}", re.IGNORECASE)
+_USERINFO = re.compile(r"(?<=://)(?:[^\s/?#\"'<>\\]+|[^\s/?#@\"'<>\\:]*:(?!\d+(?:[/?#]|\Z))[^\s@\"'<>\\]+)@")
+_BEARER = re.compile(r"\b([Bb]earer|[Bb]asic(?=\s+\S*[A-Z0-9=]))(\s+)(?!\*\*\*)[\w.~+/=-]{8,}")
 _PAIR = re.compile(
     r"(?P<before>(?P<quote>\\?[\"']?)(?P<name>[A-Za-z][\w.-]*)(?P=quote)(?:\s?=\s?|:(?!//)\s?))"
     r"(?P<value>\\?\"(?:[^\"\\]|\\[^\"])*\\?\"|'[^']*'|[^\s&;,\"'{}\[\]]+)"

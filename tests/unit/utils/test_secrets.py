@@ -31,7 +31,10 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
      "router_oracle_password", "sglang_ssl_keyfile_password", "--router-postgres-db-url", "OPENAI_KEY", "GITHUB_TOKEN",
      "judge_token", "hf_hub_token", "access_key", "private_key", "credentials", "authorization", "jwt", "passwd",
      "passphrase", "token", "apiKey", "accessToken", "X-Api-Key", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "db_pwd",
-     "basic-auth", "SERPER_API_KEY", "my.secret", "client_secret", "SSH_PASSPHRASE", "sqlDsn", "session_cookie"],
+     "basic-auth", "SERPER_API_KEY", "my.secret", "client_secret", "SSH_PASSPHRASE", "sqlDsn", "session_cookie",
+     "HF_TOKEN_2",
+     "OPENAI_API_KEY_2", "DB_PASS", "smtp_pass", "user_pw", "connection_string", "oauth_token", "accountKey",
+     "refresh_token", "SLIME_SERVER_KEYS"],
 )  # fmt: skip
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
@@ -43,7 +46,10 @@ def test_names_of_secrets(name: str) -> None:
      "reward_key", "metadata_key", "tool_key", "multimodal_keys", "router_client_key_path", "sglang_routing_key",
      "eos_token", "pad_token", "stop_token_ids", "sglang_bucket_time_to_first_token", "calculate_per_token_loss",
      "num_tokens", "tokens", "author", "authentication_mode", "ray_auth_mode", "SSH_AUTH_SOCK", "passes", "bypass",
-     "router_jwt_issuer", "TOKENIZERS_PARALLELISM", "compass_url", "monkey", "turkey", "keys", ""],
+     "router_jwt_issuer", "TOKENIZERS_PARALLELISM", "compass_url", "monkey", "turkey", "keys", "", "forward_pass",
+     "num_passes", "token_type", "pad_token_id", "special_tokens_map", "kv_key", "primary_key", "passthrough",
+     "pattern", "PWD", "OLDPWD",
+     "apply_query_key_layer_scaling"],
 )  # fmt: skip
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret(name)
@@ -61,6 +67,11 @@ def test_of_slimes_own_flags_only_the_key_is_secret() -> None:
         ("postgres://u:p/w@h/db", "postgres://***@h/db"),
         ("redis://:pw@h:6379", "redis://***@h:6379"),
         ("https://tok@github.com/x.git", "https://***@github.com/x.git"),
+        ("https://u:p@ss@h/x", "https://***@h/x"),
+        ("mongodb+srv://u:p@h/?x=1", "mongodb+srv://***@h/?x=1"),
+        ('export HF_TOKEN="a b"', 'export HF_TOKEN="***"'),
+        ('{"Authorization": "Bearer abc123456789"}', '{"Authorization": "***"}'),
+        ("Basic dXNlcjpwYXNzd29yZA==", "Basic ***"),
         ("see https://u:pw@h and https://v:pw@i", "see https://***@h and https://***@i"),
         ("http://h/x?api_key=abc&b=1", "http://h/x?api_key=***&b=1"),
         ("http://h/x?b=1&key=abc", "http://h/x?b=1&key=***"),
@@ -90,7 +101,9 @@ def test_secrets_in_a_text(text: str, shown: str) -> None:
     ["http://127.0.0.1:15000/generate", "http://h:80/a@b", "http://h/@user", "git@github.com:a/b", "a@b.c",
      "--eval-input-key question --max-tokens-per-gpu 9216", "{'input_key': 'prompt', 'max_tokens': 5}",
      "tokens: 17, key: value", "s3://bucket/key=1/part", "/models/sk-net", "eos_token=</s>", "secret: null",
-     "slime.rollout.rm_hub.math", "[fd00::1]:80", "authors: A, B", "task-force-1234567890123", "hf_checkpoint: /m"],
+     "slime.rollout.rm_hub.math", "[fd00::1]:80", "authors: A, B", "basic functionality",
+     "Bearer of news", "https://h/a:b@c/d",
+     "api_key=None", "task-force-1234567890123", "hf_checkpoint: /m"],
 )  # fmt: skip
 def test_texts_without_secrets_stay(text: str) -> None:
     assert mask_text(text) == text
@@ -152,7 +165,7 @@ def test_what_other_processes_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "value-of-it")
     monkeypatch.setenv("SLIME_PASS_SECRETS", "HF_TOKEN,OTHER")
     inherited = secrets.public_environment()
-    assert {"HF_TOKEN", "RAY_AUTH_TOKEN", "PLAIN", "PATH"} <= inherited.keys()
+    assert {"HF_TOKEN", "RAY_AUTH_TOKEN", "PLAIN", "PATH", "SLIME_PASS_SECRETS"} <= inherited.keys()
     assert not {"WANDB_API_KEY", "MY_SECRET"} & inherited.keys()
 
 
