@@ -83,6 +83,7 @@ class RolloutManager(EngineControl):
     def setup(self, pg: Any, wiring: dict[str, Any]) -> None:
         """Start the engines on the slots ``pg`` in the background; load prompts and hooks."""
         args = self.args
+        run_key.install()
         check_hooks(args)
         if not args.debug_train_only:
             self.fleet = ElasticFleet(args, pg, wiring, self)
@@ -211,7 +212,6 @@ class RolloutManager(EngineControl):
         assert self.fleet is not None
         try:
             self.fleet.start()
-            run_key.install()
             most = max(self.args.rollout_num_engines or 0, self.args.rollout_max_engines or 0)  # some may join later
             init_http_client(Namespace(**{**vars(self.args), "rollout_num_engines": most}))
             get_http_client().answers.report = self.fleet.note_rejected

@@ -62,6 +62,7 @@ BACKOFF_BASE_S, BACKOFF_CAP_S = 0.25, 10.0
 ABORT_DEADLINE_S = 10.0
 WORKER_LIST_AGE_S = 1.0
 CONTROL_CONNECTIONS = 100
+MOST_ADDRESSES = 1024
 CONNECT_DEADLINE_S = 30
 _LARGE_BODY = 1 << 14
 _gc_lock = threading.Lock()
@@ -83,6 +84,8 @@ class HttpClient:
         self.request_timeout = request_timeout
         self.api_key = api_key
         self._trusted: set[str] = set()
+        self._headers_of: dict[str, dict[str, str]] = {}
+        self._headers_known: tuple[int, int] = (-1, -1)
         self._pools: dict[asyncio.AbstractEventLoop, _ConnectionPools] = {}
         self._workers: dict[str, tuple[float, dict[str, str]]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -223,15 +226,21 @@ class HttpClient:
         return await self._pools_of_loop().session(short=method == "GET" or url.endswith("/abort_request"))
 
     def _headers(self, url: str, extra: Mapping[str, str] | None) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
+        known = run_key.version(), len(self._trusted)
+        if known != self._headers_known or len(self._headers_of) > MOST_ADDRESSES:
+            self._headers_known, self._headers_of = known, {}
+        headers = self._headers_of.get(url)
+        if headers is None:
+            headers = self._headers_of[url] = {"Content-Type": "application/json", **self._authorization(url)}
+        return {**headers, **extra} if extra else headers.copy()
+
+    def _authorization(self, url: str) -> dict[str, str]:
         address = urlsplit(url)
         key = self.api_key if address.netloc in self._trusted else None
         key = key or run_key.key_for(address.scheme, address.hostname, address.port)
         if key and address.path == "/abort_request":
             key = run_key.control_key_for(address.hostname, address.port) or key
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        return {**headers, **(extra or {})}
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     async def _request(
         self,
@@ -421,6 +430,7 @@ class _ConnectionPools:
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S),
                 trust_env=False,
+                request_class=aiohttp.ClientRequest,  # it has the keys that ``run_key`` would look up
             )
         return found
 

@@ -2,8 +2,9 @@
 
 Code written for servers without a key asks the router by aiohttp, httpx (the openai package), requests or urllib, with
 no ``Authorization`` or with a stand-in such as ``Bearer EMPTY``. In the process that runs users' functions
-:func:`install` makes these clients send the key. It is looked up by host and port for every request that goes on the
-wire, redirects included: what goes to another address, or through a proxy, is sent as its caller made it.
+:func:`install` makes these clients send the key (those of aiohttp that are made from then on). It is looked up by host
+and port for every request that goes on the wire, redirects included: what goes to another address, or through a proxy,
+is sent as its caller made it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ VARIABLE = "SLIME_SERVER_KEYS"
 """A JSON object, address -> key: servers that others started (``slime serve``) and that users' functions ask."""
 _keys: dict[tuple[str, int], str] = {}
 _others: dict[tuple[str, int], str] = {}
+_version = 0
 _installed = False
 
 
@@ -29,8 +31,10 @@ def add(url: str, key: str | None, admin_key: str | None = None) -> None:
 
     A request that has ``admin_key`` keeps it.
     """
+    global _version
     address = urlsplit(url)
     if key and address.hostname and address.port:
+        _version += 1
         _keys[address.hostname, address.port] = key
         if admin_key:
             _others[address.hostname, address.port] = admin_key
@@ -44,6 +48,11 @@ def control_key_for(host: str | None, port: int | None) -> str | None:
 def key_for(scheme: str, host: str | None, port: int | None) -> str | None:
     """Return the key of the server there; None for one that is not the run's."""
     return _keys.get(_place(host, port)) if scheme == "http" else None
+
+
+def version() -> int:
+    """Return a number that changes when a server is added."""
+    return _version
 
 
 def _place(host: str | None, port: int | None) -> tuple[str, int]:
@@ -86,18 +95,22 @@ def _given() -> Iterable[tuple[str, str]]:
 
 
 def _for_aiohttp() -> None:
-    from aiohttp.client_reqrep import ClientRequest
+    from aiohttp import ClientRequest, ClientSession
 
-    made = ClientRequest.__init__
+    class KeyedRequest(ClientRequest):
+        def __init__(self, method: str, url: Any, **options: Any) -> None:  # one for each hop
+            super().__init__(method, url, **options)
+            header = _header(url.scheme, url.host, url.port, self.headers.get("Authorization"))
+            if header is not None and options.get("proxy") is None:
+                self.headers["Authorization"] = header
+
+    made = ClientSession.__init__
 
     @functools.wraps(made)
-    def init(self: Any, method: str, url: Any, **options: Any) -> None:  # one for each hop
-        made(self, method, url, **options)
-        header = _header(url.scheme, url.host, url.port, self.headers.get("Authorization"))
-        if header is not None and options.get("proxy") is None:
-            self.headers["Authorization"] = header
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **{"request_class": KeyedRequest, **options})
 
-    ClientRequest.__init__ = init  # type: ignore[method-assign]
+    ClientSession.__init__ = init  # type: ignore[method-assign]
 
 
 def _for_requests() -> None:
