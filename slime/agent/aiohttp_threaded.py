@@ -16,6 +16,7 @@ from aiohttp.abc import AbstractAccessLogger
 from slime.servers.auth import is_loopback
 from slime.servers.bounded_site import RUNNER_OPTIONS, BoundedSite
 from slime.utils import http_utils
+from slime.utils.bounded_log import BoundedLog
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +49,21 @@ class AppHandle:
             logger.warning("the application on port %d has not ended within %.0f s", self.port, STOP_DEADLINE_S)
 
 
+_told: dict[str, BoundedLog] = {}
+
+
 class FilteredAccessLogger(AbstractAccessLogger):
     """Logs what is worth reading: errors, and requests that took two minutes or more; no HEAD, no quick 200."""
+
+    def __init__(self, logger: logging.Logger, log_format: str) -> None:
+        super().__init__(logger, log_format)
+        self._told = _told.setdefault(logger.name, BoundedLog(logger, logging.INFO))  # one for all connections
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """Log one finished request; ``time`` in seconds."""
         if request.method == "HEAD" or (response.status == 200 and time < SLOW_REQUEST_S):
             return
-        self.logger.info("%s %s %s: %d in %.1f s", request.remote, request.method, request.path, response.status, time)
+        self._told.tell("%s %s %s: %d in %.1f s", request.remote, request.method, request.path, response.status, time)
 
 
 def run_app_in_thread(

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from slime.servers.auth import is_loopback
 from slime.utils.bounded_log import BoundedLog
@@ -34,7 +35,19 @@ WRITE_DEADLINE_S = 300.0
 MOST_CONNECTIONS = 4096
 BACKLOG = 128
 ACCEPT_PAUSE_S = 0.5
-RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "keepalive_timeout": KEEP_ALIVE_S}
+
+
+class _NotOfClients(logging.Filter):
+    """Leaves out what is no HTTP, which is answered with 400, and is the client's mistake."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+_errors = logging.getLogger(f"{__name__}.errors")
+_errors.addFilter(_NotOfClients())
+RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "keepalive_timeout": KEEP_ALIVE_S, "logger": _errors}
 """For every runner: bodies are decompressed where they are read, within bounds."""
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -162,7 +175,7 @@ class BoundedSite(web.BaseSite):
             except OSError as e:
                 if e.errno not in _OUT_OF_RESOURCES:
                     raise
-                told.warning("out of files (%s): %s accepts again in %g s", e.strerror, self.name, ACCEPT_PAUSE_S)
+                told.tell("out of files (%s): %s accepts again in %g s", e.strerror, self.name, ACCEPT_PAUSE_S)
                 pause()
                 return
             sock.setblocking(False)
@@ -192,7 +205,7 @@ class BoundedSite(web.BaseSite):
             return True
         waiting = (c for c in self._connections if c.waits and (not crowded or c.peer == peer))
         oldest = min(waiting, key=lambda connection: connection.since, default=None)
-        told.warning("%d connections to %s, as many as may be: those that wait are closed", len(self._connections),
+        told.tell("%d connections to %s, as many as may be: those that wait are closed", len(self._connections),
                      self.name)  # fmt: skip
         if oldest is None:
             return False

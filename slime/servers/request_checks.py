@@ -64,12 +64,12 @@ def browser_guard(refuse: Callable[[int, str], web.Response]) -> Any:
 def check_source(request: web.Request) -> None:
     """Raise RequestError for what a page of another site may have made a browser send."""
     host = request.headers.get("Host", "")
-    if _came_over_loopback(request) and not _is_local_name(host):
+    if host and _came_over_loopback(request) and not _is_local_name(host):
         raise RequestError(403, f"Host {host!r:.100} is no name of this host; {HOSTS_VARIABLE} has those to allow")
     if request.method in _SAFE_METHODS:
         return
     origin = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and origin.partition("://")[2] != host:
         raise RequestError(403, f"Origin {origin!r:.100} is not this server: web pages of other sites have no access")
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise RequestError(403, "Sec-Fetch-Site: web pages of other sites have no access")

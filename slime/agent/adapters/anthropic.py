@@ -264,7 +264,7 @@ def _tools_to_chat_tools(tools: Any) -> list[Message] | None:
     kept = [tool for tool in tools if "input_schema" in tool or tool.get("type") in (None, "custom")]
     if len(kept) < len(tools):
         left_out = ", ".join(tool["name"] for tool in tools if tool not in kept)
-        told.warning("tools that the provider would run itself are left out: %s", left_out)
+        told.tell("tools that the provider would run itself are left out: %s", left_out)
     return [
         {
             "type": "function",

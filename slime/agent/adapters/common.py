@@ -396,7 +396,7 @@ def flatten_content(content: Any) -> str:
             texts.append(block["text"])
         else:
             kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-            told.warning("a content block of type %r is left out: only text is understood", kind)
+            told.tell("a content block of type %r is left out: only text is understood", kind)
     return "\n".join(texts)
 
 

@@ -58,12 +58,12 @@ def session_closed() -> Refusal:
 def refusal_of(error: Exception) -> Refusal:
     """What a client is told of the error that ended its turn; the reason is logged."""
     if isinstance(error, Refusal):
-        (told.warning if error.status in (400, 401) else logger.debug)("refused: %s", error.message)
+        (told.tell if error.status in (400, 401) else logger.debug)("refused: %s", error.message)
         return error
     if isinstance(error, RecursionError):  # JSON in a text of the request
         return bad_request("something in the request is nested too deeply")
     if isinstance(error, HttpRequestError):
-        told.warning("a turn failed on the engine: %s", error)
+        told.tell("a turn failed on the engine: %s", error)
         if error.status is None or not 400 <= error.status < 500:
             # the whole message has addresses that do not concern the agent
             return Refusal(502, "api_error", "the engines failed; the log of the gateway has the reason")

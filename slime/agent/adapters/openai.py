@@ -125,7 +125,7 @@ def _translate_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
         elif role in _ROLES:
             translated.append({"role": _ROLES[role], "content": flatten_content(message.get("content"))})
         else:
-            told.warning("a message of role %r is left out", role)
+            told.tell("a message of role %r is left out", role)
     return translated
 
 

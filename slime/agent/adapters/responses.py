@@ -239,7 +239,7 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
         elif kind == "item_reference":
             raise bad_request("item_reference is not supported: nothing is stored here, send the items themselves")
         else:
-            told.warning("an input item of type %r is left out", kind)
+            told.tell("an input item of type %r is left out", kind)
     if reasoning:
         new_answer()
     if not messages:
@@ -272,7 +272,7 @@ def _tools(tools: Any) -> list[Message] | None:
     for place, tool in enumerate(tools):
         kind = tool.get("type")
         if kind not in ("function", "custom"):
-            told.warning("a tool of type %r is left out: it is neither a function nor a custom tool", kind)
+            told.tell("a tool of type %r is left out: it is neither a function nor a custom tool", kind)
             continue
         if not isinstance(tool.get("name"), str):
             raise bad_request(f"tools[{place}] must have a name")

@@ -58,6 +58,8 @@ async def send(url: str, body: bytes, headers: dict[str, str], method: str = "PO
         ({"Content-Type": "text/plain", "Authorization": "Bearer a"}, 415),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Origin": ""}, 403),
         ({"Origin": "http://127.0.0.1"}, 403),  # another port
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),
@@ -193,3 +195,38 @@ async def test_a_server_of_the_users_own_reads_compressed_bodies_too(options, en
         assert (await send(url, body, {**JSON, "Content-Encoding": encoding}))[0] == status
     finally:
         await runner.cleanup()
+
+
+RAW_REQUESTS = [
+    b"GARBAGE\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00" * 30 + b"\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nzz\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: ;;;\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\n" + b"".join(b"X%d: a\r\n" % n for n in range(5000)) + b"\r\n",
+    b"GET http://[::1/ HTTP/1.1\r\nHost: a\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("raw", RAW_REQUESTS, ids=range(len(RAW_REQUESTS)))
+async def test_what_is_no_http_is_refused_without_a_traceback(url, caplog, raw):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")))
+    writer.write(raw)
+    async with asyncio.timeout(20):
+        assert (await reader.readline()).split()[1][:1] == b"4"
+    writer.close()
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+async def test_a_request_without_a_host_is_of_no_browser(url):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")))
+    writer.write(b"POST / HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+    async with asyncio.timeout(20):
+        assert b"200" in await reader.readline()
+    writer.close()

@@ -13,17 +13,17 @@ def test_a_flood_is_counted_and_later_warnings_are_logged_again(caplog, monkeypa
     monkeypatch.setattr(bounded_log.time, "monotonic", lambda: now[0])
     told = BoundedLog(logging.getLogger("slime.test"))
     for number in range(1000):
-        told.warning("refused: %s", number)
+        told.tell("refused: %s", number)
     assert [record.getMessage() for record in caplog.records] == [f"refused: {number}" for number in range(50)]
     now[0] += bounded_log.PERIOD_S
-    told.warning("100 %")
+    told.tell("100 %")
     assert [record.getMessage() for record in caplog.records[50:]] == [
-        "950 more warnings like the last ones were left out",
+        "950 more messages like the last ones were left out",
         "100 %",
     ]
 
 
 def test_a_message_is_cut(caplog):
-    BoundedLog(logging.getLogger("slime.test")).warning("%s", "x" * 100_000)
+    BoundedLog(logging.getLogger("slime.test")).tell("%s", "x" * 100_000)
     [record] = caplog.records
     assert record.getMessage() == "x" * 500 + "... (100000 characters)"
