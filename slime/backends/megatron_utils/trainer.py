@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.balancing import build_balancing
 from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_digests import WAY_BACK_OF_HF, check_files, write_digests
 from slime.backends.megatron_utils.checkpoint_dir import find_checkpoint, is_megatron_checkpoint
+from slime.backends.megatron_utils.checkpoint_pickles import plain_values_only
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import RolloutData, prepare_rollout_data
 from slime.backends.megatron_utils.hooks import TrainerHooks, load_trainer_hooks
@@ -442,7 +443,9 @@ class CriticTrainer(MegatronTrainer):
 
     def _load_megatron(self, root: str, step: int | None) -> int | None:
         directory, _ = find_checkpoint(root, step)
-        if checkpoint_has_value_head(directory, self.args.hidden_size):
+        with plain_values_only(directory, trusted=self.args.unpickle_checkpoints):
+            has_value_head = checkpoint_has_value_head(directory, self.args.hidden_size)
+        if has_value_head:
             return super()._load_megatron(root, step)
         logger.warning("%s has no value head of this size: it starts afresh, the other weights are read", directory)
         state = TrainerState(self.model, adapters=self._state.adapters)

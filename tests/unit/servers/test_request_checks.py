@@ -201,7 +201,6 @@ RAW_REQUESTS = [
     b"GARBAGE\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00" * 30 + b"\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
-    b"PRI * HTTP/2.0\r\n\r\n",
     b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
     b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
     b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nzz\r\n",
