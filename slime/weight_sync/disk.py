@@ -13,6 +13,7 @@ from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import export_hf
 from slime.backends.sglang_utils import version_files
 from slime.servers.types import EngineInfo
+from slime.utils.digests import digest
 from slime.utils.misc import load_function
 from slime.weight_sync.delta import DeltaWriter
 from slime.weight_sync.fanout import WeightSyncError, attempt
@@ -74,7 +75,7 @@ def _write_checksums(directory: Path) -> None:
 
     def read() -> None:
         mine = sorted(directory.iterdir())[dist.get_rank() :: dist.get_world_size()]
-        own.update({path.name: version_files.digest(path) for path in mine})
+        own.update({path.name: digest(path) for path in mine})
 
     attempt(read)
     everything = {name: value for part in gather_from_world(own) for name, value in part.items()}

@@ -53,15 +53,6 @@ def clear(root: str | Path, *, but: Collection[Path] = ()) -> None:
             shutil.rmtree(path)
 
 
-def digest(path: Path) -> str:
-    """Return the xxh3-128 of a file as hex digits."""
-    summed = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            summed.update(chunk)
-    return summed.hexdigest()
-
-
 def write_checksums(directory: Path, digests: dict[str, str]) -> None:
     """Write the xxh3-128 of every file of ``directory`` (name -> hex digits) beside them."""
     (directory / CHECKSUMS).write_text(json.dumps(dict(sorted(digests.items())), indent=1) + "\n")

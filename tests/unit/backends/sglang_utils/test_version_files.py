@@ -9,6 +9,7 @@ import pytest
 
 from slime.backends.sglang_utils import version_files
 from slime.backends.sglang_utils.version_files import CorruptFileError, pull, version_dir
+from slime.utils.digests import digest
 
 
 def written(root: Path, version: int, content: bytes = b"weights") -> Path:
@@ -16,7 +17,7 @@ def written(root: Path, version: int, content: bytes = b"weights") -> Path:
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(content)
     (directory / "config.json").write_text("{}")
-    version_files.write_checksums(directory, {p.name: version_files.digest(p) for p in sorted(directory.iterdir())})
+    version_files.write_checksums(directory, {p.name: digest(p) for p in sorted(directory.iterdir())})
     return directory
 
 
