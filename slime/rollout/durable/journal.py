@@ -82,7 +82,10 @@ class GroupJournal:
         return self.folder / f"journal_{rollout_id}.jsonl"
 
     def resume(self, rollout_id: int) -> Replay:
-        """Return what an earlier start did in rollout ``rollout_id``, go on writing there, and remove what is stale."""
+        """Return what an earlier start did in rollout ``rollout_id``, go on writing there, and remove what is stale.
+
+        Raises ValueError, naming the file, for one that is damaged.
+        """
         self.flush()
         remove_journals(self.folder, lambda number: number != rollout_id)
         path = self.path(rollout_id)
@@ -152,7 +155,7 @@ class GroupJournal:
         self._path = path
 
     def _read(self, path: Path) -> Replay | None:
-        """Return what ``path`` holds, cut where it is damaged; None when it is of no use here."""
+        """Return what ``path`` holds, without what a kill left of its last line; None when it is of no use here."""
         replay, end = Replay(), 0
         for number, (record, position) in enumerate(read_records(path)):
             if number == 0 and record.get("format") not in READABLE:

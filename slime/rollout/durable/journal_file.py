@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines in which a torn or damaged end is recognised.
+"""Append-only files of JSON lines in which a torn end is recognised, and damage too.
 
 A line is ``{"crc":"<crc32 of the record, hexadecimal>","len":<bytes of the record>,"record":<JSON>}``: any JSON tool
 reads it, and whatever a killed process or a full disk left of the last one is not mistaken for a record.
