@@ -16,6 +16,7 @@ from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.first_look import Findings
 from slime.first_look.checkpoint import look_at_tokenizer_files, look_at_vocabulary
+from slime.utils.chat_messages import check_messages
 from slime.utils.data import Dataset
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_files import parse_line, read_file, split_slice
@@ -184,7 +185,7 @@ def _look_at_prompts(
         found.errors.append(f"{file}: {type(e).__name__}: {e}")
         return None
     if file.dataset is None and args.rollout_function_path == SFT_ROLLOUT:
-        _look_at_conversation(args, file, tokenizer, samples[0], found)
+        _look_at_conversations(args, file, tokenizer, samples, found)
     elif not file.multimodal_keys:
         _look_at_lengths(args, file, tokenizer, [s.prompt for s in samples if isinstance(s.prompt, str)], found)
     first = samples[0]
@@ -242,20 +243,27 @@ def _look_at_lengths(args: Namespace, file: PromptFile, tokenizer: Any, texts: l
         )
 
 
-def _look_at_conversation(args: Namespace, file: PromptFile, tokenizer: Any, first: Sample, found: Findings) -> None:
+def _look_at_conversations(
+    args: Namespace, file: PromptFile, tokenizer: Any, samples: list[Sample], found: Findings
+) -> None:
+    """Make the loss masks of the first rows; report the first that cannot be made."""
     from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
-    if isinstance(first.prompt, str):
-        found.errors.append(f"{file} row 0: supervised fine-tuning needs chat messages as prompt, got a string")
-        return
-    try:
-        generator = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
-        _, mask = generator.get_loss_mask(first.prompt, tools=(first.metadata or {}).get("tools"))
-    except Exception as e:  # noqa: BLE001  (templates raise what they like)
-        found.errors.append(f"{file} row 0: {type(e).__name__}: {e}")
-        return
-    if not any(mask):
-        found.errors.append(f"{file} row 0 trains no token: it has no assistant message, or all are masked")
+    generator = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
+    for row, sample in enumerate(samples):
+        prompt: Any = sample.prompt
+        if isinstance(prompt, str):
+            found.errors.append(f"{file} row {row}: supervised fine-tuning needs chat messages as prompt, got a string")
+            return
+        try:
+            check_messages(prompt, f"column {args.input_key!r}")
+            _, mask = generator.get_loss_mask(prompt, tools=(sample.metadata or {}).get("tools"))
+        except Exception as e:  # noqa: BLE001  (templates raise what they like)
+            found.errors.append(f"{file} row {row}: {type(e).__name__}: {e}")
+            return
+        if not any(mask):
+            found.errors.append(f"{file} row {row} trains no token: it has no assistant message, or all are masked")
+            return
 
 
 def longest_sequence(args: Namespace) -> int | None:

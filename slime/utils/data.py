@@ -111,14 +111,22 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 MEDIA_COLUMNS = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+_MEDIA_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm", ".mov", ".wav", ".mp3", ".flac")
 _PLACEHOLDER = re.compile("<(image|video|audio)>")
+
+
+def _is_media(value: Any) -> bool:
+    """Whether the value of a column is media: a text may be the name of something else, such as a container's image."""
+    if isinstance(value, str):
+        return value.startswith(("data:", "http://", "https://")) or value.lower().endswith(_MEDIA_ENDINGS)
+    return isinstance(value, list | dict | bytes) and bool(value)
 
 
 def _unread_media(row: Mapping[str, Any], prompt: Any, where: str) -> str | None:
     """Return the column of a row that holds media of its prompt. Raises ValueError where the prompt refers to them."""
     if MEDIA_COLUMNS.isdisjoint(row):
         return None
-    column = next((name for name in MEDIA_COLUMNS & row.keys() if row[name] is not None and len(row[name])), None)
+    column = next((name for name in MEDIA_COLUMNS & row.keys() if _is_media(row[name])), None)
     texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
     placeholder = next((m for t in texts if isinstance(t, str) and (m := _PLACEHOLDER.search(t))), None)
     if column is not None and placeholder is not None:

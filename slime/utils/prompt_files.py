@@ -20,7 +20,7 @@ _SLICED_PATH = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BAD_LINES_SHOWN = 5
 _DEEPEST = 200
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 256
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:

@@ -120,7 +120,7 @@ def _derive_again(args: Namespace, overrides: dict[str, Any]) -> None:
     if "weight_decay" in overrides:
         for name in {"start_weight_decay", "end_weight_decay"} - given:
             setattr(args, name, args.weight_decay)
-    if "eps_clip" in overrides and "eps_clip_high" not in given:
+    if ("eps_clip" in overrides and "eps_clip_high" not in given) or overrides.get("eps_clip_high", 0) is None:
         args.eps_clip_high = args.eps_clip
     if "recompute_activations" in overrides and "recompute_granularity" not in given:
         args.recompute_granularity = "selective" if args.recompute_activations else None

@@ -154,6 +154,7 @@ def test_a_critic_without_use_is_refused(flag):
         ("", "weight_decay: 0.3, end_weight_decay: 0.3", {"start_weight_decay": 0.3, "end_weight_decay": 0.3}),
         ("--eps-clip 0.1", "eps_clip: 0.3", {"eps_clip_high": 0.3}),
         ("--eps-clip 0.1 --eps-clip-high 0.4", "eps_clip: 0.3", {"eps_clip_high": 0.4}),
+        ("--eps-clip 0.1 --eps-clip-high 0.4", "eps_clip_high: null", {"eps_clip_high": 0.1}),
         ("", "recompute_activations: true", {"recompute_granularity": "selective"}),
         ("--recompute-activations", "recompute_activations: false", {"recompute_granularity": None}),
     ],

@@ -98,18 +98,18 @@ def test_lengths(found, prompts):
 def test_conversations_of_sft(flags, prompts):
     model = Path(flags[flags.index("--hf-checkpoint") + 1])
 
-    def errors(row):
+    def errors(*rows):
         findings = Findings()
-        look(
-            parse_args([*sft_flags(model, prompts(row)), "--input-key", "prompt", "--num-rollout", "1"]),
-            False,
-            findings,
-        )
+        flags = [*sft_flags(model, prompts(*rows)), "--input-key", "prompt", "--num-rollout", "1"]
+        look(parse_args(flags), False, findings)
         return findings.errors
 
     answered = [*CHAT["prompt"], {"role": "assistant", "content": "2"}]
     assert errors({"prompt": answered}) == []
     assert "row 0 trains no token: it has no assistant message" in errors(CHAT)[0]
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}
+    [said] = errors({"prompt": answered}, {"prompt": answered}, {"prompt": [picture, answered[-1]]})
+    assert "row 2: MediaError: the conversation holds a part of type 'image_url'" in said
     assert "row 0: supervised fine-tuning needs chat messages as prompt, got a string" in errors({"prompt": "1+1=2"})[0]
 
 

@@ -116,6 +116,9 @@ def test_placeholders_of_a_column_that_is_not_read_are_refused(column, tmp_path,
     with pytest.raises(ValueError, match=rf"line 2: the prompt has <image> for what is in column '{column}'"):
         dataset(write(tmp_path / "x.jsonl", *rows), tokenizer, apply_chat_template=True)
     assert len(dataset(write(tmp_path / "x.jsonl", rows[0]), tokenizer, apply_chat_template=True)) == 1
+    for other in ("ubuntu:24.04", 5, True, None, {}):  # an image of something else
+        path = write(tmp_path / "x.jsonl", {"prompt": "write <image> in HTML", column: other})
+        assert len(dataset(path, tokenizer, apply_chat_template=True)) == 1
     assert caplog.text == ""
     dataset(write(tmp_path / "x.jsonl", {"prompt": "no word", column: ["a.png"]}), tokenizer, apply_chat_template=True)
     assert f"column '{column}' holds media, of which the model sees nothing" in caplog.text

@@ -160,7 +160,7 @@ def test_random_conversations(family):
 
 @pytest.mark.soak
 def test_many_random_conversations(family):
-    compare(family, range(1000, 3000))
+    compare(family, range(1000, 2000))
 
 
 HELLO = [user("hi"), assistant("hello"), user("more"), assistant("yes")]

@@ -113,7 +113,9 @@ def test_a_row_group_of_more_than_two_gib(tmp_path):
         pa.array(range(rows + 1), pa.int32()),
         pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), text),
     )
-    path = parquet(tmp_path / "x.parquet", pa.table({"tests": column, "n": list(range(rows))}), row_group_size=rows)
+    table = pa.table({"tests": column, "n": list(range(rows))})
+    # Without arrow's schema the column is read as text, and is that large, though the file holds the text once.
+    path = parquet(tmp_path / "x.parquet", table, row_group_size=rows, store_schema=False)
     count = 0
     for row in read_file(path):
         assert row["n"] == count
