@@ -100,6 +100,11 @@ class TensorBoardWriter:
             self._events.close()
 
 
+def _names(args: argparse.Namespace) -> tuple[str | None, ...]:
+    """What names the directory of event files."""
+    return os.environ.get("TENSORBOARD_DIR"), args.tb_project_name, args.tb_experiment_name
+
+
 class _TensorboardAdapter(metaclass=SingletonMeta):
     """Curves of plug-ins that write their own, beside those of the run: one event file per process.
 
@@ -112,7 +117,12 @@ class _TensorboardAdapter(metaclass=SingletonMeta):
         args = with_defaults(args)
         if not args.use_tensorboard:
             raise ValueError("_TensorboardAdapter writes event files only with --use-tensorboard")
+        self._named = _names(args)
         self._writer = TensorBoardWriter(tensorboard_dir(args))
+
+    def serves(self, args: argparse.Namespace) -> bool:
+        """Whether ``args`` name the directory of this one."""
+        return _names(with_defaults(args)) == self._named
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Add the numbers of ``data`` at ``step``."""

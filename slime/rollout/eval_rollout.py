@@ -26,23 +26,21 @@ EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
 
 
 def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
-    key = (
-        *config.cache_key, args.hf_checkpoint, args.apply_chat_template, args.eval_max_prompt_len,
-    )  # fmt: skip
+    settings = {
+        "max_length": args.eval_max_prompt_len,
+        "engine_max_length": longest_prompt(args),
+        "prompt_key": config.input_key,
+        "label_key": config.label_key,
+        "tool_key": config.tool_key,
+        "metadata_key": config.metadata_key,
+        "multimodal_keys": _setting(config, "multimodal_keys", args.multimodal_keys),
+        "apply_chat_template": _setting(config, "apply_chat_template", args.apply_chat_template),
+        "apply_chat_template_kwargs": _setting(config, "apply_chat_template_kwargs", args.apply_chat_template_kwargs),
+    }
+    key = (*config.cache_key, args.hf_checkpoint, args.trust_remote_code, repr(settings))
     if key not in EVAL_PROMPT_DATASET:
         EVAL_PROMPT_DATASET[key] = Dataset(
-            config.path,
-            tokenizer=state.tokenizer,
-            processor=state.processor,
-            max_length=args.eval_max_prompt_len,
-            engine_max_length=longest_prompt(args),
-            prompt_key=config.input_key,
-            label_key=config.label_key,
-            tool_key=config.tool_key,
-            metadata_key=config.metadata_key,
-            multimodal_keys=_setting(config, "multimodal_keys", args.multimodal_keys),
-            apply_chat_template=_setting(config, "apply_chat_template", args.apply_chat_template),
-            apply_chat_template_kwargs=_setting(config, "apply_chat_template_kwargs", args.apply_chat_template_kwargs),
+            config.path, tokenizer=state.tokenizer, processor=state.processor, **settings
         )
     return EVAL_PROMPT_DATASET[key]
 

@@ -74,6 +74,10 @@ class AsyncRolloutWorker(GroupStream):
 
     # Start and stop
 
+    def serves(self, args: Any, data_source: Any) -> bool:
+        """Whether it is the worker for these: the same data source, and arguments of the same values."""
+        return self.data_source is data_source and (args is self.args or vars(args) == vars(self.args))
+
     def start(self) -> None:
         """Begin to generate; consuming a rollout does so too."""
         get_async_loop().call_soon_threadsafe(self._start)
@@ -326,10 +330,11 @@ _worker_lock = threading.Lock()
 
 
 def get_global_worker(args: Any, data_source: Any) -> AsyncRolloutWorker:
-    """Return the process's worker for ``data_source``; one for another data source is stopped first."""
+    """Return the process's worker for ``data_source``; one for another data source or arguments is stopped first."""
     global _worker
+    args = with_defaults(args)
     with _worker_lock:
-        if _worker is not None and _worker.data_source is not data_source:
+        if _worker is not None and not _worker.serves(args, data_source):
             _worker.stop()
             _worker = None
         if _worker is None:

@@ -5,7 +5,7 @@ The rule that tells an item that always fails from a service that fails for all:
 * A failure is held, and counts against its item once another one of the same service succeeds after it.
 * A service is down when all that was asked of it since its last success has failed: at least ``LEAST`` items that had
   not failed before, and no fewer than are still under way. It is then asked with one item after a growing pause, a new
-  one and a held one in turn. What failed meanwhile counts against nobody; the first success ends the outage.
+  one and a held one in turn. What failed meanwhile counts against no item; the first success ends the outage.
 """
 
 from __future__ import annotations

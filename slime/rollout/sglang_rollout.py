@@ -90,6 +90,21 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
         """The groups of a rollout that failed."""
         self.reset()
 
+    def serves(self, args: Any) -> bool:
+        """Whether requests with ``args`` share this state: all do while some are in flight, then those with its values.
+
+        A generate function may pass a changed copy of the arguments on; its requests count with the others.
+        """
+        if args is self.args or self.pendings or len(self.pending_rewards) or self.is_busy:
+            return True
+        return vars(with_defaults(args)) == vars(self.args)
+
+    @property
+    def is_busy(self) -> bool:
+        """True when a request holds a slot or waits for one; a semaphore of a plug-in's own does not say."""
+        slots = self.semaphore
+        return not isinstance(slots, RequestSlots) or slots.in_flight > 0 or slots.waiting > 0
+
     def reset(self) -> None:
         """Forget the rollout in progress."""
         self.remaining_batch_size = 0

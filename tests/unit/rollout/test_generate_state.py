@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout import sglang_rollout
+from slime.observability.writers import _TensorboardAdapter
+from slime.rollout import eval_rollout, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.requests.generate_state import PromptTokens, request_limit
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample, iter_samples
-from tests.support.rollout_args import CharTokenizer, rollout_args
+from tests.support.rollout_args import CharTokenizer, eval_config, rollout_args, write_prompts
 
 
 @pytest.fixture
@@ -31,10 +34,54 @@ def test_requests_are_limited_by_the_engines_of_the_model_that_is_asked():
 
 def test_there_is_one_per_process(make_state):
     state = make_state(rollout_temperature=0.7)
+    assert make_state(rollout_temperature=0.7) is state, "copies of the arguments share it"
+    assert sglang_rollout.GenerateState(state.args) is state
+
+
+def test_it_follows_its_arguments(make_state):
+    first = make_state(rollout_temperature=1.0)
+    second = make_state(rollout_temperature=0.5, rollout_max_response_len=99)
+    assert (second.sampling_params["temperature"], second.sampling_params["max_new_tokens"]) == (0.5, 99)
+    assert first.sampling_params["temperature"] == 1.0
+
+
+async def test_requests_in_flight_share_it_whatever_their_arguments(make_state):
+    state = make_state(rollout_temperature=0.7)
+    async with state.semaphore:
+        assert make_state(rollout_temperature=0.1) is state
+    state.pendings.add(asyncio.current_task())
     assert make_state(rollout_temperature=0.1) is state
-    assert state.sampling_params["temperature"] == 0.7
+    state.reset()
+    assert make_state(rollout_temperature=0.1) is not state
+
+
+def test_other_singletons_follow_their_arguments_too(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     SingletonMeta.clear_instances()
-    assert make_state(rollout_temperature=0.1).sampling_params["temperature"] == 0.1
+    one, same, other = (
+        _TensorboardAdapter(rollout_args(use_tensorboard=True, tb_project_name=name)) for name in ("a", "a", "b")
+    )
+    assert one is same is not other
+    other.log({"x": 1.0}, 0)
+    for adapter in (one, other):
+        adapter.finish()
+    assert sorted(path.name for path in (tmp_path / "tensorboard_log").iterdir()) == ["a", "b"]
+    SingletonMeta.clear_instances()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"apply_chat_template_kwargs": {"x": 1}}, {"eval_max_prompt_len": 1000}, {"trust_remote_code": True}],
+)
+def test_data_sets_of_evaluations_are_kept_by_what_they_are_made_with(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(eval_rollout, "EVAL_PROMPT_DATASET", {})
+    config = eval_config(str(write_prompts(tmp_path / "e.jsonl", 2)), "e")
+    state = SimpleNamespace(tokenizer=CharTokenizer(), processor=None)
+    first = eval_rollout._load_dataset(rollout_args(), config, state)
+    assert eval_rollout._load_dataset(rollout_args(), config, state) is first
+    assert eval_rollout._load_dataset(rollout_args(**change), config, state) is not first
 
 
 def test_as_many_requests_as_the_engines_take(make_state):

@@ -109,7 +109,7 @@ def test_a_prompt_that_always_fails_is_tried_three_times_and_costs_itself(make_a
     begun = {number: count for number, count in STARTED.items() if number % 4 == 1}
     assert set(trained.values()) == {1}, "no prompt is consumed twice"
     ready = [group for group in source.buffer if any(s.status == Sample.Status.FAILED for s in iter_samples(group))]
-    assert len(given_up) + len(ready) == counted["rollout/given_up_groups"] > 1
+    assert len(given_up) + len(ready) >= counted["rollout/given_up_groups"] >= len(given_up) > 1
     STARTED.clear()
     rollout(args, 24, source)
     assert not STARTED.keys() & {group[0].group_index for group in ready}, "what was given up is not tried again"
