@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 
@@ -69,6 +69,12 @@ class Timers:
         with self._lock:
             return dict(self._seconds)
 
+    def reset(self, name: str | None = None) -> None:
+        """Forget the seconds of ``name``, or all."""
+        with self._lock:
+            for one in [name] if name is not None else list(self._seconds):
+                self._seconds.pop(one, None)
+
     def drain(self, prefix: str = "perf/") -> dict[str, float]:
         """Return ``{<prefix><name>_time: seconds}`` and set all sums to zero; running timers continue."""
         with self._lock:
@@ -95,3 +101,41 @@ def timer(name: str | Callable[..., Any]) -> Any:
 def drain_metrics(prefix: str = "perf/") -> dict[str, float]:
     """Return and reset this process's timers as metrics, e.g. ``{"perf/log_probs_time": 1.3}``."""
     return _timers.drain(prefix)
+
+
+@contextmanager
+def inverse_timer(name: str) -> Iterator[None]:
+    """Stop ``name``, which runs, for the length of a block."""
+    _timers.stop(name)
+    try:
+        yield
+    finally:
+        _timers.start(name)
+
+
+class Timer:
+    """The timers of this process, by the names of slime <= 0.3.1; every ``Timer()`` is of the same ones."""
+
+    def start(self, name: str) -> None:
+        """Start ``name``."""
+        _timers.start(name)
+
+    def end(self, name: str) -> None:
+        """Stop ``name``."""
+        _timers.stop(name)
+
+    def add(self, name: str, elapsed_time: float) -> None:
+        """Add seconds measured elsewhere."""
+        _timers.add(name, elapsed_time)
+
+    def reset(self, name: str | None = None) -> None:
+        """Forget the seconds of ``name``, or all."""
+        _timers.reset(name)
+
+    def context(self, name: str) -> AbstractContextManager[None]:
+        """Time a block."""
+        return _timers.measure(name)
+
+    def log_dict(self) -> dict[str, float]:
+        """Return the seconds by name."""
+        return _timers.seconds()

@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,14 +77,18 @@ def _hint_at_module(missing: str) -> str:
 
 
 class SingletonMeta(type):
-    """Metaclass of classes that have one instance per process."""
+    """Metaclass of classes that have one instance per process.
+
+    One that has a method ``serves``, which is given the arguments of each call, is made anew when that returns False.
+    """
 
     _instances: dict[type, Any] = {}  # noqa: RUF012  (shared by all singletons on purpose)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls not in SingletonMeta._instances:
-            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
-        return SingletonMeta._instances[cls]
+        found = SingletonMeta._instances.get(cls)
+        if found is None or (hasattr(cls, "serves") and not found.serves(*args, **kwargs)):
+            found = SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return found
 
     def clear_instances(cls: type | None = None) -> None:
         """Forget the instance of ``cls``, so that the next call builds a new one; without ``cls`` those of all classes.
@@ -161,12 +165,19 @@ def chunk_named_params_by_size(
         yield chunk
 
 
-def decode_int32_meta_array(value: Any) -> np.ndarray:
+def decode_int32_meta_array(value: Any, keys: Sequence[str] | str | None = None) -> Any:
     """Return ``value`` as a flat int32 numpy array.
+
+    With ``keys`` it is the mapping of an engine's answer, of which the first of them that is there is meant; None
+    without any.
 
     ``value`` is base64 text, raw little-endian bytes, or any (nested) list, array or tensor of integers. Raises
     ValueError when it is none of these or its bytes are not a multiple of four.
     """
+    if keys is not None:
+        value = first_present(value, *([keys] if isinstance(keys, str) else keys))
+        if value is None:
+            return None
     if isinstance(value, str):
         try:
             value = base64.b64decode(value, validate=True)

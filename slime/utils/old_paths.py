@@ -25,9 +25,10 @@ _METRICS = {"compute_rollout_step": "slime.observability.tracking.rollout_step"}
 _STATISTICS = {
     **_METRICS,
     **_at("slime.utils.old_calls", "compute_statistics dict_add_prefix"),
+    **_at("slime.utils.old_metrics", "compression_ratio compute_pass_rate"),
     "has_repetition": "slime.ray.rollout_metrics.is_repetitive",
 }
-_TIMER = _at("slime.observability.timer", "timer")
+_TIMER = _at("slime.observability.timer", "Timer inverse_timer timer")
 _UPDATERS = "slime.weight_sync.named_updaters"
 _HF_NAMES = f"{_WEIGHTS}.hf_names"
 _WANDB = _at("slime.utils.old_calls", "init_wandb_primary init_wandb_secondary")
@@ -81,6 +82,10 @@ PUBLIC: dict[str, dict[str, str]] = {
     },
     "slime.observability.rollout_data_utils": _at("slime.rollout.debug_data", "load_rollout save_rollout subsample"),
     "slime.observability.rollout_metrics": {
+        **_at(
+            "slime.utils.old_metrics",
+            "compute_metrics_from_samples compute_perf_metrics_from_samples log_rollout_data",
+        ),
         **_at("slime.ray.rollout_metrics", "eval_metrics pass_rates rollout_metrics sample_metrics zero_std_counts"),
         **_METRICS,
     },

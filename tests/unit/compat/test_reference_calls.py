@@ -54,7 +54,8 @@ OLD_PATHS = (  # the same objects as at their homes, which test_old_paths.py che
     "slime.backends.megatron_utils.misc_utils.",
     "slime.backends.sglang_utils.sglang_engine.",
     "slime.backends.sglang_utils.server_control.",
-    "slime.observability.metric_utils.",
+    "slime.observability.metric_utils.compute_rollout_step",
+    "slime.observability.metric_utils.has_repetition",
     "slime.utils.tensor_backper.",
 )
 GENERATOR = "slime_plugins.rollout_buffer.generator.base_generator."
@@ -97,6 +98,15 @@ CALLED_IN: dict[str, str] = {
     "slime.utils.flops_utils.": "tests/unit/utils/test_old_paths.py",
     "slime.utils.external_utils.typer_utils.": "tests/unit/utils/external_utils/test_typer_utils.py",
     "slime.observability.metric_utils.compute_statistics": "tests/unit/utils/test_old_paths.py",
+    **dict.fromkeys(
+        (
+            "slime.observability.timer.",
+            "slime.observability.metric_utils.compute_pass_rate",
+            "slime.observability.metric_utils.compression_ratio",
+            "slime.observability.rollout_metrics.",
+        ),
+        "tests/unit/utils/test_old_metrics.py",
+    ),
     **dict.fromkeys(OLD_PATHS, "tests/data/old_paths.tsv"),
     **dict.fromkeys(
         (f"{GENERATOR}{name}" for name in ("BaseGenerator.send", "query_single_turn", "get_rule")),
