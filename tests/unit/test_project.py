@@ -25,7 +25,7 @@ OPTIONAL = {
     "transformer_engine": "used where it is installed", "flash_attn": "used where it is installed",
     "torch_memory_saver": "comes with sglang on GPUs", "triton": "comes with torch on GPUs",
     "math_verify": "the math extra", "smg": "the routers extra", "e2b": "the agents extra",
-    "openai": "used in sandboxes, and installed there", "mbridge": "the dev extra; a fallback where it is installed",
+    "openai": "used in sandboxes, and installed there",
     "qwen_vl_utils": "the plugins extra", "mcp": "the plugins extra",
     "memray": "for --memory-recorder memray", "pynvml": "comes with sglang",
     "torchvision": "a stand-in", "slime_engine_plugin": "loaded inside engine processes", "sgl_kernel": "a stand-in",
