@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.arguments.files.eval_config import own_path
 from slime.arguments.rules.data import BUILT_IN_SOURCES
-from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.loop import ENVIRONMENT_GENERATE, GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.first_look import Findings
 from slime.first_look.checkpoint import look_at_tokenizer_files, look_at_vocabulary
 from slime.utils.chat_messages import check_messages
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 @dataclass(frozen=True)
 class PromptFile:
     """A file and how the run reads it. ``flag`` names it in messages; ``rendered``: its prompts become text;
-    ``dataset``: of an evaluation."""
+    ``optional``: environments make prompts where rows have none; ``dataset``: of an evaluation."""
 
     flag: str
     path: str
@@ -40,6 +40,7 @@ class PromptFile:
     multimodal_keys: Mapping[str, str] | None
     max_prompt_len: int | None
     generated: bool
+    optional: bool
     dataset: Any = None
 
     def __str__(self) -> str:
@@ -88,6 +89,7 @@ def prompt_files(args: Namespace) -> Iterator[PromptFile]:
         yield PromptFile(
             "--prompt-data", args.prompt_data, {**columns, "metadata": args.metadata_key}, args.apply_chat_template,
             args.apply_chat_template_kwargs, multimodal, args.rollout_max_prompt_len, generated,
+            args.custom_generate_function_path == ENVIRONMENT_GENERATE,
         )  # fmt: skip
     evaluates = args.eval_interval is not None and not args.debug_train_only and not replays
     if not evaluates or args.eval_function_path not in GENERATE_WITH_ENGINES:
@@ -102,7 +104,8 @@ def prompt_files(args: Namespace) -> Iterator[PromptFile]:
             f"--eval-prompt-data {one.name}", one.path, {**columns, "metadata": one.metadata_key},
             args.apply_chat_template if template is None else template,
             args.apply_chat_template_kwargs if kwargs is None else kwargs,
-            one.multimodal_keys or multimodal, args.eval_max_prompt_len, generate is None, one,
+            one.multimodal_keys or multimodal, args.eval_max_prompt_len, generate is None,
+            generate == ENVIRONMENT_GENERATE, one,
         )  # fmt: skip
 
 
@@ -152,13 +155,13 @@ def _look_at_other_rows(file: PromptFile, found: Findings) -> bool:
 
 def _row_problem(file: PromptFile, row: Mapping[str, Any]) -> str | None:
     for flag, key in file.columns.items():
-        if key and flag.endswith(("input-key", "label-key")) and key not in row:
+        if key and flag.endswith(("label-key",) if file.optional else ("input-key", "label-key")) and key not in row:
             return f"there is no column {flag} {key}; the row has {', '.join(sorted(row))}"
     option, key = next(iter(file.columns.items()))
-    prompt = row[key or ""]
+    prompt: Any = row.get(key or "")
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or (prompt is None and file.optional):
         return None
     if not isinstance(prompt, list) or not all(isinstance(m, Mapping) and "role" in m for m in prompt):
         return (
@@ -179,7 +182,8 @@ def _look_at_prompts(
         samples = Dataset(
             first_rows(file.path), tokenizer, load_processor(args.hf_checkpoint, **trust) if file.multimodal_keys else
             None, None, multimodal_keys=file.multimodal_keys, apply_chat_template=file.apply_chat_template,
-            apply_chat_template_kwargs=file.template_kwargs, **keys,  # type: ignore[arg-type]
+            apply_chat_template_kwargs=file.template_kwargs, prompts_are_optional=file.optional,
+            **keys,  # type: ignore[arg-type]
         ).samples  # fmt: skip
     except Exception as e:  # noqa: BLE001  (templates raise what they like)
         found.errors.append(f"{file}: {type(e).__name__}: {e}")
@@ -224,7 +228,7 @@ def _ends_with_an_answer(prompt: Any) -> bool:
 
 def _look_at_lengths(args: Namespace, file: PromptFile, tokenizer: Any, texts: list[str], found: Findings) -> None:
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
-    if 0 in lengths:
+    if 0 in lengths and not file.optional:
         found.warnings.append(f"{file} row {lengths.index(0)}: the prompt is empty")
     limit = file.max_prompt_len
     dropped = [length for length in lengths if limit is not None and length > limit]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
+from slime.arguments.rules.loop import ENVIRONMENT_GENERATE
 from slime.rollout.durable.journal_file import to_json
 from slime.rollout.durable.journal_writer import samples_to_json
 from slime.rollout.durable.recovery import Recovery, Unconsumed, may_be_saved, still_open
@@ -129,6 +130,7 @@ class RolloutDataSource(DataSource):
             label_key=args.label_key,
             metadata_key=args.metadata_key,
             tool_key=args.tool_key,
+            prompts_are_optional=args.custom_generate_function_path == ENVIRONMENT_GENERATE,
             apply_chat_template=args.apply_chat_template,
             apply_chat_template_kwargs=args.apply_chat_template_kwargs,
             seed=args.rollout_seed,

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.arguments.files.eval_config import own_path
+from slime.arguments.rules.loop import ENVIRONMENT_GENERATE
 from slime.observability.progress import progress_bar
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.groups import copy_prompt, describe_waits
@@ -33,6 +34,7 @@ def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
         "label_key": config.label_key,
         "tool_key": config.tool_key,
         "metadata_key": config.metadata_key,
+        "prompts_are_optional": _generate_path(args, config) == ENVIRONMENT_GENERATE,
         "multimodal_keys": _setting(config, "multimodal_keys", args.multimodal_keys),
         "apply_chat_template": _setting(config, "apply_chat_template", args.apply_chat_template),
         "apply_chat_template_kwargs": _setting(config, "apply_chat_template_kwargs", args.apply_chat_template_kwargs),
@@ -43,6 +45,12 @@ def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
             config.path, tokenizer=state.tokenizer, processor=state.processor, **settings
         )
     return EVAL_PROMPT_DATASET[key]
+
+
+def _generate_path(args: Any, config: Any) -> str | None:
+    own = own_path(config, "custom_generate_function_path")
+    path: str | None = args.custom_generate_function_path if own is None else own
+    return path
 
 
 def _setting(config: Any, name: str, of_run: Any) -> Any:

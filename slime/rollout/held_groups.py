@@ -9,10 +9,9 @@ from collections import Counter, deque
 from typing import Any
 
 from slime.arguments.files.environments import environments_of
+from slime.arguments.rules.loop import ENVIRONMENT_GENERATE
 from slime.rollout.groups import Group, GroupJob, is_complete, prompt_of
 from slime.rollout.outages import Service, ServiceOutage, count_attempt, failed_attempts, given_up, service_of
-
-ENVIRONMENTS = "slime.rollout.environments.generate"
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class HeldGroups(ABC):
 
     def _service(self, job: GroupJob) -> str:
         path = self.args.custom_generate_function_path
-        if path == ENVIRONMENTS and len(names := environments_of(self.args)) == 1:
+        if path == ENVIRONMENT_GENERATE and len(names := environments_of(self.args)) == 1:
             return f"environment {next(iter(names))!r}"
         return service_of(job.original, f"generate function {path}" if path else "the generate function")
 

@@ -259,6 +259,7 @@ class Dataset:
         seed: int = 42,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        prompts_are_optional: bool = False,
     ) -> None:
         self.path = path
         self.seed = seed
@@ -268,9 +269,10 @@ class Dataset:
         places: dict[str, str] = {}  # the first text and the first list, where they are not rendered
         unread = None
         for where, row in read_rows(path):
-            messages = build_messages(row, prompt_key, as_conversation, multimodal_keys, where)
+            absent = prompts_are_optional and row.get(prompt_key) in (None, "")
+            messages = "" if absent else build_messages(row, prompt_key, as_conversation, multimodal_keys, where)
             kind = "text" if isinstance(messages, str) else "a list"
-            if not as_conversation and kind not in places:
+            if not as_conversation and not absent and kind not in places:
                 places[kind] = where
                 if len(places) > 1:
                     raise ValueError(_mixed(places, prompt_key))
@@ -284,7 +286,7 @@ class Dataset:
                 tools = _parse_tools(row[tool_key], f"{where}: column {tool_key!r}")
                 metadata = {**metadata, "tools": tools}
             prompt: Any = messages
-            if apply_chat_template:
+            if apply_chat_template and not absent:
                 prompt = _rendered(tokenizer, messages, tools, apply_chat_template_kwargs or {}, where)
             inputs = None
             if processor is not None and isinstance(messages, list):

@@ -11,6 +11,7 @@ from slime.arguments.rules.checkpoints import needs_reference
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+ENVIRONMENT_GENERATE = "slime.rollout.environments.generate"
 GENERATE_WITH_ENGINES = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
 """Built-in rollout functions that share generation, rewards and evaluation."""
 

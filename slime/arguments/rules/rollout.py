@@ -9,14 +9,13 @@ from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.environments import environments_of
 from slime.arguments.rules.data import check_file
-from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.loop import ENVIRONMENT_GENERATE, GENERATE_WITH_ENGINES, SFT_ROLLOUT
 
 ROLLOUT_BUFFER_ROLLOUTS = (
     "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout",
     "slime.rollout.agent_rollout.generate_rollout",
 )
 NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-ENVIRONMENT_GENERATE = "slime.rollout.environments.generate"
 ENVIRONMENT_DATA_SOURCE = "slime.rollout.environments.EnvironmentDataSource"
 
 

@@ -167,3 +167,17 @@ def test_prompts_that_a_rollout_meets_twice_or_that_hold_the_answer(found, promp
     assert any(warning in text for text in found("--prompt-data", prompts(*rows), *flags).warnings)
     good = prompts(*(messages(f"{n}+1=") for n in range(20)))
     assert not [text for text in found("--prompt-data", good, *flags).warnings if "prompts" in text]
+
+
+ENVIRONMENT = [
+    "--environment-path", "tests.support.environments.Guess",
+    "--custom-generate-function-path", "slime.rollout.environments.generate",
+]  # fmt: skip
+
+
+def test_rows_for_environments_need_no_prompt(found, prompts):
+    rows = [{"label": "1", "metadata": {"difficulty": 2, "seed": n}} for n in range(4)]
+    flags = ["--eval-interval", 1, "--eval-prompt-data", "e", prompts(*rows), "--eval-input-key", "prompt"]
+    findings = found(*flags, *ENVIRONMENT)
+    assert [text for text in findings.errors + findings.warnings if "prompt" in text] == []
+    assert any("there is no column --eval-input-key prompt" in text for text in found(*flags).errors)

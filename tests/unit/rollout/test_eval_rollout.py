@@ -80,4 +80,4 @@ def test_a_trajectory_counts_once_however_many_samples_it_is(cluster, make_args)
     assert result["x"]["rewards"] == [1.0] * 6 + [0.0] * 2  # two copies of each prompt
     assert [sample.rollout_id for sample in result["x"]["samples"]] == [0] * 3 + [1] * 3 + [None] * 2
     assert eval_metrics(args, result)["eval/x"] == 0.5
-    assert eval_summary(result) == ["x: accuracy 50.0%, 8 samples of 4 trajectories, 0.0% of them truncated"]
+    assert eval_summary(result) == ["x: mean reward 0.5, 8 samples of 4 trajectories, 0.0% of them truncated"]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from slime.observability import rollout_metrics, tracking
-from slime.observability.timer import Timer, get_timers, inverse_timer
 from slime.observability.metric_utils import compression_ratio, compute_pass_rate
+from slime.observability.timer import Timer, get_timers, inverse_timer
 from slime.utils.misc import decode_int32_meta_array
 from slime.utils.types import Sample
 
