@@ -132,6 +132,7 @@ def bare_latex(text: str) -> str:
         text, found = _FONT.subn(r" \1 ", text)
         if not found:
             break
+    text = re.sub(r"\\not\s*=", "≠", re.sub(r"\\not\s*\\in(?![a-zA-Z])", "∉", text))
     return _COMMAND.sub(_plain_command, re.sub(r"\\(left|right|middle)\s*\.", "", text))
 
 

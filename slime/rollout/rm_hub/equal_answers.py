@@ -29,7 +29,7 @@ _E_NOTATION = re.compile(r"(?<![\w.])(?:\d+(?:\.\d*)?|\.\d+)[eE][+-]?\d{1,3}(?![
 _GROUPED_BY_LATEX = re.compile(r"(?<=\d)(?:,\\!|\{,\}) *(?=\d{3}(?!\d))")
 _GROUPED_BY_SPACES = re.compile(r"(?<![\d.,])\d{1,3}(?: +\d{3})+(?!\d)")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
-_ENTRIES = re.compile(r"(?<![\d.,])[1-9]\d*(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")
+_ENTRIES = re.compile(r"(?<![\d.])[1-9]\d*(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")
 _MIXED = re.compile(r"(?<![\d.)\w}])(\d+) +(\d+)/(\d+)(?![\d!^])")
 _BASES = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
@@ -66,7 +66,8 @@ def _canonical(answer: str) -> str:
     text = re.sub(r"\\(" + "|".join(FUNCTIONS[1:]) + r")(?![a-zA-Z])", r"\1 ", text)  # \sqrt stays a command
     text = re.sub(r"\\([a-zA-Z]+) +([a-zA-Z0-9])(?![a-zA-Z0-9])", r"\\\1{\2}", text)
     text = re.sub(r"\s+", "", _lower(text))
-    text = _without_thousands(text)
+    text = _without_thousands(text).replace("⦃⦄", "∅")
+    text = re.sub(r"^\((\w+)\)_", r"\1_", text)  # a base is often written after parentheses
     return _scripts(text)
 
 

@@ -69,7 +69,7 @@ def _of_number(label: Any) -> list[str]:
         if not math.isfinite(label):
             return []  # a gap in a column of numbers
         text = format(Decimal(str(label)), "f")
-        return [str(int(label)), text] if label == int(label) else [text]
+        return list(dict.fromkeys([str(int(label)), text] if label == int(label) else [text, str(label)]))
     return [str(label)]
 
 
