@@ -79,7 +79,7 @@ def without_keys(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
     for name in SECRET:
         if command and (value := arguments.get(name)):
             command = command.replace(value, MASK)
-    object.__setattr__(server_args, "_launch_command", command)
+    server_args._launch_command = command
     return {name: MASK if name in SECRET and value else value for name, value in arguments.items()}
 
 
