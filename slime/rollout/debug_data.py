@@ -44,7 +44,7 @@ def load_rollout(path: str | os.PathLike[str], subsample_ratio: float | None = N
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no rollout dump at {path}")
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with torch.serialization.safe_globals(numpy_globals()):
             data = torch.load(path, map_location="cpu", weights_only=True)
         samples = [Sample.from_dict(_restore(entry)) for entry in data["samples"]]
     except Exception as e:
@@ -72,7 +72,7 @@ def subsample(samples: list[Sample], ratio: float) -> list[Sample]:
     return samples[: count // 2] + samples[-count // 2 :] if count else []
 
 
-def _numpy_globals() -> list[Any]:
+def numpy_globals() -> list[Any]:
     """What pickles of numpy arrays refer to (dumps of slime <= 0.3.1 hold some)."""
     kinds = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
     multiarray = importlib.import_module("numpy._core.multiarray")

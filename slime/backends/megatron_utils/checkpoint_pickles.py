@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import wraps
@@ -22,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils import checkpoint_dir
+from slime.rollout.debug_data import numpy_globals
 
 FLAG = "--unpickle-checkpoints"
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -106,7 +108,8 @@ def plain_values_only(directory: Path, *, trusted: bool = False) -> Iterator[Non
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     try:
-        yield
+        with torch.serialization.safe_globals([Namespace, *numpy_globals()]):
+            yield
     except (Exception, CheckpointException) as e:
         refused = _REFUSED_BY_TORCH.search("".join(traceback.format_exception(e)))
         if refused is None and not isinstance(e, UntrustedPickle):

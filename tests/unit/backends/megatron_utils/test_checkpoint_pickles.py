@@ -119,6 +119,17 @@ def test_random_states_and_tensors_are_read(tmp_path):
     assert found["step"] == 3
 
 
+def test_plain_values_between_tensors_are_read(tmp_path):
+    held = [np.float64(0.5), np.int64(3), np.bool_(True), np.arange(3), random.Random(1).getstate(), Namespace(a=[1])]
+    dcp.save({"a": torch.ones(1), "b": held}, checkpoint_id=tmp_path / "c", no_dist=True)
+    wanted = {"a": torch.zeros(1), "b": [None] * len(held)}
+    with plain_values_only(tmp_path / "c"):
+        dcp.load(wanted, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert (wanted["b"][0], wanted["b"][1], wanted["b"][2]) == (0.5, 3, True)
+    assert wanted["b"][3].tolist() == [0, 1, 2]
+    assert wanted["b"][4:] == held[4:]
+
+
 @pytest.mark.parametrize(
     "payload",
     [
