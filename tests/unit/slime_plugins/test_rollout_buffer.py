@@ -249,12 +249,13 @@ def test_a_generator_whose_groups_are_all_dropped_ends_the_run(served, engine, m
         generate_rollout(make_args(["q0", "q1", "q2"], num_rollout=1), 0, Source(3))
 
 
-def test_groups_of_another_size_are_refused(served, make_args):
+def test_nothing_but_groups_of_another_size_end_the_run(served, make_args, monkeypatch):
+    monkeypatch.setattr(rollout_buffer_example, "MOST_BAD_GROUPS", 0)
     rollout_buffer_example._started[served.url] = Progress()
     start = {"task_type": "idle", "num_repeat_per_sample": 1}
     requests.post(f"{served.url}/start_rollout", json=start, headers=served.headers, timeout=30)
     requests.post(f"{served.url}/buffer/write", json=item("1"), headers=served.headers, timeout=30)
-    with pytest.raises(ValueError, match="gave 1 trajectories of a, expected groups of --n-samples-per-prompt 2"):
+    with pytest.raises(RuntimeError, match="group a: it has 1 trajectories, expected --n-samples-per-prompt 2"):
         generate_rollout(make_args(["q1"]), 0, Source(1))
 
 
