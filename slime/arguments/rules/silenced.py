@@ -126,7 +126,7 @@ def _when(present: Callable[[Namespace], object], words: str) -> Callable[[Names
 
 SILENCED: tuple[Silenced, ...] = (
     Silenced(OF_WHOLE_ROLLOUTS, _rollout_without_hooks),
-    Silenced((*OF_SAMPLES, *OF_GENERATION), _rollout_without_samples),
+    Silenced((*OF_SAMPLES, *OF_GENERATION, "apply_chat_template_kwargs"), _rollout_without_samples),
     Silenced(OF_WHOLE_ROLLOUTS, _own_rollout),
     Silenced(("over_sampling_batch_size",), _when(
         lambda args: args.rollout_function_path == FULLY_ASYNC_ROLLOUT, f"--rollout-function-path {FULLY_ASYNC_ROLLOUT}"

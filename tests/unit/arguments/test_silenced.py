@@ -34,6 +34,7 @@ CASES = [
     (f"{ROLLOUT} --over-sampling-batch-size 64", "--over-sampling-batch-size", "--rollout-function-path"),
     (f"{ROLLOUT} --partial-rollout", "--partial-rollout", "--rollout-function-path"),
     (f"{SFT} --rollout-sample-filter-path {OWN}", "--rollout-sample-filter-path", "slime.rollout.sft_rollout"),
+    (f'{SFT} --apply-chat-template-kwargs {{"enable_thinking":false}}', "--apply-chat-template-kwargs", "sft_rollout"),
     (f"{SFT} --rm-type math", "--rm-type", "slime.rollout.sft_rollout"),
     (f"{SFT} --rollout-max-response-len 9", "--rollout-max-response-len", "slime.rollout.sft_rollout"),
     (f"{SFT} --entropy-coef 0.1 --eps-clip 0.3", "--eps-clip and --entropy-coef", "--loss-type sft_loss"),
@@ -62,7 +63,7 @@ CASES = [
 
 @pytest.mark.parametrize(("words", "silent", "by"), CASES)
 def test_a_silenced_flag_is_named_with_what_silences_it(words, silent, by):
-    found = [said for said in dry(*words.split()).warnings if said.startswith(silent)]
+    found = [said for said in dry(*words.split()).warnings if silent in said]
     assert any(by in said for said in found), dry(*words.split()).warnings
 
 
