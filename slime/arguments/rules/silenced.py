@@ -28,7 +28,7 @@ OF_SAMPLES = (
     "custom_generate_function_path", "custom_rm_path", "rm_type", "group_rm", "rollout_sample_hook_path",
     "reward_failure_tolerance",
 )  # fmt: skip
-OF_GENERATION = ("rollout_max_response_len", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids")
+OF_GENERATION = ("rollout_top_k", "rollout_stop", "rollout_stop_token_ids")
 OF_GROUP_STATISTICS = ("rewards_normalization", "grpo_std_normalization", "reward_statistics")
 OF_THE_POLICY_LOSS = (
     "eps_clip", "eps_clip_high", "eps_clip_c", "use_kl_loss", "kl_loss_coef", "entropy_coef", "use_tis", "use_opsm",

@@ -36,7 +36,7 @@ CASES = [
     (f"{SFT} --rollout-sample-filter-path {OWN}", "--rollout-sample-filter-path", "slime.rollout.sft_rollout"),
     (f'{SFT} --apply-chat-template-kwargs {{"enable_thinking":false}}', "--apply-chat-template-kwargs", "sft_rollout"),
     (f"{SFT} --rm-type math", "--rm-type", "slime.rollout.sft_rollout"),
-    (f"{SFT} --rollout-max-response-len 9", "--rollout-max-response-len", "slime.rollout.sft_rollout"),
+    (f"{SFT} --rollout-stop x", "--rollout-stop", "slime.rollout.sft_rollout"),
     (f"{SFT} --entropy-coef 0.1 --eps-clip 0.3", "--eps-clip and --entropy-coef", "--loss-type sft_loss"),
     (f"{BUFFER} --custom-rm-path {OWN}", "--custom-rm-path", "slime_plugins.rollout_buffer"),
     (f"{BUFFER} --custom-generate-function-path {OWN}", "--custom-generate-function-path", "slime_plugins.rollout_bu"),
