@@ -19,34 +19,37 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 
 
 async def apply_rollout_sample_hooks(
-    args: Any, value: Any, *, rollout_id: int | None = None, evaluation: bool = False
+    args: Any, value: Any, *, rollout_id: int | None = None, evaluation: bool = False, **offered: Any
 ) -> Any:
-    """Run the hooks as ``apply_sample_hooks`` does; without a ``rollout_id`` it is that of the rollout in progress."""
+    """Run the hooks as ``apply_sample_hooks`` does; without a ``rollout_id`` it is that of the rollout in progress.
+
+    Hooks are passed those of the further keywords that they accept, too.
+    """
     args = with_defaults(args)
     rollout_id = _current_rollout_id if rollout_id is None else rollout_id
-    return await apply_sample_hooks(args, value, rollout_id=rollout_id, evaluation=evaluation)
+    return await apply_sample_hooks(args, value, rollout_id=rollout_id, evaluation=evaluation, **offered)
 
 
 async def apply_sample_hooks(
-    args: Any, samples: Any, *, rollout_id: int | None = None, evaluation: bool = False
+    args: Any, samples: Any, *, rollout_id: int | None = None, evaluation: bool = False, **offered: Any
 ) -> Any:
     """Run every hook, in flag order, on each sample of the nested list ``samples``; return the same nesting.
 
     A hook may be sync or async and returns the sample to continue with, or None to keep the one it was given. It is
-    passed those of ``rollout_id`` and ``evaluation`` that it accepts. Raises TypeError for any other return value.
+    passed those of ``rollout_id``, ``evaluation`` and what is ``offered`` that it accepts. Raises TypeError for any
+    other return value.
     """
+    offered |= {"rollout_id": rollout_id, "evaluation": evaluation}
     paths = args.rollout_sample_hook_path or []
     for path in [paths] if isinstance(paths, str) else paths:
-        samples = await _apply(
-            make_hook(path, "rollout_sample_hook_path", load=load_function), args, samples, rollout_id, evaluation
-        )
+        samples = await _apply(make_hook(path, "rollout_sample_hook_path", load=load_function), args, samples, offered)
     return samples
 
 
-async def _apply(hook: Hook, args: Any, samples: Any, rollout_id: int | None, evaluation: bool) -> Any:
+async def _apply(hook: Hook, args: Any, samples: Any, offered: dict[str, Any]) -> Any:
     if isinstance(samples, (list, tuple)):
-        return [await _apply(hook, args, sample, rollout_id, evaluation) for sample in samples]
-    result = await hook.awaited(args, samples, **hook.accepted(rollout_id=rollout_id, evaluation=evaluation))
+        return [await _apply(hook, args, sample, offered) for sample in samples]
+    result = await hook.awaited(args, samples, **hook.accepted(**offered))
     if result is None:
         return samples
     if not isinstance(result, Sample):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from slime.rollout.hooks.hook import find_hook, finish, make_hook
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import BadReward
-from slime.rollout.sample_hooks import apply_sample_hooks
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks, apply_sample_hooks
 from slime.rollout.sglang_rollout import call_generate, generate_hook, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
@@ -231,6 +232,16 @@ def test_finish_waits_for_any_awaitable_and_passes_on_the_rest():
 
     assert run(on_the_loop()) == 3
     assert find_hook(rollout_args(), "custom_rm_path") is None
+
+
+def takes_some(args: Any, sample: Sample, *, evaluation: bool, source: str = "") -> None:
+    sample.metadata = {"evaluation": evaluation, "source": source}
+
+
+async def test_hooks_get_the_further_keywords_that_they_accept():
+    args = SimpleNamespace(rollout_sample_hook_path=[f"{__name__}.takes_some"])
+    (sample,) = await apply_rollout_sample_hooks(args, [Sample()], evaluation=True, source="mine", unknown=1)
+    assert sample.metadata == {"evaluation": True, "source": "mine"}
 
 
 # Samples of a subclass
