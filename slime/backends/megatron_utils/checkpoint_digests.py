@@ -45,7 +45,7 @@ def write_digests(
 
     Raises RuntimeError on all ranks when a file cannot be read back. Collective.
     """
-    found = {name: one for part in gather_from_world(computed) for name, one in part.items()}
+    found = {name: one for part in gather_from_world(dict(computed)) for name, one in part.items()}
     rank, ranks = _place()
     files = (path for path in directory.rglob(pattern) if path.is_file()) if rank == 0 else ()
     names = {str(path.relative_to(directory)) for path in files}
