@@ -41,6 +41,7 @@ def damage_every_file(checkpoint: str, folder: str, flips: int, flags: dict[str,
     for rollout_id in range(2):
         train_once(trainer, rollout_id, make_train_data(seed=rollout_id))
         trainer.save(rollout_id)
+    trainer.finish_saving()
     before, args, state = parameters(trainer), trainer.args, trainer._state
     read = [path for path in sorted(save.rglob("*")) if path.is_file() and "iter_0000000" not in str(path)]
     said: dict[str, str] = {}
