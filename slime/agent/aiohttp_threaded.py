@@ -49,7 +49,7 @@ class AppHandle:
             logger.warning("the application on port %d has not ended within %.0f s", self.port, STOP_DEADLINE_S)
 
 
-_told: dict[str, BoundedLog] = {}
+_told: dict[int, BoundedLog] = {}
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
@@ -57,7 +57,7 @@ class FilteredAccessLogger(AbstractAccessLogger):
 
     def __init__(self, logger: logging.Logger, log_format: str) -> None:
         super().__init__(logger, log_format)
-        self._told = _told.setdefault(logger.name, BoundedLog(logger, logging.INFO))  # one for all connections
+        self._told = _told.setdefault(id(logger), BoundedLog(logger, logging.INFO))  # one for all connections
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """Log one finished request; ``time`` in seconds."""

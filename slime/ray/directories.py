@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.roles import CRITIC, role_args
-from slime.observability.run_dir import command_line
+from slime.observability.run_dir import command_line, make_private
 from slime.utils.atomic_file import FULL, space_left
 from slime.utils.directory_lock import NAME, DirectoryLock, HeldByAnother
 
@@ -50,6 +50,9 @@ def release() -> None:
 
 def _lock(args: Namespace, what: str, file: Path) -> DirectoryLock | None:
     try:
+        if what.startswith("--run-dir"):
+            file.parent.parent.mkdir(parents=True, exist_ok=True)
+            make_private(file.parent)
         return DirectoryLock(file, what, command_line())
     except HeldByAnother as e:
         raise ArgumentError(str(e)) from None

@@ -49,6 +49,7 @@ from slime.rollout.durable.recovery import may_be_saved
 from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook, with_notes
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
+from slime.servers.key_file import key_for
 from slime.utils import run_key
 from slime.utils.http_utils import get_http_client, init_http_client
 from slime.utils.memory_utils import collect_between_rollouts, gc_freeze
@@ -84,6 +85,8 @@ class RolloutManager(EngineControl):
         """Start the engines on the slots ``pg`` in the background; load prompts and hooks."""
         args = self.args
         run_key.install()
+        if args.rollout_buffer_url:
+            run_key.add(args.rollout_buffer_url, key_for(args.rollout_buffer_url))
         check_hooks(args)
         if not args.debug_train_only:
             self.fleet = ElasticFleet(args, pg, wiring, self)

@@ -200,7 +200,12 @@ async def test_an_answer_that_is_cut_short(gateway):
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("0123", "length")
     [sample] = await g.adapter.finish_session("s", base_sample=BASE)
     assert sample.metadata["truncated"]
-    assert sample_metrics(SimpleNamespace(log_reward_category=None), [sample])["truncated_ratio"] == 1.0
+    assert (
+        sample_metrics(SimpleNamespace(log_reward_category=None, sglang_speculative_algorithm=None), [sample])[
+            "truncated_ratio"
+        ]
+        == 1.0
+    )
 
 
 async def test_an_ill_formed_tool_call_is_text_and_marked(gateway):

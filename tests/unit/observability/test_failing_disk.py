@@ -201,7 +201,7 @@ def test_the_report_of_a_failure_never_fails(
         raise ValueError("the reward is no number")
 
     monkeypatch.setattr(program, "configure_logger", lambda prefix: None)
-    monkeypatch.setattr(Path, "write_text", fails)
+    monkeypatch.setattr(program, "write_atomically", fails)
     assert run_as_program(run_args(run_dir=str(tmp_path)), body) == 1
     said = capsys.readouterr().err
     last = said.strip().splitlines()[-2:]

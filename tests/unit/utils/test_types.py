@@ -184,7 +184,7 @@ STOP |= {"spec_verify_ct": 2, "completion_tokens": 4}
     [
         ({**STOP, "top_p_token_ids": [1], "top_p_token_offsets": [0, 5]}, ValueError),
         ({**STOP, "top_p_token_ids": [1], "top_p_token_offsets": ["x", "y"]}, ValueError),
-        ({**STOP, "routed_experts": [1, 2, 3]}, AttributeError),  # args that know nothing of layers
+        ({**STOP, "routed_experts": [1, 2, 3]}, TypeError),  # args that know nothing of layers
         ({**STOP, "weight_versions": [{"version": "9"}]}, KeyError),  # a span without its start
         ({**STOP, "weight_versions": [{"version": "9", "start": "later"}]}, ValueError),
         ({**STOP, "finish_reason": {"kind": "stop"}}, KeyError),
