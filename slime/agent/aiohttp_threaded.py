@@ -63,7 +63,10 @@ class FilteredAccessLogger(AbstractAccessLogger):
         """Log one finished request; ``time`` in seconds."""
         if request.method == "HEAD" or (response.status == 200 and time < SLOW_REQUEST_S):
             return
-        self._told.tell("%s %s %s: %d in %.1f s", request.remote, request.method, request.path, response.status, time)
+        if self._told.admits():
+            self.logger.info(
+                "%s %s %s: %d in %.1f s", request.remote, request.method, request.path, response.status, time
+            )
 
 
 def run_app_in_thread(

@@ -18,15 +18,19 @@ class BoundedLog:
         self.logger, self.level = logger, level
         self._begun, self._count = -PERIOD_S, 0
 
-    def tell(self, message: str, *values: object) -> None:
-        """Log ``message % values`` unless there have been too many."""
+    def admits(self) -> bool:
+        """Count one more message; return whether it may be logged."""
         now = time.monotonic()
         if now - self._begun >= PERIOD_S:
             if self._count > MOST:
                 self.logger.log(self.level, "%d more messages like the last ones were left out", self._count - MOST)
             self._begun, self._count = now, 0
         self._count += 1
-        if self._count <= MOST:
+        return self._count <= MOST
+
+    def tell(self, message: str, *values: object) -> None:
+        """Log ``message % values`` unless there have been too many."""
+        if self.admits():
             text = message % values if values else message
             self.logger.log(
                 self.level, "%s", text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"

@@ -22,7 +22,6 @@ from examples.openai_agents.make_data import call, make_data
 from examples.search_r1.make_data import document, facts
 from examples.search_r1.retrieval_server import Index, application
 from slime.agent.aiohttp_threaded import run_app_in_thread
-from slime.servers.key_file import key_for
 from slime.utils.types import Sample
 from tests.support.agents import END, ToolTokenizer, call_text, scripted_engine, served
 
@@ -34,9 +33,10 @@ Play = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def play() -> Iterator[Play]:
+def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
     """``play(*lines)``: attempt the task against a model that says these lines; return the finished sessions."""
     set_tracing_disabled(True)
+    monkeypatch.setenv("SLIME_ROLLOUT_BUFFER_KEY", "the key of both")
     with ExitStack() as stack:
         index = Index([document(*fact) for fact in facts().items()])
         search = run_app_in_thread(application(index), host="127.0.0.1")
@@ -49,7 +49,7 @@ def play() -> Iterator[Play]:
             keeper = Keeper(tokenizer=ToolTokenizer(), sglang_url=cluster.router.url, **options)
             url = f"http://127.0.0.1:{stack.enter_context(served(keeper)).port}"
             own = search_url or f"http://127.0.0.1:{search.port}/retrieve"
-            settings = Settings(url, own, 1, 3, key_for(url), api, {"temperature": 0.5})
+            settings = Settings(url, own, 1, 3, None, api, {"temperature": 0.5})
 
             async def run() -> None:
                 async with httpx.AsyncClient() as http:
