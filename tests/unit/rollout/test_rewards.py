@@ -295,7 +295,7 @@ async def test_remote_rewards_are_asked_again_and_fail_alone(monkeypatch):
         monkeypatch.setattr(remote, name, value)
     with FakeCluster(1) as cluster:
         engine = cluster.engines[0]
-        asked = args(rm_type="remote_rm", rm_url=f"{engine.url}/generate")
+        asked = args(rm_type="remote_rm", rm_url=f"{engine.url}/generate", max_prompt_attempts=1)
         engine.failures.extend([Failure(503, b"busy"), Failure(500, b"no"), Failure(200, b"0.5")])
         assert await async_rm(asked, sample("r")) == 0.5
         assert len(engine.requests) == 3
