@@ -348,7 +348,7 @@ def test_aborted_groups_go_through_the_buffer_and_its_filter(cluster, start, clo
         TROUBLE.clear()
         args.custom_generate_function_path = f"{HERE}.aborts_once"
     output = generate_rollout_fully_async(args, 0, source)
-    for rollout_id in range(1, 8):  # once it is given up, it comes back after another group has succeeded
+    for rollout_id in (1, 2):  # once it is given up, it comes back after another group has succeeded
         if "p2" not in prompts(output.samples):
             clock.publish(rollout_id + 1, rollout_id)
             set_version(cluster, str(rollout_id + 1))
