@@ -15,14 +15,14 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils import checkpoint_dir
+from slime.backends.megatron_utils import checkpoint_dir, import_megatron
 from slime.rollout.debug_data import numpy_globals
 
 FLAG = "--unpickle-checkpoints"
@@ -44,6 +44,8 @@ _ALLOWED = {
         "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    # megatron-core keeps the plans of all ranks in the metadata where the structure stays the same
+    "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     "torch.distributed._shard.metadata": ("ShardMetadata",),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata",),
@@ -62,9 +64,18 @@ class UntrustedPickle(ValueError):
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _ALLOWED.get(module, ()):
+        if not is_dtype and name not in _ALLOWED.get(module, ()) and (module, name) not in _allowed_by_megatron():
             raise UntrustedPickle(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+@cache
+def _allowed_by_megatron() -> frozenset[tuple[str, str]]:
+    """What megatron-core lets torch read from its checkpoints: enums and records of its own."""
+    import_megatron()
+    from megatron.core.safe_globals import SAFE_GLOBALS
+
+    return frozenset((found.__module__, found.__qualname__) for found in SAFE_GLOBALS)
 
 
 _trusts: ContextVar[bool] = ContextVar("trusts", default=False)

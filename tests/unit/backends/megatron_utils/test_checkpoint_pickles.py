@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from slime.backends.megatron_utils import checkpoint_formats
+from slime.backends.megatron_utils import checkpoint_formats, import_megatron
 from slime.backends.megatron_utils.checkpoint import TrainerState, load_checkpoint
 from slime.backends.megatron_utils.checkpoint_dir import TORCH
 from slime.backends.megatron_utils.checkpoint_pickles import UntrustedPickle, check_metadata, loads, plain_values_only
@@ -128,6 +129,27 @@ def test_plain_values_between_tensors_are_read(tmp_path):
     assert (wanted["b"][0], wanted["b"][1], wanted["b"][2]) == (0.5, 3, True)
     assert wanted["b"][3].tolist() == [0, 1, 2]
     assert wanted["b"][4:] == held[4:]
+
+
+def test_plans_of_several_ranks_in_the_metadata_are_read(tmp_path):
+    """megatron-core keeps them there for the next save."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"a": torch.ones(2), "b": [1]}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    _, metadata = planner.create_global_plan([plan])
+    metadata.all_local_plans = [plan]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    check_metadata(tmp_path)
+
+
+def test_records_of_megatron_are_read():
+    import_megatron()
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.rerun_state_machine import RerunMode
+    from megatron.core.transformer.enums import AttnBackend
+
+    held = Namespace(attention=AttnBackend.flash, rerun=RerunMode.DISABLED, optimizer=OptimizerConfig(lr=0.5))
+    assert loads(pickle.dumps({"args": held})) == {"args": held}
 
 
 @pytest.mark.parametrize(
