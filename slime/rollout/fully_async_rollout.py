@@ -242,7 +242,9 @@ class AsyncRolloutWorker(GroupStream):
             return False
         if self._slots_are_awaited:
             return False
-        return self.bound.may_start(self.ahead, self.rollout_id, self.clock.step)
+        # A held group keeps its place while another one may tell why it failed: it would come back too old.
+        held = len(self.all_held()) if self.in_flight else 0
+        return self.bound.may_start(self.ahead + held, self.rollout_id, self.clock.step)
 
     def _begin(self, job: GroupJob) -> asyncio.Task[Any] | None:
         complete = is_complete(job.original)

@@ -131,15 +131,18 @@ def test_a_service_that_is_down_for_a_while_costs_no_prompt(make_args, kind, bat
     args, source, rollout = arguments(make_args, kind, "down_for_a_while", rollout_batch_size=batch)
     rollout(args, 0, source)
     DOWN_FOR.append(40)
-    outputs = [rollout(args, rollout_id, source) for rollout_id in (1, 2, 3, 4)]
+    outputs: list[Any] = []
+    while len(outputs) < 4 or "answers again" not in caplog.text:  # what is ready was made before it went down
+        assert len(outputs) < 50
+        outputs.append(rollout(args, 1 + len(outputs), source))
     stop_global_worker()
     samples = [sample for output in outputs for sample in iter_samples(output.samples)]
     assert all(sample.reward == 1.0 and not sample.remove_sample for sample in samples)
-    assert DOWN_FOR == [0] or kind == "fully async"
+    assert DOWN_FOR == [0]
     assert "rollout/given_up_groups" not in {name for output in outputs for name in output.metrics}
     assert caplog.text.count("fails for all, and generation pauses") == 1
     assert f"generate function {HERE}.down_for_a_while fails for all" in caplog.text
-    assert caplog.text.count("answers again after") == 1 or (kind, batch) == ("fully async", 1)  # which was ahead
+    assert caplog.text.count("answers again after") == 1
     assert "no judge at port 9" in caplog.text
     assert "test_outages.py" in caplog.text, "the line of the user's code"
     if kind != "fully async":
