@@ -147,8 +147,12 @@ def parsed(words: list[str]) -> Namespace | None:
 
 
 def comparable(args: Namespace) -> dict[str, str]:
-    """Every attribute as text that also tells 1 from 1.0 and True; the flags of files are left out."""
+    """Every attribute as text that also tells 1 from 1.0 and True; the flags of files are left out.
+
+    A file has each flag once: what is said about flags that a line repeats is left out too.
+    """
     values = {name: value for name, value in vars(args).items() if name not in OWN_FLAGS}
+    values["warnings"] = [text for text in args.warnings if "times; the last one holds" not in text]
     values["explicit_flags"] = sorted(args.explicit_flags - OWN_FLAGS)
     return {name: repr(value) for name, value in values.items()}
 

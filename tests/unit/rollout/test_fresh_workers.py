@@ -102,20 +102,22 @@ async def test_workers_that_stay_get_no_secrets(monkeypatch):
 
 
 async def test_rules_of_other_authors_are_graded_apart():
-    assert set(rules.RULES) - {"math", "deepscaler", "dapo", "f1", "gpqa"} == set(rules.FRESH)
+    assert set(rules.RULES) - set(OURS) == set(rules.FRESH)
 
 
+OURS = ("math", "math_verify", "deepscaler", "dapo", "f1", "gpqa")
+ENDLESS = r"\boxed{9^{9^{9^9}}}"  # for math-verify, which only the limits of a worker end
 ANSWERS = [
     r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{2^{10}}", r"\boxed{x^2+1}", r"\boxed{\sqrt{8}}", r"\boxed{1,000}",
-    r"\boxed{(1,2)}", r"\boxed{\infty}", "no box", r"\boxed{9^{9^{9^9}}}", r"\boxed{\text{a}}", "Answer: 7", "",
+    r"\boxed{(1,2)}", r"\boxed{\infty}", "no box", ENDLESS, r"\boxed{\text{a}}", "Answer: 7", "",
 ]  # fmt: skip
 
 
 def test_our_rules_keep_nothing():
     """Each verdict is that of a first answer, whatever was graded before; and the interpreter's own state stays."""
-    kinds = ("math", "deepscaler", "dapo", "f1", "gpqa")
     metadata = {"choices": ["1", "2"], "correct_letter": "A"}
-    pairs = [(kind, answer, label) for kind in kinds for answer in ANSWERS for label in ("\\frac{1}{2}", "1024", "7")]
+    pairs = [(kind, answer, label) for kind in OURS for answer in ANSWERS for label in ("\\frac{1}{2}", "1024", "7")]
+    pairs = [pair for pair in pairs if pair[:2] != ("math_verify", ENDLESS)]
     import decimal
 
     before = random.getstate(), decimal.getcontext().prec, dict(os.environ), os.getcwd()

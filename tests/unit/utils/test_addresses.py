@@ -26,8 +26,8 @@ from slime.weight_sync import process_group
 FD = "fd00::1"
 
 
-def listeners_of_this_process() -> set[str]:
-    """Return the addresses of this process's TCP listeners, from /proc."""
+def listeners_of_this_process(port: int) -> set[str]:
+    """Return the addresses at which this process listens for TCP connections to ``port``, from /proc."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -40,8 +40,9 @@ def listeners_of_this_process() -> set[str]:
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                raw = bytes.fromhex(fields[1].split(":")[0])
+            address, _, its_port = fields[1].partition(":")
+            if fields[3] == "0A" and fields[9] in inodes and int(its_port, 16) == port:
+                raw = bytes.fromhex(address)
                 words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
                 found.add(socket.inet_ntop(family, words))
     return found
@@ -97,14 +98,13 @@ def test_the_router_of_an_ipv6_host_has_a_url_that_plug_ins_put_together() -> No
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_the_store_of_rank_0_listens_at_its_address_only(host: str) -> None:
-    before = listeners_of_this_process()
     port = free_port(host)
     store, rank, size = open_store(f"tcp://{join_address(host, port)}", 0, 1, timedelta(seconds=5))
     try:
         assert (rank, size) == (0, 1)
         store.set("key", "value")
         assert store.get("key") == b"value"
-        assert listeners_of_this_process() - before == {host}
+        assert listeners_of_this_process(port) == {host}
     finally:
         del store
 
