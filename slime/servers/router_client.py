@@ -25,10 +25,12 @@ def add_worker(
     *,
     worker_type: str = "regular",
     bootstrap_port: int | None = None,
+    engine_api_key: str | None = None,
     api_key: str | None = None,
 ) -> None:
     """Register an engine. The router answers at once and makes it ready later: see :func:`wait_worker_ready`.
 
+    ``engine_api_key`` is the key that the router is to send to the engine, ``api_key`` the router's own.
     An earlier entry of the same URL is replaced (smg refuses another one, and removes them in the background).
 
     Raises:
@@ -40,8 +42,8 @@ def add_worker(
         if bootstrap_port is None:
             raise ValueError(f"Prefill worker {engine_url} has no bootstrap port; the router needs it.")
         body["bootstrap_port"] = bootstrap_port
-    if api_key:
-        body["api_key"] = api_key
+    if engine_api_key:
+        body["api_key"] = engine_api_key
     deadline = time.monotonic() + _REPLACE_DEADLINE_S
     while True:
         try:

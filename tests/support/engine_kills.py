@@ -254,8 +254,9 @@ def kill_router(standins: StandInFleet, make_args: Callable[..., SimpleNamespace
 
 
 def _lists_all(standins: StandInFleet) -> bool:
+    url = standins.fleet.models[0].running_router.url
     try:
-        listed = {worker["url"] for worker in list_workers(standins.fleet.models[0].running_router.url, timeout=2.0)}
+        listed = {worker["url"] for worker in list_workers(url, api_key=standins.args.sglang_api_key, timeout=2.0)}
     except RouterError:
         return False
     return listed == {member.known_info.url for member in standins.fleet.members.of(State.SERVING)}
@@ -439,7 +440,10 @@ def kill_one_of_two(
         assert fleet.recover() == 1
         offered = {info.url for info in fleet.offer()}
         fleet.admit()
-        assert {worker["url"] for worker in list_workers(fleet.models[0].running_router.url)} == offered
+        assert {
+            worker["url"]
+            for worker in list_workers(fleet.models[0].running_router.url, api_key=fleet.args.sglang_api_key)
+        } == offered
         assert len(offered) == 2
         groups += generate_rollout(args, 1, source).samples
         _check_real(args, checkpoint, groups, 12)

@@ -75,7 +75,8 @@ class Router:
             engine.url,
             worker_type=engine.worker_type,
             bootstrap_port=engine.bootstrap_port,
-            api_key=engine.api_key,
+            engine_api_key=engine.api_key,
+            api_key=self._api_key,
         )
         router_client.wait_worker_ready(self.url, engine.url, deadline_s=deadline_s, api_key=self._api_key)
 

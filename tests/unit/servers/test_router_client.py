@@ -17,11 +17,13 @@ def workers(*entries: dict[str, Any]) -> Reply:
     return 200, {"workers": [{"id": f"id-{i}", **entry} for i, entry in enumerate(entries)]}
 
 
-def test_add_worker_sends_url_type_and_key() -> None:
+def test_add_worker_sends_url_type_and_both_keys() -> None:
     with http_stub(lambda seen: (202, {})) as stub:
+        router_client.add_worker(stub.url, ENGINE, engine_api_key="e", api_key="k")
         router_client.add_worker(stub.url, ENGINE, api_key="k")
     assert stub.seen == [
-        Seen("POST", "/workers", {"url": ENGINE, "worker_type": "regular", "api_key": "k"}, "Bearer k")
+        Seen("POST", "/workers", {"url": ENGINE, "worker_type": "regular", "api_key": "e"}, "Bearer k"),
+        Seen("POST", "/workers", {"url": ENGINE, "worker_type": "regular"}, "Bearer k"),
     ]
 
 
