@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.arguments import minimal_flags
 from tests.support.imports import watch
+from tools.tiny_model import make_tiny_checkpoint
 
 HEAVY = (
     "torch", "ray", "megatron", "sglang", "sglang_router", "smg", "transformers", "numpy", "pandas", "pyarrow",
@@ -35,8 +36,11 @@ def test_answers_load_nothing_heavy(words, status):
     assert report.status == status
 
 
-def test_a_dry_run_loads_nothing_heavy():
-    report = watch(PROGRAM, HEAVY, [*minimal_flags(), "--dry-run"])
+def test_a_dry_run_loads_nothing_heavy(tmp_path):
+    """Tokenizer and data are read by a child process."""
+    checkpoint = make_tiny_checkpoint(tmp_path / "model")
+    words = [*minimal_flags(), "--hf-checkpoint", str(checkpoint), "--dry-run"]
+    report = watch(PROGRAM, HEAVY, words)
     assert not report.offenders, report.explain()
     assert report.status == 0, report.output
 

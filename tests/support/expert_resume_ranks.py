@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 
+from slime.utils import digests
 from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import hf_weights, new_trainer, train_once
 
@@ -88,6 +89,9 @@ def with_te_names(source: str, target: str) -> str:
             dataclasses.replace(index, fqn=named(index.fqn)): place for index, place in metadata.storage_data.items()
         }
         file.write_bytes(pickle.dumps(metadata))
+        listed = digests.read(file.parent)
+        assert listed is not None
+        digests.write(file.parent, {**listed.files, file.name: digests.digest(file)}, listed.beside)
     torch.distributed.barrier()
     return target
 
