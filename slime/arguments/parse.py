@@ -45,7 +45,8 @@ def parse_args(
     ``--dry-run`` print and exit with status 0.
     ``serve``: the command line is that of ``slime serve``.
     ``look(args, dry_run=True)`` returns what a dry run finds beyond the flags (``slime.first_look.Findings``).
-    ``args.explicit_flags`` (a frozenset of attributes) says what was given on the command line.
+    ``args.explicit_flags`` (a frozenset of attributes) says what was given on the command line,
+    ``args.replaced_values`` (by attribute) what was given and then replaced by a rule.
     """
     if callable(argv):  # slime <= 0.3.1 takes add_custom_arguments first
         argv, add_custom_arguments = None, argv
@@ -115,6 +116,7 @@ def resolve(
         apply_rules(args)
     except OSError as error:
         raise ArgumentError(_about_path(args, flags, error)) from error
+    args.replaced_values = run_config.replaced(args, before)
     if file.given and not set(typed) - run_config.OWN_FLAGS:
         for difference in run_config.differences(args, before, file):
             diagnostics.warn(args, difference)

@@ -96,16 +96,17 @@ def _merged(sentences: Sequence[str]) -> list[str]:
 
 
 def given_lines(args: Namespace) -> list[str]:
-    """The flags that were given, by group, with their resolved values."""
+    """The flags that were given, by group, with the values that were given."""
+    values = {**vars(args), **args.replaced_values}
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
-        if flag.dest in args.explicit_flags - HIDDEN and hasattr(args, flag.dest):
-            groups.setdefault(flag.group, []).append(_as_typed(flag, getattr(args, flag.dest)))
+        if flag.dest in args.explicit_flags - HIDDEN and flag.dest in values:
+            groups.setdefault(flag.group, []).append(_as_typed(flag, values[flag.dest]))
     return _wrapped(list(groups.items()))
 
 
 def derived_lines(args: Namespace) -> list[str]:
-    """The flags whose value differs from the default without having been given, and the trainer's sizes.
+    """The flags whose value is neither the default nor what was given, and the trainer's sizes.
 
     Model flags taken from the checkpoint's config have a section of their own.
     """
@@ -114,8 +115,8 @@ def derived_lines(args: Namespace) -> list[str]:
     known = {flag.dest: flag for flag in all_flags()}
     for flag in known.values():
         value = getattr(args, flag.dest, flag.default)
-        given = flag.dest in args.explicit_flags or flag.dest in from_config
-        if not given and value != flag.default and flag.group not in SAME_IN_EVERY_RUN:
+        stays = flag.dest in args.explicit_flags and flag.dest not in args.replaced_values
+        if not stays and flag.dest not in from_config and value != flag.default and flag.group not in SAME_IN_EVERY_RUN:
             groups.setdefault(flag.group, []).append(_as_typed(flag, value))
     sizes = [] if args.debug_rollout_only else [f"{name}={getattr(args, name)}" for name in PARALLEL_SIZES]
     return _wrapped([*groups.items(), ("parallel sizes", sizes)])

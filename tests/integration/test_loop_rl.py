@@ -117,6 +117,24 @@ def test_replayed_rollouts_give_the_same_weights_without_engines(whole, flags, t
     assert not (again.run_dir / "logs" / "router.log").exists()
 
 
+def test_what_a_run_without_a_trainer_made_is_trained_on_by_one_without_engines(flags, tmp_path):
+    dumps = str(tmp_path / "dumps" / "{rollout_id}.pt")
+    generated = run_train([*flags, "--debug-rollout-only", "--save-debug-rollout-data", dumps], tmp_path / "generated")
+    assert prompts(tmp_path, 2)[-1][1] == 16 * ROLLOUTS - 1
+    assert sorted(generated.metric("rollout/raw_reward")) == [0, 1, 2]
+    assert not generated.metric("train/loss")
+    assert not (generated.run_dir / "logs" / "actor_rank0.log").exists()
+    command = [*flags, *saving(tmp_path), "--debug-train-only", "--load-debug-rollout-data", dumps]
+    trained = run_train(command, tmp_path / "trained")
+    assert trained.metric("rollout/raw_reward") == generated.metric("rollout/raw_reward")
+    assert all(norm > 0 for norm in trained.metric("train/grad_norm").values())
+    assert not (trained.run_dir / "logs" / "router.log").exists()
+    # all was generated with the weights that training starts from
+    far = trained.metric("train/train_rollout_logprob_abs_diff")
+    assert sorted(far) == [0, 1, 2]
+    assert far[0] <= 1e-5 < far[1] < far[2]
+
+
 @pytest.mark.soak
 def test_a_killed_run_resumes_with_the_next_prompts(whole, flags, tmp_path):
     """On every change: its prompts in test_durable_buffer.py, the weights that engines get in test_loop_ppo.py."""

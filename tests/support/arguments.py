@@ -8,6 +8,7 @@ import json
 import pickle
 import shlex
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,7 +91,17 @@ def dry(*flags: Any) -> argparse.Namespace:
     """What ``--dry-run`` resolves ``minimal_flags`` and ``flags`` to, with its findings; nothing is printed."""
     from slime.arguments.parse import resolve
 
-    return resolve([*minimal_flags(), "--dry-run", *map(str, flags)], *known())
+    return resolve([*_minimal_without(map(str, flags)), "--dry-run", *map(str, flags)], *known())
+
+
+def _minimal_without(flags: Iterable[str]) -> list[str]:
+    """``minimal_flags`` without those of ``flags``: what is given twice is a warning."""
+    given, kept = set(flags), list[str]()
+    use = ""
+    for word in minimal_flags():
+        use = word if word.startswith("--") else use
+        kept += [word] if use not in given else []
+    return kept
 
 
 _known: list[tuple[Any, argparse.ArgumentParser]] = []

@@ -111,6 +111,13 @@ def snapshot(args: Namespace) -> dict[str, Any]:
     }
 
 
+def replaced(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that were given and are others now, by attribute; ``before`` is the ``snapshot``."""
+    return {
+        name: before[name] for name in sorted(args.explicit_flags) if not _same(before[name], getattr(args, name, None))
+    }
+
+
 def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
     """Write a file to ``path`` from which ``--config`` starts the same run; an existing one is replaced.
 
@@ -147,7 +154,7 @@ def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
 
 def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
     """What the rules made of the flags: every attribute that is not as it was in ``before``, as plain data."""
-    skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", "role_values", *megatron.aliases().values()}
+    skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", "replaced_values", "role_values", *megatron.aliases().values()}
     changed = [
         name
         for name, value in sorted(vars(args).items())

@@ -72,13 +72,15 @@ def pairs(one: Played) -> list[tuple[int, float]]:
 def standing(number: int, turns: list[Played]) -> int:
     """How many tokens of an answer a later prompt repeats in their place; all where nothing follows it.
 
+    A prompt without an answer of its own says nothing: it is in no sample.
+
     Equal answers to equal requests cannot be told apart: what follows one may be taken to follow the other.
     """
     one = turns[number].turn
     same = (turns[number].messages, turns[number].said)
     twins = {n for n, other in enumerate(turns) if (other.messages, other.said) == same}
     whole = [*one.prompt_ids, *one.output_ids]
-    later = [other.turn.prompt_ids for other in turns if twins & set(other.after)]
+    later = [other.turn.prompt_ids for other in turns if twins & set(other.after) and other.turn.output_ids]
     if not later:
         return len(one.output_ids)
     lengths = [next((i for i, (a, b) in enumerate(zip(whole, p, strict=False)) if a != b), len(whole)) for p in later]

@@ -71,6 +71,20 @@ def test_secrets_are_not_shown() -> None:
     assert "--wandb-key ***" in text
 
 
+def test_what_a_rule_replaces_is_shown_as_it_was_given(tmp_path: Any) -> None:
+    """--load names a directory that the run's saves will make; until then training starts from the checkpoint."""
+    args = dry("--load", tmp_path / "mine", "--save", tmp_path / "mine", "--dry-run=full")
+    assert args.load == args.hf_checkpoint
+    words = dict(_words(section, summary_text(args)) for section in ("Given", "Derived"))
+    assert f"--load {tmp_path}/mine" in words["Given"]
+    assert f"--load {args.load}" in words["Derived"]
+
+
+def _words(section: str, text: str) -> tuple[str, str]:
+    body = text.split(f"\n{section}\n")[-1] if not text.startswith(section) else text
+    return section, " ".join(body.split("\n\n")[0].split())
+
+
 def last_line(text: str) -> str:
     return text.splitlines()[-1]
 
@@ -80,10 +94,10 @@ def test_what_a_real_run_would_do(tmp_path: Any) -> None:
     prompts.write_text('{"input": "1+1="}\n')
     here = ("--prompt-data", prompts)
     fits = "It fits on GPUs from 24 GB, by the estimate above."
-    assert last_line(run(*here)) == f"A real run would start with 2 warnings. {fits}"
-    assert last_line(run(*here, "--http-proxy", "p")) == f"A real run would start with 3 warnings. {fits}"
+    assert last_line(run(*here)) == f"A real run would start. {fits}"
+    assert last_line(run(*here, "--http-proxy", "p")) == f"A real run would start with 1 warning. {fits}"
     absent = run("--prompt-data", tmp_path / "none.jsonl")
-    assert absent.splitlines()[-2].startswith("A real run would start with 2 warnings, if everything is")
+    assert absent.splitlines()[-2].startswith("A real run would start, if everything is")
     assert run(*here, "--allgather-cp").splitlines()[-2:] == [
         "A real run would be refused:",
         "  - --allgather-cp is not available yet in this version; leave it out",
@@ -158,7 +172,7 @@ def test_the_arguments_are_left_as_they_are() -> None:
 def test_engines_across_nodes_are_a_warning() -> None:
     text = run("--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4")  # slots 1-4 and 5-8
     assert "engine 1 would lie across the border of two nodes" in " ".join(text.split())
-    assert "would start with 3 warnings" in last_line(text)
+    assert "would start with 1 warning" in last_line(text)
 
 
 def test_clusters_of_thousands_fit_on_a_few_screens() -> None:
