@@ -1,7 +1,7 @@
 """Whether a message that an agent sends back is an answer that it was given.
 
 Few clients send an answer back as they got it. They leave out the reasoning, or the text beside calls, trim white
-space, split the content into parts, write the JSON of arguments otherwise, add nulls to it, name calls anew, and send
+space, split the content into parts, write the JSON of arguments otherwise, add nulls to it, rename calls, and send
 what their tools made of the arguments. That is still the answer. Another text, other tools or other reasoning are not.
 """
 

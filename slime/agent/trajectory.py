@@ -122,7 +122,7 @@ class TrajectoryManager:
     """One message tree per session id. Thread-safe.
 
     ``fork_threshold_tokens`` (default 1024): as many generated tokens are given up, less one, where an answer continues
-    otherwise in a later prompt, so that one sample goes on instead of two with the same beginning; 0 or less: none.
+    otherwise in a later prompt, so that one sample continues instead of two with the same beginning; 0 or less: none.
     """
 
     def __init__(self, *, fork_threshold_tokens: int | None = None) -> None:

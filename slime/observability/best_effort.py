@@ -33,7 +33,7 @@ class Complaint:
         if not self._failing:
             self._failing = True
             logger.warning(
-                "%s cannot be written to %s, and the run goes on without: %s%s",
+                "%s cannot be written to %s, and the run continues without: %s%s",
                 self.what, self.path, error, space_left(self.path),
             )  # fmt: skip
 

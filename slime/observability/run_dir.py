@@ -55,7 +55,7 @@ def prepare(args: argparse.Namespace) -> Path:
     except OSError as e:
         if e.errno not in FULL:
             raise OSError(e.errno, f"--run-dir {args.run_dir} cannot be written: {e.strerror or e}") from e
-        logger.warning("the run directory cannot be written, and the run goes on: %s%s", e, space_left(path))
+        logger.warning("the run directory cannot be written, and the run continues: %s%s", e, space_left(path))
     return path
 
 

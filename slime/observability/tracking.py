@@ -142,7 +142,7 @@ class Tracker:
         name = type(writer).__name__
         if name not in self._failing:
             self._failing.add(name)
-            logger.warning("%s cannot write metrics, and the run goes on: %s: %s", name, type(error).__name__, error)
+            logger.warning("%s cannot write metrics, and the run continues: %s: %s", name, type(error).__name__, error)
 
 
 def rollout_step(args: argparse.Namespace, rollout_id: int) -> int:

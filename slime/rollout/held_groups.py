@@ -37,7 +37,7 @@ class HeldGroups(ABC):
 
     @property
     def is_paused(self) -> bool:
-        """True while a service is down: nothing is begun but what it is asked."""
+        """True while a service is down: only probes of it begin."""
         return self._paused_for is not None
 
     def all_held(self) -> list[GroupJob]:

@@ -110,7 +110,7 @@ class Service:
     def answered(self) -> None:
         """Note a success."""
         if self.is_down:
-            logger.warning("%s answers again after %.0f s, and generation goes on", self.name, self._down_s())
+            logger.warning("%s answers again after %.0f s, and generation continues", self.name, self._down_s())
         self.is_down, self.began = False, None
 
     def _down_s(self) -> float:

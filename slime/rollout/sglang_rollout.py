@@ -238,7 +238,7 @@ async def generate_and_rm_group(
 
 def _sampling_seed(args: Any, state: Any, sample: Any, number: int) -> int:
     """Return the seed of a group's sample: groups are numbered over the whole run, so no draw of a prompt has another
-    one's, and a run that is resumed goes on. Those without a number have the rollout's, and their own index."""
+    one's, and a run that is resumed continues. Those without a number have the rollout's, and their own index."""
     first = next(iter_samples(sample))
     if first.group_index is not None:
         return sampling_seed(args.rollout_seed, first.group_index, number)

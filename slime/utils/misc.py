@@ -79,7 +79,7 @@ def _hint_at_module(missing: str) -> str:
 class SingletonMeta(type):
     """Metaclass of classes that have one instance per process.
 
-    One that has a method ``serves``, which is given the arguments of each call, is made anew when that returns False.
+    One that has a method ``serves``, which is given the arguments of each call, is made again when that returns False.
     """
 
     _instances: dict[type, Any] = {}  # noqa: RUF012  (shared by all singletons on purpose)

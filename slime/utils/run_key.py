@@ -3,7 +3,7 @@
 Code written for servers without a key asks the router by aiohttp, httpx (the openai package), requests or urllib, with
 no ``Authorization`` or with a stand-in such as ``Bearer EMPTY``. In the process that runs users' functions
 :func:`install` makes these clients send the key (those of aiohttp that are made from then on). It is looked up by host
-and port for every request that goes on the wire, redirects included: what goes to another address, or through a proxy,
+and port for every request that is sent, redirects included: what goes to another address, or through a proxy,
 is sent as its caller made it.
 """
 

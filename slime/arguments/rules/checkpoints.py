@@ -232,7 +232,7 @@ def refuse_checkpoints_since(args: Namespace) -> None:
     if args.continues_own_checkpoints and is_megatron_checkpoint(args.save) and not is_megatron_checkpoint(args.load):
         raise ArgumentError(
             f"--save {args.save}: another run has saved checkpoints there while this one started, from the first "
-            "weights; start it again, and it goes on with them"
+            "weights; start it again, and it continues with them"
         )
 
 

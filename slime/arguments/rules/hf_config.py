@@ -58,7 +58,7 @@ def read_config(hf_checkpoint: str, option: str = "--hf-checkpoint") -> dict[str
 
 
 def _what_is_there(path: Path) -> str:
-    """What was given instead of a checkpoint directory, where it can be told."""
+    """What was given instead of a checkpoint directory."""
     if path.is_file():
         return "it is a file; "
     if (path / "adapter_config.json").exists():

@@ -427,7 +427,7 @@ def _is_stateless(args: Namespace) -> bool:
 
 
 def _writing(request: Any, *, copy: bool) -> Callable[[], dict[str, str]]:
-    """Return what writes the tensors of Megatron's ``request``; of copies of them, if training goes on meanwhile.
+    """Return what writes the tensors of Megatron's ``request``; of copies of them, if training continues meanwhile.
 
     It returns the digests of the files that it has written, of which the memory still has a copy.
     """

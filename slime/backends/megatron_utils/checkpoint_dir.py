@@ -81,7 +81,7 @@ def check_rollout_files(root: str | Path, iteration: int, *, prompts: bool = Tru
     for name in () if listed is None else listed.beside:
         if not (Path(root) / name).is_file() and (prompts or not name.startswith("rollout/global_dataset")):
             raise FileNotFoundError(
-                f"{Path(root) / name} was saved with {directory} and is gone: prompts would begin anew. Put it back, "
+                f"{Path(root) / name} was saved with {directory} and is gone: prompts would start over. Put it back, "
                 "choose another iteration with --ckpt-step, or take the weights as a fresh start with --finetune"
             )
 

@@ -133,7 +133,7 @@ class ElasticFleet(EngineFleet):
         logger.warning("starting %s, which was added", member)
         try:
             info = member.engine.start()
-        except Exception as e:  # noqa: BLE001  (reported; the run goes on without it)
+        except Exception as e:  # noqa: BLE001  (reported; the run continues without it)
             self._give_up(member, one_line_kind(e))
             return
         self.members.started(member, info, State.NEW, is_added=True)

@@ -132,7 +132,8 @@ def test_a_tracker_that_fails_ends_nothing_and_keeps_nothing_from_the_others(
     tracker.close()
     assert written == [*((step, {"train/loss": 1.0}) for step in range(3)), "closed"]
     assert (
-        caplog.text.count("Broken cannot write metrics, and the run goes on: ConnectionError: the server is away") == 1
+        caplog.text.count("Broken cannot write metrics, and the run continues: ConnectionError: the server is away")
+        == 1
     )
 
 
@@ -238,7 +239,7 @@ def test_a_run_starts_in_a_full_run_directory(
 
     monkeypatch.setattr(run_dir, "write_atomically", fails)
     assert run_dir.prepare(run_args(run_dir=f"{tmp_path}/run")) == tmp_path / "run"
-    assert "the run directory cannot be written, and the run goes on" in caplog.text
+    assert "the run directory cannot be written, and the run continues" in caplog.text
 
 
 def test_a_run_directory_that_is_no_place_to_write_is_refused_by_name(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class World:
     # The run
 
     def begin(self, step: int, source: Source) -> None:
-        """A process starts: version numbers begin anew."""
+        """A process starts: version numbers begin again."""
         self.clock, self.version, self.step, self.source = WeightClock(), 1, step, source
         self.clock.publish(1, step)
         self.state = SimpleNamespace(
