@@ -26,10 +26,11 @@ def ensure_api_key(args: Namespace, host: str | None = None) -> str:
     and unpickle request bodies. There is a key on loopback too: other users of the host, and agents in a sandbox, reach
     servers there. ``host`` is not looked at.
     """
+    # Hexadecimal: SGLang reads its keys as words of a command line, where one that begins with a dash is a flag.
     if args.sglang_api_key is None:
-        args.sglang_api_key = secrets.token_urlsafe(32)
+        args.sglang_api_key = secrets.token_hex(32)
     if args.sglang_admin_api_key is None:
-        args.sglang_admin_api_key = secrets.token_urlsafe(32)
+        args.sglang_admin_api_key = secrets.token_hex(32)
     key: str = args.sglang_api_key
     return key
 

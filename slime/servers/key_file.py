@@ -67,7 +67,7 @@ def _make(path: Path) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(fd, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
+            file.write(secrets.token_hex(32) + "\n")
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,14 @@ def take_keys(args: Namespace) -> None:
     """Keys that are not given as flags are those of the environment: every user of the host can read a command line."""
     args.sglang_api_key = args.sglang_api_key or os.environ.get("SLIME_SGLANG_API_KEY") or None
     args.sglang_admin_api_key = args.sglang_admin_api_key or os.environ.get("SLIME_SGLANG_ADMIN_API_KEY") or None
+    for name in ("sglang_api_key", "sglang_admin_api_key"):
+        key = getattr(args, name)
+        if key is not None and not re.fullmatch(r"[!-,.-~][!-~]*", key):
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} (SLIME_{name.upper()} in the environment): expected printable ASCII "
+                "characters without a space, of which the first is no dash: a key is sent in a header, and SGLang "
+                "reads it as a word of a command line"
+            )
 
 
 def derive_sizes(args: Namespace) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from slime.arguments import ArgumentError
 from slime.servers.auth import bearer_token, ensure_api_key, is_key, is_loopback
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
-from tests.support.arguments import run_args
+from tests.support.arguments import parse, run_args
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"])
@@ -26,6 +29,25 @@ def test_every_run_has_two_keys_that_are_made_once(host: str | None) -> None:
     assert ensure_api_key(args, host) == key == args.sglang_api_key
     assert made == (args.sglang_api_key, args.sglang_admin_api_key)
     assert ensure_api_key(run_args(), host) != key
+
+
+def test_a_key_that_is_made_is_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reads it as a word of a command line."""
+    monkeypatch.setattr(os, "urandom", lambda size: b"\xfb" * size)  # "-" in base64
+    assert not ensure_api_key(run_args()).startswith("-")
+
+
+@pytest.mark.parametrize("name", ["sglang_api_key", "sglang_admin_api_key"])
+@pytest.mark.parametrize("key", ["-key", "a key", "clé", "key\n", "\x7f"])
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_a_key_that_cannot_be_sent_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, key: str, by_flag: bool
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    if not by_flag:
+        monkeypatch.setenv(f"SLIME_{name.upper()}", key)
+    with pytest.raises(ArgumentError, match=rf"{flag} \(SLIME_{name.upper()} in the .*: expected printable ASCII"):
+        parse(*([f"{flag}={key}"] if by_flag else []))
 
 
 def test_keys_of_the_user_stay() -> None:
