@@ -41,14 +41,9 @@ class DryRun:
         return {**sections["defaults"], **sections["derived"], **sections["arguments"]}
 
     @property
-    def plan(self) -> str:
-        """The printed page without the configuration in front of it."""
-        return self.out[self.out.index("\nGiven\n") :]
-
-    @property
     def refusals(self) -> list[str]:
         """Why this version would refuse a real run, one sentence each. Raises ValueError when the plan does not say."""
-        verdict = _VERDICT.search(self.plan)
+        verdict = _VERDICT.search(self.out)
         reasons = [" ".join(reason.split()) for reason in _REASON.findall(verdict[2] or "")] if verdict else []
         if verdict is None or (verdict[1] != "start" and not reasons):
             raise ValueError(f"the plan of {self.name} does not say whether and why a real run would be refused")

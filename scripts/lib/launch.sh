@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # launch PROGRAM FLAG...: run train.py or train_async.py with these flags.
 #
-#   SLIME_DRY_RUN=1           check the flags and print the plan; nothing is started
+#   SLIME_DRY_RUN=1           check the flags and print the plan (full: with the configuration); nothing is started
 #   RAY_ADDRESS=HOST:6379     join this Ray cluster
 #   RAY_ADDRESS=http://HOST:8265 (or RAY_API_SERVER_ADDRESS, Ray's own name for it)
 #                             submit to this cluster as a Ray job
@@ -18,6 +18,7 @@ launch() {
     local command=("$python" "$repository/$1" "${@:2}")
 
     if [[ ${SLIME_DRY_RUN:-0} != 0 ]]; then
+        [[ $SLIME_DRY_RUN == full ]] && exec "${command[@]}" --dry-run=full
         exec "${command[@]}" --dry-run
     fi
 

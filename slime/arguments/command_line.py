@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -21,6 +22,7 @@ from slime.arguments.spelling import (
     parser_message,
     stray_message,
 )
+from slime.utils.secrets import mask_words
 
 OF_YOUR_OWN = (
     "flags of your own code are declared by a function that --custom-arguments-path names; --ignore-unknown-flags "
@@ -115,7 +117,8 @@ def read_words(
     wrong type and words that belong to no flag.
     """
     known = parser._option_string_actions
-    if foreign := [message for word in _outside_of_values(words, known) if (message := hydra_message(word))]:
+    foreign = [message for word in _outside_of_values(words, known) if (message := hydra_message(word))]
+    if foreign and not ignore_unknown:
         raise ArgumentError("\n".join(foreign))
     unknown = [w.split("=", 1)[0] for w in words if looks_like_flag(w, known) and w.split("=", 1)[0] not in known]
     if unknown and not ignore_unknown:
@@ -132,10 +135,24 @@ def read_words(
 
 
 def _outside_of_values(words: Sequence[str], known: Mapping[str, argparse.Action]) -> list[str]:
-    """``words`` without known flags and the value after one: a value may look like anything."""
-    takes_one = {option for option, action in known.items() if action.nargs != 0}
-    pairs = zip(["", *words], words, strict=False)
-    return [word for before, word in pairs if before not in takes_one and word.split("=", 1)[0] not in known]
+    """``words`` without known flags and their values: a value may look like anything."""
+    outside, takes = [], 0.0
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name in known:
+            takes = 0 if equals else _most_values(known[name])
+        elif takes > 0:
+            takes -= 1
+        else:
+            outside.append(word)
+    return outside
+
+
+def _most_values(action: argparse.Action) -> float:
+    """Return how many words after a flag may be its values."""
+    if action.nargs in ("+", "*", argparse.REMAINDER):
+        return math.inf
+    return action.nargs if isinstance(action.nargs, int) else 1
 
 
 COLLECTING = (Append, argparse._AppendAction, argparse._AppendConstAction, argparse._CountAction)
@@ -156,7 +173,8 @@ def repeated_messages(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
     messages = []
     for uses in given.values():
         if not isinstance(known[uses[0][0]], COLLECTING) and any(use != uses[0] for use in uses):
-            messages.append(f"{uses[0][0]} is given {len(uses)} times; the last one holds: {' '.join(uses[-1])}")
+            last = " ".join(mask_words(uses[-1]))
+            messages.append(f"{uses[0][0]} is given {len(uses)} times; the last one holds: {last}")
     return messages
 
 

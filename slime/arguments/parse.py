@@ -23,6 +23,7 @@ from slime.arguments.flag import Flag
 from slime.arguments.group import flags_of, validation_reason
 from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.passthrough import megatron
+from slime.utils.secrets import mask_words
 
 HELP = ("-h", "--help")
 CUSTOM_ARGUMENTS = "--custom-arguments-path"
@@ -101,7 +102,7 @@ def resolve(
     for note in [*notes, *repeated_messages(parser, current.words)]:
         diagnostics.warn(args, note)
     if ignored:
-        diagnostics.warn(args, f"unknown words are ignored: {' '.join(ignored)}")
+        diagnostics.warn(args, f"unknown words are ignored: {' '.join(mask_words(ignored))}")
     for message in custom_config.look_alikes(args.custom_config_path, given.keys() - own.keys(), flags):
         diagnostics.warn(args, message)
     for warning in megatron.warnings():

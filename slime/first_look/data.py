@@ -204,7 +204,8 @@ def _look_at_variety(args: Namespace, file: PromptFile, found: Findings) -> None
     """Warn of prompts that a rollout meets twice, and of those that hold their answer."""
     if not file.generated:
         return
-    prompts = [row[args.input_key] for row in itertools.islice(read_file(file.path), args.rollout_batch_size)]
+    rows = itertools.islice(read_file(file.path), args.rollout_batch_size)
+    prompts: list[Any] = [row.get(args.input_key) for row in rows]
     texts = [json.dumps(prompt.tolist() if hasattr(prompt, "tolist") else prompt, default=str) for prompt in prompts]
     if len(prompts) < args.rollout_batch_size:
         found.warnings.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import textwrap
@@ -152,9 +153,11 @@ def fit_sentence(args: Namespace, found: Memory) -> tuple[bool, str]:
 def warning_of_this_machine(args: Namespace) -> str | None:
     """Return what does not fit on the GPUs of this machine, or of ``--gpu-memory-gb``, before a run fills them.
 
-    None where everything fits, without an estimate, and where nvidia-smi is not there to say what a GPU has.
+    None where everything fits, without an estimate, where nvidia-smi is not there to say what a GPU has, and where the
+    GPUs are those of a cluster that the run joins.
     """
-    smi = shutil.which("nvidia-smi")
+    joins = args.ray_address or os.environ.get("RAY_ADDRESS")
+    smi = None if joins else shutil.which("nvidia-smi")
     if smi is None and args.gpu_memory_gb is None:
         return None
     try:
@@ -163,6 +166,8 @@ def warning_of_this_machine(args: Namespace) -> str | None:
             [(gigabytes, capacity)] = capacities(args.gpu_memory_gb).items()
         else:
             asked = [str(smi), "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+            if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+                asked.append(f"--id={visible}")
             said = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_DEADLINE_S, check=True).stdout
             capacity = min(int(line) for line in said.split()) * 2**20
             gigabytes = round(capacity / GIB, 1)

@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 SLOT = "slime_slot"
-LONGEST_PARENT = 32
+LONGEST_SOCKET = 107
+"""How many bytes the path of a Unix socket may have (``sun_path``)."""
+SOCKET_OF_RAY = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 HEAD_NODE = "node:__internal_head__"
 NODE_SHARE = 0.001
@@ -341,6 +343,9 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
     _keep_sigterm_handler()
+    if args.hf_checkpoint and not os.path.isdir(args.hf_checkpoint):  # trainers and engines ask the Hub for it
+        passed = os.environ.get(PASSED, "")
+        os.environ[PASSED] = ",".join([passed, *HUB_TOKENS]).strip(",")
     address = args.ray_address or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
         try:
@@ -357,9 +362,6 @@ def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
     os.environ.update({RUN_TAG: run_id, **KEEP_ENVIRON})
     os.environ.pop(GUARD_TAG, None)
     _use_loopback()
-    if args.hf_checkpoint and not os.path.isdir(args.hf_checkpoint):  # trainers and engines ask the Hub for it
-        passed = os.environ.get(PASSED, "")
-        os.environ[PASSED] = ",".join([passed, *HUB_TOKENS]).strip(",")
     with _without_secrets():
         _start_twice(run_id, slots)
     return True
@@ -420,9 +422,10 @@ def private_directory() -> Path:
     Ray lets everybody write to its own directories.
     """
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    if len(parent) > LONGEST_PARENT:  # socket paths below it would be too long for the kernel
+    name = f"slime-ray-{os.getuid()}"
+    if len(os.fsencode(f"{parent}/{name.ljust(18)}/{SOCKET_OF_RAY}")) > LONGEST_SOCKET:  # 18: mkdtemp's, see below
         parent = "/tmp"
-    directory = Path(parent) / f"slime-ray-{os.getuid()}"
+    directory = Path(parent) / name
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
     found = directory.lstat()

@@ -54,7 +54,6 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
     configure_logger("driver")
     _sigterm.arrived = False
     handle_sigterm()
-    _handle_sigint()
     try:
         body()
     except KeyboardInterrupt as e:
@@ -69,13 +68,6 @@ def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
         _report_failure(args, e)
         return 1
     return 0
-
-
-def _handle_sigint() -> None:
-    """Let SIGINT end the program also where it was started with SIGINT ignored, as shells start background jobs."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def handle_sigterm() -> None:

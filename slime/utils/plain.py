@@ -16,12 +16,10 @@ def plain(name: str, value: Any) -> Any:
 
     Secrets are masked, at every depth: by the name of a value, and by what a text holds.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | int | float):
         return value
     if is_secret(name) and value not in ("", [], {}):
         return MASK
-    if isinstance(value, int | float):
-        return value
     if isinstance(value, str):
         return mask_text(value, name)
     if isinstance(value, argparse.Namespace):

@@ -81,7 +81,8 @@ _FORMS = re.compile(
 _USERINFO = re.compile(r"(?<=://)(?:[^\s/?#\"'<>\\]+|[^\s/?#@\"'<>\\:]*:(?!\d+(?:[/?#]|\Z))[^\s@\"'<>\\]+)@")
 _BEARER = re.compile(r"\b([Bb]earer|[Bb]asic(?=\s+\S*[A-Z0-9=]))(\s+)(?!\*\*\*)[\w.~+/=-]{8,}")
 _PAIR = re.compile(
-    r"(?P<before>(?P<quote>\\?[\"']?)(?P<name>[A-Za-z][\w.-]*)(?P=quote)(?:\s?=\s?|:(?!//)\s?))"
+    # the name begins where a word does: else every place in a long word would be tried as its beginning
+    r"(?P<before>(?P<quote>\\?[\"']?)(?<![\w.-])(?P<name>[\w.-]+)(?P=quote)(?:\s?=\s?|:(?!//)\s?))"
     r"(?P<value>\\?\"(?:[^\"\\]|\\[^\"])*\\?\"|'[^']*'|[^\s&;,\"'{}\[\]]+)"
 )
 _OPTION = re.compile(r"(?P<before>(?<!\S)--(?P<name>[A-Za-z][\w-]*)\s+)(?P<value>\"[^\"]*\"|'[^']*'|(?!-)\S+)")
@@ -146,13 +147,13 @@ def mask_text(text: str, name: str = "") -> str:
 def public_environment() -> dict[str, str]:
     """The environment of this process without secrets, for those that it starts.
 
-    What Ray itself reads stays, and so does what ``PASSED`` names.
+    What Ray itself reads stays, and so does what ``PASSED`` names, and the path of a file of credentials.
     """
     passed = os.environ.get(PASSED, "").split(",")
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("RAY_") or name in passed or not is_secret(name)
+        if name.startswith("RAY_") or name in passed or value.startswith("/") or not is_secret(name)
     }
 
 

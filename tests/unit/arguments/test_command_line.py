@@ -5,7 +5,7 @@ import pytest
 from slime.arguments.command_line import nearest, read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.parse import parse_args
-from tests.support.arguments import minimal_flags, parse
+from tests.support.arguments import dry, minimal_flags, parse
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,13 @@ def test_unknown_flags_can_be_ignored(capsys):
     assert args.lr == 0.5
     assert args.colocate is False
     assert "warning: unknown words are ignored: --colocat yes" in capsys.readouterr().err
+
+
+def test_a_key_that_is_given_twice_is_not_shown():
+    words = ["--wandb-key", "first-one", "--wandb-key", "second-one", "--ignore-unknown-flags", "--my-token", "third"]
+    args = dry(*words)
+    assert "--wandb-key is given 2 times; the last one holds: --wandb-key ***" in args.warnings
+    assert not [text for text in args.warnings if "-one" in text or "third" in text]
 
 
 def test_the_last_of_repeated_flags_wins_and_lists_are_not_shared():

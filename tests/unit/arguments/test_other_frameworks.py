@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from slime.arguments import ArgumentError, parse_args
+from slime.arguments.command_line import read_words
 from slime.arguments.spelling import HYDRA
-from tests.support.arguments import minimal_flags
+from tests.support.arguments import known, minimal_flags
 
 PAGE = Path(__file__).parents[3] / "docs" / "en" / "reference" / "other_frameworks.md"
 
@@ -55,6 +56,12 @@ def test_every_such_word_is_answered_at_once():
     ]
 
 
+def test_such_words_are_ignored_with_other_unknown_ones():
+    assert parse_args([*minimal_flags(), "--ignore-unknown-flags", "--tracer.level", "3"]).num_rollout == 1
+
+
 def test_values_of_flags_may_look_like_such_a_word():
+    values = ["a", "a.jsonl", "b.c=d", "b.jsonl"]
+    assert read_words(known()[1], ["--eval-prompt-data", *values])[0] == {"eval_prompt_data": values}
     word = "actor.optim.lr=1e-6"
     assert parse_args([*minimal_flags(), "--wandb-group", word]).wandb_group == word

@@ -59,6 +59,19 @@ def test_sockets_have_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(f"{private_directory()}{socket}") <= 107
 
 
+@pytest.mark.parametrize("length", range(20, 40))
+def test_a_parent_that_leaves_room_for_sockets_is_taken(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    parent = f"/tmp/{'x' * (length - 5)}"
+    monkeypatch.setenv("RAY_TMPDIR", parent)
+    monkeypatch.setattr(Path, "mkdir", lambda self, **how: None)
+    monkeypatch.setattr(Path, "lstat", lambda self: os.stat("/tmp"))
+    monkeypatch.setattr(Path, "chmod", lambda self, mode: None)
+    found = str(private_directory())
+    socket = "/ray/session_2026-11-26_23-10-49_123456_4194304/sockets/plasma_store"
+    assert len(found + socket) <= 107
+    assert found.startswith(f"{parent}/") == (length + len("/slime-ray-12345678" + socket) <= 107)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_the_token_is_private(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

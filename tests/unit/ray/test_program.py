@@ -57,15 +57,6 @@ def test_a_termination_that_ray_turns_into_an_interrupt_is_still_one(tmp_path: P
     assert run_as_program(args, raising(KeyboardInterrupt())) == 130  # of an earlier run nothing is left
 
 
-def test_an_interrupt_ends_a_program_that_a_shell_has_started_in_the_background(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        code = run_as_program(run_args(run_dir=str(tmp_path)), lambda: os.kill(os.getpid(), signal.SIGINT))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert code == 130
-
-
 def test_the_cause_is_said_last_and_the_story_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failure = RemoteFailure("ValueError: reward is nan\n  in actor rank 0, during training", "Traceback: here")
     assert run_as_program(run_args(run_dir=str(tmp_path)), raising(failure)) == 1

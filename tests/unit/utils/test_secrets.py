@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from typing import Any
 
@@ -167,6 +168,26 @@ def test_what_other_processes_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = secrets.public_environment()
     assert {"HF_TOKEN", "RAY_AUTH_TOKEN", "PLAIN", "PATH", "SLIME_PASS_SECRETS"} <= inherited.keys()
     assert not {"WANDB_API_KEY", "MY_SECRET"} & inherited.keys()
+
+
+def test_a_file_of_credentials_is_inherited_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/var/run/secrets/one")
+        assert secrets.public_environment()[name] == "/var/run/secrets/one"
+        monkeypatch.setenv(name, "the-secret-itself")
+        assert name not in secrets.public_environment()
+
+
+@pytest.mark.parametrize("word", ["a" * 100_000, "a-" * 50_000, "abc." * 30_000])
+def test_long_words_are_masked_in_linear_time(word: str) -> None:
+    began = time.process_time()
+    assert secrets.mask_text(f"the key is {word} api_key=abcdefgh").endswith(f"{word} api_key={MASK}")
+    assert time.process_time() - began < 2
+
+
+def test_numbers_of_tokens_are_shown() -> None:
+    assert plain("output_token", 512) == 512
+    assert plain("args", {"max_output_token": 512, "api_token": "abc"}) == {"max_output_token": 512, "api_token": MASK}
 
 
 def test_ps_shows_no_secrets() -> None:
