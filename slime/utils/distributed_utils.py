@@ -10,6 +10,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -73,6 +74,10 @@ def share_gloo_device() -> None:
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
 
 
+_served: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
+"""The stores that listen in this process, by host and port."""
+
+
 def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Any, int, int]:
     """Return the store of ``tcp://host:port``, ``file:///path`` or ``env://``, and the rank and size found there.
 
@@ -86,10 +91,13 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
     under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if address.scheme != "tcp" or rank != 0 or under_torchrun or not _is_number(address.hostname or ""):
         store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+    elif (place := (address.hostname or "", address.port or 0)) in _served:  # a second group that meets there
+        store = dist.TCPStore(*place, world_size, is_master=True, timeout=timeout, multi_tenant=True)
     else:
-        host, port = address.hostname or "", address.port or 0
-        listener = listen_on(host, port).detach()
-        store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener)
+        listener = listen_on(*place).detach()
+        how: dict[str, Any] = {"master_listen_fd": listener, "multi_tenant": True}
+        store = dist.TCPStore(*place, world_size, is_master=True, timeout=timeout, **how)
+        _served[place] = store
     store.set_timeout(timeout)
     return store, rank, world_size
 

@@ -109,6 +109,18 @@ def test_the_store_of_rank_0_listens_at_its_address_only(host: str) -> None:
         del store
 
 
+def test_two_groups_may_meet_at_one_address() -> None:
+    method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    first, _, _ = open_store(method, 0, 1, timedelta(seconds=5))
+    second, _, _ = open_store(method, 0, 1, timedelta(seconds=5))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    del first  # the other one still listens
+    assert second.get("key") == b"value"
+    del second
+    open_store(method, 0, 1, timedelta(seconds=5))  # the port is free again
+
+
 def test_an_address_that_a_gateway_maps_is_listened_for_everywhere(caplog: pytest.LogCaptureFixture) -> None:
     from slime.utils.distributed_utils import listen_on
 
