@@ -28,12 +28,15 @@ def meet_at_file(original: Callable[..., Any], *args: Any, init_method: str, **k
 
 def listen_on_one_address(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``torch.distributed.init_process_group`` as the engine's own groups are made."""
+    from torch.distributed import PrefixStore
+
     from slime.utils.distributed_utils import open_store
 
     method, rank, size = kwargs.get("init_method"), kwargs.get("rank", -1), kwargs.get("world_size", -1)
     if method is not None and method.startswith("tcp://") and rank == 0:
         timeout = kwargs.get("timeout") or timedelta(minutes=30)
-        kwargs["store"], _, _ = open_store(method, rank, size, timeout)
+        store, _, _ = open_store(method, rank, size, timeout)
+        kwargs["store"] = PrefixStore("default_pg", store)  # torch does so for the ranks that it opens a store for
         del kwargs["init_method"]
     return original(*args, **kwargs)
 
