@@ -70,6 +70,41 @@ def test_the_converter_runs_nothing_of_a_checkpoint(root, mark):
     assert not mark.exists()
 
 
+class Nested:
+    """Unpickled, it lets torch read a file of its own."""
+
+    def __init__(self, value: Any) -> None:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        self.data = buffer.getvalue()
+
+    def __reduce__(self) -> Any:
+        return torch.storage._load_from_bytes, (self.data,)
+
+
+@pytest.mark.parametrize("variable", [None, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+def test_a_file_within_the_metadata_runs_nothing(root, mark, monkeypatch, variable):
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    (root / "iter_0000003/.metadata").write_bytes(pickle.dumps(Nested(Runs(mark))))
+    with pytest.raises(UntrustedPickle, match=r"it holds \S*mkdir\."):
+        check_metadata(root / "iter_0000003")
+    with pytest.raises(UntrustedPickle):
+        TorchDistCheckpoint(root)
+    with pytest.raises(UntrustedPickle):
+        loads(pickle.dumps(Nested(Runs(mark))))
+    assert not mark.exists()
+    assert loads(pickle.dumps(Nested({"a": 1}))) == {"a": 1}
+
+
+def test_damage_within_a_storage_is_not_left_to_a_reader_that_runs_it(root):
+    nested = Nested(torch.ones(2))
+    nested.data = b"PK" + nested.data[-40:]
+    (root / "iter_0000003/.metadata").write_bytes(pickle.dumps(nested))
+    with pytest.raises(UntrustedPickle, match="_load_from_bytes"):
+        check_metadata(root / "iter_0000003")
+
+
 def test_values_between_tensors_run_nothing(root, mark):
     """torch reads them without ``weights_only``."""
     directory = root / "iter_0000004"
