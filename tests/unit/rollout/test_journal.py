@@ -61,6 +61,27 @@ def test_lines_are_json_with_length_and_checksum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("start", "end"),
+    [(4096, 8192), (4096, 4608), (0, 4096), (8192, 12288), (3000, 4096)],
+    ids=["a block", "a sector", "the first", "the last", "from where the file had ended"],
+)
+def test_what_follows_a_block_that_never_reached_the_disk_is_no_record(tmp_path: Path, start: int, end: int) -> None:
+    line = encode_record({"text": "x" * 1000})
+    content = line * (12288 // len(line) + 1)
+    path = tmp_path / "file"
+    path.write_bytes(content[:start] + bytes(end - start) + content[end:])
+    assert [position for _, position in read_records(path)] == [len(line) * (n + 1) for n in range(start // len(line))]
+
+
+def test_a_flipped_bit_that_makes_a_zero_is_damage(tmp_path: Path) -> None:
+    line, path = encode_record({"text": "two words"}), tmp_path / "file"
+    for content in (line.replace(b" ", b"\0"), line.replace(b" ", b"\0") + line, line + line.replace(b" ", b"\0")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path} is damaged at byte"):
+            list(read_records(path))
+
+
+@pytest.mark.parametrize(
     "line", [b"", b"\n", b"{}\n", encode_record([1])[:-1], encode_record([1])[1:], encode_record([1]) + b"\n"]
 )
 def test_anything_else_is_no_record(line: bytes) -> None:
