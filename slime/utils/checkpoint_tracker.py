@@ -1,17 +1,20 @@
 """The file that names the last checkpoint of a directory, Megatron-LM's ``latest_checkpointed_iteration.txt``.
 
 A note beside it holds the digest of its content, or of the two that it may have while it is replaced: a damaged tracker
-would send a run to another checkpoint, and one that was lost to its beginning.
+would send a run to another checkpoint, and one that was lost to its beginning. What another program wrote later than
+the note is believed: damage keeps the time of a file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 
 import xxhash
 
-from slime.utils.atomic_file import write_atomically
+from slime.utils.atomic_file import replacing, write_atomically
 from slime.utils.digests import DamagedFile
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -22,11 +25,17 @@ _NONE = "none"
 
 
 def write(root: str | Path, text: str) -> None:
-    """Let the tracker of ``root`` hold ``text``, durably. Killed at any moment it is one that is accepted."""
+    """Let the tracker of ``root`` hold ``text``, durably. Killed at any moment it is one that is accepted.
+
+    It is never later than its note, also between the two: only what others write is.
+    """
     tracker, note = Path(root) / TRACKER, Path(root) / NOTE
     before = _of(tracker.read_bytes()) if tracker.is_file() else _NONE
     write_atomically(note, f"{before}\n{_of(text.encode())}\n", durable=True)
-    write_atomically(tracker, text, durable=True)
+    with replacing(tracker, durable=True) as temporary:
+        temporary.write_bytes(text.encode())
+        with contextlib.suppress(OSError):  # a file system that sets no times
+            os.utime(temporary, ns=(note.stat().st_mtime_ns,) * 2)
     write_atomically(note, f"{_of(text.encode())}\n", durable=True)
 
 
@@ -35,7 +44,7 @@ def read(root: str | Path) -> int | None:
     path = Path(root) / TRACKER
     content = path.read_bytes()
     noted = _noted(root)
-    if noted and _of(content) not in noted:
+    if noted and _of(content) not in noted and path.stat().st_mtime_ns <= (Path(root) / NOTE).stat().st_mtime_ns:
         raise DamagedFile(
             f"{path} holds {content[:40]!r}, which is not what the last save wrote by {NOTE}. Take an iteration that "
             f"is there ({_iterations(root)}) with --ckpt-step; if you changed the file, remove {Path(root) / NOTE}"

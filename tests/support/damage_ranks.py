@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -46,17 +47,17 @@ def damage_every_file(checkpoint: str, folder: str, flips: int, flags: dict[str,
     read = [path for path in sorted(save.rglob("*")) if path.is_file() and "iter_0000000" not in str(path)]
     said: dict[str, str] = {}
     for path in read:
-        content = path.read_bytes()
+        content, at = path.read_bytes(), path.stat().st_mtime_ns
         twin = Path(str(path).replace("iter_0000001", "iter_0000000"))
         other = twin.read_bytes() if twin != path and twin.is_file() else None
         for what, changed in damages(content, other, flips, path.name):
-            _apart(lambda path=path, changed=changed: _put(path, changed))
+            _apart(lambda path=path, changed=changed, at=at: _put(path, changed, at))
             try:
                 load_checkpoint(args, save, state)
                 said[f"{path}: {what}"] = "loaded"
             except (ValueError, OSError) as e:
                 said[f"{path}: {what}"] = f"{type(e).__name__}: {e}"
-            _apart(lambda path=path, content=content: _put(path, content))
+            _apart(lambda path=path, content=content, at=at: _put(path, content, at))
     iteration = load_checkpoint(args, save, state)
     after = parameters(trainer)
     same = before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
@@ -78,11 +79,13 @@ def without_digests(checkpoint: str, folder: str) -> dict[str, Any]:
     return {"lost": lost}
 
 
-def _put(path: Path, content: bytes | None) -> None:
+def _put(path: Path, content: bytes | None, at: int) -> None:
+    """Let a file hold ``content``, with the time that it had, as a disk does that damages it."""
     if content is None:
         path.unlink()
     else:
         path.write_bytes(content)
+        os.utime(path, ns=(at, at))
 
 
 def _apart(action: Any) -> None:

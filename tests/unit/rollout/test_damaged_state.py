@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,9 @@ def test_a_tracker_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
         checkpoint_dir.publish(tmp_path, iteration)
     tracker = tmp_path / checkpoint_dir.TRACKER
     parse(*save)
+    at = tracker.stat().st_mtime_ns
     tracker.write_text("1\n")  # one bit
+    os.utime(tracker, ns=(at, at))
     with pytest.raises(ArgumentError, match=f"--load {tmp_path}: {tracker} holds b'1.n', which is not what"):
         parse(*save)
     parse(*save, "--ckpt-step", "3")

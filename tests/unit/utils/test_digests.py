@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -85,19 +86,26 @@ def test_files_that_are_gone_or_of_another_checkpoint(folder: Path, tmp_path: Pa
         compare(folder)
 
 
+def damage(path: Path, content: bytes) -> None:
+    """Change what ``path`` holds as a disk does: its time stays."""
+    before = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def test_every_bit_of_the_tracker_counts(tmp_path: Path) -> None:
     for iteration in (8, 9):
         (tmp_path / f"iter_000000{iteration}").mkdir()
         checkpoint_tracker.write(tmp_path, f"{iteration}\n")
     assert checkpoint_tracker.read(tmp_path) == 9
     for changed in [*flips(b"9\n"), b"", b"9", b"8\n"]:
-        (tmp_path / TRACKER).write_bytes(changed)
+        damage(tmp_path / TRACKER, changed)
         with pytest.raises(DamagedFile, match=rf"{TRACKER} holds .*iter_0000008, iter_0000009.*--ckpt-step.*{NOTE}"):
             checkpoint_tracker.read(tmp_path)
-    (tmp_path / TRACKER).write_bytes(b"9\n")
+    damage(tmp_path / TRACKER, b"9\n")
     note = (tmp_path / NOTE).read_bytes()
     for changed in [*flips(note), b"", note[:-1]]:
-        (tmp_path / NOTE).write_bytes(changed)
+        damage(tmp_path / NOTE, changed)
         with pytest.raises(DamagedFile, match=NOTE):
             checkpoint_tracker.read(tmp_path)
     (tmp_path / NOTE).write_bytes(note)
@@ -115,6 +123,18 @@ def test_a_tracker_that_another_program_wrote(tmp_path: Path) -> None:
         assert checkpoint_tracker.read(tmp_path) == iteration
     (tmp_path / TRACKER).write_text("lost")
     with pytest.raises(DamagedFile, match="should hold an iteration number or 'release', but holds 'lost'"):
+        checkpoint_tracker.read(tmp_path)
+
+
+def test_another_program_may_go_on_with_the_tracker(tmp_path: Path) -> None:
+    checkpoint_tracker.write(tmp_path, "9\n")
+    time.sleep(0.02)  # more than a tick of the file system's clock
+    (tmp_path / TRACKER).write_text("12")
+    assert checkpoint_tracker.read(tmp_path) == 12
+    checkpoint_tracker.write(tmp_path, "13\n")
+    assert checkpoint_tracker.read(tmp_path) == 13
+    damage(tmp_path / TRACKER, b"12\n")
+    with pytest.raises(DamagedFile, match="is not what the last save wrote"):
         checkpoint_tracker.read(tmp_path)
 
 
@@ -145,6 +165,11 @@ def test_killed_at_any_step_of_writing_the_tracker(
                 assert steps < 3
         if (root / TRACKER).exists():
             assert checkpoint_tracker.read(root) == (9 if steps > 1 else before)
+            written = (root / TRACKER).read_bytes()
+            damage(root / TRACKER, b"7\n")
+            with pytest.raises(DamagedFile):
+                checkpoint_tracker.read(root)
+            damage(root / TRACKER, written)
         else:
             assert before is None
             checkpoint_tracker.check_absence(root)
