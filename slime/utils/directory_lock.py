@@ -2,7 +2,8 @@
 
 The lock is a file ``.run.lock`` that holds its owner as JSON, and is locked (``flock``) as long as the owner lives: a
 killed one holds nothing. Other hosts of a shared file system, and file systems without ``flock``, do not see that;
-there the file's time is the owner's heartbeat.
+there the file's time is the owner's heartbeat. A file server may also keep the lock of a host that is gone: it is taken
+over with a new file.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class DirectoryLock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._refuse(os.pread(fd, 1 << 20, 0).decode(errors="replace"))
+            self._replace(fd)
+            return
         except OSError as e:
             if e.errno not in _WITHOUT_FLOCK:
                 raise
@@ -152,10 +154,27 @@ class DirectoryLock:
             self._refuse(text)
         logger.warning("%s was held by %s, which is gone: taken over", self.what, before or "an unknown owner")
 
+    def _replace(self, fd: int) -> None:
+        """Remove the file that another process has locked, when that is of another host and silent."""
+        text = os.pread(fd, 1 << 20, 0).decode(errors="replace")
+        owner = Owner.parse(text)
+        if owner is None or owner.boot == self._owner.boot or self._beats(fd):
+            self._refuse(text)
+        time.sleep(SETTLE_S)  # who has locked it may be taking it over too, and about to write its name
+        if (now := os.pread(fd, 1 << 20, 0).decode(errors="replace")) != text:
+            self._refuse(now)
+        if _is_at(fd, self.file):
+            self.file.unlink(missing_ok=True)
+            self._exclusive = False  # another process may be about to remove what it takes for the same file
+            logger.warning("%s was held by %s, which is silent: taken over", self.what, owner)
+
     def _settle(self) -> None:
         """Of several processes that wrote their names at one time, the last has it."""
         time.sleep(SETTLE_S)
-        text = self.file.read_text(errors="replace")
+        try:
+            text = self.file.read_text(errors="replace")
+        except FileNotFoundError:
+            text = ""
         if text != self._owner.to_json():
             self._close()
             self._refuse(text)
@@ -169,7 +188,9 @@ class DirectoryLock:
         deadline = time.monotonic() + STALE_S - silent_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, HEARTBEAT_S / 5))
-            if os.stat(self.file).st_mtime != last:
+            if not _is_at(fd, self.file):  # its owner has just ended, and removed it
+                return False
+            if os.fstat(fd).st_mtime != last:
                 return True
         return False
 
@@ -207,7 +228,9 @@ def _is_at(fd: int, file: Path) -> bool:
     """Return whether ``file`` is what is open as ``fd``."""
     try:
         found, own = os.stat(file), os.fstat(fd)
-    except FileNotFoundError:
+    except OSError as e:
+        if e.errno not in (errno.ENOENT, errno.ESTALE):  # the latter of a file that another host removed
+            raise
         return False
     return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 

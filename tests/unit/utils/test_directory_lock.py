@@ -134,6 +134,87 @@ def test_another_host_that_is_silent_is_taken_over(
     held.release()
 
 
+LOCKS = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def kept_by_the_server(tmp_path: Path) -> Iterator[Path]:
+    """The lock of a host that is gone, which a file server keeps."""
+    file = leave(tmp_path, owner(host="node-7", boot="another"), silent_s=3600)
+    process = subprocess.Popen([sys.executable, "-c", LOCKS, str(file)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield file
+    process.kill()
+    process.wait()
+
+
+def test_a_lock_that_the_server_keeps_for_a_host_that_is_gone_is_taken_over(
+    tmp_path: Path, kept_by_the_server: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = lock(tmp_path)
+    assert "node-7" in caplog.text
+    assert "taken over" in caplog.text
+    assert Owner.parse(kept_by_the_server.read_text()) == held._owner
+    with pytest.raises(HeldByAnother, match=f"process {os.getpid()} "):
+        lock(tmp_path)
+    held.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_locked_file_of_another_host_is_respected_while_its_heart_beats(
+    tmp_path: Path, kept_by_the_server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_lock, "HEARTBEAT_S", 0.1)
+    os.utime(kept_by_the_server)
+    beat = subprocess.Popen(["sh", "-c", f"sleep 0.3; touch {kept_by_the_server}"])
+    with pytest.raises(HeldByAnother, match="on node-7"):
+        lock(tmp_path)
+    beat.wait()
+
+
+def test_who_is_taking_it_over_is_given_time_to_write_its_name(tmp_path: Path, kept_by_the_server: Path) -> None:
+    name = tmp_path / "name"
+    name.write_text(owner(pid=1).to_json())
+    write = subprocess.Popen(["sh", "-c", f"sleep 0.3; cat {name} > {kept_by_the_server}"])
+    with pytest.raises(HeldByAnother, match="process 1 "):
+        lock(tmp_path)
+    write.wait()
+
+
+def test_of_several_that_take_over_the_last_has_it(
+    tmp_path: Path, kept_by_the_server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_lock, "SETTLE_S", 0.0)
+    written = DirectoryLock._write
+
+    def removed(self: DirectoryLock) -> None:
+        written(self)
+        kept_by_the_server.unlink()
+
+    monkeypatch.setattr(DirectoryLock, "_write", removed)
+    with pytest.raises(HeldByAnother):
+        lock(tmp_path)
+
+
+def test_another_host_that_ends_while_it_is_watched_leaves_the_lock_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_lock, "HEARTBEAT_S", 0.1)
+    file = leave(tmp_path, owner(host="node-7", boot="another"), silent_s=0)
+    end = subprocess.Popen(["sh", "-c", f"sleep 0.3; rm {file}"])
+    held = lock(tmp_path)
+    assert Owner.parse(file.read_text()) == held._owner
+    end.wait()
+    held.release()
+
+
 def test_a_lock_file_that_is_no_longer_readable_is_respected_like_another_hosts(tmp_path: Path) -> None:
     file = leave(tmp_path, owner(), silent_s=3600)
     file.write_bytes(b"\x80 nonsense")
