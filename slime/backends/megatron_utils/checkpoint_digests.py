@@ -47,10 +47,13 @@ def write_digests(
     """
     found = {name: one for part in gather_from_world(dict(computed)) for name, one in part.items()}
     rank, ranks = _place()
-    files = (path for path in directory.rglob(pattern) if path.is_file()) if rank == 0 else ()
-    names = {str(path.relative_to(directory)) for path in files}
-    rest = gather_from_world(sorted(names - found.keys()))[0]
-    message, own = None, {}
+    message, names, own = None, [], {}
+    try:
+        files = [path for path in directory.rglob(pattern) if path.is_file()] if rank == 0 else []
+        names = sorted({str(path.relative_to(directory)) for path in files} - found.keys())
+    except OSError as e:
+        message = f"{directory} cannot be read back: {e}"
+    rest = gather_from_world(names)[0]
     try:
         own = {name: digests.digest(directory / name) for name in rest[rank::ranks]}
     except OSError as e:
