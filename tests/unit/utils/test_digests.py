@@ -32,6 +32,12 @@ def test_a_sealed_object_is_json_that_unseals_to_itself() -> None:
     assert json.loads(STATE).items() <= json.loads(sealed).items()
     assert unseal(sealed, "x", Path("file")) == STATE
     assert unseal(STATE, "x", Path("file")) == STATE  # what slime <= 0.3.1 wrote
+    for edited in (
+        STATE + b"\n",
+        b"\n " + STATE + b" \r\n\n",
+        json.dumps(json.loads(STATE), indent=2).encode() + b"\n",
+    ):
+        assert unseal(edited, "x", Path("file")) == edited
     assert json.loads(seal(b"{}", "x")).keys() == {"sealed", "digest"}
     assert unseal(seal(b"{}", "x"), "x", Path("file")) == b"{}"
 
@@ -73,6 +79,15 @@ def test_every_bit_of_every_file_counts(folder: Path) -> None:
                 compare(folder)
         (folder / name).write_bytes(content)
         compare(folder)
+
+
+def test_a_list_of_digests_that_is_not_sealed_is_none(folder: Path) -> None:
+    path = folder / digests.FILE
+    plain = unseal(path.read_bytes(), "digests", path)
+    for content in (plain, plain + b"\n"):
+        path.write_bytes(content)
+        with pytest.raises(DamagedFile, match="it is no list of digests"):
+            digests.read(folder)
 
 
 def test_files_that_are_gone_or_of_another_checkpoint(folder: Path, tmp_path: Path) -> None:
