@@ -14,7 +14,7 @@ from slime.utils import digests
 HAS_DIGESTS = "slime_digests"
 """In what a checkpoint holds beside tensors: that its digests were written."""
 WAY_BACK = "Choose another iteration with --ckpt-step"
-WAY_BACK_OF_HF = "Fetch or export the checkpoint again"
+WAY_BACK_OF_HF = f"Fetch or export the checkpoint again; if you changed its weights, remove its {digests.FILE}"
 
 
 def check_files(directory: Path, way_back: str = WAY_BACK) -> bool:

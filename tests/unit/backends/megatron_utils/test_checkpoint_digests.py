@@ -4,7 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from slime.backends.megatron_utils.checkpoint_digests import WAY_BACK_OF_HF, check_files, write_digests
 from tests.support.distributed import run_distributed
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / name).write_text(name)
+    write_digests(tmp_path, pattern="*.safetensors")
+    return tmp_path
+
+
+def test_an_export_that_was_changed_on_purpose_has_a_way_back(export: Path) -> None:
+    (export / "model-1.safetensors").write_text("quantized")
+    with pytest.raises(ValueError, match=r"model-1.*; if you changed its weights, remove its digests\.json$"):
+        check_files(export, WAY_BACK_OF_HF)
+    (export / "digests.json").unlink()
+    assert not check_files(export, WAY_BACK_OF_HF)
 
 
 def test_a_directory_that_cannot_be_listed_is_said_on_all_ranks(tmp_path: Path) -> None:
