@@ -308,6 +308,7 @@ class GroupStream(HeldGroups):
         else:
             self._answered(job)
             self._finished(job, verdict)
+        self._probe_is_lost(job)  # if it still is one: it raised, or belongs to another service
         self._notice()
 
     def _notice(self) -> None:

@@ -124,15 +124,20 @@ class HeldGroups(ABC):
             return
         if job is None and (held := self.held.get(name)):
             job = held.pop(0)
+            if not held:
+                del self.held[name]
         if job is None:
             self._end_pause()
             self._notice()
             return
         self._probe = job
         self._try_to_begin(job)
+        if job not in self.in_flight.values():  # it was finished already, or did not begin
+            self._probe_is_lost(job)
+            self._notice()
 
     def _probe_is_lost(self, job: GroupJob) -> None:
-        """Ask again when what a service was asked has been taken back."""
+        """Ask again when what a service was asked has ended, or has been taken back, without its answer."""
         if self._probe is job and self._paused_for is not None:
             self._pause(self._paused_for)
 
@@ -144,10 +149,10 @@ class HeldGroups(ABC):
             return
         if service.is_down:
             self.waiting.extendleft(reversed(held))
+            held = []
         service.answered()
         if self._paused_for == name:
             self._end_pause()
-            return
         for failed in held:
             group = self._to_begin_again(failed)
             attempts = count_attempt(group)

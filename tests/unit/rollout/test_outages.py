@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ import pytest
 
 from slime.rollout import outages
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.fully_async_rollout import generate_rollout_fully_async, stop_global_worker
+from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async, stop_global_worker
 from slime.rollout.groups import GroupJob
 from slime.rollout.held_groups import HeldGroups
 from slime.rollout.outages import LEAST, ServiceOutage, is_of_service
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.async_utils import run
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample, iter_samples
 from tests.support.rollout_args import rollout_args
@@ -192,23 +194,97 @@ def test_attempts_are_counted_across_a_restart(make_args, tmp_path):
     assert STARTED[1] == 2 * 3
 
 
+# What a service that is down is asked with may say nothing of it
+
+
+async def of_another_service(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return answered(sample)
+
+
+async def that_fails_too(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    STARTED[sample.group_index] += 1
+    if STARTED[sample.group_index] <= 2:
+        raise ConnectionRefusedError("another one")
+    return answered(sample)
+
+
+async def with_an_error(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    STARTED[sample.group_index] += 1
+    if STARTED[sample.group_index] <= 2:
+        raise KeyError("once")
+    return answered(sample)
+
+
+class Probing:
+    """A data source whose groups need ``down_for_a_while``; while generation is paused, another function."""
+
+    def __init__(self, args: Any, probe: Any) -> None:
+        self.probe, self.numbers, self.back = probe, itertools.count(), []
+        self.probes = 0
+        self.worker = AsyncRolloutWorker(args, self)
+
+    def get_samples(self, count: int) -> list[list[Sample]]:
+        if self.back:
+            return [self.back.pop()]
+        number, paused = next(self.numbers), self.worker.is_paused
+        self.probes += paused
+        path = f"{HERE}.{self.probe if paused and self.probe != 'complete' else 'down_for_a_while'}"
+        group = [
+            Sample(group_index=number, index=2 * number + i, prompt="p", label="l", generate_function_path=path)
+            for i in range(2)
+        ]
+        return [[answered(sample) for sample in group] if paused and self.probe == "complete" else group]
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        self.back += groups
+
+
+PROBES = ["of_another_service", "that_fails_too", "with_an_error", "complete"]
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_probe_that_says_nothing_of_the_service_is_followed_by_another(make_args, probe):
+    args, *_ = arguments(make_args, "fully async", "unused", rollout_batch_size=2)
+    source = Probing(args, probe)
+    DOWN_FOR.append(80)
+    output = run(asyncio.wait_for(source.worker.rollout(0), 20))
+    source.worker.stop()
+    assert source.probes
+    assert all(sample.reward == 1.0 for sample in iter_samples(output.samples))
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_service_that_stays_down_ends_the_run_whatever_else_answers(make_args, probe):
+    args, *_ = arguments(make_args, "fully async", "unused", rollout_batch_size=40, service_outage_timeout=0.2)
+    source = Probing(args, probe)
+    DOWN_FOR.append(10**9)
+    with pytest.raises(ServiceOutage, match="has failed for all"):
+        run(asyncio.wait_for(source.worker.rollout(0), 20))
+    source.worker.stop()
+    assert source.probes
+
+
 # The rule, on random histories
 
 
 class Stream(HeldGroups):
     """Groups of which the world decides whether they fail; one attempt takes a second or more."""
 
-    def __init__(self, args: Any, rng: random.Random, groups: int = 40) -> None:
+    def __init__(self, args: Any, rng: random.Random, groups: int = 40, services: int = 1) -> None:
         super().__init__(args)
         self.rng, self.failure = rng, None
         self.bad: set[int] = set()
-        self.is_down = False
+        self.down: set[str] = set()
         self.attempts: Counter[int] = Counter()
         self.fair: Counter[int] = Counter()
         self.asked: list[float] = []
         self.kept: dict[int, bool] = {}
         self.back: list[Any] = []
-        self.new = [GroupJob([Sample(group_index=number, index=number)]) for number in range(groups)]
+        paths = [f"service {number % services}" for number in range(groups)]
+        self.new = [
+            GroupJob([Sample(group_index=number, index=number, generate_function_path=path)])
+            for number, path in enumerate(paths)
+        ]
 
     def start(self, job: Any) -> None:
         task = asyncio.ensure_future(self.attempt(job))
@@ -222,12 +298,14 @@ class Stream(HeldGroups):
         self.asked.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.rng.choice([0.001, 1.0, 5.0]))
         self.in_flight.pop(asyncio.current_task())
-        if self.is_down or number in self.bad:
-            self.fair[number] += not self.is_down
+        is_down = self._service(job) in self.down
+        if is_down or number in self.bad:
+            self.fair[number] += not is_down
             self._hold(job, "refused")
         else:
             self._answered(job)
             self._keep(job)
+        self._probe_is_lost(job)
 
     def _may_begin(self) -> bool:
         return bool(self.waiting or self.back or self.new)
@@ -255,15 +333,17 @@ class Stream(HeldGroups):
     def _notice(self) -> None: ...
 
 
-async def history(seed: int) -> Stream:
+async def history(seed: int, services: int) -> Stream:
     """Run 40 groups, some of them bad, with outages; return the stream when all are kept or it has failed."""
     rng = random.Random(seed)
-    stream = Stream(rollout_args(max_prompt_attempts=rng.choice([1, 2, 3, 5]), service_outage_timeout=1e5), rng)
+    args = rollout_args(max_prompt_attempts=rng.choice([1, 2, 3, 5]), service_outage_timeout=1e5)
+    stream = Stream(args, rng, services=services)
     stream.bad = {n for n in range(40) if rng.random() < rng.choice([0.0, 0.25, 0.5])} - {38, 39}
     wide = rng.choice([1, 2, 5, 20])
     for step in range(10_000):
         if step % 50 == 0:
-            stream.is_down = rng.random() < 0.3 and step < 3000
+            names = [f"service {number}" for number in range(services)]
+            stream.down = {name for name in names if rng.random() < 0.3 and step < 3000}
         while stream.failure is None and not stream.is_paused and len(stream.in_flight) < wide:
             if (job := stream._next_job()) is not None:
                 stream.start(job)
@@ -281,12 +361,13 @@ async def history(seed: int) -> Stream:
     return stream
 
 
+@pytest.mark.parametrize("services", [1, 2])
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 1000), marks=pytest.mark.soak)])
-def test_prompts_are_blamed_for_what_they_do_and_services_for_the_rest(monkeypatch, seeds):
+def test_prompts_are_blamed_for_what_they_do_and_services_for_the_rest(monkeypatch, seeds, services):
     monkeypatch.setattr(outages, "FIRST_PAUSE_S", 1.0)
     monkeypatch.setattr(outages, "LONGEST_PAUSE_S", 60.0)
     for seed in seeds:
-        stream = run_virtually(history(seed))
+        stream = run_virtually(history(seed, services))
         limit = stream.args.max_prompt_attempts
         assert stream.failure is None
         for number, is_good in stream.kept.items():
@@ -302,7 +383,7 @@ def test_a_service_that_is_down_is_asked_after_growing_waits(monkeypatch):
 
     async def scene() -> Stream:
         stream = Stream(rollout_args(service_outage_timeout=600.0), random.Random(1), groups=5)
-        stream.is_down = True
+        stream.down = {"service 0"}
         stream.rng.choice = lambda options: options[0]
         while (job := stream._next_job()) is not None:
             stream.start(job)
