@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
 from slime.servers.auth import is_loopback
-from slime.servers.bounded_site import RUNNER_OPTIONS, BoundedSite
+from slime.servers.bounded_site import PLAIN_RUNNER_OPTIONS, RUNNER_OPTIONS, BoundedSite, noted, tells_connections
 from slime.utils import http_utils
 from slime.utils.bounded_log import BoundedLog
 
@@ -25,7 +25,7 @@ REQUIRES_TOKEN = web.AppKey("requires_token", bool)
 
 SLOW_REQUEST_S = 120.0
 STOP_DEADLINE_S = 30.0
-_RUNNER_DEFAULTS: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": 5.0, **RUNNER_OPTIONS}
+_RUNNER_DEFAULTS: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": 5.0}
 
 
 @dataclass
@@ -83,7 +83,11 @@ def run_app_in_thread(
     ``runner_kwargs`` go to ``web.AppRunner``. The handlers of disconnected clients are cancelled. Raises what kept it
     from listening (OSError for a port in use) and TimeoutError after ``start_timeout_sec``.
     """
-    options = {"access_log_class": FilteredAccessLogger, **_RUNNER_DEFAULTS, **(runner_kwargs or {})}
+    site_options = RUNNER_OPTIONS
+    if not tells_connections(app):  # its handlers read bodies with aiohttp's own means
+        app.middlewares.insert(0, noted)
+        site_options = PLAIN_RUNNER_OPTIONS
+    options = {"access_log_class": FilteredAccessLogger, **_RUNNER_DEFAULTS, **site_options, **(runner_kwargs or {})}
     runner = web.AppRunner(app, **options)
     started: Future[tuple[asyncio.AbstractEventLoop, int]] = Future()
     listen = _listen(runner, host, port, start_timeout_sec)

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -23,6 +23,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from slime.servers.auth import is_loopback
 from slime.utils.bounded_log import BoundedLog
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 told = BoundedLog(logger)
@@ -47,8 +49,10 @@ class _NotOfClients(logging.Filter):
 
 _errors = logging.getLogger(f"{__name__}.errors")
 _errors.addFilter(_NotOfClients())
-RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "keepalive_timeout": KEEP_ALIVE_S, "logger": _errors}
-"""For every runner: bodies are decompressed where they are read, within bounds."""
+PLAIN_RUNNER_OPTIONS: dict[str, Any] = {"keepalive_timeout": KEEP_ALIVE_S, "logger": _errors}
+"""For every runner."""
+RUNNER_OPTIONS: dict[str, Any] = {**PLAIN_RUNNER_OPTIONS, "auto_decompress": False}
+"""For one whose handlers read bodies with ``request_checks.read_json``, which decompresses them within bounds."""
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -123,6 +127,28 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+@web.middleware
+async def noted(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell the connection of the requests of an application that does not do so as it reads them."""
+    connection = connection_of(request)
+    if connection is None:
+        return await handler(request)
+    connection.request_began()
+    connection.body_arrived()  # when it does is not known: it must not be closed while its handler works
+    try:
+        return await handler(request)
+    finally:
+        connection.request_ended()
+
+
+noted.tells_connections = True  # type: ignore[attr-defined]
+
+
+def tells_connections(app: web.Application) -> bool:
+    """Return whether a middleware of ``app`` tells connections of its requests, as ``browser_guard`` does."""
+    return any(getattr(middleware, "tells_connections", False) for middleware in app.middlewares)
 
 
 def connection_of(request: web.Request) -> Connection | None:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from ipaddress import ip_address
 from typing import Any
@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from slime.servers.auth import is_loopback
-from slime.servers.bounded_site import connection_of
+from slime.servers.bounded_site import Handler, connection_of
 
 HOSTS_VARIABLE = "SLIME_ALLOWED_HOSTS"
 MAX_DEPTH = 100
@@ -29,7 +29,6 @@ MAX_DEPTH = 100
 BODY_DEADLINE_S = 300.0
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RequestError(Exception):
@@ -58,6 +57,7 @@ def browser_guard(refuse: Callable[[int, str], web.Response]) -> Any:
             if connection is not None:
                 connection.request_ended()
 
+    middleware.tells_connections = True  # type: ignore[attr-defined]
     return middleware
 
 

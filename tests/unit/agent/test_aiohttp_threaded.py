@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import socket
 import threading
 import urllib.request
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN, FilteredAccessLogger, run_app_in_thread
+from slime.servers import bounded_site
 
 
 async def where(request: web.Request) -> web.Response:
@@ -108,6 +111,33 @@ def test_handlers_of_clients_that_left_are_cancelled():
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
             assert began.wait(20)
         assert cancelled.wait(20)
+    finally:
+        handle.stop()
+
+
+def test_a_plain_application_may_take_longer_than_a_head(monkeypatch):
+    monkeypatch.setattr(bounded_site, "HEADER_DEADLINE_S", 0.3)
+
+    async def echo(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.6)
+        return web.json_response(await request.json())
+
+    async def ask(port: int) -> list[int]:
+        answers = []
+        body = gzip.compress(b"[1]")
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+            for _ in range(2):
+                async with session.post(f"http://127.0.0.1:{port}/", data=body, headers=headers) as reply:
+                    answers += await reply.json()
+                await asyncio.sleep(0.4)
+        return answers
+
+    app = web.Application()
+    app.router.add_post("/", echo)
+    handle = run_app_in_thread(app, host="127.0.0.1")
+    try:
+        assert asyncio.run(ask(handle.port)) == [1, 1]
     finally:
         handle.stop()
 
