@@ -76,16 +76,18 @@ def _of_number(label: Any) -> list[str]:
 def _from_json(text: str) -> Any:
     """Return what JSON text, or the ``repr`` of a list or dict, holds; None for any other text.
 
-    A list of bare numbers stays text: ``[1, 2]`` is an interval.
+    A list of bare numbers stays text: ``[1, 2]`` is an interval. So do sets, and objects without one of ``KEYS``.
     """
     text = text.strip()
     if len(text) > _LONGEST_JSON or not re.match(r"\[\s*['\"{]|\{\s*['\"]|\".*\"$", text, re.DOTALL):
         return None
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError:
-        pass
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        try:
+            found = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return None
+    if isinstance(found, (set, tuple)) or (isinstance(found, dict) and not any(key in found for key in KEYS)):
         return None
+    return found
