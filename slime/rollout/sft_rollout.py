@@ -48,7 +48,12 @@ def generate_rollout(
     groups: list[list[Sample]] = []
     dropped = 0
     while len(groups) < args.rollout_batch_size:
-        for group in data_source.get_samples(args.rollout_batch_size - len(groups)):
+        drawn = data_source.get_samples(args.rollout_batch_size - len(groups))
+        if not drawn and not groups:
+            raise RuntimeError(f"rollout {rollout_id}: the data source has no more conversations")
+        if not drawn:
+            break
+        for group in drawn:
             _fill(args, group[0], generator)
             if _is_too_long(args, group[0]):
                 dropped += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,15 @@ def test_strings_and_several_copies_are_refused(make_args):
     args = make_args([turns("a", "b")], n_samples_per_prompt=2)
     with pytest.raises(ValueError, match="--n-samples-per-prompt 1, got 2"):
         sft_rollout.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+def test_a_source_that_ends_gives_what_it_has(make_args):
+    args = make_args([turns("1+1", "2")])
+    left = [[Sample(index=0, prompt=turns("1+1", "2"))]]
+    source = SimpleNamespace(get_samples=lambda count: [left.pop()] if left else [])
+    assert len(sft_rollout.generate_rollout(args, 0, source).samples) == 1
+    with pytest.raises(RuntimeError, match="rollout 1: the data source has no more conversations"):
+        sft_rollout.generate_rollout(args, 1, source)
 
 
 def lengths(rows, args):
