@@ -67,7 +67,8 @@ def _check_messages(messages: Any, *, trained: bool) -> None:
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
             raise ItemError(f"messages[{place}].tool_calls must be a list of objects, got {calls!r:.100}")
         content = message.get("content")
-        if not (isinstance(content, str) or _are_parts(content) or (content is None and calls)):
+        reasons = message["role"] == "assistant" and (message.get("reasoning_content") or message.get("function_call"))
+        if not (isinstance(content, str) or _are_parts(content) or (content is None and (calls or reasons))):
             raise ItemError(f"messages[{place}].content must be a text or a list of parts, got {content!r:.100}")
     if trained and not any(message["role"] == "assistant" for message in messages):
         raise ItemError("messages must have one of the assistant's, or there is nothing to train on")

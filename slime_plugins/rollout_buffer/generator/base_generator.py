@@ -144,7 +144,10 @@ class BaseGenerator:
             yield {**row, "instance_id": str(row.get("instance_id", number))}
 
     def send_data_to_buffer(self, data: Item) -> None:
-        """Write one trajectory; wait while the buffer is full or does not answer. Raises when that takes too long."""
+        """Write one trajectory; wait while the buffer is full or does not answer. Raises when that takes too long.
+
+        One that the buffer cannot use (400) is logged and left out: the others may be good.
+        """
         key = key_for(self.remote_buffer_url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for attempt in range(WRITE_ATTEMPTS):
@@ -156,6 +159,9 @@ class BaseGenerator:
                 if reply.status_code < 400:
                     return
                 said = f"{reply.status_code}: {reply.text[:500]}"
+                if reply.status_code == 400:
+                    logger.error("the buffer refused trajectory %r: %s", data.get("uid"), said)
+                    return
                 if reply.status_code not in (429, 502, 503, 504):
                     raise RuntimeError(f"the buffer at {self.remote_buffer_url} refused a trajectory: {said}")
             time.sleep(min(5.0, 0.1 * 2 ** min(attempt, 10)))

@@ -117,3 +117,14 @@ def test_a_trajectory_is_posted_to_the_buffer(monkeypatch: pytest.MonkeyPatch) -
     generator.send_data_to_buffer({"uid": "a"})
     generator.send_data_to_buffer(data={"uid": "b"})
     assert posted == [("http://buffer/buffer/write", {"uid": "a"}), ("http://buffer/buffer/write", {"uid": "b"})]
+
+
+def test_a_trajectory_that_the_buffer_cannot_use_costs_itself(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    replies = iter([400, 200, 403])
+    monkeypatch.setattr(requests, "post", lambda *_, **__: SimpleNamespace(status_code=next(replies), text="no role"))
+    generator = BaseGenerator("http://engine", "http://buffer")
+    generator.send_data_to_buffer({"uid": "a"})
+    assert "the buffer refused trajectory 'a': 400: no role" in caplog.text
+    generator.send_data_to_buffer({"uid": "b"})
+    with pytest.raises(RuntimeError, match="403: no role"):
+        generator.send_data_to_buffer({"uid": "c"})

@@ -93,6 +93,8 @@ def test_what_the_trainer_could_not_take_is_refused_with_the_field(written, name
         changed(), changed(reward=0), changed(reward=True), changed(reward={"score": 1.0, "note": "a"}),
         changed(instance_id=7), changed(extra_info={"error": "no"}, messages=[USER]), sampled(),
         changed(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]),
+        changed(messages=[USER, {"role": "assistant", "content": None, "reasoning_content": "hm"}, ASSISTANT]),
+        changed(messages=[USER, {"role": "assistant", "content": None, "function_call": {"name": "f"}}, ASSISTANT]),
         changed(messages=[{"role": "user", "content": [{"type": "text", "text": "q"}]}, ASSISTANT]),
         sampled(rollout_log_probs=[-0.5, 1e-6]), sampled(rollout_log_probs=None), sampled(tokens=[5, 6, 99]),
         {**sampled(), "messages": [USER]},
