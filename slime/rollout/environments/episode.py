@@ -69,9 +69,9 @@ async def generate(
             if attempt >= EVAL_ATTEMPTS:
                 if not isinstance(e.__cause__, Exception) or not is_of_service(e.__cause__):
                     raise
-                service.hold(attempt, e.__cause__)
+                service.hold(0, e.__cause__)
                 service.is_down = True
-                await service.another_try(attempt, e)
+                await service.another_try(0, e)
             continue
         if played.status == Sample.Status.ABORTED:  # the rollout ends
             sample.status = Sample.Status.ABORTED

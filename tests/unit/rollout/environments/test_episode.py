@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +15,16 @@ from slime.arguments.files import environments as files
 from slime.ray.rollout_metrics import environment_metrics
 from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.environments import EnvironmentDataSource
+from slime.rollout.environments import EnvironmentDataSource, episode
 from slime.rollout.environments.episode import EnvironmentFailure, generate
+from slime.rollout.outages import ServiceOutage
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.types import Sample, iter_samples
 from tests.support import environments
 from tests.support.agents import BEGIN, END
+from tests.support.rollout_args import rollout_args
+from tests.support.virtual_time import run_virtually
 
 PATH = "slime.rollout.environments.generate"
 HERE = "tests.support.environments."
@@ -252,3 +257,19 @@ def test_an_episode_of_a_rollout_that_ends_is_given_back(play, cluster, monkeypa
     assert sample.status == Sample.Status.ABORTED
     assert (sample.tokens, sample.response_length, sample.reward) == ([], 0, None)
     assert "abort_reason" not in sample.metadata
+
+
+def test_an_evaluation_waits_longer_each_time_for_a_service_that_is_down(monkeypatch):
+    began: list[float] = []
+
+    async def fail(self: Any, sampling_params: Any) -> Any:
+        began.append(asyncio.get_running_loop().time())
+        raise episode.EnvironmentFailure("e.step", "down") from ConnectionRefusedError("no sandbox")
+
+    monkeypatch.setattr(episode.Episode, "play", fail)
+    monkeypatch.setattr(episode, "entry_of", lambda args, sample: SimpleNamespace(name="e"))
+    args = rollout_args(service_outage_timeout=300.0)
+    with pytest.raises(ServiceOutage, match="environment 'e' has failed for all for 300 s"):
+        run_virtually(episode.generate(args, Sample(), {}, evaluation=True))
+    gaps = [round(after - before) for before, after in pairwise(began[2:])]
+    assert gaps[:7] == [1, 2, 4, 8, 16, 32, 60]
