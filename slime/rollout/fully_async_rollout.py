@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,9 @@ class AsyncRolloutWorker(GroupStream):
         self.keeps_dropped = args.rollout_all_samples_process_path is not None
         self.given_back: dict[int, Group] = {}
         """What the data source has taken back since the rollout began."""
+        self._aborted_under: int | None = None
+        self._aborted_groups: Counter[int] = Counter()
+        """How often groups were aborted without a reason under these weights."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._forget_clock: Callable[[], None] | None = None
 
@@ -225,7 +229,8 @@ class AsyncRolloutWorker(GroupStream):
     @property
     def is_exhausted(self) -> bool:
         """True when the data source has no more prompts and nothing is on its way."""
-        return self._no_prompts and not self.in_flight and not self.waiting and not len(self.completed)
+        on_its_way = self.in_flight or self.waiting or len(self.completed) or self.held or self.is_paused
+        return self._no_prompts and not on_its_way
 
     # The way of a group
 
@@ -236,7 +241,7 @@ class AsyncRolloutWorker(GroupStream):
         return groups
 
     def _may_begin(self) -> bool:
-        if self._no_prompts and not self.waiting:
+        if self._no_prompts and not self.waiting and not self.held:
             return False
         if len(self.in_flight) >= self.concurrency or len(self.completed) >= self.concurrency:
             return False
@@ -263,6 +268,31 @@ class AsyncRolloutWorker(GroupStream):
     def _record(self, group: Group) -> None:
         if record := getattr(self.data_source, "record_completed", None):
             record(group)
+
+    def _gave_up(self, job: GroupJob) -> None:
+        if self._was_aborted_for_a_push(job):
+            self.aborted += 1
+            self._hand_back(job, self._to_begin_again(job))
+        else:
+            super()._gave_up(job)
+
+    def _was_aborted_for_a_push(self, job: GroupJob) -> bool:
+        """True when engines may have aborted a group to take new weights: once per group and version.
+
+        A generate function that always aborts is therefore seen for what it is the second time. Groups that have no
+        number cannot be told apart: of them as many as are in flight.
+        """
+        mode, version = self.args.weight_sync_pause_mode, self.clock.step
+        aborts = mode == "abort" or (mode == "auto" and self.args.rollout_external)
+        reported = any("abort_reason" in (sample.metadata or {}) for sample in iter_samples(job.result))
+        if not aborts or reported or version is None:
+            return False
+        if self._aborted_under != version:
+            self._aborted_under = version
+            self._aborted_groups.clear()
+        number = first_group_index(job.original)
+        self._aborted_groups[number] += 1
+        return self._aborted_groups[number] <= (self.concurrency if number == -1 else 1)
 
     def _keep(self, job: GroupJob) -> None:
         stamp_steps(job.result, self.clock, job.step)

@@ -306,7 +306,8 @@ class GroupStream(HeldGroups):
         elif (verdict := task.result()) is None:
             self._gave_up(job)
         else:
-            self._answered(job)
+            if not job.was_finished:  # else nothing was asked
+                self._answered(job)
             self._finished(job, verdict)
         self._probe_is_lost(job)  # if it still is one: it raised, or belongs to another service
         self._notice()

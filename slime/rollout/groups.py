@@ -214,6 +214,8 @@ class GroupJob:
     oldest: int | None = None
     failures: int = 0
     expired: int = 0
+    was_finished: bool = False
+    """Whether nothing was left to generate when it began."""
     was_held: int = 0
     why: str = ""
     """How often it was given up, and what for the last time."""
@@ -227,6 +229,7 @@ class GroupJob:
         on_copy: bool = False,
     ) -> asyncio.Task[Any]:
         """Start the task that generates the group: the samples that were drawn themselves, or a copy of them."""
+        self.was_finished = all(is_finished(sample) for sample in iter_samples(self.original))
         drawn, copied = self.original, copy_group(self.original)
         self.group, self.original = (copied, drawn) if on_copy else (drawn, copied)
         self.ended, self.result, self.step, self.started = {}, [], step, time.monotonic()
