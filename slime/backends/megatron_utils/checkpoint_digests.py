@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,9 +17,14 @@ HAS_DIGESTS = "slime_digests"
 WAY_BACK = "Choose another iteration with --ckpt-step"
 WAY_BACK_OF_HF = f"Fetch or export the checkpoint again; if you changed its weights, remove its {digests.FILE}"
 
+_compared: set[tuple[str | int, ...]] = set()
+"""The files that this process has compared, as they were: the reference or the teacher may be what is trained too."""
+
 
 def check_files(directory: Path, way_back: str = WAY_BACK) -> bool:
     """Compare all files of a checkpoint that have digests with them; return whether there are any.
+
+    A file that is what this process has compared before is not read again.
 
     Raises ValueError on all ranks, naming the file that is damaged. Collective.
     """
@@ -27,8 +33,11 @@ def check_files(directory: Path, way_back: str = WAY_BACK) -> bool:
     try:
         if (listed := digests.read(directory)) is not None:
             files = listed.files
-            largest_first = sorted(files, key=lambda name: (-(directory / name).stat().st_size, name))
-            digests.check(directory, files, largest_first[rank::ranks])
+            found = {name: (directory / name).stat() for name in files}
+            largest_first = sorted(files, key=lambda name: (-found[name].st_size, name))
+            own = {name: _state(directory / name, found[name], files[name]) for name in largest_first[rank::ranks]}
+            digests.check(directory, files, [name for name, state in own.items() if state not in _compared])
+            _compared.update(own.values())
     except (OSError, ValueError) as e:
         message = f"checkpoint {directory} cannot be read, a file of it is damaged or cut off: {e}. {way_back}"
     if message := first_error(message):
@@ -67,6 +76,12 @@ def write_digests(
             message = f"the digests of {directory} cannot be written: {e}"
     if message := first_error(message):
         raise RuntimeError(message)
+
+
+def _state(path: Path, found: os.stat_result, digest: str) -> tuple[str | int, ...]:
+    """Return what is another after any write to the file, and where another digest is wanted."""
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return os.path.abspath(path), found.st_dev, found.st_ino, found.st_size, *times, digest
 
 
 def _place() -> tuple[int, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from slime.backends.megatron_utils.checkpoint_digests import WAY_BACK_OF_HF, check_files, write_digests
+from slime.utils import digests
 from tests.support.distributed import run_distributed
 
 
@@ -24,6 +27,33 @@ def test_an_export_that_was_changed_on_purpose_has_a_way_back(export: Path) -> N
         check_files(export, WAY_BACK_OF_HF)
     (export / "digests.json").unlink()
     assert not check_files(export, WAY_BACK_OF_HF)
+
+
+def test_a_file_is_read_once_until_it_is_written_again(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    digest = digests.digest
+
+    def noted(path: Path) -> str:
+        read.append(path.name)
+        return digest(path)
+
+    monkeypatch.setattr(digests, "digest", noted)
+    monkeypatch.chdir(export)
+    for directory in (export, Path("."), export):
+        assert check_files(directory)
+    assert sorted(read) == ["model-1.safetensors", "model-2.safetensors"]
+    first = export / "model-1.safetensors"
+    before = first.stat()
+    time.sleep(0.02)  # more than a tick of the file system's clock
+    first.write_text("MODEL-1.safetensors")
+    os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"model-1\.safetensors is damaged"):
+            check_files(export)
+    write_digests(export, pattern="*.safetensors")
+    read.clear()
+    assert check_files(export)
+    assert read == ["model-1.safetensors"]
 
 
 def test_a_directory_that_cannot_be_listed_is_said_on_all_ranks(tmp_path: Path) -> None:
