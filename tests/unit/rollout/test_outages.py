@@ -400,7 +400,9 @@ class Stream(HeldGroups):
 async def history(seed: int, services: int) -> Stream:
     """Run 40 groups, some of them bad, with outages; return the stream when all are kept or it has failed."""
     rng = random.Random(seed)
-    args = rollout_args(max_prompt_attempts=rng.choice([1, 2, 3, 5]), service_outage_timeout=1e5)
+    # While one service is down, a single group of the other may be asked in an outage of that one: it costs an attempt.
+    attempts = max(services, rng.choice([1, 2, 3, 5]))
+    args = rollout_args(max_prompt_attempts=attempts, service_outage_timeout=1e5)
     stream = Stream(args, rng, services=services)
     stream.bad = {n for n in range(40) if rng.random() < rng.choice([0.0, 0.25, 0.5])} - {38, 39}
     wide = rng.choice([1, 2, 5, 20])
