@@ -455,7 +455,7 @@ def kill_one_of_two(
 
 def num_requests(member: Member) -> int:
     """Return how many requests an engine holds."""
-    return EngineClient(member.known_info.url).num_requests()
+    return EngineClient(member.known_info.url, member.known_info.api_key).num_requests()
 
 
 def _check_real(args: SimpleNamespace, checkpoint: Path, groups: Any, count: int) -> None:
