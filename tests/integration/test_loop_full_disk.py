@@ -72,6 +72,7 @@ def test_a_full_shared_memory_is_named_before_anything_starts(flags: list[str], 
     assert not list((tmp_path / "save").glob("*"))
 
 
+@pytest.mark.soak
 @needs_mount
 def test_a_small_shared_memory_is_enough_or_named(flags: list[str], tmp_path: Path) -> None:
     inside = small_disk.command(Path("/dev/shm"), "17m")
@@ -82,6 +83,7 @@ def test_a_small_shared_memory_is_enough_or_named(flags: list[str], tmp_path: Pa
         assert found.output.partition("\nerror: ")[2].count("/dev/shm has"), found.output
 
 
+@pytest.mark.soak
 def test_a_stopped_trainer_is_named_while_the_run_waits(flags: list[str], tmp_path: Path) -> None:
     with Run([*flags, "--num-rollout", "3"], tmp_path / "run") as run:
         run.wait_for(r"rollout 0 of 3", DEADLINE_S)

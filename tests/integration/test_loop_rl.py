@@ -119,20 +119,21 @@ def test_replayed_rollouts_give_the_same_weights_without_engines(whole, flags, t
 
 def test_what_a_run_without_a_trainer_made_is_trained_on_by_one_without_engines(flags, tmp_path):
     dumps = str(tmp_path / "dumps" / "{rollout_id}.pt")
-    generated = run_train([*flags, "--debug-rollout-only", "--save-debug-rollout-data", dumps], tmp_path / "generated")
-    assert prompts(tmp_path, 2)[-1][1] == 16 * ROLLOUTS - 1
-    assert sorted(generated.metric("rollout/raw_reward")) == [0, 1, 2]
+    shorter = [*(word for word in flags if word != "--check-weight-update-equal"), "--num-rollout", "2"]
+    command = [*shorter, "--debug-rollout-only", "--save-debug-rollout-data", dumps]
+    generated = run_train(command, tmp_path / "generated")
+    assert sorted(generated.metric("rollout/raw_reward")) == [0, 1]
     assert not generated.metric("train/loss")
     assert not (generated.run_dir / "logs" / "actor_rank0.log").exists()
-    command = [*flags, *saving(tmp_path), "--debug-train-only", "--load-debug-rollout-data", dumps]
-    trained = run_train(command, tmp_path / "trained")
+    assert prompts(tmp_path, 1)[-1][1] == 31
+    trained = run_train([*shorter, "--debug-train-only", "--load-debug-rollout-data", dumps], tmp_path / "trained")
     assert trained.metric("rollout/raw_reward") == generated.metric("rollout/raw_reward")
     assert all(norm > 0 for norm in trained.metric("train/grad_norm").values())
     assert not (trained.run_dir / "logs" / "router.log").exists()
     # all was generated with the weights that training starts from
     far = trained.metric("train/train_rollout_logprob_abs_diff")
-    assert sorted(far) == [0, 1, 2]
-    assert far[0] <= 1e-5 < far[1] < far[2]
+    assert sorted(far) == [0, 1]
+    assert far[0] <= 1e-5 < far[1]
 
 
 @pytest.mark.soak
