@@ -286,7 +286,7 @@ def test_what_engines_abort_for_new_weights_counts_against_nothing(make_args, mo
     stop_global_worker()
     args.custom_generate_function_path, args.service_outage_timeout = f"{HERE}.never", 0.2
     with pytest.raises(ServiceOutage):
-        rollout(args, 1, source)
+        rollout(args, 1, RolloutDataSourceWithBuffer(args))  # the other one has finished groups
 
 
 async def fails_late(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

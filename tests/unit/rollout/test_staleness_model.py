@@ -69,7 +69,7 @@ class World:
         batch, size = rng.choice([1, 3, 4, 8]), rng.choice([1, 2, 3])
         self.args = rollout_args(
             max_staleness=self.limit, sglang_server_concurrency=self.slots, rollout_num_engines=1,
-            rollout_request_timeout=1e9, rollout_batch_size=batch, n_samples_per_prompt=size,
+            rollout_request_timeout=1e9, max_prompt_attempts=1000, rollout_batch_size=batch, n_samples_per_prompt=size,
             partial_rollout=self.masks or rng.random() < 0.3, mask_offpolicy_in_partial_rollout=self.masks,
         )  # fmt: skip
         self.made_at: list[int] = []
