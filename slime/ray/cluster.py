@@ -139,8 +139,8 @@ class Cluster:
         env = {RUN_TAG: self.run_id, **KEEP_ENVIRON, "RAY_USE_UVLOOP": "0"}
         env |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in NOSET_VISIBLE_DEVICES}
         env["PYTHONPATH"] = os.pathsep.join(p for p in (_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")) if p)
-        if CORE_VARIABLE in os.environ:
-            env[CORE_VARIABLE] = os.environ[CORE_VARIABLE]
+        # A cluster that was joined has its own environment: what it starts does not inherit this process's.
+        env |= {name: os.environ[name] for name in (CORE_VARIABLE, PASSED) if name in os.environ}
         if self.device_type == "cpu":
             # All processes share few cores; PyTorch's default of one thread per core each would make them fight.
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

@@ -247,7 +247,8 @@ class AsyncRolloutWorker(GroupStream):
             return False
         if self._slots_are_awaited:
             return False
-        # A held group keeps its place while another one may tell why it failed: it would come back too old.
+        # A held group counts toward the bound while others are in flight: their outcome decides whether it is retried,
+        # and behind newer groups it would exceed --max-staleness.
         held = len(self.all_held()) if self.in_flight else 0
         return self.bound.may_start(self.ahead + held, self.rollout_id, self.clock.step)
 

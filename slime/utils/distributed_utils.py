@@ -91,12 +91,11 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
     under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if address.scheme != "tcp" or rank != 0 or under_torchrun or not _is_number(address.hostname or ""):
         store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
-    elif (place := (address.hostname or "", address.port or 0)) in _served:  # a second group that meets there
-        store = dist.TCPStore(*place, world_size, is_master=True, timeout=timeout, multi_tenant=True)
     else:
-        listener = listen_on(*place).detach()
-        how: dict[str, Any] = {"master_listen_fd": listener, "multi_tenant": True}
-        store = dist.TCPStore(*place, world_size, is_master=True, timeout=timeout, **how)
+        place = address.hostname or "", address.port or 0
+        # Groups of one process that meet at the same place share its server.
+        how: dict[str, Any] = {} if place in _served else {"master_listen_fd": listen_on(*place).detach()}
+        store = dist.TCPStore(*place, world_size, is_master=True, timeout=timeout, multi_tenant=True, **how)
         _served[place] = store
     store.set_timeout(timeout)
     return store, rank, world_size

@@ -107,7 +107,8 @@ def remember(source: Namespace | Mapping[str, Any]) -> None:
 
 def _is_telling(value: str) -> bool:
     """Whether a text that holds ``value`` most likely means it: no path, and no word that stands for a missing key."""
-    return len(value) >= _SHORTEST and not value.startswith("/") and value.lower() not in _STAND_INS
+    is_path = _is_path(value) or (value.startswith("/") and _RANDOM.fullmatch(value) is None)
+    return len(value) >= _SHORTEST and not is_path and value.lower() not in _STAND_INS
 
 
 def _values(source: Any, inside: bool = False) -> Iterator[str]:
@@ -153,8 +154,13 @@ def public_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("RAY_") or name in passed or value.startswith("/") or not is_secret(name)
+        if name.startswith("RAY_") or name in passed or _is_path(value) or not is_secret(name)
     }
+
+
+def _is_path(value: str) -> bool:
+    """Whether ``value`` names a file that is there: a secret may begin with a slash too."""
+    return value.startswith("/") and os.path.exists(value)
 
 
 def mask_words(words: Iterable[str]) -> list[str]:

@@ -82,7 +82,7 @@ def _load_storage(data: bytes) -> Any:
 
 @cache
 def _allowed_by_megatron() -> frozenset[tuple[str, str]]:
-    """What megatron-core lets torch read from its checkpoints: enums and records of its own."""
+    """The enums and dataclasses that megatron-core registers with torch as safe to read from checkpoints."""
     import_megatron()
     from megatron.core.safe_globals import SAFE_GLOBALS
 

@@ -87,6 +87,11 @@ def test_actors_take_megatron_from_where_the_driver_does(monkeypatch: pytest.Mon
     assert make_cluster().environment()["env_vars"].get("SLIME_MEGATRON_CORE") == chosen
 
 
+def test_what_passes_secrets_on_reaches_the_processes_of_a_cluster_that_was_joined(monkeypatch) -> None:
+    monkeypatch.setenv("SLIME_PASS_SECRETS", "HF_TOKEN")
+    assert make_cluster().environment()["env_vars"]["SLIME_PASS_SECRETS"] == "HF_TOKEN"
+
+
 def test_resources_on_one_line() -> None:
     shown = describe_resources({"memory": 1e9, "GPU": 8.0, "CPU": 64.0, "node:10.0.0.1": 1.0})
     assert shown == "CPU 64, GPU 8"

@@ -117,7 +117,9 @@ def test_two_groups_may_meet_at_one_address() -> None:
     assert second.get("key") == b"value"
     del first  # the other one still listens
     assert second.get("key") == b"value"
-    del second
+    third, _, _ = open_store(method, 0, 1, timedelta(seconds=5))
+    assert third.get("key") == b"value"
+    del second, third
     open_store(method, 0, 1, timedelta(seconds=5))  # the port is free again
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,12 +171,18 @@ def test_what_other_processes_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"WANDB_API_KEY", "MY_SECRET"} & inherited.keys()
 
 
-def test_a_file_of_credentials_is_inherited_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, "/var/run/secrets/one")
-        assert secrets.public_environment()[name] == "/var/run/secrets/one"
-        monkeypatch.setenv(name, "the-secret-itself")
-        assert name not in secrets.public_environment()
+def test_a_file_of_credentials_is_inherited_by_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A secret in base64 may begin with a slash too."""
+    (file := tmp_path / "credentials.json").touch()
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "AWS_SHARED_CREDENTIALS_FILE", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, str(file))
+        assert secrets.public_environment()[name] == str(file)
+        assert str(file) in mask_text(f"read {file}")
+        for value in ("the-secret-itself", "/bPxRfiCYEXAMPLEKEY7wJalrXUtnFE3"):
+            monkeypatch.setenv(name, value)
+            assert name not in secrets.public_environment()
+            remember({name: value})
+            assert value not in mask_text(f"with {value} it failed")
 
 
 @pytest.mark.parametrize("word", ["a" * 100_000, "a-" * 50_000, "abc." * 30_000])

@@ -71,7 +71,7 @@ def test_the_converter_runs_nothing_of_a_checkpoint(root, mark):
 
 
 class Nested:
-    """Unpickled, it lets torch read a file of its own."""
+    """Unpickles to a call of ``torch.load`` on a nested file."""
 
     def __init__(self, value: Any) -> None:
         buffer = io.BytesIO()
