@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from slime.arguments import ArgumentError
 from slime.planner import plan
+from slime.planner.memory_text import warning_of_this_machine
 from slime.planner.render import plan_text, sections, summary_text
 from tests.support.arguments import dry
 from tests.support.command_lines import command_lines as random_command_lines
@@ -259,3 +260,11 @@ def test_the_documentation_shows_these_pages() -> None:
     assert len(shown) == 2
     for name, part in shown:
         assert part in (PAGES / f"{name}.txt").read_text()
+
+
+def test_gpus_of_a_cluster_that_is_joined_are_not_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: pytest.fail(f"{name} was asked"))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert warning_of_this_machine(dry()) is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert warning_of_this_machine(dry("--ray-address", "10.0.0.1:6379")) is None
