@@ -111,9 +111,8 @@ class MismatchMeter:
     ) -> str:
         """Say what was measured and which sample is worst (collective over DP x CP)."""
         positions = [position for indices in micro_batches for position in indices]
-        own = [
-            (sample_name(self._data, position), *row.tolist()) for position, row in zip(positions, sums, strict=True)
-        ]
+        rows = torch.stack(sums).tolist() if sums else []
+        own = [(sample_name(self._data, position), *row) for position, row in zip(positions, rows, strict=True)]
         parts = all_gather_objects(own)
         samples: dict[str, list[float]] = {}  # context-parallel ranks each have a part of a sample
         for name, distance, _, _, count, largest in (row for part in parts for row in part):
