@@ -10,6 +10,8 @@ prefix. At the end: latent attention whose gradients are right under tensor para
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -36,6 +38,7 @@ except ImportError:
 
 
 FLASH_MAX_HEAD_DIM = 256
+VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 SHORT_SEQUENCE, MANY_TOKENS = 128, 256
 """Up to which length, and from how many tokens of one length on, a CPU takes matrix products instead of SDPA."""
 
@@ -142,7 +145,8 @@ def flash_takes(segments: Sequence[Segment], *, dropout_p: float = 0.0) -> bool:
     )
 
 
-def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+@functools.lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same, and the copy waits for the device
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), (1, 0))
 
 
@@ -150,13 +154,15 @@ def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p
     """Return the outputs of all segments, one after the other: ``[sum(b * sq), n, dv]``."""
     if not flash_takes(segments, dropout_p=dropout_p):
         return _joined([sdpa_segment(s, causal=causal, scale=scale, dropout_p=dropout_p) for s in segments])
-    q_lengths, k_lengths = ([len(run) for s in segments for run in getattr(s, name)] for name in "qk")
+    q_lengths, k_lengths = (tuple(len(run) for s in segments for run in getattr(s, name)) for name in "qk")
     q, k, v = (_joined([getattr(s, name).flatten(0, 1) for s in segments]) for name in "qkv")
     sizes = (_cumulative(q_lengths, q.device), _cumulative(k_lengths, q.device), max(q_lengths), max(k_lengths))
     if flash_attn_varlen_func is None:
         window = (-1, 0 if causal else -1)  # causal, aligned to the lower right
-        gqa = q.size(1) != k.size(1)
-        output = varlen_attn(q, k, v, *sizes, scale=scale, window_size=window, enable_gqa=gqa)
+        shared: dict[str, Any] = {"enable_gqa": q.size(1) != k.size(1)} if VARLEN_SHARES_HEADS else {}
+        if not VARLEN_SHARES_HEADS and q.size(1) != k.size(1):
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        output = varlen_attn(q, k, v, *sizes, scale=scale, window_size=window, **shared)
         return cast("torch.Tensor", output)  # a tuple only with return_aux
     return flash_attn_varlen_func(
         q,
