@@ -71,9 +71,15 @@ def make_tokenizer(out: Path) -> int:
 
 
 def make_tiny_checkpoint(
-    out: str | Path, family: str = "qwen3", *, seed: int = 0, tie_word_embeddings: bool | None = None, **sizes: Any
+    out: str | Path,
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    tie_word_embeddings: bool | None = None,
+    **sizes: Any,
 ) -> Path:
-    """Write config, fp32 safetensors weights and tokenizer of a random tiny ``family`` model to ``out``; return it.
+    """Write config, safetensors weights and tokenizer of a random tiny ``family`` model to ``out``; return it.
 
     ``sizes`` overrides entries of ``SIZES`` (and any other field of the family's Hugging Face config). The vocabulary
     is the tokenizer's, rounded up to a multiple of 128 as Megatron does, unless ``vocab_size`` is given. Embedding and
@@ -102,7 +108,7 @@ def make_tiny_checkpoint(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(out)
     return out
 
