@@ -1,10 +1,11 @@
 """Run the soak tests part by part, and keep a record of the parts that passed: ``make soak``.
 
-    python -m tools.soak [PART ...] [--list] [--again]
+    python -m tools.soak [PART ...] [--list] [--stale] [--again]
 
 The parts are in ``tests/soak/parts.toml``. A part is one pytest process of at most 45 minutes on two cores. Without
-names every part runs that has not passed with the files as they are now, so that the same command continues where it
-was stopped. ``tests/soak/passed.tsv`` is the record, one row per part; it is written for committed files only.
+names every part runs that is not in the record, so that the same command continues where it was stopped, days and
+commits later. ``tests/soak/passed.tsv`` is the record, one row per part with the commit; it is written for committed
+files only. ``--stale`` runs what passed with other files than those of now as well, ``--again`` everything.
 """
 
 from __future__ import annotations
@@ -140,9 +141,10 @@ def show(parts: dict[str, list[str]]) -> None:
 def main() -> int:
     """Run or list parts; 1 when one did not pass, 2 for a name that is none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="*", help="names of parts (default: all that have not passed)")
+    parser.add_argument("part", nargs="*", help="names of parts, which run in any case (default: all not recorded)")
     parser.add_argument("--list", action="store_true", help="print the parts and what passed when; runs nothing")
-    parser.add_argument("--again", action="store_true", help="also run what has passed with the files as they are")
+    parser.add_argument("--stale", action="store_true", help="also run what passed before files have changed")
+    parser.add_argument("--again", action="store_true", help="run everything")
     options = parser.parse_args()
     parts = read_parts()
     if unknown := set(options.part) - set(parts):
@@ -153,7 +155,7 @@ def main() -> int:
     missing = []
     for part in options.part or parts:
         last = read_record().get(part)
-        if last and not options.again and not changed_since(last.commit):
+        if last and not (options.part or options.again or (options.stale and changed_since(last.commit))):
             print(f"[soak] {part}: passed at {last.commit} ({last.minutes} min), not run again", flush=True)
             continue
         print(f"[soak] {part}: begins", flush=True)
