@@ -22,6 +22,7 @@ EVERY_TERM = (
 )
 
 
+@pytest.mark.soak
 def test_parameters_and_metrics_are_equal_to_the_byte(tmp_path: Path) -> None:
     dumps = write_dumps(tmp_path / "dumps", ROLLOUTS)
     flags = [

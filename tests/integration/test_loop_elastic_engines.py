@@ -87,7 +87,8 @@ def check_samples(folder: Path, rollouts: int, pushed_again: int | None = None) 
     assert indices == list(range(16 * rollouts))
 
 
-@pytest.mark.parametrize("when", ["in a rollout", pytest.param("in a push", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("when", ["in a rollout", "in a push"])
 def test_one_engine_becomes_three_and_one_again(tmp_path: Path, engines: Callable[..., str], when: str) -> None:
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
     extra = f"""--num-rollout 100000 --rollout-max-response-len 256 --rollout-num-gpus 1 --rollout-max-engines 3

@@ -66,6 +66,7 @@ def test_a_frozen_judge_takes_turns_with_the_trainer(tmp_path: Path):
         assert set(run.metric(f"rollout/engines/{name}/serving").values()) == {1.0}
 
 
+@pytest.mark.soak
 def test_engines_of_different_sizes_get_the_same_weights(tmp_path: Path):
     """One engine of two slots beside two of one, with settings of their own, and a slot that stays free."""
     actor = make_tiny_checkpoint(tmp_path / "actor")

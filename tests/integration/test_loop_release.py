@@ -13,6 +13,7 @@ from tools.tiny_model import make_tiny_checkpoint
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.soak
 def test_released_trainers_train_as_those_that_stay(tmp_path: Path):
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
     flags += ["--num-rollout", "2", "--lr-decay-style", "cosine"]

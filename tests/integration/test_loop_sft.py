@@ -37,6 +37,7 @@ def losses(run: Finished, count: int) -> list[float]:
     return run.values("train/loss")[:count]
 
 
+@pytest.mark.soak
 def test_a_killed_run_resumes_to_the_same_weights(flags, tmp_path):
     """Three runs, ended in three ways: SIGTERM, a killed driver, a killed rank."""
     # 6 of the 8 conversations of a rollout fill a step: the others are carried over, also over the restart.

@@ -1,4 +1,4 @@
-"""The quickstart, shortened: SFT with its real budget, then a fifth of GRPO, through the real loop."""
+"""The quickstart, shortened: SFT with its real budget, then a tenth of GRPO, through the real loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.quickstart import check_run, run_quickstart
 
-ROLLOUTS = 20
+ROLLOUTS = 10
 
 
 @pytest.mark.timeout(1800)
@@ -14,7 +14,7 @@ def test_quickstart_learns(tmp_path):
     result = run_quickstart(tmp_path, "--rollouts", str(ROLLOUTS), timeout_s=1700)
     check_run(result, ROLLOUTS)
     assert 0.20 <= result["before"] <= 0.60
-    assert result["after"] >= result["before"] + 0.15
-    assert [step for step, _ in result["evaluations"]] == [0, 9, 19]
+    assert result["after"] >= result["before"] + 0.07
+    assert [step for step, _ in result["evaluations"]] == [0, 9]
     for phrase in ("slime quickstart:", "== 2. SFT", "== 3. GRPO", "report.html", "Try next"):
         assert phrase in result["output"]
