@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.example_results import change, check_result
 from tools import gen_examples_doc, run_examples
 
 
@@ -52,3 +54,19 @@ def test_an_example_that_does_not_exist(page, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_examples.main()
     assert "quickstart is no example with a small version; those are adaptive_environments, " in capsys.readouterr().err
+
+
+def test_what_is_recorded_was_learned_from_the_rewards() -> None:
+    """And controls learn nothing on average, of which noise of twice the standard error is no sign of either."""
+    results = gen_examples_doc.read()
+    controls = {one["example"]: one for one in results if one["shuffled"]}
+    drifts = []
+    for one in results:
+        for data_set, before in one["before"].items():
+            if before > 0.9:
+                continue  # there to be forgotten, not learned
+            if one["shuffled"]:
+                drifts.append(change(one, data_set))
+            else:
+                check_result(one, controls[one["example"]], data_set)
+    assert statistics.mean(drifts) <= 2 * statistics.stdev(drifts) / len(drifts) ** 0.5
