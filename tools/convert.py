@@ -31,8 +31,8 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
 
 def hf_to_fp8(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
     """Write ``source`` in FP8. Raises ValueError for flags that exclude each other."""
-    from slime.utils.quantization import Fp8
-    from slime.utils.quantization.files import quantize_checkpoint
+    from slime.weights.quantization import Fp8
+    from slime.weights.quantization.files import quantize_checkpoint
 
     block = tuple(options.block_size or (128, 128)) if options.strategy == "block" else None
     if options.block_size and block is None:
@@ -45,7 +45,7 @@ def hf_to_fp8(source: Path, target: Path, options: Arguments, force: bool = Fals
 
 def add_int4_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a conversion to INT4, of those of the older command those but symmetry."""
-    from slime.utils.quantization.files import ONLY_EXPERTS
+    from slime.weights.quantization.files import ONLY_EXPERTS
 
     parser.add_argument("--group-size", type=int, default=32, help="numbers of a row with one scale (default 32)")
     parser.add_argument(
@@ -69,12 +69,12 @@ def add_calibration_flags(parser: argparse.ArgumentParser) -> None:
 
 def hf_to_int4(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
     """Write ``source`` in INT4, rounded to nearest, or by GPTQ with --calibration-data."""
-    from slime.utils.quantization import Int4
-    from slime.utils.quantization.files import quantize_checkpoint
+    from slime.weights.quantization import Int4
+    from slime.weights.quantization.files import quantize_checkpoint
 
     form = Int4(options.group_size, options.is_symmetric)
     if data := getattr(options, "calibration_data", None):
-        from slime.utils.quantization.gptq import Calibration, gptq_checkpoint
+        from slime.weights.quantization.gptq import Calibration, gptq_checkpoint
 
         texts = Calibration(
             data=str(data),
@@ -91,7 +91,7 @@ def hf_to_int4(source: Path, target: Path, options: Arguments, force: bool = Fal
 
 def to_bf16(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
     """Write the quantized ``source`` in bf16."""
-    from slime.utils.quantization.files import to_bf16 as write
+    from slime.weights.quantization.files import to_bf16 as write
 
     write(source, target, workers=getattr(options, "max_workers", 1), force=force)
 

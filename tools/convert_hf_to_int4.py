@@ -18,7 +18,7 @@ DATA = "train-00000-of-00001.parquet"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    from slime.utils.quantization.files import ONLY_EXPERTS
+    from slime.weights.quantization.files import ONLY_EXPERTS
     from tools.convert import add_calibration_flags, hf_to_int4, run
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -16,7 +16,7 @@ if not __package__:  # run by its path: without this, modules of this directory 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    from slime.utils.quantization.files import to_bf16
+    from slime.weights.quantization.files import to_bf16
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-fp8-hf-path", type=Path, required=True)

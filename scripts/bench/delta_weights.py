@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from slime.utils.weight_delta.codec import ZSTD_LEVEL, apply, checksum, encode
+from slime.weights.delta.codec import ZSTD_LEVEL, apply, checksum, encode
 
 PLAIN = "zstd of the XOR"
 CASES: dict[str, Callable[[Any, Any], bytes]] = {

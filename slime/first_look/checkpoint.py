@@ -10,7 +10,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import models_of
 from slime.arguments.rules.hf_config import read_config
 from slime.first_look import Findings
-from slime.utils.hf_checkpoint import HfCheckpoint
+from slime.weights.hf_checkpoint import HfCheckpoint
 
 WEIGHT_FLAGS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "load")
 """``--load`` may have taken its value from the others."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils import version_files
-from slime.backends.sglang_utils.delta_files import NO_WAY
 from slime.ray.remote import RemoteFailure
 from slime.servers.types import EngineInfo
+from slime.weights import version_files
+from slime.weights.delta_files import NO_WAY
 
 logger = logging.getLogger(__name__)
 

@@ -153,7 +153,7 @@ OLD: dict[str, dict[str, str]] = {
     "slime.utils.trace_utils": _at("slime.observability.trace_utils", _TRACE),
 }
 
-_DELTA = "classes of its own for changed weights: --update-weight-mode delta, slime.utils.weight_delta"
+_DELTA = "classes of its own for changed weights: --update-weight-mode delta, slime.weights.delta"
 
 # Modules of features that this version lacks, with everything below them.
 LACKING: dict[str, str] = {
@@ -173,7 +173,7 @@ LACKING: dict[str, str] = {
     f"{_MEGATRON}.kernels": "kernels of its own for INT4: --quantization-aware-training needs none",
     **{
         f"{_MEGATRON}.megatron_to_hf.processors.quantizer_{name}": (
-            "quantizers of single formats: slime.utils.quantization has one of all"
+            "quantizers of single formats: slime.weights.quantization has one of all"
         )
         for name in ("fp8", "compressed_tensors")
     },

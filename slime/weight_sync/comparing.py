@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from slime.backends.sglang_utils.delta_files import MAX_THREADS
 from slime.utils.cores import usable_cores
-from slime.utils.weight_delta.codec import Array
+from slime.weights.delta.codec import Array
+from slime.weights.delta_files import MAX_THREADS
 
 T = TypeVar("T")
 Result = TypeVar("Result")

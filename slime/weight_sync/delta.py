@@ -24,13 +24,13 @@ from slime.backends.megatron_utils.weights.carried import copies_of
 from slime.backends.megatron_utils.weights.export import described_weights
 from slime.backends.megatron_utils.weights.naming import model_family
 from slime.utils.atomic_file import sync
-from slime.utils.weight_delta.codec import WHOLE_ABOVE, Array, Encoded, apply, checksum, encode
-from slime.utils.weight_delta.manifest import Entry, Manifest, Payload, Version, state_of
-from slime.utils.weight_delta.safetensors_header import read_header
 from slime.weight_sync.comparing import host_bytes, in_threads
 from slime.weight_sync.fanout import WeightSyncError, attempt
 from slime.weight_sync.quantized import quantizer_of, weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
+from slime.weights.delta.codec import WHOLE_ABOVE, Array, Encoded, apply, checksum, encode
+from slime.weights.delta.manifest import Entry, Manifest, Payload, Version, state_of
+from slime.weights.safetensors_header import read_header
 
 logger = logging.getLogger(__name__)
 

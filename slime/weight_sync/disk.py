@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import export_hf
-from slime.backends.sglang_utils import version_files
 from slime.servers.types import EngineInfo
 from slime.utils.digests import digest
 from slime.utils.misc import load_function
@@ -19,6 +18,7 @@ from slime.weight_sync.delta import DeltaWriter
 from slime.weight_sync.fanout import WeightSyncError, attempt
 from slime.weight_sync.quantized import quantizer_of
 from slime.weight_sync.transport import WeightSource
+from slime.weights import version_files
 
 
 def publish(

@@ -22,15 +22,15 @@ from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils import accelerator
-from slime.utils.weight_delta.codec import WHOLE_ABOVE, Array, apply, checksum, encode
-from slime.utils.weight_delta.manifest import Version, state_of
-from slime.utils.weight_delta.message import DTYPE, REFUSED, Message, Part, PartForm
 from slime.weight_sync.buckets import Bucket, kept_together
 from slime.weight_sync.comparing import host_bytes, in_threads
 from slime.weight_sync.distributed import DistributedTransport
 from slime.weight_sync.fanout import WeightSyncError, attempt
 from slime.weight_sync.quantized import weights_to_push
 from slime.weight_sync.transport import WeightSource, drain
+from slime.weights.delta.codec import WHOLE_ABOVE, Array, apply, checksum, encode
+from slime.weights.delta.manifest import Version, state_of
+from slime.weights.delta.message import DTYPE, REFUSED, Message, Part, PartForm
 
 logger = logging.getLogger(__name__)
 

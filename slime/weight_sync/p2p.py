@@ -23,14 +23,14 @@ from slime.backends.megatron_utils.weights import describe_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import control_group, listen_on
-from slime.utils.p2p import meeting
-from slime.utils.p2p.agents import HOST, Agent, TransferError, Write, make_agent
-from slime.utils.p2p.meeting import EngineRank
-from slime.utils.p2p.plan import Piece
-from slime.utils.weight_delta.codec import checksum
 from slime.weight_sync.fanout import FanOut, WeightSyncError, attempt, failed, late
 from slime.weight_sync.quantized import weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
+from slime.weights.delta.codec import checksum
+from slime.weights.p2p import rendezvous
+from slime.weights.p2p.agents import HOST, Agent, TransferError, Write, make_agent
+from slime.weights.p2p.plan import Piece
+from slime.weights.p2p.rendezvous import EngineRank
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class P2PTransport:
             with listen_on(HOST, 0) as listener:
                 port = listener.getsockname()[1]
                 self._store = self._new_store(port, master_listen_fd=listener.detach())
-            meeting.put(self._store, meeting.TENSORS, tensors)
+            rendezvous.put(self._store, rendezvous.TENSORS, tensors)
 
     def _new_store(self, port: int, master_listen_fd: int | None = None) -> dist.TCPStore:
         timeout, is_master = timedelta(seconds=self.args.weight_sync_timeout), master_listen_fd is not None
@@ -110,7 +110,7 @@ class P2PTransport:
                 rank_offset=offsets[client.url],
                 world_size=trainers,
                 group_name=GROUP,
-                backend=meeting.BACKEND + self.args.update_weight_p2p_backend,
+                backend=rendezvous.BACKEND + self.args.update_weight_p2p_backend,
             ),
             self.args.weight_sync_timeout,
         )
@@ -126,7 +126,7 @@ class P2PTransport:
         self._share = Sender(agent, numbers, self.args.weight_sync_timeout)
         urls = [engine.url for engine in engines for _ in range(engine.num_gpus)]
         for rank, url in enumerate(urls):
-            self._share.add(url, meeting.get_rank(self._store, rank))
+            self._share.add(url, rendezvous.get_rank(self._store, rank))
         self._share.allocate(self.args.update_weight_buffer_size)
 
     def prepare(self, source: WeightSource) -> None:
@@ -149,7 +149,7 @@ class P2PTransport:
         finally:
             drain(weights)
         for rank, sums in enumerate(self._share.sums):
-            meeting.put(self._store, meeting.sums_key(self.layout.rank, rank), sums)
+            rendezvous.put(self._store, rendezvous.sums_key(self.layout.rank, rank), sums)
         return self._share.finish()
 
     def _confirm(self, weight_version: str) -> None:
@@ -250,7 +250,7 @@ class Sender:
             self._buffer[self._used : self._used + content.numel()] = content
             address = self._buffer.data_ptr() + self._used
             self._used += content.numel()
-            self._packed[key] = (address, checksum(content.numpy(), meeting.CHECKSUM))
+            self._packed[key] = (address, checksum(content.numpy(), rendezvous.CHECKSUM))
         return self._packed[key]
 
     def flush(self) -> None:

@@ -28,9 +28,9 @@ from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import init_process_group
 from slime.utils.http_utils import get_host_info
 from slime.utils.network import join_address
-from slime.utils.weight_delta.message import REFUSED
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError, failed, late
+from slime.weights.delta.message import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class EngineGroup:
         Args:
             bucket: the tensors, on the device of the group's backend.
             weight_version: the number that the engines report from now on; None leaves it.
-            as_dtype: what the engines are told instead of the tensors' types (``weight_delta.message.DTYPE``).
+            as_dtype: what the engines are told instead of the tensors' types (``weights.delta.message.DTYPE``).
         """
 
         def announce(client: EngineClient) -> None:

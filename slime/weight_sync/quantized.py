@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from slime.backends.megatron_utils.weights import iter_hf_weights
-from slime.utils.quantization import Int4, Quantizer
 from slime.weight_sync.transport import WeightSource
+from slime.weights.quantization import Int4, Quantizer
 
 FP8_KERNELS = ((8, 9), (10, 0))
 """Compute capabilities, from and below, whose kernels read FP8 as checkpoints have it. SGLang repacks it for Marlin on

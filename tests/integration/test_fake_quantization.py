@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.utils.hf_checkpoint import HfCheckpoint
-from slime.utils.quantization import Format, Fp8, Int4
-from slime.utils.quantization.files import quantize_checkpoint
+from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.quantization import Format, Fp8, Int4
+from slime.weights.quantization.files import quantize_checkpoint
 from tests.support.distributed import run_distributed
 from tests.support.megatron_model import assemble
 from tools.tiny_model import make_tiny_checkpoint

@@ -14,9 +14,9 @@ import torch
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.servers.engine_client import EngineClient
-from slime.utils.hf_checkpoint import HfCheckpoint
-from slime.utils.quantization import Format, Fp8, Int4
-from slime.utils.quantization.files import quantize_checkpoint
+from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.quantization import Format, Fp8, Int4
+from slime.weights.quantization.files import quantize_checkpoint
 from tests.support.distributed import run_distributed
 from tests.support.engines import Reference, engine_args, output_log_probs
 from tools.tiny_model import make_tiny_checkpoint

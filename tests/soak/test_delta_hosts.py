@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from slime.backends.sglang_utils import version_files
-from slime.backends.sglang_utils.delta_files import pull
 from slime.weight_sync import delta
+from slime.weights import version_files
+from slime.weights.delta_files import pull
 from tests.support.delta_run import DeltaRun, content_of, run_until_line
 
 pytestmark = pytest.mark.soak

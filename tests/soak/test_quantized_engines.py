@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.quantization import Format, Fp8, Int4
+from slime.weights.quantization import Format, Fp8, Int4
 from tests.integration.test_quantized_push import MOE, SIZES, compare, serving
 
 pytestmark = pytest.mark.integration

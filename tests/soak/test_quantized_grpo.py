@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.quickstart import recipe
-from slime.utils.quantization import Format, Fp8, Int4
-from slime.utils.quantization.files import quantize_checkpoint
+from slime.weights.quantization import Format, Fp8, Int4
+from slime.weights.quantization.files import quantize_checkpoint
 from tests.support.quickstart import metric
 
 pytestmark = pytest.mark.integration

@@ -12,12 +12,12 @@ import torch
 
 from slime.backends.megatron_utils.weights import to_torch_dist
 from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
-from slime.utils import hf_writer
-from slime.utils.quantization import Format, Fp8, Int4
-from slime.utils.quantization.files import quantize_checkpoint, to_bf16
+from slime.weights import hf_writer
+from slime.weights.quantization import Format, Fp8, Int4
+from slime.weights.quantization.files import quantize_checkpoint, to_bf16
 from tests.support.distributed import run_distributed
 from tests.support.model_families import DENSE, FAMILIES, make_checkpoint
-from tests.unit.utils.quantization.test_files import split, tensors_of
+from tests.unit.weights.quantization.test_files import split, tensors_of
 
 FILES = 3
 RULES = ("re:.*mtp.*",)  # too small here

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.backends.sglang_utils import delta_files, version_files
 from slime.ray.remote import RemoteFailure
 from slime.ray.weight_files import WeightFiles
 from slime.utils import atomic_file
-from slime.utils.weight_delta import codec
-from slime.utils.weight_delta.manifest import Manifest
 from slime.weight_sync import delta, disk
 from slime.weight_sync.delta import DeltaWriter
+from slime.weights import delta_files, version_files
+from slime.weights.delta import codec
+from slime.weights.delta.manifest import Manifest
 from tests.support.arguments import run_args
 
 Content = dict[str, bytes]

@@ -8,7 +8,7 @@ import sys
 
 import xxhash
 
-from slime.utils.p2p.agents import make_agent
+from slime.weights.p2p.agents import make_agent
 
 
 def main() -> None:

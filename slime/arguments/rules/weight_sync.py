@@ -10,7 +10,7 @@ from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import engine_sizes, engines_of, models_of
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint, needs_reference
-from slime.utils.p2p.agents import PACKAGES
+from slime.weights.p2p.agents import PACKAGES
 
 
 def check(args: Namespace) -> None:

@@ -1,7 +1,7 @@
 """Quantization-aware training: linear layers compute with weights rounded as engines have them.
 
 The gradient by the rounded weight is applied to the exact one (straight-through, Bengio et al. 2013, arXiv:1308.3432).
-What is rounded, and how, is what a push does (``slime.utils.quantization``), on whatever layers the model is built of.
+What is rounded, and how, is what a push does (``slime.weights.quantization``), on whatever layers the model has.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from slime.backends.megatron_utils.weights.naming import (
     model_dims,
     model_family,
 )
-from slime.utils.quantization import Format, Int4, Quantizer
-from slime.utils.quantization.files import ONLY_EXPERTS
-from slime.utils.quantization.quantizer import rules_of
+from slime.weights.quantization import Format, Int4, Quantizer
+from slime.weights.quantization.files import ONLY_EXPERTS
+from slime.weights.quantization.quantizer import rules_of
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime.utils.atomic_file import FULL, open_private
-from slime.utils.p2p.agents import UCX_OVER_TCP
 from slime.utils.secrets import public_environment
+from slime.weights.p2p.agents import UCX_OVER_TCP
 
 HERE = Path(__file__).parent
 CPU_STANDINS = HERE / "cpu_standins"

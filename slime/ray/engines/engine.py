@@ -13,7 +13,6 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from slime.arguments.placement import EnginePlan
-from slime.backends.sglang_utils import delta_files, version_files
 from slime.backends.sglang_utils.engine import PORT_ATTEMPTS, EngineProcess
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
 from slime.ray import worker
@@ -23,6 +22,7 @@ from slime.ray.remote import Peer, RemoteFailure, one_line_kind, reports_errors,
 from slime.rollout.hooks.hook import find_hook
 from slime.servers.types import EngineInfo
 from slime.utils.network import get_current_node_ip, join_address
+from slime.weights import delta_files, version_files
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from slime.servers.engine_client import EngineClient, WeightCheck
 from slime.servers.http import EngineTimeoutError, RouterError, ServerError
 from slime.servers.types import EngineInfo
 from slime.utils import run_key
-from slime.utils.hf_checkpoint import quantization_of, read_config
 from slime.utils.http_utils import get_http_client
 from slime.utils.network import get_current_node_ip
 from slime.utils.secrets import remember
+from slime.weights.hf_checkpoint import quantization_of, read_config
 
 logger = logging.getLogger(__name__)
 

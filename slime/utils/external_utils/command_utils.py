@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import slime
-from slime.utils.hf_checkpoint import read_config
 from slime.utils.misc import exec_command as run_command
+from slime.weights.hf_checkpoint import read_config
 
 __all__ = [
     "ExecuteTrainConfig",
@@ -257,7 +257,7 @@ def make_loadable(source: Path, target: Path) -> None:
         raise FileExistsError(f"{target} exists already and is not {source}: remove it or choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     if read_config(source).get("quantization_config"):
-        from slime.utils.quantization.files import to_bf16
+        from slime.weights.quantization.files import to_bf16
 
         to_bf16(source, target)
         print(f"{target} is {source} in bf16", flush=True)
@@ -277,7 +277,7 @@ def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
     if is_dry_run():
         print(f"{path_dst} would be {path_src} in bf16, but not in a dry run", flush=True)
         return
-    from slime.utils.quantization.files import to_bf16
+    from slime.weights.quantization.files import to_bf16
 
     to_bf16(Path(path_src), Path(path_dst))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.weights.convert import differences
-from slime.utils.hf_checkpoint import HfCheckpoint
+from slime.weights.hf_checkpoint import HfCheckpoint
 from tools import convert
 from tools.tiny_model import make_tiny_checkpoint
 

@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
-from slime.backends.sglang_utils import delta_files, version_files
-from slime.backends.sglang_utils.delta_files import State, pull
 from slime.ray.remote import RemoteFailure
-from slime.utils.weight_delta.manifest import Manifest
 from slime.weight_sync import delta
 from slime.weight_sync.fanout import WeightSyncError
+from slime.weights import delta_files, version_files
+from slime.weights.delta.manifest import Manifest
+from slime.weights.delta_files import State, pull
 from tests.support.delta_run import DeltaRun, content_of, run_until_line
 
 MakeRun = Callable[..., DeltaRun]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from slime.servers.types import EngineInfo
-from slime.utils.weight_delta.message import REFUSED
 from slime.weight_sync import process_group
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weight_sync.process_group import EngineGroup
+from slime.weights.delta.message import REFUSED
 
 BUCKET = Bucket((("a", torch.zeros(3)),), is_last=True)
 

@@ -19,10 +19,10 @@ from torch import nn
 
 from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.servers.types import EngineInfo
-from slime.utils.weight_delta.codec import CorruptDeltaError
-from slime.utils.weight_delta.message import Message
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import WeightSyncError
+from slime.weights.delta.codec import CorruptDeltaError
+from slime.weights.delta.message import Message
 from tests.support.in_place_run import InPlaceRun
 
 SHAPES = {

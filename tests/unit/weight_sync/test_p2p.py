@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.servers.types import EngineInfo
-from slime.utils.p2p import agents, meeting
-from slime.utils.p2p.agents import TransferError, Write
 from slime.weight_sync import p2p
 from slime.weight_sync.fanout import WeightSyncError, engines_that_hang
 from slime.weight_sync.p2p import Sender, share_of
+from slime.weights.p2p import agents, rendezvous
+from slime.weights.p2p.agents import TransferError, Write
 from tests.support.loaders import DENSE, KINDS, Dense, contents, described, random_weights
 
 
@@ -91,7 +91,7 @@ class Push:
         patch.setattr(plugin, "make_agent", lambda backend: Memory())
         self.store = dist.HashStore()
         tensors = described(weights)
-        meeting.put(self.store, meeting.TENSORS, tensors)
+        rendezvous.put(self.store, rendezvous.TENSORS, tensors)
         parts = [tensors[stage::stages] for stage in range(stages)]
         ranks = [(stage, parts[stage]) for stage in range(stages) for _ in range(sharers)]
         self.channels = [
@@ -103,7 +103,7 @@ class Push:
             numbers = {name: number for number, name in enumerate(weights) if name in mine}
             sender = Sender(Memory(), numbers, 1.0)
             for engine in range(len(models)):
-                sender.add(f"http://engine{engine}", meeting.get_rank(self.store, engine))
+                sender.add(f"http://engine{engine}", rendezvous.get_rank(self.store, engine))
             sender.allocate(limit)
             self.senders.append(sender)
 
@@ -114,7 +114,7 @@ class Push:
                 sender.send(name, tensor)
             sender.flush()
             for rank, sums in enumerate(sender.sums):
-                meeting.put(self.store, meeting.sums_key(trainer, rank), sums)
+                rendezvous.put(self.store, rendezvous.sums_key(trainer, rank), sums)
             sent += sender.finish()
         return sent
 
@@ -172,7 +172,7 @@ def test_what_does_not_arrive_is_found_and_named(plugin: Any, monkeypatch: pytes
         push.confirm()
     push.send()
     push.confirm()
-    meeting.put(push.store, meeting.sums_key(1, 0), {})  # what a trainer rank has not written
+    rendezvous.put(push.store, rendezvous.sums_key(1, 0), {})  # what a trainer rank has not written
     with pytest.raises(plugin.RefusedError, match="blocks of parameters are not what the trainer has written"):
         push.confirm()
     models[0].norm = torch.nn.Parameter(models[0].norm.data.clone(), requires_grad=False)
@@ -212,7 +212,7 @@ def test_requests_of_other_groups_are_left_to_the_server(plugin: Any, monkeypatc
 def test_a_group_of_ours_is_joined_confirmed_and_left(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     weights = random_weights(DENSE, torch.float32)
-    meeting.put(store, meeting.TENSORS, described(weights))
+    rendezvous.put(store, rendezvous.TENSORS, described(weights))
     monkeypatch.setattr(plugin, "make_agent", lambda backend: Memory())
     updater = Updater(Dense(0, 1, torch.float32))
     before = len(Memory.registered)
@@ -220,7 +220,7 @@ def test_a_group_of_ours_is_joined_confirmed_and_left(plugin: Any, monkeypatch: 
     assert plugin.join(updater.stock, updater, *join) == (True, "Success")
     assert plugin.join(updater.stock, updater, *join) == (True, "Success")  # another trainer, after the first has ended
     assert len(Memory.registered) == before + 1
-    engine = meeting.get_rank(store, 5)
+    engine = rendezvous.get_rank(store, 5)
     assert engine.parameters["qkv"] == (updater.model.qkv.data_ptr(), "float32")
     sender = Sender(Memory(), {name: number for number, name in enumerate(weights)}, 1.0)
     sender.add("http://engine", engine)
@@ -228,7 +228,7 @@ def test_a_group_of_ours_is_joined_confirmed_and_left(plugin: Any, monkeypatch: 
     for name, tensor in weights.items():
         sender.send(name, tensor)
     sender.flush()
-    meeting.put(store, meeting.sums_key(0, 5), sender.sums[0])
+    rendezvous.put(store, rendezvous.sums_key(0, 5), sender.sums[0])
     assert plugin.confirm(updater.stock, updater, [], [], [], "slime-p2p") == (True, "Success")
     updater.model.norm.data[0] += 1
     done, why = plugin.confirm(updater.stock, updater, [], [], [], "slime-p2p")
@@ -238,7 +238,7 @@ def test_a_group_of_ours_is_joined_confirmed_and_left(plugin: Any, monkeypatch: 
     assert not updater.asked
 
     del weights["norm.weight"]
-    meeting.put(store, meeting.TENSORS, described(weights))
+    rendezvous.put(store, rendezvous.TENSORS, described(weights))
     done, why = plugin.join(updater.stock, updater, *join)
     assert not done
     assert "rank 0: norm has elements that none of the trainer's tensors is loaded into" in why

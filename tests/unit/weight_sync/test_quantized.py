@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils import weights
-from slime.utils.quantization import Fp8, Int4
 from slime.weight_sync import create_updater, quantized
+from slime.weights.quantization import Fp8, Int4
 from tests.support.arguments import run_args
 
 FORM = Fp8((128, 128), "block")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.weights.maps import Family
-from slime.utils.hf_checkpoint import HfCheckpoint, read_config
-from slime.utils.quantization.files import dequantized
-from slime.utils.quantization.formats import Format
+from slime.weights.hf_checkpoint import HfCheckpoint, read_config
+from slime.weights.quantization.files import dequantized
+from slime.weights.quantization.formats import Format
 
 
 def carried_names(checkpoint: HfCheckpoint, family: Family) -> frozenset[str]:

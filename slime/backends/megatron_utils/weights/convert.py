@@ -21,8 +21,8 @@ from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.naming import MTP, hf_place
 from slime.backends.megatron_utils.weights.torch_dist import StoredWeight, TorchDistCheckpoint
 from slime.observability.progress import progress_bar
-from slime.utils import hf_writer
-from slime.utils.hf_checkpoint import HfCheckpoint, read_config
+from slime.weights import hf_writer
+from slime.weights.hf_checkpoint import HfCheckpoint, read_config
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from slime.backends.megatron_utils.parallel import gather_from_world
 from slime.backends.megatron_utils.weights.carried import write_carried, write_copies
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
 from slime.backends.megatron_utils.weights.naming import model_family
-from slime.utils import hf_writer
-from slime.utils.hf_checkpoint import quantization_of, read_config
-from slime.utils.quantization import Quantizer, read_format
+from slime.weights import hf_writer
+from slime.weights.hf_checkpoint import quantization_of, read_config
+from slime.weights.quantization import Quantizer, read_format
 
 
 def export_hf(

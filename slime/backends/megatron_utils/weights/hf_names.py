@@ -12,8 +12,8 @@ import torch
 from slime.backends.megatron_utils.weights.layouts import Dims, Vocabulary
 from slime.backends.megatron_utils.weights.maps import family_of
 from slime.backends.megatron_utils.weights.naming import hf_place
-from slime.utils.quantization import Quantizer, read_format
-from slime.utils.quantization.quantizer import rules_of
+from slime.weights.quantization import Quantizer, read_format
+from slime.weights.quantization.quantizer import rules_of
 
 Pairs = list[tuple[str, torch.Tensor]]
 CONVERTERS = {

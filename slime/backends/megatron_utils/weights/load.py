@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.weights.naming import (
     tied,
     weights_of,
 )
-from slime.utils.hf_checkpoint import HfCheckpoint
+from slime.weights.hf_checkpoint import HfCheckpoint
 
 MAX_LISTED = 8
 COMPARED_ROWS = 64

@@ -23,8 +23,8 @@ from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
-from slime.utils.hf_checkpoint import read_config
 from slime.utils.model_shape import padded_vocab_size
+from slime.weights.hf_checkpoint import read_config
 
 MTP = "mtp."
 """The beginning of the names of MTP parameters."""

@@ -41,11 +41,11 @@ from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import EXPERT, LAYER, Place, as_template
 from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
 from slime.observability.progress import Progress, progress_bar
-from slime.utils import hf_writer
 from slime.utils.atomic_file import sync, write_atomically
-from slime.utils.hf_checkpoint import HfCheckpoint, quantization_of, read_config
-from slime.utils.quantization import read_format
-from slime.utils.quantization.files import Weights, state_of
+from slime.weights import hf_writer
+from slime.weights.hf_checkpoint import HfCheckpoint, quantization_of, read_config
+from slime.weights.quantization import read_format
+from slime.weights.quantization.files import Weights, state_of
 
 RELEASE = "release"
 """What Megatron-LM calls a checkpoint of no iteration, of which the weights alone are loaded."""

@@ -63,7 +63,7 @@ def test_a_resume_with_other_optimizers_is_refused(saved: dict[Any, Any], held: 
 
 
 def test_an_export_is_called_what_its_weights_are_and_not_what_the_biases_of_experts_are(tmp_path: Path) -> None:
-    from slime.utils.hf_writer import write_dtype
+    from slime.weights.hf_writer import write_dtype
 
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
     bias, weight = ((8,), torch.float32), ((8, 4), torch.bfloat16)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from slime.backends.megatron_utils.fake_quantization import Rounding, _check, _order, compute_rounded
 from slime.backends.megatron_utils.parallel import Ranks
 from slime.backends.megatron_utils.weights.layouts import Dims, GateUp, Layout, QueryKeyValue, RowParallel
-from slime.utils.quantization import Format, Fp8, Int4
+from slime.weights.quantization import Format, Fp8, Int4
 
 DIMS = Dims(num_attention_heads=4, num_query_groups=2, kv_channels=8, vocab_size=16, padded_vocab_size=16)
 BLOCKS, INT4 = Fp8((8, 16), "block"), Int4(16)

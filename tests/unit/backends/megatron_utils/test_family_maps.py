@@ -14,7 +14,7 @@ from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import FAMILIES, family_of
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import GatedQueryKeyValue, HiddenFirst
-from slime.utils.hf_checkpoint import HfCheckpoint
+from slime.weights.hf_checkpoint import HfCheckpoint
 
 HEADS, GROUPS, D, HIDDEN = 8, 4, 3, 5
 DIMS = Dims(HEADS, GROUPS, D, vocab_size=10, padded_vocab_size=16)

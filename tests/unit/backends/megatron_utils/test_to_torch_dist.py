@@ -18,10 +18,10 @@ from slime.backends.megatron_utils.weights import to_torch_dist as module
 from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
 from slime.backends.megatron_utils.weights.to_torch_dist import Entry, to_torch_dist
 from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
-from slime.utils.quantization import Fp8, Int4
-from slime.utils.quantization.files import quantize_checkpoint, to_bf16
+from slime.weights.quantization import Fp8, Int4
+from slime.weights.quantization.files import quantize_checkpoint, to_bf16
 from tests.unit.backends.megatron_utils.test_convert import CONFIG, LAYERS, VOCAB, hf_tensors, megatron_tensors
-from tests.unit.utils.quantization.test_files import split
+from tests.unit.weights.quantization.test_files import split
 from tools import convert_hf_to_torch_dist
 from tools.tiny_model import make_tiny_checkpoint
 

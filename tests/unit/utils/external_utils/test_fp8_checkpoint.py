@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.utils.external_utils import command_utils
-from slime.utils.quantization import Fp8
+from slime.weights.quantization import Fp8
 
 FP8 = torch.float8_e4m3fn
 SIZES = {"a.weight": (5, 7), "b.weight": (2, 3)}

@@ -1,6 +1,6 @@
 """Take changes of the weights instead of weights, in place: no file, and no second copy of the model.
 
-A message of ``slime.utils.weight_delta.message`` arrives as a bucket of weights does, by broadcast. Every tensor of it
+A message of ``slime.weights.delta.message`` arrives as a bucket of weights does, by broadcast. Every tensor of it
 is made up to its full size: new values where the weight has changed, all ones elsewhere. The model's own
 ``load_weights`` then does with it what it does with a checkpoint's (names, fused layers, the shards of a rank,
 experts), and where it copies into a parameter, elements of all ones are left out: the parameter keeps what it has.
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.utils.weight_delta.codec import CorruptDeltaError, read_sparse
-from slime.utils.weight_delta.manifest import Version
-from slime.utils.weight_delta.message import DTYPE, REFUSED, Message, Part
+from slime.weights.delta.codec import CorruptDeltaError, read_sparse
+from slime.weights.delta.manifest import Version
+from slime.weights.delta.message import DTYPE, REFUSED, Message, Part
 from slime_engine_plugin.drafts import loading_too, own_drafts
 from slime_engine_plugin.hook_points import require
 

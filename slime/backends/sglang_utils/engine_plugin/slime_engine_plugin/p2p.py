@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from slime.utils.p2p import meeting
-from slime.utils.p2p.agents import Agent, make_agent
-from slime.utils.p2p.plan import Piece
-from slime.utils.p2p.tracing import RefusedError, trace
-from slime.utils.weight_delta.codec import checksum
+from slime.weights.delta.codec import checksum
+from slime.weights.p2p import rendezvous
+from slime.weights.p2p.agents import Agent, make_agent
+from slime.weights.p2p.plan import Piece
+from slime.weights.p2p.tracing import RefusedError, trace
 from slime_engine_plugin.hook_points import require
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Channel:
     ``memory`` is what they write to: even if the model gave it up, it must not become that of something else.
     """
 
-    store: meeting.Store
+    store: rendezvous.Store
     agent: Agent
     pieces: Sequence[Piece]
     memory: Sequence[torch.UntypedStorage]
@@ -59,7 +59,7 @@ def join(
     backend: str = "nccl",
 ) -> tuple[bool, str]:
     """Around ``WeightUpdater.init_weights_update_group``; ``world_size`` is the number of trainer ranks for ours."""
-    if not backend.startswith(meeting.BACKEND):
+    if not backend.startswith(rendezvous.BACKEND):
         return original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
 
     def meet() -> None:
@@ -68,17 +68,21 @@ def join(
             master_address, master_port, is_master=False, timeout=timedelta(seconds=MEETING_DEADLINE_S)
         )
         _channels[group_name] = open_channel(
-            updater.get_model(), store, backend.removeprefix(meeting.BACKEND), rank_offset + updater.tp_rank, world_size
+            updater.get_model(),
+            store,
+            backend.removeprefix(rendezvous.BACKEND),
+            rank_offset + updater.tp_rank,
+            world_size,
         )
 
     return _everywhere(meet)
 
 
-def open_channel(model: Any, store: meeting.Store, backend: str, rank: int, trainers: int) -> Channel:
+def open_channel(model: Any, store: rendezvous.Store, backend: str, rank: int, trainers: int) -> Channel:
     """Answer the trainer. Raises RefusedError where it cannot write to ``model``, ImportError without ``backend``."""
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise RefusedError("the engine's parameters are not in host memory")
-    pieces = trace(model, meeting.get(store, meeting.TENSORS))
+    pieces = trace(model, rendezvous.get(store, rendezvous.TENSORS))
     written = {piece.parameter for piece in pieces}
     parameters = {name: tensor for name, tensor in _named(model).items() if name in written}
     agent = make_agent(backend)
@@ -88,7 +92,7 @@ def open_channel(model: Any, store: meeting.Store, backend: str, rank: int, trai
         name: (storages[name].data_ptr(), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in parameters.items()
     }
-    meeting.put_rank(store, rank, meeting.EngineRank(agent.address(), places, pieces))
+    rendezvous.put_rank(store, rank, rendezvous.EngineRank(agent.address(), places, pieces))
     return Channel(store, agent, pieces, list(storages.values()), rank, trainers)
 
 
@@ -107,13 +111,13 @@ def compare(model: Any, channel: Channel) -> None:
     """Raise RefusedError unless the parameters are what the trainer ranks say that they have written."""
     expected: dict[int, str] = {}
     for trainer in range(channel.trainers):
-        sums = meeting.get(channel.store, meeting.sums_key(trainer, channel.rank))
+        sums = rendezvous.get(channel.store, rendezvous.sums_key(trainer, channel.rank))
         expected |= {int(number): one for number, one in sums.items()}
     parameters = _named(model)
     wrong = []
     for number, piece in enumerate(channel.pieces):
         content = piece.unpack(parameters[piece.parameter])
-        if checksum(content.numpy(), meeting.CHECKSUM) != expected.get(number):
+        if checksum(content.numpy(), rendezvous.CHECKSUM) != expected.get(number):
             wrong.append(piece.parameter)
     if wrong:
         raise RefusedError(

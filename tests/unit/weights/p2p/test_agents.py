@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import pytest
 import xxhash
 
-from slime.utils.p2p.agents import Agent, TransferError, Write, make_agent
+from slime.weights.p2p.agents import Agent, TransferError, Write, make_agent
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +127,6 @@ def test_a_process_that_is_lost_is_named_and_another_agent_goes_on(
 
 
 def test_a_process_that_had_an_agent_ends_as_others_do(backend: str) -> None:
-    program = f"from slime.utils.p2p.agents import make_agent; make_agent({backend!r}).close()"
+    program = f"from slime.weights.p2p.agents import make_agent; make_agent({backend!r}).close()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.utils import hf_writer
-from slime.utils.hf_checkpoint import HfCheckpoint
-from slime.utils.quantization import Int4, Quantizer, gptq
-from slime.utils.quantization.files import ONLY_EXPERTS, Chosen, quantize_checkpoint, to_bf16
-from slime.utils.quantization.gptq import Calibration, gptq_checkpoint, windows
-from tests.unit.utils.quantization.test_files import split, tensors_of
+from slime.weights import hf_writer
+from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.quantization import Int4, Quantizer, gptq
+from slime.weights.quantization.files import ONLY_EXPERTS, Chosen, quantize_checkpoint, to_bf16
+from slime.weights.quantization.gptq import Calibration, gptq_checkpoint, windows
+from tests.unit.weights.quantization.test_files import split, tensors_of
 from tools.tiny_model import make_tiny_checkpoint
 
 FORM = Int4(32)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from slime.utils.hf_checkpoint import INDEX
-from slime.utils.weight_delta.codec import Array, CorruptDeltaError, checksum
-from slime.utils.weight_delta.safetensors_header import read_header
+from slime.weights.delta.codec import Array, CorruptDeltaError, checksum
+from slime.weights.hf_checkpoint import INDEX
+from slime.weights.safetensors_header import read_header
 
 
 def apply_version(directory: str | Path, weights: Mapping[str, Array], version: str) -> str:

@@ -11,8 +11,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.utils.weight_delta import codec
-from slime.utils.weight_delta.codec import CorruptDeltaError, apply, checksum, encode
+from slime.weights.delta import codec
+from slime.weights.delta.codec import CorruptDeltaError, apply, checksum, encode
 
 ITEMSIZES = (1, 2, 4, 8, 16)
 

@@ -18,11 +18,11 @@ from typing import Literal
 
 import numpy as np
 
-from slime.backends.sglang_utils import version_files
 from slime.utils.atomic_file import write_atomically
 from slime.utils.cores import usable_cores
-from slime.utils.weight_delta.codec import Array, CorruptDeltaError, apply, checksum
-from slime.utils.weight_delta.manifest import MANIFEST, Entry, Manifest, Version
+from slime.weights import version_files
+from slime.weights.delta.codec import Array, CorruptDeltaError, apply, checksum
+from slime.weights.delta.manifest import MANIFEST, Entry, Manifest, Version
 
 logger = logging.getLogger(__name__)
 

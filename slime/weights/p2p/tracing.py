@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slime.utils.p2p.plan import Piece
+from slime.weights.p2p.plan import Piece
 
 aten = torch.ops.aten
 _FILLS = (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)

@@ -14,7 +14,7 @@ import torch
 
 from slime.utils import digests
 from slime.utils.atomic_file import write_atomically
-from slime.utils.hf_checkpoint import INDEX
+from slime.weights.hf_checkpoint import INDEX
 
 MAX_SHARD_BYTES = 5 * 2**30
 MADE_OF = ".made_of.json"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.utils import hf_writer
-from slime.utils.hf_checkpoint import HfCheckpoint
-from slime.utils.quantization import Format, Fp8, Int4, Quantizer
-from slime.utils.quantization.files import ONLY_EXPERTS, quantize_checkpoint, to_bf16
-from slime.utils.quantization.quantizer import ignores, read_format, rules_of
+from slime.weights import hf_writer
+from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.quantization import Format, Fp8, Int4, Quantizer
+from slime.weights.quantization.files import ONLY_EXPERTS, quantize_checkpoint, to_bf16
+from slime.weights.quantization.quantizer import ignores, read_format, rules_of
 from tests.support.model_families import make_checkpoint
 from tools.tiny_model import make_tiny_checkpoint
 

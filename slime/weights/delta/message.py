@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import xxhash
 
-from slime.utils.weight_delta.codec import CorruptDeltaError, Form
-from slime.utils.weight_delta.manifest import Version
+from slime.weights.delta.codec import CorruptDeltaError, Form
+from slime.weights.delta.manifest import Version
 
 DTYPE = "slime_changes"
 """Stands where a request names the type of its tensor: a server without slime's plug-in refuses it, and does not take

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from slime.utils import hf_writer
 from slime.utils.atomic_file import write_atomically
-from slime.utils.hf_checkpoint import HfCheckpoint
 from slime.utils.prompt_files import read_file, split_slice
-from slime.utils.quantization.files import Chosen, Named, described, rewrite, state_of
-from slime.utils.quantization.formats import Int4
+from slime.weights import hf_writer
+from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.quantization.files import Chosen, Named, described, rewrite, state_of
+from slime.weights.quantization.formats import Int4
 
 PACKAGES = "llmcompressor==0.13.0 accelerate datasets multiprocess nvidia-ml-py pandas python-dateutil six"
 """The last llmcompressor that takes the compressed-tensors of SGLang 0.5.20, and what it imports."""

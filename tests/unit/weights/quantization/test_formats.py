@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime.utils.quantization import Fp8, Int4
-from slime.utils.quantization.formats import FP8
+from slime.weights.quantization import Fp8, Int4
+from slime.weights.quantization.formats import FP8
 
 f32 = np.float32
 E4M3 = [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:127]

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from slime.utils.p2p.plan import Piece
+from slime.weights.p2p.plan import Piece
 
 
 def random_view(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:

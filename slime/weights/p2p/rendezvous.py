@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from slime.utils.p2p.plan import Piece
+from slime.weights.p2p.plan import Piece
 
 BACKEND = "slime-p2p-"
 """Begins what a request names as the backend of its group; a server without slime's plug-in refuses such a group."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from slime.utils.hf_checkpoint import HfCheckpoint, quantization_of, read_config
-from slime.utils.quantization.formats import Format, Fp8, Int4
+from slime.weights.hf_checkpoint import HfCheckpoint, quantization_of, read_config
+from slime.weights.quantization.formats import Format, Fp8, Int4
 
 NEVER = (
     *("norm", "embed", "router", ".gate.", "shared_expert_gate", "lm_head", "eh_proj", "weights_proj"),

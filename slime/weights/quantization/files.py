@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from slime.utils import hf_writer
-from slime.utils.hf_checkpoint import HfCheckpoint, quantization_of, read_config
-from slime.utils.quantization.formats import Format
-from slime.utils.quantization.quantizer import Quantizer, ignores, is_linear, read_format
+from slime.weights import hf_writer
+from slime.weights.hf_checkpoint import HfCheckpoint, quantization_of, read_config
+from slime.weights.quantization.formats import Format
+from slime.weights.quantization.quantizer import Quantizer, ignores, is_linear, read_format
 
 Named = Iterable[tuple[str, torch.Tensor]]
 Transform = Callable[[HfCheckpoint, Sequence[str]], Named]

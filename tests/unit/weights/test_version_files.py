@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils import version_files
-from slime.backends.sglang_utils.version_files import CorruptFileError, pull, version_dir
 from slime.utils.digests import digest
+from slime.weights import version_files
+from slime.weights.version_files import CorruptFileError, pull, version_dir
 
 
 def written(root: Path, version: int, content: bytes = b"weights") -> Path:

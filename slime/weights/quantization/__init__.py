@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.utils.quantization.formats import Format, Fp8, Int4
-from slime.utils.quantization.quantizer import Quantizer, read_format
+from slime.weights.quantization.formats import Format, Fp8, Int4
+from slime.weights.quantization.quantizer import Quantizer, read_format
 
 __all__ = ["Format", "Fp8", "Int4", "Quantizer", "read_format"]
