@@ -40,6 +40,15 @@ def add(url: str, key: str | None, admin_key: str | None = None) -> None:
             _others[address.hostname, address.port] = admin_key
 
 
+def forget(url: str) -> None:
+    """The server at ``url`` has ended: whoever takes its port gets no key."""
+    global _version
+    address = urlsplit(url)
+    _version += 1
+    for keys in (_keys, _others):
+        keys.pop(_place(address.hostname, address.port), None)
+
+
 def control_key_for(host: str | None, port: int | None) -> str | None:
     """Return the second key of the server there; SGLang by itself wants it for aborts too."""
     return _others.get(_place(host, port))
@@ -51,7 +60,7 @@ def key_for(scheme: str, host: str | None, port: int | None) -> str | None:
 
 
 def version() -> int:
-    """Return a number that changes when a server is added."""
+    """Return a number that changes when a server is added or forgotten."""
     return _version
 
 

@@ -30,6 +30,7 @@ def saving(root: Path, rollouts: int) -> list[str]:
 
 
 @needs_mount
+@pytest.mark.soak
 def test_a_full_run_directory_ends_nothing(flags: list[str], tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

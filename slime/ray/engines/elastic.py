@@ -227,6 +227,7 @@ class ElasticFleet(EngineFleet):
     def _delist(self, member: Member, *, is_lost: bool = False) -> None:
         plan = member.engine.plan
         self.members.remove(member)
+        self._forget_keys(member)
         self.plans.remove(plan)
         self._model_of[plan.rank].plans.remove(plan)
         self._free(plan, is_lost=is_lost)

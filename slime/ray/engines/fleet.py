@@ -215,6 +215,7 @@ class EngineFleet:
         if self._restarts is None and not model.answers(State.SERVING):
             self._events.engines_failed(EngineDied(message))
         model.deregister(member)
+        self._forget_keys(member)
         if self._restarts is not None:
             self._restarts.replace(member)
             self._notify_if_weights_needed()
@@ -332,11 +333,18 @@ class EngineFleet:
         _in_parallel(lambda member: member.engine.end(), self.members.all())
         if self._restarts is not None:
             self._restarts.wait_stopped()
+        self._forget_keys(*self.members.all())
         for model in self.models:
             if model.router is not None:
+                run_key.forget(model.router.url)
                 model.router.stop()
 
     # Inside
+
+    def _forget_keys(self, *members: Member) -> None:
+        for member in members:
+            if member.info is not None:
+                run_key.forget(member.info.url)
 
     def _stop_restarting(self) -> None:
         """Whatever ends from now on is meant to end."""

@@ -15,7 +15,7 @@ from slime.ray.engines import restarts as engine_restarts
 from slime.ray.engines.members import State
 from slime.servers.http import EngineError, RouterError
 from slime.servers.types import EngineInfo
-from slime.utils import http_utils
+from slime.utils import http_utils, run_key
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, infos, push, wait_until
 
 
@@ -28,6 +28,17 @@ def test_engines_that_start_get_requests_and_end_with_the_fleet(world: Any) -> N
     run.fleet.stop()
     assert all(engine.is_ended.is_set() for engine in Engine.started)
     assert run.router.stopped
+
+
+def test_servers_that_have_ended_get_no_key(world: Any, monkeypatch: Any) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(run_key, "forget", forgotten.append)
+    run = world()
+    Engine.started[1].ended_by = "killed"
+    run.fleet.reap_exited()
+    assert forgotten == ["http://e1:2"]
+    run.fleet.stop()
+    assert {"http://e0:1", run.router.url} <= set(forgotten)
 
 
 def test_engines_whose_weights_a_push_would_not_renew_end_the_start(world: Any, monkeypatch: Any, caplog: Any) -> None:

@@ -206,6 +206,19 @@ def test_a_server_is_known_by_host_and_port(asked: Any, found: str | None, monke
     assert run_key.key_for(*asked) == found
 
 
+def test_a_server_that_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_key, "_keys", {})
+    monkeypatch.setattr(run_key, "_others", {})
+    for port in (15000, 15001):
+        run_key.add(f"http://[fd00::1]:{port}", KEY, "second")
+    before = run_key.version()
+    run_key.forget("http://[fd00::1]:15000")
+    run_key.forget("http://never-known:1")
+    assert run_key.version() > before
+    assert run_key.key_for("http", "fd00::1", 15000) is run_key.control_key_for("fd00::1", 15000) is None
+    assert (run_key.key_for("http", "fd00::1", 15001), run_key.control_key_for("fd00::1", 15001)) == (KEY, "second")
+
+
 @pytest.mark.parametrize("text", ["[1]", "not JSON", '"x"'])
 def test_keys_of_other_servers_that_cannot_be_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_SERVER_KEYS", text)
