@@ -41,7 +41,6 @@ from examples.tau_bench.shop import right_turn
 from examples.tool_orchestra.make_data import call as call_model
 from examples.tool_orchestra.run import EXAMPLE as TOOL_ORCHESTRA
 from examples.tournament.run import EXAMPLE as TOURNAMENT
-from scripts.bench.standin import engine as standin
 from slime.arguments import parse_args
 from slime.rollout.base_types import call_rollout_fn
 from slime.utils import http_utils
@@ -49,8 +48,9 @@ from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_tokenizer
 from tests.support.arguments import CONFIG
-from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_manager import set_up, without_ray
+from tests.support.standin import StandInCluster
+from tests.support.standin import engine as standin
 from tests.support.strands_stub import ensure_strands
 from tools.script_runs import dry_runs
 from tools.tiny_model import make_tokenizer
@@ -147,8 +147,8 @@ takes two sandboxes."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[FakeCluster]:
-    with FakeCluster(1) as one:
+def cluster() -> Iterator[StandInCluster]:
+    with StandInCluster(1) as one:
         yield one
     close_workers()
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import requests
 
-from scripts.bench.standin.cluster import StandInCluster
 from slime.backends.sglang_utils import router as router_module
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.ports import reserve_ports
@@ -27,6 +26,7 @@ from slime.utils.http_replies import engine_of
 from slime.utils.types import Sample
 from tests.support.engines import engine_args
 from tests.support.rollout_args import rollout_args
+from tests.support.standin.cluster import StandInCluster
 
 pytestmark = pytest.mark.integration
 

@@ -19,8 +19,8 @@ from slime.utils.misc import SingletonMeta, load_function
 from tests.support.agents import END
 from tests.support.arguments import minimal_flags
 from tests.support.episodes import turns_of
-from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_manager import set_up, without_ray
+from tests.support.standin import StandInCluster
 from tests.support.vision import PAD, Processor, VisionTokenizer
 
 pytestmark = pytest.mark.integration
@@ -57,7 +57,7 @@ def test_two_rollouts_and_an_evaluation(tmp_path, monkeypatch):
         look = len(turns) == 2 and coin.random() < 0.6
         return [ord(c) for c in (coin.choice(("look left", "look right")) if look else str(coin.randint(0, 4))) + END]
 
-    with FakeCluster(1, reply=reply) as cluster:
+    with StandInCluster(1, reply=reply) as cluster:
         args = parse_args(flags(tmp_path))
         # a command line with --multimodal-keys is refused: nothing trains on images
         args.multimodal_keys, args.debug_train_only = {"image": "images"}, True

@@ -19,7 +19,7 @@ from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.plugin_contracts.contract import PREFIX, unknown_names
 from tests.support.arguments import CONFIG, dry
-from tests.support.fake_engine import FakeCluster, hashed_reply
+from tests.support.standin import StandInCluster, hashed_reply
 from tools.tiny_model import make_tokenizer
 
 if wrong := unknown_names():
@@ -38,12 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCluster]:
     """Two stand-in engines behind a router."""
     SingletonMeta.clear_instances()
     monkeypatch.setattr(http_utils, "_http_client", None)
     monkeypatch.setattr(eval_rollout, "EVAL_PROMPT_DATASET", {})
-    with FakeCluster(2) as running:
+    with StandInCluster(2) as running:
         yield running
         fully_async_rollout.stop_global_worker()
         if http_utils._http_client is not None:
@@ -52,7 +52,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
 
 
 @pytest.fixture
-def args(checkpoint: Path, cluster: FakeCluster, tmp_path: Path) -> Namespace:
+def args(checkpoint: Path, cluster: StandInCluster, tmp_path: Path) -> Namespace:
     """What a run's hooks get: 2 prompts per rollout, 2 samples per prompt, and ``SLIME_CONTRACT_ARGS``."""
     prompts = checkpoint / "prompts.jsonl"
     namespace = dry(

@@ -202,7 +202,7 @@ def test_engines_that_are_killed(buffer, checkpoint, tmp_path):
     rng = random.Random(SEED)
     port = find_available_port(21_000)
     words = ["--port", port, "--tokens", TOKENS, "--mean-seconds", 0.1, "--sigma", 0.3]
-    command = [sys.executable, "-m", "scripts.bench.standin", *map(str, words)]
+    command = [sys.executable, "-m", "tests.support.standin", *map(str, words)]
     url = f"http://127.0.0.1:{port}"
 
     engines: list[subprocess.Popen[bytes]] = []

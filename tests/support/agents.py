@@ -12,7 +12,7 @@ from typing import Any
 from slime.agent.adapters import BaseAdapter
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.utils.types import Sample
-from tests.support.fake_engine import FakeCluster
+from tests.support.standin import StandInCluster
 
 BEGIN, END = "\ue000", "\ue001"
 """One token each, as all characters are: the beginning and the end of a message."""
@@ -68,9 +68,9 @@ class Script:
 
 
 @contextmanager
-def scripted_engine(*lines: str, **options: Any) -> Iterator[FakeCluster]:
+def scripted_engine(*lines: str, **options: Any) -> Iterator[StandInCluster]:
     """An engine and a router that answer with these lines."""
-    with FakeCluster(1, reply=Script(list(lines)), **options) as cluster:
+    with StandInCluster(1, reply=Script(list(lines)), **options) as cluster:
         yield cluster
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from tests.support.durable_driver import TRACKER, drops, fans_out, read_model
 from tests.support.durable_points import WHILE_RUNNING, WHILE_STARTING
-from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_args import write_prompts
+from tests.support.standin import StandInCluster
 
 PROMPTS, BATCH, COPIES, SEED = 10, 4, 2, 42
 FIRST_TOKEN = 1000
@@ -104,7 +104,7 @@ def run_with_kills(folder: Path, plan: Plan, seed: int, mode: str, **changes: An
     folder.mkdir(parents=True)
     prompts = write_prompts(folder / "prompts.jsonl", PROMPTS)
     found = Kills()
-    with FakeCluster(2) as cluster:
+    with StandInCluster(2) as cluster:
         for engine in cluster.engines:
             engine.reply = reply
             engine.delay = lambda ids: 0.002 + 0.01 * (ids[1] % 5 == 0)  # some are slow: over-sampling cancels them
@@ -132,7 +132,7 @@ def run_with_kills(folder: Path, plan: Plan, seed: int, mode: str, **changes: An
     return found
 
 
-def _start(cluster: FakeCluster, flags: dict[str, Any], log: Path, number: int) -> subprocess.Popen[bytes]:
+def _start(cluster: StandInCluster, flags: dict[str, Any], log: Path, number: int) -> subprocess.Popen[bytes]:
     for engine in cluster.engines:
         engine.requests.clear()
         engine.weight_version = str(number)
@@ -142,7 +142,7 @@ def _start(cluster: FakeCluster, flags: dict[str, Any], log: Path, number: int) 
 
 
 def _kill_once(
-    cluster: FakeCluster, flags: dict[str, Any], log: Path, rng: random.Random, number: int, kill: Point | None
+    cluster: StandInCluster, flags: dict[str, Any], log: Path, rng: random.Random, number: int, kill: Point | None
 ) -> str:
     """Start the run and kill it; return when. A point that it does not come to is a random moment after all."""
     run = _start(cluster, flags | {"kill_at": kill}, log, number)
@@ -162,7 +162,7 @@ def _kill_once(
         _end(run)
 
 
-def _run_to_the_end(cluster: FakeCluster, flags: dict[str, Any], log: Path, number: int) -> None:
+def _run_to_the_end(cluster: StandInCluster, flags: dict[str, Any], log: Path, number: int) -> None:
     run = _start(cluster, flags, log, number)
     try:
         run.wait(300)
@@ -177,7 +177,7 @@ def _end(run: subprocess.Popen[bytes]) -> None:
         run.wait(20)
 
 
-def _wait_until_generating(cluster: FakeCluster, run: subprocess.Popen[bytes], log: Path) -> float:
+def _wait_until_generating(cluster: StandInCluster, run: subprocess.Popen[bytes], log: Path) -> float:
     """Return the time at which the first request came, or the run was killed."""
     end = time.monotonic() + 120
     while not cluster.requests and run.poll() is None:

@@ -16,8 +16,8 @@ from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END, ToolTokenizer
-from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_args import rollout_args
+from tests.support.standin import StandInCluster
 
 Model = Callable[[list[str]], str]
 """From the texts of a conversation, prompt first, to the model's next turn."""
@@ -32,7 +32,7 @@ def player(
     ``flags`` are attributes of the arguments, and ``custom`` are those of ``--custom-config-path``.
     """
     with (
-        FakeCluster(1) as cluster,
+        StandInCluster(1) as cluster,
         mock.patch.object(sglang_rollout, "load_tokenizer", return_value=ToolTokenizer()),
     ):
         SingletonMeta.clear_instances()

@@ -21,8 +21,8 @@ from slime.servers import bounded_site
 from slime.utils.bounded_log import BoundedLog
 from slime_plugins.rollout_buffer import buffer as buffer_module
 from tests.support.agents import END, ToolTokenizer, served
-from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_buffers import ServedBuffer
+from tests.support.standin import StandInCluster
 
 KEY = "control"
 TOOL = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -186,7 +186,11 @@ def doors() -> Iterator[SimpleNamespace]:
         check_params(params)
         return [ord(c) for c in f"ok{END}"]
 
-    with pytest.MonkeyPatch.context() as patch, FakeCluster(1, reply=reply) as cluster, ServedBuffer(key=KEY) as buffer:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        StandInCluster(1, reply=reply) as cluster,
+        ServedBuffer(key=KEY) as buffer,
+    ):
         patch.setattr(buffer_module, "GeneratorProcess", _NoProcess)
         patch.setattr(buffer_module, "LONGEST_WAIT_S", 0.001)
         for module in (http_requests, common, bounded_site):  # other tests want their own warnings

@@ -8,11 +8,11 @@ from typing import Any
 
 from aiohttp import web
 
-from scripts.bench.standin import ServerThread
 from slime.servers.bounded_site import RUNNER_OPTIONS, BoundedSite
 from slime.servers.key_file import shared_key
 from slime_plugins.rollout_buffer.buffer import SHUTDOWN_S, RolloutBuffer, make_app
 from slime_plugins.rollout_buffer.generators import find_generators
+from tests.support.standin import ServerThread
 
 
 class ServedBuffer:

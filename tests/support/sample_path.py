@@ -46,15 +46,18 @@ def record(folder: str) -> dict[str, list[str]]:
     from slime.ray import rollout_manager
     from slime.rollout import data_source, sglang_rollout
     from slime.utils import http_utils
-    from tests.support.fake_engine import FakeCluster
     from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
+    from tests.support.standin import StandInCluster
     from tests.support.trainer import tiny_checkpoint
     from tests.support.trainer_ranks import new_trainer
 
     trainer, _ = new_trainer(tiny_checkpoint(Path(folder) / "model", seed=0), advantage_estimator="grpo")
     for module in (sglang_rollout, data_source):
         module.load_tokenizer = lambda *a, **k: CharTokenizer()  # type: ignore[attr-defined]
-    with entered_files() as rolled_out, FakeCluster(2) as engines:  # threads that start within are recorded from there
+    with (
+        entered_files() as rolled_out,
+        StandInCluster(2) as engines,
+    ):  # threads that start within are recorded from there
         args = rollout_args(
             prompt_data=str(write_prompts(Path(folder) / "prompts.jsonl", 32)),
             sglang_router_ip=engines.host,

@@ -18,8 +18,6 @@ from typing import Any
 import orjson
 import pytest
 
-from scripts.bench.standin import ServerThread, StandInRouter
-from scripts.bench.standin.wire import Listener, Request, Response
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.router import RunningRouter
 from slime.ray.engines import fleet as engine_fleet
@@ -29,13 +27,15 @@ from slime.ray.engines.served_model import ServedModel
 from slime.ray.remote import EngineDied
 from slime.servers.types import EngineInfo
 from tests.support.arguments import run_args
+from tests.support.standin import ServerThread, StandInRouter
+from tests.support.standin.wire import Listener, Request, Response
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 
 
 class StandInEngineProcess:
-    """One stand-in engine in a process; ``words`` are those of ``python -m scripts.bench.standin``."""
+    """One stand-in engine in a process; ``words`` are those of ``python -m tests.support.standin``."""
 
     def __init__(self, plan: EnginePlan, words: Sequence[object]) -> None:
         self.plan, self._words = plan, words
@@ -47,7 +47,7 @@ class StandInEngineProcess:
         return self._process.pid
 
     def start(self) -> EngineInfo:
-        command = [sys.executable, "-m", "scripts.bench.standin", *map(str, self._words)]
+        command = [sys.executable, "-m", "tests.support.standin", *map(str, self._words)]
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         url = self._process.stdout.readline().strip()

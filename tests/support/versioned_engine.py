@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from scripts.bench.standin import StandInCluster, StandInEngine
-from scripts.bench.standin.wire import Request, Response
+from tests.support.standin import StandInCluster, StandInEngine
+from tests.support.standin.wire import Request, Response
 
 
 @dataclass

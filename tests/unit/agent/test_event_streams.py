@@ -22,7 +22,7 @@ from slime.agent.adapters.responses import ResponsesFormat
 from slime.utils.types import Sample
 from tests.support.agents import ToolTokenizer, call_text, gateway
 from tests.support.event_grammar import events_of, read_chat, read_messages, read_responses
-from tests.support.fake_engine import Failure
+from tests.support.standin import Failure
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END, ToolTokenizer, call_text, trained_text
-from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_args import rollout_args
+from tests.support.standin import StandInCluster
 from tools.markdown import read_page
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "en" / "advanced" / "agents.md"
@@ -53,12 +53,14 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def cluster() -> Iterator[FakeCluster]:
-    with FakeCluster(2, reply=model) as running:
+def cluster() -> Iterator[StandInCluster]:
+    with StandInCluster(2, reply=model) as running:
         yield running
 
 
-def run_example(example: ModuleType, cluster: FakeCluster, prompt: str, label: str, **overrides: Any) -> list[Sample]:
+def run_example(
+    example: ModuleType, cluster: StandInCluster, prompt: str, label: str, **overrides: Any
+) -> list[Sample]:
     args = rollout_args(
         sglang_router_ip=cluster.host,
         sglang_router_port=cluster.port,

@@ -16,15 +16,15 @@ from slime.agent.trajectory import TurnRecord
 from slime.utils import http_utils
 from slime.utils.types import Sample
 from tests.support.agents import END, ToolTokenizer, served, trained_text
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.standin import Failure, StandInCluster
 
 BASE = Sample(index=1, group_index=0)
 HEADERS = {"Authorization": "Bearer s"}
 
 
 @pytest.fixture
-def cluster() -> Iterator[FakeCluster]:
-    with FakeCluster(1, reply=lambda ids, params: [ord(c) for c in f"ok{END}"]) as running:
+def cluster() -> Iterator[StandInCluster]:
+    with StandInCluster(1, reply=lambda ids, params: [ord(c) for c in f"ok{END}"]) as running:
         yield running
 
 
@@ -35,7 +35,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.fixture
-def gateway(cluster: FakeCluster) -> Iterator[Any]:
+def gateway(cluster: StandInCluster) -> Iterator[Any]:
     """``start(**options)``: a gateway in front of the cluster, on a thread."""
     running = []
 
@@ -56,7 +56,7 @@ async def ask(client: aiohttp.ClientSession, url: str, text: str = "q", **body: 
         return reply.status, await reply.json()
 
 
-async def until(cluster: FakeCluster, condition: Any) -> None:
+async def until(cluster: StandInCluster, condition: Any) -> None:
     await asyncio.to_thread(cluster.wait_until, condition, "what the test waits for", 60)
 
 

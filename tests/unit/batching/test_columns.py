@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.bench.samples_to_shards import ARGS as BENCH_ARGS
-from scripts.bench.samples_to_shards import PickleStore, make_samples
+from benchmarks.samples_to_shards import ARGS as BENCH_ARGS
+from benchmarks.samples_to_shards import PickleStore, make_samples
 from slime.batching.columns import RolloutColumns, RolloutShard, fill_rollout_ids
 from slime.batching.errors import TrainDataError
 from slime.batching.ragged import Ragged, ragged_from_rows

@@ -24,9 +24,9 @@ from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.support import third_party
 from tests.support.arguments import parse, run_args
-from tests.support.fake_engine import FakeCluster
 from tests.support.reference_calls import check_equal
 from tests.support.rollout_manager import manager_maker
+from tests.support.standin import StandInCluster
 from tests.unit.backends.megatron_utils.test_loss import make_args as loss_args
 from tests.unit.backends.megatron_utils.test_loss import make_batch, reducer
 
@@ -159,7 +159,7 @@ def test_a_function_in_the_place_of_one_of_slimes(make_args, monkeypatch):
 
 
 def test_a_second_model_has_an_address_of_its_own(make_args):
-    with FakeCluster(1) as other:
+    with StandInCluster(1) as other:
         other.engines[0].reply = lambda ids, params: [ord("A")]
         args = make_args(custom_generate_function_path=HERE + "route_to_judge")
         args.sglang_model_routers = {"judge": (other.host, other.port)}

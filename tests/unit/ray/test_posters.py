@@ -15,7 +15,7 @@ from slime.rollout.requests.generate_state import request_limit
 from slime.utils import http_client, http_utils
 from slime.utils.http_client import HttpClient, HttpRequestError
 from tests.support.arguments import run_args
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.standin import Failure, StandInCluster
 
 REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
@@ -88,7 +88,7 @@ async def test_posters_of_all_nodes_take_turns(world: FakeRay, client: HttpClien
     args = run_args("--use-distributed-post", sglang_server_concurrency=3, rollout_num_engines=3)
     assert [actor.poster._client.concurrency for actor in world.actors] == [5, 5]  # of 9, on the two nodes that live
     assert client.concurrency == request_limit(args) == 9
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         url = cluster.engines[0].url
         replies = await asyncio.gather(*(client.post(f"{url}/generate", REQUEST) for _ in range(6)))
         assert all(len(reply["output_ids"]) == 4 for reply in replies)
@@ -99,7 +99,7 @@ async def test_posters_of_all_nodes_take_turns(world: FakeRay, client: HttpClien
 
 
 async def test_refusals_and_broken_connections_are_what_they_are_without(world: FakeRay, client: HttpClient) -> None:
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         url = cluster.engines[0].url
         cluster.engines[0].failures.append(Failure(400, b"too long"))
         with pytest.raises(HttpRequestError, match=r"was refused \(status 400, 1 attempt.*too long"):
@@ -112,7 +112,7 @@ async def test_refusals_and_broken_connections_are_what_they_are_without(world: 
 
 
 async def test_a_poster_that_ends_is_done_without(world: FakeRay, client: HttpClient) -> None:
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         url = cluster.engines[0].url
         for ended in range(2):
             world.actors[ended].has_ended = True
@@ -126,7 +126,7 @@ async def test_a_poster_that_ends_is_done_without(world: FakeRay, client: HttpCl
 
 
 async def test_a_cancelled_request_ends_in_its_poster_too(world: FakeRay, client: HttpClient) -> None:
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         cluster.engines[0].delay = 5.0
         url = cluster.engines[0].url
         asked = asyncio.create_task(client.post(f"{url}/generate", {**REQUEST, "rid": "r"}))

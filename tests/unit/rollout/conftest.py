@@ -13,8 +13,8 @@ from slime.rollout import data_source, eval_rollout, sglang_rollout
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
-from tests.support.fake_engine import FakeCluster
 from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
+from tests.support.standin import StandInCluster
 
 
 @pytest.fixture
@@ -26,12 +26,12 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> CharTokenizer:
 
 
 @pytest.fixture
-def cluster(tokenizer: CharTokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+def cluster(tokenizer: CharTokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCluster]:
     """Two engines behind a router; the rollout state and the HTTP client are made anew for each test."""
     SingletonMeta.clear_instances()
     monkeypatch.setattr(http_utils, "_http_client", None)
     monkeypatch.setattr(eval_rollout, "EVAL_PROMPT_DATASET", {})
-    with FakeCluster(2) as running:
+    with StandInCluster(2) as running:
         yield running
         if http_utils._http_client is not None:
             run(http_utils._http_client.close())
@@ -39,7 +39,7 @@ def cluster(tokenizer: CharTokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.fixture
-def make_args(cluster: FakeCluster, tmp_path: Path) -> Callable[..., SimpleNamespace]:
+def make_args(cluster: StandInCluster, tmp_path: Path) -> Callable[..., SimpleNamespace]:
     """Return arguments for the cluster, with ``prompts`` prompts in a file."""
 
     def make(prompts: int = 12, **overrides: Any) -> SimpleNamespace:

@@ -24,7 +24,7 @@ from slime.utils import http_client
 from slime.utils.async_utils import get_async_loop
 from slime.utils.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
-from tests.support.fake_engine import Failure, FaultMix, hashed_reply
+from tests.support.standin import Failure, FaultMix, hashed_reply
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from slime.ray.rollout_metrics import eval_metrics, eval_summary
 from slime.rollout.base_types import iter_samples
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
-from tests.support.fake_engine import hashed_reply
 from tests.support.rollout_args import eval_config
+from tests.support.standin import hashed_reply
 
 HERE = __name__
 

@@ -18,7 +18,7 @@ from slime.rollout.rm_hub.errors import RewardErrors
 from slime.utils.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.standin import Failure, StandInCluster
 
 PATH = "slime.rollout.on_policy_distillation.reward_func"
 
@@ -46,7 +46,7 @@ def reply(tokens: str = "pqrst", first: Any = None) -> dict[str, Any]:
 def teacher(monkeypatch):
     monkeypatch.setattr(remote, "_client", None)
     monkeypatch.setattr(remote, "PAUSE_S", 0.0)
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         yield cluster.engines[0]
 
 

@@ -15,7 +15,7 @@ from slime.rollout.requests.engines import ASKED_AT_ONCE, SHORTEST_QUEUE, Engine
 from slime.rollout.requests.request_slots import RequestSlots, next_limit
 from slime.utils import http_utils
 from slime.utils.http_client import HttpClient
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.standin import Failure, StandInCluster
 from tests.support.virtual_time import run_virtually
 
 
@@ -192,7 +192,7 @@ async def test_refusals_lower_the_limit_and_are_told_once(client, caplog):
 
 
 async def test_loads_are_those_the_engines_report(client):
-    with FakeCluster(2, slots=3, delay=60.0) as cluster:
+    with StandInCluster(2, slots=3, delay=60.0) as cluster:
         posts = [
             asyncio.create_task(client.post(f"{url}/generate", {"input_ids": [97]}))
             for url in [cluster.engines[0].url] * 5 + [cluster.engines[1].url]
@@ -247,7 +247,7 @@ def test_the_more_engines_there_are_the_less_often_they_are_asked(no_client, eng
 
 async def test_an_engine_that_was_replaced_is_not_missed(client):
     """The router still has it on its list beside its successor, and then drops it."""
-    with FakeCluster(2) as cluster:
+    with StandInCluster(2) as cluster:
         engines = EngineLoads(lambda: cluster.router.url, planned=1)
         slots = RequestSlots(64, engines)
         cluster.kill_engine(1, unregister=False)
@@ -260,7 +260,7 @@ async def test_an_engine_that_was_replaced_is_not_missed(client):
 
 
 async def test_more_engines_than_planned_raise_nothing(client):
-    with FakeCluster(3) as cluster:
+    with StandInCluster(3) as cluster:
         slots = RequestSlots(64, EngineLoads(lambda: cluster.router.url, planned=2))
         await slots.follow()
         for _ in range(64):
@@ -276,7 +276,7 @@ async def test_more_engines_than_planned_raise_nothing(client):
 
 
 async def test_refused_requests_are_counted_while_they_wait(client):
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         cluster.engines[0].failures.extend([Failure(503)] * 3)
         posts = [asyncio.create_task(client.post(f"{cluster.router.url}/generate", {"input_ids": [97]})) for _ in "abc"]
         while client.refused < 3:

@@ -12,7 +12,7 @@ from slime.rollout.rm_hub import async_rm, remote, rules
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.standin import Failure, StandInCluster
 
 MATH = [
     (r"so \boxed{42}", "42", 1),
@@ -234,7 +234,7 @@ async def test_a_server_is_asked_ten_times_with_growing_pauses(monkeypatch):
 
     monkeypatch.setattr(remote, "_client", None)
     monkeypatch.setattr(remote.asyncio, "sleep", sleep)
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         engine = cluster.engines[0]
         engine.failures.extend([Failure(500, b"no")] * 10)
         with pytest.raises(HttpRequestError, match="no"):

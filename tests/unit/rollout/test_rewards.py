@@ -28,7 +28,7 @@ from slime.utils.async_utils import run
 from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.standin import Failure, StandInCluster
 from tools.metric_names import undocumented
 
 HERE = __name__
@@ -274,7 +274,7 @@ async def test_precedence():
 
 async def test_remote_rewards(monkeypatch):
     monkeypatch.setattr(remote, "_client", None)
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         engine = cluster.engines[0]
         engine.failures.extend([Failure(200, b"0.25"), Failure(400, b"bad label"), Failure(200, b'{"score": 1}')])
         asked = args(rm_type="remote_rm", rm_url=f"{engine.url}/generate")
@@ -293,7 +293,7 @@ async def test_remote_rewards(monkeypatch):
 async def test_remote_rewards_are_asked_again_and_fail_alone(monkeypatch):
     for name, value in {"_client": None, "PAUSE_S": 0.0, "ATTEMPTS": 3}.items():
         monkeypatch.setattr(remote, name, value)
-    with FakeCluster(1) as cluster:
+    with StandInCluster(1) as cluster:
         engine = cluster.engines[0]
         asked = args(rm_type="remote_rm", rm_url=f"{engine.url}/generate", max_prompt_attempts=1)
         engine.failures.extend([Failure(503, b"busy"), Failure(500, b"no"), Failure(200, b"0.5")])

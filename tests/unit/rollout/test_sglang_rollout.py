@@ -22,7 +22,7 @@ from slime.utils.http_client import HttpRequestError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
-from tests.support.fake_engine import Failure, hashed_reply
+from tests.support.standin import Failure, hashed_reply
 
 HERE = __name__
 Status = Sample.Status

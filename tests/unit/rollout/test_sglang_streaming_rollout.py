@@ -17,7 +17,7 @@ from slime.utils import http_client
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, get_http_client
 from slime.utils.types import Sample
-from tests.support.fake_engine import Failure
+from tests.support.standin import Failure
 
 PATH = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 WHOLE = [97 + i for i in range(12)]

@@ -12,7 +12,7 @@ import pytest
 from slime.utils import http_client
 from slime.utils.http_client import HttpClient
 from slime.utils.http_replies import HttpRequestError, HttpTimeoutError, LatestEvents, StreamLostError
-from tests.support.fake_engine import Failure, FakeCluster
+from tests.support.standin import Failure, StandInCluster
 
 REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
 
@@ -96,7 +96,7 @@ async def test_trouble_after_the_end_is_none():
 def cluster(monkeypatch):
     monkeypatch.setattr(http_client, "BACKOFF_BASE_S", 0.01)
     monkeypatch.setattr(http_client, "WORKER_LIST_AGE_S", 0.0)
-    with FakeCluster(1) as running:
+    with StandInCluster(1) as running:
         running.engines[0].reply = lambda ids, params: [97, 98, 99, 100]
         yield running
 

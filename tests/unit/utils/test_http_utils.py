@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from scripts.bench.standin import ServerThread
 from slime.utils import http_client, http_utils
 from slime.utils.http_client import HttpClient, HttpRequestError, HttpTimeoutError
 from slime.utils.http_replies import MOST_REJECTED
 from slime.utils.network import find_available_port
 from tests.support.arguments import run_args
-from tests.support.fake_engine import Failure, FakeCluster, FaultMix
+from tests.support.standin import Failure, FaultMix, ServerThread, StandInCluster
 
 REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
@@ -24,7 +23,7 @@ REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 def cluster(monkeypatch):
     monkeypatch.setattr(http_client, "BACKOFF_BASE_S", 0.01)
     monkeypatch.setattr(http_client, "WORKER_LIST_AGE_S", 0.0)
-    with FakeCluster(2) as running:
+    with StandInCluster(2) as running:
         yield running
 
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.bench.standin import StandInCluster
 from slime.servers.engine_client import EngineClient
 from slime.weight_sync import steps
 from slime.weight_sync.fanout import FanOut, WeightSyncError, engines_that_hang
+from tests.support.standin import StandInCluster
 
 
 def test_the_deadline_is_that_of_all_engines_together() -> None:
