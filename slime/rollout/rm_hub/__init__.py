@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import random
@@ -17,7 +18,7 @@ from slime.rollout.rm_hub.failure import BadReward, RewardFailure
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer_verl
-from slime.rollout.rm_hub.policy_text import own_text
+from slime.rollout.rm_hub.policy_text import has_others_text, own_text
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.utils.declared import with_defaults
@@ -115,7 +116,9 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def _by_rule(args: Any, kind: str, sample: Sample, *, boxed: bool) -> Any:
-    response = own_text(args, sample)
+    response = sample.response
+    if has_others_text(sample):  # off the event loop: the first one loads the tokenizer
+        response = await asyncio.to_thread(own_text, args, sample)
     if boxed:
         response = rules.as_response(kind, extract_boxed_answer(response) or "")
     metadata = _metadata(sample)

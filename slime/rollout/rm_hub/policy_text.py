@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.utils.types import Sample
 
-__all__ = ["own_text"]
+__all__ = ["has_others_text", "own_text"]
 
 _BETWEEN = " \n "
 """Stands for the text of others: what the policy wrote before and after it is not one word."""
@@ -21,17 +21,22 @@ def _tokenizer(checkpoint: str, trust_remote_code: bool) -> Any:
     return load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
 
 
+def has_others_text(sample: Sample) -> bool:
+    """Return whether the mask of ``sample`` leaves tokens out, so that :func:`own_text` may have to decode."""
+    mask, length = sample.loss_mask, sample.response_length
+    return mask is not None and len(mask) == length <= len(sample.tokens) and not all(mask)
+
+
 def own_text(args: Any, sample: Sample) -> str:
     """Return the text of the tokens that have loss mask 1 or that an engine made (``weight_version_spans``).
 
     That is the response as it stands where these are all its tokens (or none: a sample that is masked whole), and
-    where the mask does not fit.
+    where the mask does not fit. The first call loads the tokenizer.
     """
-    mask = sample.loss_mask
-    length = sample.response_length
-    if mask is None or len(mask) != length or length > len(sample.tokens) or all(mask):
+    if not has_others_text(sample):
         return sample.response
-    own = [bool(trained) for trained in mask]
+    length = sample.response_length
+    own = [bool(trained) for trained in sample.loss_mask or ()]
     for span in sample.weight_version_spans:
         own[span["start"] : span["end"]] = [True] * len(own[span["start"] : span["end"]])
     if all(own) or not any(own):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import data_source, eval_rollout, sglang_rollout
+from slime.rollout.rm_hub import policy_text
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
@@ -22,6 +23,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> CharTokenizer:
     char_tokenizer = CharTokenizer()
     for module in (sglang_rollout, data_source):
         monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: char_tokenizer)
+    monkeypatch.setattr(policy_text, "_tokenizer", lambda *_: char_tokenizer)
     return char_tokenizer
 
 

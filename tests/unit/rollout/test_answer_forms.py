@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from decimal import Decimal
 from typing import Any
@@ -378,6 +379,21 @@ async def test_only_the_policys_own_text_is_graded(tokenizer):
     assert await async_rm(args, conversation(("I ask: 6*7", 1), TOOL)) == 0
     assert await async_rm(args, conversation((r"\boxed{42}", 1), (r"<tool>\boxed{41}</tool>", 0))) == 1
     assert await async_rm(args, conversation((r"\boxed{4", 1), ("tool", 0), ("2}", 1))) == 0
+
+
+async def test_loading_the_tokenizer_does_not_stop_the_event_loop(monkeypatch):
+    loading = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def load(*_):
+        loop.call_soon_threadsafe(loading.set)  # runs only where the loop is free
+        assert asyncio.run_coroutine_threadsafe(loading.wait(), loop).result(30)
+        return Tokenizer()
+
+    monkeypatch.setattr(policy_text, "_tokenizer", load)
+    args = run_args(rm_type="math", reward_workers=1)
+    assert await async_rm(args, conversation((r"\boxed{42}", 1), (r"<tool>\boxed{41}</tool>", 0))) == 1
+    assert loading.is_set()
 
 
 def test_own_text(tokenizer):
