@@ -1,8 +1,9 @@
 """A training step of the trainer on one GPU: tokens per second, share of the card's peak, waits for the device.
 
-The model has the shape of Qwen3-0.6B and random weights, in bf16. A step is all of ``MegatronTrainer.train``: the pass
-of log-probs, the micro-batches, clipping and Adam. FLOPs are 6 per parameter and token, the output layer included, and
-``6 * layers * heads * head_dim * length`` per token for causal attention; the pass of log-probs adds a third.
+The model has the shape of Qwen3-0.6B and random weights, in bf16. A step is all of ``MegatronTrainer.train``: the
+micro-batches, clipping and Adam (GRPO with one step per rollout needs no earlier pass of log-probs). FLOPs are 6 per
+parameter and token, the output layer included, and ``6 * layers * heads * head_dim * length`` per token for causal
+attention.
 
     python -m benchmarks.gpu_step --lengths 512 4096 --tokens 16384 --out /tmp/step
 """
@@ -24,7 +25,7 @@ PEAK_TFLOPS = 989.0  # of an H100 or H200 in bf16, without sparsity
 SAMPLES_TOKENS = 65_536
 
 
-def flops_per_token(length: int, *, log_probs: bool) -> float:
+def flops_per_token(length: int) -> float:
     """Return what one trained token costs in sequences of ``length`` tokens."""
     from tests.support.gpu import QWEN3_600M as m
 
@@ -35,14 +36,11 @@ def flops_per_token(length: int, *, log_probs: bool) -> float:
     )
     layer = width * (2 * heads + 2 * kv) + 3 * width * m["intermediate_size"]
     parameters = m["num_hidden_layers"] * layer + width * m["vocab_size"]
-    forward = 2 * parameters + 2 * m["num_hidden_layers"] * heads * length
-    return forward * (4 if log_probs else 3)
+    return 6 * (parameters + m["num_hidden_layers"] * heads * length)
 
 
-def measure(
-    checkpoint: str, length: int, tokens: int, repeats: int, out: Path | None, **settings: Any
-) -> dict[str, Any]:
-    """Return figures of a step over ``SAMPLES_TOKENS`` tokens in micro-batches of ``tokens``."""
+def measure(checkpoint: str, length: int, tokens: int, repeats: int, out: Path | None) -> None:
+    """Print figures of a step over ``SAMPLES_TOKENS`` tokens in micro-batches of ``tokens``."""
     import torch
 
     from tests.support.trainer import make_shards, make_train_data
@@ -57,34 +55,28 @@ def measure(
         global_batch_size=samples,
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=tokens,
-        **settings,
     )
     data = make_train_data(prompts=samples // 2, vocab_size=150_000, shortest=length - 9, longest=length - 9)
     trained = sum(map(len, data["tokens"]))
     (shard,) = make_shards(trainer.args, data, trainer.parallel_config)
-    seconds, reports = [], []
+    seconds = []
     for i in range(repeats + 2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        reports.append(trainer.train(i, shard))
+        trainer.train(i, shard)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated()
-    best = statistics.median(seconds[2:])
-    has_pass = "log_probs_time" in json.dumps(reports[-1], default=str)
-    rate = trained / best
+    rate = trained / statistics.median(seconds[2:])
     found = {
-        "length": length, "tokens": trained, "micro_batch": tokens, **settings, "seconds": seconds,
-        "tokens_per_s": rate, "log_prob_pass": has_pass, "peak_gib": peak / 2**30,
-        "mfu": rate * flops_per_token(length, log_probs=has_pass) / (PEAK_TFLOPS * 1e12),
-        "times": {k: v for k, v in reports[-1].items() if isinstance(v, (int, float)) and "time" in k},
+        "length": length, "tokens": trained, "micro_batch": tokens, "seconds": seconds, "tokens_per_s": rate,
+        "peak_gib": peak / 2**30, "share_of_peak": rate * flops_per_token(length) / (PEAK_TFLOPS * 1e12),
     }  # fmt: skip
-    print(json.dumps(found, default=str), flush=True)
+    print(json.dumps(found), flush=True)
     if out is not None:
         _waits(trainer, shard, repeats + 2)
         _kernels(trainer, shard, repeats + 3, out)
-    return found
 
 
 def _waits(trainer: Any, shard: Any, rollout_id: int) -> None:

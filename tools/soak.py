@@ -126,6 +126,11 @@ def run_part(part: str, parts: dict[str, list[str]], root: Path = ROOT) -> Passe
     return Passed(part, commit, round(minutes, 1), passed, skipped, len(os.sched_getaffinity(0)))
 
 
+def is_due(last: Passed | None, *, named: bool, stale: bool, again: bool, root: Path = ROOT) -> bool:
+    """Return whether a part runs that passed as ``last`` says, None for one that has not passed."""
+    return last is None or named or again or (stale and changed_since(last.commit, root))
+
+
 def show(parts: dict[str, list[str]]) -> None:
     """Print every part with its last pass."""
     record = read_record()
@@ -155,7 +160,7 @@ def main() -> int:
     missing = []
     for part in options.part or parts:
         last = read_record().get(part)
-        if last and not (options.part or options.again or (options.stale and changed_since(last.commit))):
+        if last and not is_due(last, named=bool(options.part), stale=options.stale, again=options.again):
             print(f"[soak] {part}: passed at {last.commit} ({last.minutes} min), not run again", flush=True)
             continue
         print(f"[soak] {part}: begins", flush=True)

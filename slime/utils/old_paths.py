@@ -153,7 +153,7 @@ OLD: dict[str, dict[str, str]] = {
     "slime.utils.trace_utils": _at("slime.observability.trace_utils", _TRACE),
 }
 
-_DELTA = "classes of its own for changed weights: --update-weight-mode delta, slime.weights.delta"
+_DELTA = "separate classes for changed weights: --update-weight-mode delta, slime.weights.delta"
 
 # Modules of features that this version lacks, with everything below them.
 LACKING: dict[str, str] = {

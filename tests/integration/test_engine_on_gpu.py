@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """An engine with the memory saver that keeps a copy of its weights: nobody pushes others."""
+    """An engine with the memory saver and a copy of its weights on the host: no trainer pushes to it."""
     args = run_args(
         *engine_flags(), hf_checkpoint=str(checkpoint), offload_rollout=True, engine_ready_timeout=240.0,
         sglang_api_key="engine", sglang_admin_api_key="control",
@@ -49,6 +49,10 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         print(*log.read_text(errors="replace").splitlines()[-30:], sep="\n")
 
 
+def in_use() -> float:
+    return memory_in_use() / 2**30
+
+
 def greedy(client: EngineClient, tokens: int = 64) -> dict[str, Any]:
     params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     return dict(client.generate({"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}))
@@ -65,19 +69,19 @@ def test_log_probs_are_those_of_transformers(engine: EngineProcess, checkpoint: 
 
 def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same(engine: EngineProcess) -> None:
     client = engine.client()
-    before, awake = greedy(client), memory_in_use()
+    before, awake = greedy(client), in_use()
     used = []
     for _ in range(5):
         started = time.monotonic()
         client.pause("abort")
         client.release_memory()
         released = time.monotonic()
-        used.append(memory_in_use())
+        used.append(in_use())
         begun = time.monotonic()
         client.resume_memory()
         client.resume()
         print(f"asleep in {released - started:.2f} s, awake in {time.monotonic() - begun:.2f} s")
-    print(f"GiB awake {awake:.2f}, asleep {used}, awake again {memory_in_use():.2f}")
+    print(f"GiB awake {awake:.2f}, asleep {used}, awake again {in_use():.2f}")
     assert used[0] < min(3.0, 0.2 * awake)
     assert used[-1] - used[1] < 0.05, "every sleep leaves something"
     again = greedy(client)

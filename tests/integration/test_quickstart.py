@@ -14,7 +14,7 @@ def test_quickstart_learns(tmp_path):
     result = run_quickstart(tmp_path, "--rollouts", str(ROLLOUTS), timeout_s=1700)
     check_run(result, ROLLOUTS)
     assert 0.20 <= result["before"] <= 0.60
-    assert result["after"] >= result["before"] + 0.07
+    assert result["after"] >= result["before"] + 0.10
     assert [step for step, _ in result["evaluations"]] == [0, 9]
     for phrase in ("slime quickstart:", "== 2. SFT", "== 3. GRPO", "report.html", "Try next"):
         assert phrase in result["output"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-GAIN, OVER_CONTROL, DRIFT = 0.10, 0.15, 0.20
-"""Shuffled rewards move a model too, but in no direction.
+GAIN, OVER_CONTROL, DRIFT = 0.15, 0.15, 0.20
+SLOW = {("adaptive_environments", "hunt"): 0.10, ("delta_weight_sync", "held_out"): 0.10}
+"""What learns less in the time of a small version: both gained 0.12.
+
+Shuffled rewards move a model too, but in no direction.
 
 Twenty recorded controls changed by -0.02 on average with a standard deviation of 0.10, from -0.31 to +0.14: a random
 walk of the weights, and evaluations are samples of 64 to 2,048 problems. A single control is judged by twice that.
@@ -20,6 +23,6 @@ def change(result: dict[str, Any], data_set: str) -> float:
 def check_result(learned: dict[str, Any], control: dict[str, Any], data_set: str) -> None:
     """Fail where the reward taught too little, or shuffled rewards as much."""
     gained, drifted = change(learned, data_set), change(control, data_set)
-    assert gained >= GAIN, f"{data_set}: {gained:+.3f}"
+    assert gained >= SLOW.get((learned["example"], data_set), GAIN), f"{data_set}: {gained:+.3f}"
     assert drifted <= DRIFT, f"{data_set} with shuffled rewards: {drifted:+.3f}"
     assert gained >= drifted + OVER_CONTROL, f"{data_set}: {gained:+.3f}, with shuffled rewards {drifted:+.3f}"

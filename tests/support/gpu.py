@@ -35,7 +35,7 @@ def engine_flags() -> list[str]:
     return flags
 
 
-def memory_in_use() -> float:
-    """Return GiB of the first GPU that all processes hold."""
+def memory_in_use() -> int:
+    """Return the bytes of the first GPU that all processes hold; asked for without making a context in this one."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]) / 2**10
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]) * 2**20

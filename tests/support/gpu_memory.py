@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 import torch
 
+from tests.support.gpu import memory_in_use
 from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import new_trainer, train_once
 
@@ -18,7 +18,7 @@ def gibibytes(checkpoint: str, settings: dict[str, Any]) -> dict[str, float]:
     from slime.planner.memory_trainer import trainer_memory
     from slime.planner.model_size import model_size
 
-    others = _in_use()
+    others = memory_in_use()
     trainer, _ = new_trainer(
         checkpoint,
         bf16=True,
@@ -37,7 +37,7 @@ def gibibytes(checkpoint: str, settings: dict[str, Any]) -> dict[str, float]:
     drain = trainer._memory.drain
     trainer._memory.drain = lambda: measured.update(drain()) or measured
     train_once(trainer, 1, data)
-    context = _in_use() - others - torch.cuda.memory_reserved()
+    context = memory_in_use() - others - torch.cuda.memory_reserved()
     at_rest = torch.cuda.memory_allocated()
     trainer.offload()
     found = {
@@ -50,9 +50,3 @@ def gibibytes(checkpoint: str, settings: dict[str, Any]) -> dict[str, float]:
         **measured,
     }
     return {name: value / 2**30 for name, value in found.items()}
-
-
-def _in_use() -> int:
-    """Bytes of the GPU, of all processes; asked for without making a context in this one."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]) * 2**20

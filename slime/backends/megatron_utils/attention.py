@@ -38,7 +38,7 @@ except ImportError:
 
 
 FLASH_MAX_HEAD_DIM = 256
-VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no such parameter
 SHORT_SEQUENCE, MANY_TOKENS = 128, 256
 """Up to which length, and from how many tokens of one length on, a CPU takes matrix products instead of SDPA."""
 
@@ -159,10 +159,12 @@ def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p
     sizes = (_cumulative(q_lengths, q.device), _cumulative(k_lengths, q.device), max(q_lengths), max(k_lengths))
     if flash_attn_varlen_func is None:
         window = (-1, 0 if causal else -1)  # causal, aligned to the lower right
-        shared: dict[str, Any] = {"enable_gqa": q.size(1) != k.size(1)} if VARLEN_SHARES_HEADS else {}
-        if not VARLEN_SHARES_HEADS and q.size(1) != k.size(1):
+        options: dict[str, Any] = {"scale": scale, "window_size": window}
+        if VARLEN_SHARES_HEADS:
+            options["enable_gqa"] = q.size(1) != k.size(1)
+        else:
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-        output = varlen_attn(q, k, v, *sizes, scale=scale, window_size=window, **shared)
+        output = varlen_attn(q, k, v, *sizes, **options)
         return cast("torch.Tensor", output)  # a tuple only with return_aux
     return flash_attn_varlen_func(
         q,

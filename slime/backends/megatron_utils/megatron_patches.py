@@ -174,7 +174,10 @@ def patch_packed_rotation() -> bool:
 
     from slime.backends.megatron_utils.rotation import rotating_packed
 
-    rope_utils._apply_rotary_pos_emb_thd = rotating_packed(rope_utils._apply_rotary_pos_emb_thd)
+    original = rope_utils._apply_rotary_pos_emb_thd
+    if "tolist" not in original.__code__.co_names:
+        return False
+    rope_utils._apply_rotary_pos_emb_thd = rotating_packed(original)
     return True
 
 

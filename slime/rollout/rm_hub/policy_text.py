@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from typing import Any
 
 from slime.utils.types import Sample
@@ -14,11 +15,20 @@ _BETWEEN = " \n "
 """Stands for the text of others: what the policy wrote before and after it is not one word."""
 
 
+_loading = threading.Lock()
+"""The first samples of a run end together, each in a thread: one loads."""
+
+
 @functools.cache
-def _tokenizer(checkpoint: str, trust_remote_code: bool) -> Any:
+def _load(checkpoint: str, trust_remote_code: bool) -> Any:
     from slime.utils.processing_utils import load_tokenizer
 
     return load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+
+
+def _tokenizer(checkpoint: str, trust_remote_code: bool) -> Any:
+    with _loading:
+        return _load(checkpoint, trust_remote_code)
 
 
 def has_others_text(sample: Sample) -> bool:

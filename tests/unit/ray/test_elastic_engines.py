@@ -15,6 +15,7 @@ from slime.ray.engines import fleet as engine_fleet
 from slime.ray.engines.members import EngineChangeError, State
 from slime.ray.remote import RemoteFailure
 from slime.servers.http import EngineError, EngineTimeoutError
+from slime.utils import run_key
 from tests.support.arguments import run_args
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, World, push
 
@@ -207,8 +208,12 @@ def test_a_removed_engine_ends_when_it_holds_no_request_and_its_slots_are_free(
     run = world(2)
     left = iter([3, 1])
     monkeypatch.setattr(Client, "num_requests", lambda client: next(left, 0))
+    forgotten: list[str] = []
+    monkeypatch.setattr(run_key, "forget", forgotten.append)
+    url = run.router.engines[0]
     assert run.fleet.remove([0], PATIENCE_S) == 0
     assert Engine.started[0].is_ended.is_set()
+    assert forgotten == [url]
     assert run.router.engines == [NEW]
     assert ranks(run) == [1]
     assert push(run) == [NEW]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from decimal import Decimal
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from slime.rollout.rm_hub import async_rm, policy_text, rules
 from slime.rollout.rm_hub.labels import accepted_answers
 from slime.rollout.rm_hub.math_utils import grade_answer_verl, mathd_normalize_answer
+from slime.utils import processing_utils
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 
@@ -394,6 +396,23 @@ async def test_loading_the_tokenizer_does_not_stop_the_event_loop(monkeypatch):
     args = run_args(rm_type="math", reward_workers=1)
     assert await async_rm(args, conversation((r"\boxed{42}", 1), (r"<tool>\boxed{41}</tool>", 0))) == 1
     assert loading.is_set()
+
+
+async def test_samples_that_end_together_load_it_once(monkeypatch):
+    loads = []
+
+    def load(*_, **__):
+        loads.append(1)
+        time.sleep(0.1)
+        return Tokenizer()
+
+    monkeypatch.setattr(processing_utils, "load_tokenizer", load)
+    policy_text._load.cache_clear()
+    args = run_args(rm_type="math", reward_workers=1)
+    sample = conversation((r"\boxed{42}", 1), (r"<tool>\boxed{41}</tool>", 0))
+    assert await asyncio.gather(*(async_rm(args, sample) for _ in range(4))) == [1] * 4
+    policy_text._load.cache_clear()
+    assert loads == [1]
 
 
 def test_own_text(tokenizer):

@@ -108,3 +108,15 @@ def test_a_failure_and_skipped_tests_alone_are_no_pass(
     assert soak.run_part("a", {"a": ["tests/soak"]}, checkout) is None
     expected = "failed after" if "raise" in body else "every test was skipped, so nothing is recorded"
     assert f"[soak] a: {expected}" in capfd.readouterr().out
+
+
+def test_what_passed_runs_again_only_when_named_or_asked_for(checkout: Path) -> None:
+    nothing = {"named": False, "stale": False, "again": False, "root": checkout}
+    last = soak.run_part("a", {"a": ["tests/soak"]}, checkout)
+    assert soak.is_due(None, **nothing)
+    for word in ("named", "again"):
+        assert soak.is_due(last, **{**nothing, word: True})
+    assert not soak.is_due(last, **{**nothing, "stale": True})
+    (checkout / "new.py").write_text("")
+    assert not soak.is_due(last, **nothing)
+    assert soak.is_due(last, **{**nothing, "stale": True})

@@ -153,8 +153,12 @@ def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool) -> None:
     torch.testing.assert_close(seen.double(), dense_attention(q, k, v, lengths, causal=causal), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn_varlen_func", "varlen_attn"])
-def test_flash_gets_lower_right_aligned_segments(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "shares_heads"), [("flash_attn_varlen_func", True), ("varlen_attn", True), ("varlen_attn", False)]
+)
+def test_flash_gets_lower_right_aligned_segments(
+    kernel: str, shares_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernels are CUDA's: a float64 stand-in with their contract shows that we hand them the right lengths."""
     q, k, v, _ = _tensors(10, 4, 2)
     segments = [Segment(q[None, 0:4], k[None, :4], v[None, :4]), Segment(q[None, 4:7], k[None, :7], v[None, :7])]
@@ -163,7 +167,9 @@ def test_flash_gets_lower_right_aligned_segments(kernel: str, monkeypatch: pytes
         assert (max_q, max_k) == (4, 7)
         if kernel == "varlen_attn":
             inspect.signature(TORCH_VARLEN).bind(q, k, v, cu_q, cu_k, max_q, max_k, **options)
-            assert options == {"scale": 8**-0.5, "window_size": (-1, 0), "enable_gqa": True}
+            shared = {"enable_gqa": True} if shares_heads else {}
+            assert options == {"scale": 8**-0.5, "window_size": (-1, 0), **shared}
+            assert k.shape[1] == v.shape[1] == (2 if shares_heads else 4)
         else:
             assert options["causal"]
         out = []
@@ -176,6 +182,7 @@ def test_flash_gets_lower_right_aligned_segments(kernel: str, monkeypatch: pytes
 
     expected = attention.attend(segments, causal=True, scale=8**-0.5)
     monkeypatch.setattr(attention, kernel, varlen)
+    monkeypatch.setattr(attention, "VARLEN_SHARES_HEADS", shares_heads)
     monkeypatch.setattr(attention, "flash_takes", lambda segments, dropout_p: True)
     torch.testing.assert_close(attention.attend(segments, causal=True, scale=8**-0.5).float(), expected)
 
